@@ -1,0 +1,56 @@
+# Every target sets up what it needs on a machine that has only Python 3.11+ and make; a second call skips what is done.
+PYTHON ?= python3
+VENV   ?= .venv
+# Installed first and on its own, so that no other package decides which build of torch a CPU machine gets.
+# On a CUDA machine: make TORCH='torch>=2.11,<2.14' ...
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
+TIERS  ?= not gpu
+ARGS   ?=
+
+.PHONY: help setup demo test test-unit test-gpu check format docs bench clean
+
+help:            ## show this list
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | column -t -s "$$(printf '\t')"
+
+setup: $(READY)  ## create .venv and install dovetail with what the demo, the tests and the checks need
+
+$(READY): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -e '.[dev,demo]'
+	rm -f $(VENV)/.ready-*; touch $@
+
+demo: setup      ## the main job on this machine
+	$(BIN)/dovetail demo $(ARGS)
+
+test: setup      ## all tests but those that need a GPU
+	$(BIN)/python -m pytest -m '$(TIERS)' $(ARGS)
+
+test-unit: setup ## the tests that take seconds
+	$(BIN)/python -m pytest -m unit $(ARGS)
+
+test-gpu: setup  ## the tests that need CUDA
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+check: setup     ## style, layers, types, generated docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pyrefly check --summarize-errors
+	$(BIN)/python -m dovetail.config.document --check docs/configuration.md
+
+format: setup    ## rewrite the code in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup      ## regenerate docs/configuration.md from the config classes
+	$(BIN)/python -m dovetail.config.document docs/configuration.md
+
+bench: setup     ## speed, as ratios against the alternative in the same run
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+clean:           ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info

@@ -1,0 +1,1 @@
+"""How a model is trained. Knows no reinforcement learning."""

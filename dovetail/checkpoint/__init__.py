@@ -1,0 +1,1 @@
+"""What is on disk: sharded state with a manifest written last."""

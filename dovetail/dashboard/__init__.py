@@ -1,0 +1,1 @@
+"""What is seen: reads the run folder only."""

@@ -1,0 +1,1 @@
+"""What the network is: loading, attention, packing, heads, kernels."""

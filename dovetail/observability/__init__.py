@@ -1,0 +1,1 @@
+"""What is recorded: metrics, timings, events. Imports neither torch nor ray."""

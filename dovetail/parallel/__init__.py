@@ -1,0 +1,1 @@
+"""Who is my neighbour: meshes, Ulysses, balancing, collectives."""

@@ -1,0 +1,1 @@
+"""What happens in a step: the driver's loop over groups."""

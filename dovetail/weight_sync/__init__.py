@@ -1,0 +1,1 @@
+"""How weights reach an engine: sources stream full tensors, sinks take them."""
