@@ -1,0 +1,86 @@
+"""Run a function on N real processes joined by gloo, for tests. Knows nothing of what the function does.
+
+Processes come from a fork server that has torch imported already: a case costs a fraction of a second, and no rank
+inherits threads from pytest. The function must live at the top of an importable module.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers"])
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes; return what each rank returned, by rank.
+
+    Tensors that are returned must be on the CPU. The first failing rank's traceback is raised here and the other
+    ranks are killed, so a collective that waits for a dead peer cannot hang a test.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        store = os.path.join(folder, "store")
+        processes, pipes = [], []
+        for rank in range(world_size):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(target=_main, args=(fn, rank, world_size, store, timeout, sender, args), daemon=True)
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        try:
+            return _collect(processes, pipes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(processes: list[Any], pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        for rank, pipe in enumerate(pipes):
+            if rank in results or not pipe.poll(0.02):
+                continue
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                processes[rank].join(5)
+                raise RuntimeError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
+            if not ok:
+                raise RuntimeError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+        if time.monotonic() > deadline:
+            missing = sorted(set(range(len(pipes))) - set(results))
+            raise TimeoutError(f"ranks {missing} of {len(pipes)} did not finish in time")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _main(
+    fn: Callable[..., Any], rank: int, world_size: int, store: str, timeout: float, sender: Connection, args: tuple
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        )
+        value = fn(rank, world_size, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        sender.send((True, value))
+    except BaseException:  # noqa: BLE001  the process boundary: the test process raises it again
+        sender.send((False, traceback.format_exc()))
