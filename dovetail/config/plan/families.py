@@ -1,0 +1,97 @@
+"""What the `model_type` of a Hugging Face config fixes and its `config.json` does not say: biases, norms, gating.
+
+Only facts about parameters; nothing here reads files or counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# True / False, or the config key (with its default) that decides.
+Switch = bool | tuple[str, bool]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Traits of one architecture. The defaults are those of Llama, which most newer models follow."""
+
+    qkv_bias: Switch = ("attention_bias", False)
+    out_bias: Switch = ("attention_bias", False)
+    mlp_bias: Switch = ("mlp_bias", False)
+    gated_mlp: bool = True
+    norms_per_layer: int = 2
+    norm_bias: bool = False
+    # "head": one weight vector per head dimension; "full": over all heads together.
+    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm_key: str | None = None
+    latent_attention: bool = False
+    tied: bool = False
+    head_bias: bool = False
+    head_dim: int | None = None
+    router_bias: bool = False
+    expert_bias: bool = False
+    attention_sinks: bool = False
+    shared_expert_gate: bool = False
+    # Every layer is a mixture when the config names experts, unless a key says otherwise.
+    known: bool = True
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "smollm3": Family(mlp_bias=("mlp_bias", False), tied=True),
+    "mistral": Family(qkv_bias=False, out_bias=False, mlp_bias=False),
+    "ministral": Family(qkv_bias=False, out_bias=False, mlp_bias=False),
+    "mixtral": Family(qkv_bias=False, out_bias=False, mlp_bias=False),
+    "granite": Family(),
+    "qwen2": Family(qkv_bias=True, out_bias=False, mlp_bias=False),
+    "qwen2_moe": Family(qkv_bias=("qkv_bias", True), out_bias=False, mlp_bias=False, shared_expert_gate=True),
+    "qwen2_vl_text": Family(qkv_bias=True, out_bias=False, mlp_bias=False),
+    "qwen2_5_vl_text": Family(qkv_bias=True, out_bias=False, mlp_bias=False),
+    "qwen3": Family(qk_norm="head", mlp_bias=False),
+    "qwen3_moe": Family(qk_norm="head", mlp_bias=False),
+    "qwen3_vl_text": Family(qk_norm="head", mlp_bias=False),
+    "qwen3_vl_moe_text": Family(qk_norm="head", mlp_bias=False),
+    "deepseek_v2": Family(latent_attention=True, mlp_bias=False),
+    "deepseek_v3": Family(latent_attention=True, mlp_bias=False),
+    "kimi_k2": Family(latent_attention=True, mlp_bias=False),
+    "gemma": Family(tied=True, head_dim=256, mlp_bias=False),
+    "gemma2": Family(tied=True, head_dim=256, norms_per_layer=4, mlp_bias=False),
+    "gemma3_text": Family(tied=True, head_dim=256, norms_per_layer=4, qk_norm="head", mlp_bias=False),
+    "phi3": Family(qkv_bias=False, out_bias=False, mlp_bias=False),
+    "phi": Family(
+        qkv_bias=True, out_bias=True, mlp_bias=True, gated_mlp=False, norms_per_layer=1, norm_bias=True, head_bias=True
+    ),
+    "starcoder2": Family(
+        qkv_bias=("use_bias", True),
+        out_bias=("use_bias", True),
+        mlp_bias=("use_bias", True),
+        gated_mlp=False,
+        norm_bias=True,
+        tied=True,
+    ),
+    "olmo2": Family(qk_norm="full", mlp_bias=False),
+    "glm4": Family(out_bias=False, mlp_bias=False, norms_per_layer=4),
+    "glm4_moe": Family(out_bias=False, mlp_bias=False, qk_norm="head", qk_norm_key="use_qk_norm"),
+    "gpt_oss": Family(
+        qkv_bias=("attention_bias", True),
+        out_bias=("attention_bias", True),
+        router_bias=True,
+        expert_bias=True,
+        attention_sinks=True,
+    ),
+}
+
+# Top-level types whose language model sits in `text_config`, or, in files written before transformers 4.52, beside it.
+TEXT_OF: dict[str, str] = {
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "gemma3": "gemma3_text",
+}
+
+
+def family_of(model_type: str) -> Family:
+    """The traits of `model_type`, or Llama's marked as a guess."""
+    return FAMILIES.get(model_type, Family(known=False))

@@ -1,0 +1,54 @@
+"""Which layers a pipeline stage holds. Plain arithmetic; knows no config and no device."""
+
+from __future__ import annotations
+
+
+def pipeline_stages(
+    num_layers: int, pipeline: int, *, virtual: int = 1, first: int | None = None, last: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Layer indices of each stage, `first` and `last` layers in the end stages where they are given.
+
+    With `virtual` chunks per stage, stage `s` holds chunks `s`, `s + pipeline`, ... as interleaved schedules do.
+    """
+    counts = stage_sizes(num_layers, pipeline, first=first, last=last)
+    if virtual == 1:
+        starts = [sum(counts[:stage]) for stage in range(pipeline)]
+        return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
+    for stage, count in enumerate(counts):
+        if count % virtual:
+            raise ValueError(
+                f"pipeline stage {stage} has {count} layers, which {virtual} virtual chunks cannot share equally"
+            )
+    held: list[list[int]] = [[] for _ in range(pipeline)]
+    next_layer = 0
+    for _ in range(virtual):
+        for stage, count in enumerate(counts):
+            held[stage].extend(range(next_layer, next_layer + count // virtual))
+            next_layer += count // virtual
+    return tuple(tuple(layers) for layers in held)
+
+
+def stage_sizes(
+    num_layers: int, pipeline: int, *, first: int | None = None, last: int | None = None
+) -> tuple[int, ...]:
+    """Layers per stage; a ValueError says why a split is impossible."""
+    if pipeline == 1:
+        return (num_layers,)
+    inner = num_layers - (first or 0) - (last or 0)
+    inner_stages = pipeline - (first is not None) - (last is not None)
+    if inner < 0:
+        raise ValueError(f"the end stages ask for {(first or 0) + (last or 0)} layers, the model has {num_layers}")
+    if inner_stages == 0:
+        if inner:
+            raise ValueError(f"the two stages hold {(first or 0) + (last or 0)} layers, the model has {num_layers}")
+        return (first or 0, last or 0)
+    if inner % inner_stages:
+        raise ValueError(f"{inner} layers cannot be shared equally by {inner_stages} pipeline stages")
+    if inner == 0:
+        raise ValueError(f"{inner_stages} pipeline stages would hold no layer at all")
+    sizes = [inner // inner_stages] * pipeline
+    if first is not None:
+        sizes[0] = first
+    if last is not None:
+        sizes[-1] = last
+    return tuple(sizes)

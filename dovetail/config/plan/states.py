@@ -1,0 +1,89 @@
+"""Bytes of weights, gradients and optimizer state per device. Formulas and assumptions: docs/plan.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dovetail.config.plan.layout import RoleLayout, StageParameters, stage_parameters
+from dovetail.config.plan.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per parameter of each kind of state."""
+
+    weights: float
+    gathered: float
+    gradients: float
+    optimizer: float
+    # Megatron: the fp32 master copy and moments are spread over data-parallel ranks, weights and gradients are not.
+    distributed_optimizer: bool = False
+    # FSDP2 with reshard_after_forward off keeps every gathered layer.
+    keep_gathered: bool = False
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes on one device of one pipeline stage."""
+
+    stage: int
+    weights: float
+    gathered: float
+    gradients: float
+    optimizer: float
+    holds_head: bool
+
+
+def model_states(
+    shape: ModelShape, layout: RoleLayout, precision: Precision, *, trainable: float = 1.0
+) -> list[ModelStates]:
+    """States of every pipeline stage; `trainable` is the share of parameters with gradients (LoRA: small)."""
+    cut = _megatron_states if layout.is_megatron else _sharded_states
+    return [cut(stage, layout, precision, trainable) for stage in stage_parameters(shape, layout)]
+
+
+def lora_share(shape: ModelShape, rank: int) -> float:
+    """Adapter parameters on all linear layers as a share of the model's: rank * (in + out) per matrix."""
+    hidden = shape.hidden_size
+    per_layer = 0.0
+    for layer in shape.layers:
+        # Four attention and three MLP matrices; the rank-weighted perimeter follows from area / hidden.
+        attention = 4 * 2 * hidden
+        width = shape.expert_intermediate_size * shape.num_experts if layer.is_moe else shape.intermediate_size
+        experts = shape.num_experts if layer.is_moe else 1
+        per_layer += attention + 3 * (hidden * experts + width)
+    return min(1.0, rank * per_layer / shape.parameters)
+
+
+def _sharded_states(stage: StageParameters, layout: RoleLayout, precision: Precision, trainable: float) -> ModelStates:
+    held = stage.total / layout.shard_size
+    trained = held * trainable
+    if layout.shard_size == 1:
+        gathered = 0.0 if precision.gathered == precision.weights else stage.largest_unit * precision.gathered
+    elif precision.keep_gathered:
+        gathered = stage.total * precision.gathered
+    else:
+        # The unit being computed and the one being fetched.
+        gathered = 2 * stage.largest_unit * precision.gathered
+    return ModelStates(
+        stage=stage.index,
+        weights=held * precision.weights,
+        gathered=gathered,
+        gradients=trained * precision.gradients,
+        optimizer=trained * precision.optimizer,
+        holds_head=stage.holds_head,
+    )
+
+
+def _megatron_states(stage: StageParameters, layout: RoleLayout, precision: Precision, trainable: float) -> ModelStates:
+    dense_copies = layout.data_parallel * layout.context_parallel if precision.distributed_optimizer else 1
+    expert_copies = layout.expert_data_parallel if precision.distributed_optimizer else 1
+    spread = stage.dense / dense_copies + stage.experts / expert_copies
+    return ModelStates(
+        stage=stage.index,
+        weights=stage.total * precision.weights,
+        gathered=0.0,
+        gradients=stage.total * trainable * precision.gradients,
+        optimizer=spread * trainable * precision.optimizer,
+        holds_head=stage.holds_head,
+    )
