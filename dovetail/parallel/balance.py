@@ -25,7 +25,7 @@ def get_seqlen_balanced_partitions(
         )
     if equal_size and count % num_partitions:
         raise ValueError(
-            f"{count} sequences do not make {num_partitions} parts of equal size; pad to a multiple of {num_partitions}."
+            f"{count} sequences do not make {num_partitions} equal parts; pad to a multiple of {num_partitions}."
         )
     # A weight of zero would make a used slot look empty, and an empty part could remain.
     weights = np.maximum(np.asarray(lengths, dtype=np.float64), 1e-9)

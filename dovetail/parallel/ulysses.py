@@ -119,7 +119,7 @@ def slice_inputs(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
 def gather_outputs(
     x: Tensor, dim: int = 0, group: dist.ProcessGroup | None = None, unpadded_dim_size: int = 0
 ) -> Tensor:
-    """All ranks' slices along `dim`, for a loss every rank computes alike. Backward keeps this rank's slice as it is."""
+    """All ranks' slices along `dim`, for a loss every rank computes alike. Backward keeps this rank's slice, unscaled."""
     group = group if group is not None else get_ulysses_group()
     if group is None:
         return x
@@ -145,7 +145,7 @@ class _Gather(torch.autograd.Function):
         ctx.place = (dim, x.size(dim), dist.get_rank(group))
         front = x.movedim(dim, 0).contiguous()
         out = front.new_empty(dist.get_world_size(group) * front.size(0), *front.shape[1:])
-        dist.all_gather_into_tensor(out, front, group=group)
+        dist.all_gather(list(out.chunk(dist.get_world_size(group))), front, group=group)
         return out.movedim(0, dim)
 
     @staticmethod
