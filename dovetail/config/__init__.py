@@ -1,1 +1,6 @@
 """What can be set: typed sections, their checks and the plan. Imports neither torch nor ray."""
+
+from dovetail.config.errors import ConfigError, Notice, Problem
+from dovetail.config.root import DovetailConfig
+
+__all__ = ["ConfigError", "DovetailConfig", "Notice", "Problem"]

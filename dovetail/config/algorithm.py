@@ -1,0 +1,80 @@
+"""`algorithm.*`: advantages, KL in the reward, group filtering, correction of the engine's log-probs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dovetail.config.actor import KLEstimator
+from dovetail.config.base import Section
+
+ESTIMATORS_WITH_CRITIC = frozenset({"gae"})
+
+
+class KLControlConfig(Section):
+    """Coefficient of the KL in the reward."""
+
+    type: Literal["fixed", "adaptive"] = Field("fixed", description="Constant, or steered towards `target_kl`.")
+    kl_coef: float = Field(0.001, ge=0, description="First value of the coefficient.")
+    horizon: int = Field(10000, ge=1, description="Speed of the adaptive controller, in sequences.")
+    target_kl: float = Field(0.1, gt=0, description="KL that the adaptive controller aims at.")
+
+
+class FilterGroupsConfig(Section):
+    """Dynamic sampling (DAPO): drop prompts whose answers all score the same."""
+
+    enable: bool = Field(False, description="Filter groups and generate until the batch is full.")
+    metric: str | None = Field(None, description="Score compared in a group: acc, score, seq_reward, seq_final_reward.")
+    max_num_gen_batches: int = Field(0, ge=0, description="Generation batches per step before it stops; 0: no limit.")
+
+
+class RolloutCorrectionConfig(Section):
+    """Correction of the gap between the engine's and the trainer's log-probs."""
+
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        None, description="Importance weights per token or per sequence. Null: none."
+    )
+    rollout_is_threshold: float = Field(2.0, gt=0, description="Weights are cut at this value.")
+    rollout_is_threshold_lower: float | None = Field(
+        None, gt=0, description="Lower cut of the weights. Null: none in truncation."
+    )
+    rollout_is_batch_normalize: bool = Field(False, description="Scale the weights to a mean of 1 over the batch.")
+    rollout_rs: str | None = Field(
+        None,
+        description="Rejection: comma-separated token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3. "
+        "Null: none.",
+    )
+    rollout_rs_threshold: float | str | None = Field(
+        None, description="Bounds of the rejection, one per rule, comma-separated: `upper` or `lower_upper`."
+    )
+    rollout_token_veto_threshold: float | None = Field(
+        None, gt=0, description="Drop a sequence with any token ratio below this. Null: never."
+    )
+    bypass_mode: bool = Field(False, description="Take the engine's log-probs as the old log-probs.")
+    loss_type: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="Loss with `bypass_mode`.")
+
+    @property
+    def active(self) -> bool:
+        """Whether the engine's log-probs are needed."""
+        return self.rollout_is is not None or self.rollout_rs is not None or self.bypass_mode
+
+
+class AlgorithmConfig(Section):
+    """Advantages and rewards."""
+
+    adv_estimator: str = Field(
+        "gae",
+        description="gae, grpo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, opo, gpg; "
+        "other names need `trainer.import_modules`.",
+    )
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount of future rewards.")
+    lam: float = Field(1.0, ge=0, le=1, description="Lambda of GAE.")
+    norm_adv_by_std_in_grpo: bool = Field(True, description="Divide by the group's standard deviation (not Dr. GRPO).")
+    use_kl_in_reward: bool = Field(False, description="Subtract the KL to the reference model from the reward.")
+    kl_penalty: KLEstimator = Field("kl", description="Estimator of that KL.")
+    kl_ctrl: KLControlConfig = Field(KLControlConfig.model_construct(), description="Coefficient of that KL.")
+    filter_groups: FilterGroupsConfig = Field(FilterGroupsConfig.model_construct(), description="Dynamic sampling.")
+    rollout_correction: RolloutCorrectionConfig = Field(
+        RolloutCorrectionConfig.model_construct(), description="Correction of the engine's log-probs."
+    )

@@ -1,0 +1,92 @@
+"""Fill keys whose null means "same as another key". Works on plain trees, before they are validated."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from dovetail.config.base import inherited_from
+
+
+def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `tree` in which every inheriting key of `root` that is missing or null has its source's value.
+
+    A source that is not set either leaves the key out: its default is the source's default already.
+    """
+    filled = _copy_sections(tree)
+    for key, source in inheritance(root).items():
+        if _get(tree, key) is not None or _blocked(filled, key):
+            continue
+        value = _follow(root, tree, source)
+        if value is None:
+            _remove(filled, key)
+        else:
+            _put(filled, key, value)
+    return filled
+
+
+@cache
+def inheritance(root: type[BaseModel]) -> dict[str, str]:
+    """Every inheriting key of `root` with the key that it inherits from."""
+    return dict(_walk(root, ""))
+
+
+def _walk(section: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for name, field in section.model_fields.items():
+        source = inherited_from(field.json_schema_extra)
+        if source is not None:
+            pairs.append((prefix + name, source))
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            pairs.extend(_walk(field.annotation, f"{prefix}{name}."))
+    return pairs
+
+
+def _follow(root: type[BaseModel], tree: dict[str, Any], key: str) -> Any:
+    """The value of `key`, or of the first set key up its chain of sources."""
+    sources = inheritance(root)
+    value = _get(tree, key)
+    while value is None and key in sources:
+        key = sources[key]
+        value = _get(tree, key)
+    return value
+
+
+def _copy_sections(tree: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copy_sections(value) if isinstance(value, dict) else value for name, value in tree.items()}
+
+
+def _get(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        if isinstance(tree, BaseModel):
+            # A section given as a model carries defaults too; only what its author set counts as set.
+            tree = getattr(tree, part, None) if part in tree.model_fields_set else None
+        else:
+            tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _blocked(tree: dict[str, Any], key: str) -> bool:
+    """Whether a section on the way is not a dict: a typed section stays as it was built, a wrong value is reported."""
+    node: Any = tree
+    for part in key.split(".")[:-1]:
+        if not isinstance(node, dict):
+            return True
+        node = node.get(part, {})
+    return not isinstance(node, dict)
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, leaf = key.split(".")
+    for part in parents:
+        tree = tree.setdefault(part, {})
+    tree[leaf] = value
+
+
+def _remove(tree: dict[str, Any], key: str) -> None:
+    *parents, leaf = key.split(".")
+    for part in parents:
+        tree = tree.get(part, {})
+    tree.pop(leaf, None)

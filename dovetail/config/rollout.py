@@ -1,0 +1,126 @@
+"""`actor_rollout_ref.rollout.*`: how text is generated."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dovetail.config.actor import ActorConfig
+from dovetail.config.base import Section, inherits
+from dovetail.config.data import DataConfig
+from dovetail.config.fsdp import Dtype
+from dovetail.config.multi_turn import AgentLoopConfig, MultiTurnConfig
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+class ValSamplingConfig(Section):
+    """Sampling during validation: greedy by default."""
+
+    do_sample: bool = Field(False, description="Sample; false takes the most likely token.")
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus size.")
+    top_k: int = Field(-1, ge=-1, description="Candidates per token; -1 for all.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Smallest probability relative to the best token.")
+    n: int = Field(1, ge=1, description="Responses per validation prompt.")
+
+
+class EngineKwargsConfig(Section):
+    """Arguments handed to the engine as they are."""
+
+    vllm: dict[str, Any] = Field({}, description="Extra arguments of vLLM's engine (free-form).")
+    sglang: dict[str, Any] = Field({}, description="Extra arguments of SGLang's engine (free-form).")
+
+
+class RolloutConfig(Section):
+    """Generation engine and sampling."""
+
+    name: Literal["native", "vllm", "sglang"] = Field(
+        "native", description="Engine: native (embedded, no extra install), vllm or sglang."
+    )
+    mode: Literal["sync", "async", "server"] = Field(
+        "sync", description="sync: one call per batch; async: requests per sample; server: over HTTP."
+    )
+    n: int = Field(1, ge=1, description="Responses per training prompt (the group of GRPO).")
+    do_sample: bool = Field(True, description="Sample; false takes the most likely token.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus size.")
+    top_k: int = Field(-1, ge=-1, description="Candidates per token; -1 for all.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Smallest probability relative to the best token.")
+    repetition_penalty: float = Field(1.0, gt=0, description="Above 1 makes repeated tokens less likely.")
+    ignore_eos: bool = Field(False, description="Generate on after the end-of-sequence token.")
+    prompt_length: int = inherits(
+        "data.max_prompt_length", DataConfig, "max_prompt_length", description="Longest prompt.", ge=1
+    )
+    response_length: int = inherits(
+        "data.max_response_length", DataConfig, "max_response_length", description="Longest response.", ge=1
+    )
+    calculate_log_probs: bool = Field(False, description="Keep the engine's log-probs of the sampled tokens.")
+    val_kwargs: ValSamplingConfig = Field(ValSamplingConfig.model_construct(), description="Sampling in validation.")
+    nnodes: int = Field(0, ge=0, description="Nodes of generation alone; 0: on the trainer's devices.")
+    n_gpus_per_node: int = Field(8, ge=1, description="Devices per such node.")
+    tensor_model_parallel_size: int = Field(1, ge=1, description="Devices that share each layer of one engine.")
+    pipeline_model_parallel_size: int = Field(1, ge=1, description="Pipeline stages of one engine.")
+    data_parallel_size: int = Field(1, ge=1, description="Replicas inside one engine.")
+    expert_parallel_size: int = Field(1, ge=1, description="Devices that share the experts of one engine.")
+    dtype: Dtype = Field("bfloat16", description="Dtype of the engine's weights.")
+    quantization: str | None = Field(None, description="Quantisation of the engine's weights, e.g. fp8.")
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="Share of device memory that the engine takes.")
+    max_model_len: int | None = Field(None, ge=1, description="Longest prompt + response. Null: their sum.")
+    max_num_batched_tokens: int = Field(8192, ge=1, description="Tokens per engine step.")
+    max_num_seqs: int = Field(256, ge=1, description="Sequences per engine step.")
+    enforce_eager: bool = Field(False, description="No CUDA graphs.")
+    cudagraph_capture_sizes: list[int] | None = Field(None, description="Batch sizes captured as CUDA graphs.")
+    free_cache_engine: bool = Field(True, description="Give the KV cache back while training.")
+    enable_chunked_prefill: bool = Field(True, description="Mix prefill chunks and decoding.")
+    enable_prefix_caching: bool = Field(True, description="Share the KV cache of equal prefixes.")
+    limit_images: int | None = Field(None, ge=0, description="Most images per prompt. Null: the engine's limit.")
+    load_format: str = Field("dummy", description="What the engine loads at start; dummy: the trainer sends weights.")
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field(
+        "processed_logprobs", description="Log-probs after temperature and top-p / top-k, or before."
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order in which requests are served.")
+    disable_log_stats: bool = Field(True, description="Silence the engine's own statistics.")
+    skip_tokenizer_init: bool = Field(True, description="Start the engine without a tokenizer: ids in, ids out.")
+    engine_kwargs: EngineKwargsConfig = Field(EngineKwargsConfig.model_construct(), description="Engine arguments.")
+    weight_sync: Literal["auto", "colocated", "broadcast", "disk"] = Field(
+        "auto", description="How weights reach the engine; auto: colocated on shared devices, else broadcast."
+    )
+    update_weights_bucket_megabytes: int = Field(512, ge=1, description="Size of one transfer of weights, in MiB.")
+    verify_weights: bool = Field(False, description="Compare checksums of the engine's and the trainer's weights.")
+    restart_engine: int = Field(0, ge=0, description="How often a dead engine is started again before the run stops.")
+    log_prob_micro_batch_size_per_gpu: int | None = inherits(
+        f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+        ActorConfig,
+        "ppo_micro_batch_size_per_gpu",
+        description="Sequences per forward on one device when old log-probs are computed.",
+        ge=1,
+    )
+    log_prob_use_dynamic_bsz: bool = inherits(
+        f"{_ACTOR}.use_dynamic_bsz", ActorConfig, "use_dynamic_bsz", description="Cut those forwards by tokens."
+    )
+    log_prob_max_token_len_per_gpu: int = inherits(
+        f"{_ACTOR}.ppo_max_token_len_per_gpu",
+        ActorConfig,
+        "ppo_max_token_len_per_gpu",
+        description="Tokens per such forward.",
+        ge=1,
+    )
+    multi_turn: MultiTurnConfig = Field(MultiTurnConfig.model_construct(), description="Tools and several turns.")
+    agent: AgentLoopConfig = Field(AgentLoopConfig.model_construct(), description="Loops that drive a conversation.")
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt + response that the engine must hold."""
+        return self.max_model_len or self.prompt_length + self.response_length
+
+    @property
+    def engine_world_size(self) -> int:
+        """Devices of one engine."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size
+
+    @property
+    def own_devices(self) -> int:
+        """Devices that only generate; 0 when engine and trainer share theirs."""
+        return self.nnodes * self.n_gpus_per_node

@@ -1,0 +1,81 @@
+"""The whole configuration as one typed tree. Reads no file and checks no pair of sections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from dovetail.config.actor import ActorConfig
+from dovetail.config.algorithm import ESTIMATORS_WITH_CRITIC, AlgorithmConfig
+from dovetail.config.async_training import AsyncTrainingConfig
+from dovetail.config.base import Section
+from dovetail.config.critic import CriticConfig
+from dovetail.config.data import DataConfig
+from dovetail.config.inherit import fill_inherited
+from dovetail.config.model import ModelConfig
+from dovetail.config.ray_init import RayInitConfig
+from dovetail.config.ref import RefConfig
+from dovetail.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from dovetail.config.rollout import RolloutConfig
+from dovetail.config.trainer import TrainerConfig
+
+
+class ActorRolloutRefConfig(Section):
+    """The policy in its three roles."""
+
+    hybrid_engine: bool = Field(True, description="Engine and trainer take turns on the same devices.")
+    nccl_timeout: int = Field(600, ge=1, description="Seconds before a stuck collective fails.")
+    model: ModelConfig = Field(ModelConfig.model_construct(), description="Policy network.")
+    actor: ActorConfig = Field(ActorConfig.model_construct(), description="Policy update.")
+    rollout: RolloutConfig = Field(RolloutConfig.model_construct(), description="Generation.")
+    ref: RefConfig = Field(RefConfig.model_construct(), description="Reference policy.")
+
+
+class DovetailConfig(Section):
+    """Everything that can be set. Build it with keyword dicts or with `dovetail.config.load_config`."""
+
+    data: DataConfig = Field(DataConfig.model_construct(), description="Prompts.")
+    actor_rollout_ref: ActorRolloutRefConfig = Field(ActorRolloutRefConfig.model_construct(), description="Policy.")
+    critic: CriticConfig = Field(CriticConfig.model_construct(), description="Value network.")
+    reward_model: RewardModelConfig = Field(RewardModelConfig.model_construct(), description="Scores.")
+    custom_reward_function: CustomRewardFunctionConfig = Field(
+        CustomRewardFunctionConfig.model_construct(), description="A user's reward function."
+    )
+    algorithm: AlgorithmConfig = Field(AlgorithmConfig.model_construct(), description="Advantages and rewards.")
+    trainer: TrainerConfig = Field(TrainerConfig.model_construct(), description="The driver's loop.")
+    async_training: AsyncTrainingConfig = Field(
+        AsyncTrainingConfig.model_construct(), description="Training while other devices generate."
+    )
+    ray_init: RayInitConfig = Field(RayInitConfig.model_construct(), description="Ray.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, values: Any) -> Any:
+        return fill_inherited(cls, values) if isinstance(values, dict) else values
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether a value network is trained."""
+        enable = self.critic.enable
+        return self.algorithm.adv_estimator in ESTIMATORS_WITH_CRITIC if enable is None else enable
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the reference policy is computed."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the data order."""
+        return self.trainer.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def loss_scale_factor(self) -> float:
+        """Divisor of `seq-mean-token-sum-norm`."""
+        return self.actor_rollout_ref.actor.loss_scale_factor or float(self.data.max_response_length)
+
+    @property
+    def overlong_limit(self) -> int:
+        """Longest response that the overlong buffer counts from."""
+        return self.reward_model.max_resp_len or self.data.max_response_length

@@ -1,0 +1,64 @@
+"""`trainer.*`: how long, where, what is saved and what is logged."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dovetail.config.base import Section
+
+
+class TrainerConfig(Section):
+    """The driver's loop."""
+
+    project_name: str = Field("dovetail", description="Project, for the trackers and the run folder.")
+    experiment_name: str = Field("run", description="Run, for the trackers and the run folder.")
+    default_local_dir: str | None = Field(
+        None, description="Run folder. Null: `checkpoints/<project_name>/<experiment_name>`."
+    )
+    total_epochs: int = Field(30, ge=1, description="Passes over the training prompts.")
+    total_training_steps: int | None = Field(None, ge=1, description="Steps of the run. Null: from the epochs.")
+    nnodes: int = Field(1, ge=1, description="Nodes.")
+    n_gpus_per_node: int = Field(8, ge=1, description="Devices (or CPU ranks) per node.")
+    device: Literal["auto", "cuda", "cpu", "npu"] = Field(
+        "auto", description="Device; auto: CUDA when there is one, else CPU. npu resolves, but no backend runs on it."
+    )
+    seed: int = Field(42, ge=0, description="Seed of everything: data order, sampling, weights, dropout.")
+    full_determinism: bool = Field(False, description="Deterministic kernels, slower.")
+    balance_batch: bool = Field(True, description="Give each data-parallel rank the same number of tokens.")
+    critic_warmup: int = Field(0, ge=0, description="Steps that train the critic only.")
+    val_before_train: bool = Field(True, description="Validate before the first step.")
+    val_only: bool = Field(False, description="Validate and stop.")
+    test_freq: int = Field(-1, ge=-1, description="Steps between validations; -1: at the end only.")
+    save_freq: int = Field(-1, ge=-1, description="Steps between checkpoints; -1: none.")
+    resume_mode: Literal["auto", "disable", "resume_path"] = Field(
+        "auto", description="Continue the newest checkpoint of the run folder, start anew, or take `resume_from_path`."
+    )
+    resume_from_path: str | None = Field(None, description="Checkpoint folder for `resume_mode=resume_path`.")
+    max_actor_ckpt_to_keep: int | None = Field(None, ge=1, description="Actor checkpoints kept. Null: all.")
+    max_critic_ckpt_to_keep: int | None = Field(None, ge=1, description="Critic checkpoints kept. Null: all.")
+    logger: list[str] | str = Field(
+        ["console"], description="Trackers: console, file, wandb, tensorboard, mlflow, swanlab, clearml, ..."
+    )
+    log_val_generations: int = Field(0, ge=0, description="Validation answers shown in the trackers.")
+    rollout_data_dir: str | None = Field(None, description="Folder for all training answers. Null: not written.")
+    validation_data_dir: str | None = Field(None, description="Folder for all validation answers. Null: not written.")
+    import_modules: list[str] = Field(
+        [], description="Python modules imported at start. They may register estimators, losses and reward managers."
+    )
+
+    @property
+    def run_dir(self) -> str:
+        """Folder of the run."""
+        return self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}"
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the trainer."""
+        return self.nnodes * self.n_gpus_per_node
+
+    @property
+    def loggers(self) -> tuple[str, ...]:
+        """Trackers as a tuple."""
+        return (self.logger,) if isinstance(self.logger, str) else tuple(self.logger)
