@@ -76,7 +76,7 @@ def count_layer(
     text: Raw, family: Family, index: int, hidden: int, heads: int, kv_heads: int, head_dim: int, experts: Experts
 ) -> LayerShape:
     """Parameters of layer `index`, dense or mixture as the config says."""
-    if family.latent_attention or "kv_lora_rank" in text:
+    if is_latent(text, family):
         attention, qk_norms = _latent_attention(text, family, hidden, heads)
     else:
         attention, qk_norms = _grouped_attention(text, family, hidden, heads, kv_heads, head_dim)
@@ -131,10 +131,17 @@ def _latent_attention(text: Raw, family: Family, hidden: int, heads: int) -> tup
     return weights, (q_rank or 0) + kv_rank
 
 
-def attention_width(text: Raw, heads: int, kv_heads: int, head_dim: int, latent: bool) -> int:
-    """Values per token that the backward pass of attention keeps: queries, keys, values, output."""
-    if not latent:
-        return 2 * heads * head_dim + 2 * kv_heads * head_dim
+def is_latent(text: Raw, family: Family) -> bool:
+    """Whether attention compresses keys and values (DeepSeek's MLA)."""
+    return family.latent_attention or "kv_lora_rank" in text
+
+
+def attention_width(text: Raw, family: Family, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Two-byte values per token that the backward pass of attention keeps: queries, keys, values, output."""
+    if not is_latent(text, family):
+        normed = (heads + kv_heads) * head_dim
+        # A norm on queries and keys keeps an fp32 copy and the normalised value of each.
+        return 2 * normed + (0 if family.qk_norm == "none" else 3 * normed)
     query = heads * (text["qk_nope_head_dim"] + text["qk_rope_head_dim"])
     ranks = (text.get("q_lora_rank") or 0) + text["kv_lora_rank"]
     return 2 * query + 2 * heads * text["v_head_dim"] + ranks

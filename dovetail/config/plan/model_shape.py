@@ -18,6 +18,7 @@ from dovetail.config.plan.layer_shape import (
     attention_width,
     count_layer,
     dense_width,
+    is_latent,
     size_of,
 )
 from dovetail.config.plan.vision import vision_parameters
@@ -134,7 +135,7 @@ def shape_from_config(config: Raw) -> ModelShape:
         count_layer(text, family, index, hidden, heads, num_kv_heads, head_dim, experts)
         for index in range(size_of(text, "num_hidden_layers", "n_layer"))
     )
-    latent = family.latent_attention or "kv_lora_rank" in text
+    latent = is_latent(text, family)
     notices = () if family.known else (f"model_type={model_type!r} is not in the table; counted like a Llama model.",)
     return ModelShape(
         model_type=str(config.get("model_type", model_type)),
@@ -155,7 +156,7 @@ def shape_from_config(config: Raw) -> ModelShape:
         num_experts=experts.count,
         experts_per_token=experts.per_token,
         latent_cache_width=text["kv_lora_rank"] + text["qk_rope_head_dim"] if latent else None,
-        attention_width=attention_width(text, heads, num_kv_heads, head_dim, latent),
+        attention_width=attention_width(text, family, heads, num_kv_heads, head_dim),
         gated_mlp=family.gated_mlp,
         vision=vision_parameters(config, hidden),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"),

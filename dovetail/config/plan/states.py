@@ -43,16 +43,17 @@ def model_states(
 
 
 def lora_share(shape: ModelShape, rank: int) -> float:
-    """Adapter parameters on all linear layers as a share of the model's: rank * (in + out) per matrix."""
-    hidden = shape.hidden_size
-    per_layer = 0.0
+    """Adapters of `rank` on every linear layer as a share of the parameters: rank * (in + out) per matrix."""
+    hidden, query, key = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = 2 * (hidden + query) + 2 * (hidden + key)
+    adapters = 0
     for layer in shape.layers:
-        # Four attention and three MLP matrices; the rank-weighted perimeter follows from area / hidden.
-        attention = 4 * 2 * hidden
-        width = shape.expert_intermediate_size * shape.num_experts if layer.is_moe else shape.intermediate_size
-        experts = shape.num_experts if layer.is_moe else 1
-        per_layer += attention + 3 * (hidden * experts + width)
-    return min(1.0, rank * per_layer / shape.parameters)
+        if layer.is_moe:
+            mlp = 3 * shape.num_experts * (hidden + shape.expert_intermediate_size)
+        else:
+            mlp = 3 * (hidden + shape.intermediate_size)
+        adapters += rank * (attention + mlp)
+    return min(1.0, adapters / shape.parameters)
 
 
 def _sharded_states(stage: StageParameters, layout: RoleLayout, precision: Precision, trainable: float) -> ModelStates:

@@ -1,0 +1,91 @@
+"""The activation formula against the tensors autograd really saves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dovetail.config.plan.activations import layer_activations, logits_bytes, training_activations
+from dovetail.config.plan.layout import RoleLayout
+from dovetail.config.plan.model_shape import shape_from_config
+from tests.config.plan import known_models as known
+
+pytestmark = pytest.mark.unit
+
+ALONE = RoleLayout(role="actor", backend="fsdp2", pool="global", world_size=1, data_parallel=1)
+NUM_TOKENS = 256
+
+
+def saved_bytes(config: Any) -> int:
+    """Bytes of the distinct storages that autograd keeps for one forward of the decoder, weights not counted."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        # The output is held so that no storage is freed and its address used again.
+        output = model.model(torch.randint(0, 100, (1, NUM_TOKENS)))
+    assert output is not None
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize(("model_type", "head_dim"), [("llama", 32), ("qwen2", 32), ("qwen3", 48)])
+def test_saved_activations_per_layer_match_autograd_within_two_percent(model_type: str, head_dim: int) -> None:
+    from transformers import AutoConfig
+
+    def config_with(layers: int) -> Any:
+        extra = {} if model_type == "qwen2" else {"head_dim": head_dim}
+        return AutoConfig.for_model(
+            model_type,
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=200,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            **extra,
+        )
+
+    # The difference of two depths leaves out what is saved outside the layers.
+    measured = (saved_bytes(config_with(4)) - saved_bytes(config_with(2))) / 2
+    shape = shape_from_config(json.loads(json.dumps(config_with(1).to_dict(), default=str)))
+    predicted = layer_activations(shape, moe=False, layout=ALONE).saved * NUM_TOKENS
+    assert predicted == pytest.approx(measured, rel=0.02)
+
+
+def test_checkpointing_keeps_one_boundary_per_layer_and_one_whole_layer() -> None:
+    shape = shape_from_config(known.QWEN2_5_7B)
+    one = layer_activations(shape, moe=False, layout=ALONE)
+    kept = training_activations(shape, ALONE, 0, 1000, checkpointing=True)
+    assert kept == pytest.approx(1000 * (28 * 2 * 3584 + one.saved))
+    assert training_activations(shape, ALONE, 0, 1000, checkpointing=False) == pytest.approx(1000 * 28 * one.saved)
+
+
+def test_an_early_pipeline_stage_keeps_more_micro_batches_in_flight() -> None:
+    shape = shape_from_config(known.QWEN2_5_7B)
+    layout = RoleLayout("actor", "megatron", "global", 4, data_parallel=1, pipeline_parallel=4)
+    first = training_activations(shape, layout, 0, 1000, checkpointing=False)
+    last = training_activations(shape, layout, 3, 1000, checkpointing=False)
+    assert first == pytest.approx(4 * last)
+
+
+def test_a_fused_head_holds_no_more_than_a_chunk_of_logits() -> None:
+    shape = shape_from_config(known.QWEN2_5_7B)
+    plain = logits_bytes(shape, ALONE, 32768, training=True, fused=False)
+    fused = logits_bytes(shape, ALONE, 32768, training=True, fused=True)
+    assert plain == 32768 * 152064 * 12
+    assert fused == plain / 32
