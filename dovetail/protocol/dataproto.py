@@ -1,0 +1,538 @@
+"""`DataProto`: the batch that travels between the controller and its workers. Knows nothing of models or of Ray.
+
+Three parts: ``batch``, a TensorDict with one batch dimension; ``non_tensor_batch``, numpy columns with the same rows;
+``meta_info``, facts about the whole batch. Columns are never changed in place by these methods. Slices and chunks are
+views; picking rows by index copies. It refuses columns of unequal length, nested tensors and clashing values.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from dovetail.protocol import columns as col
+from dovetail.protocol.meta import merge_meta_info, unite_meta_info
+from dovetail.protocol.readonly import is_readonly
+from dovetail.protocol.serialization import (
+    load_pickle,
+    pack_objects,
+    pack_tensor,
+    save_pickle,
+    unpack_objects,
+    unpack_tensor,
+)
+
+logger = logging.getLogger(__name__)
+
+AUTO_PADDING = "auto_padding"
+"""Key of meta_info: ``chunk`` may pad. Set by ``from_dict(auto_padding=True)``."""
+
+PADDING_COLUMN = "__padding__"
+"""Bool numpy column that ``chunk`` adds when it pads; ``concat`` drops the rows it marks."""
+
+
+@dataclass
+class DataProtoItem:
+    """One row: tensors without the batch dimension, numpy entries, and the meta_info of its batch."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class DataProto:
+    """A batch of rows. See the module's docstring for its parts and `docs/protocol.md` for its rules."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    # ---- making ----
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        *,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """Build a batch from tensors and from arrays or sequences with one entry per row."""
+        tensors = dict(tensors or {})
+        batch = None
+        if tensors:
+            for name, tensor in tensors.items():
+                _check_tensor(name, tensor)
+            _check_lengths({name: len(tensor) for name, tensor in tensors.items()})
+            batch = TensorDict(tensors, batch_size=[len(next(iter(tensors.values())))])
+        arrays = {name: col.as_array(values) for name, values in (non_tensors or {}).items()}
+        meta = dict(meta_info or {})
+        if auto_padding:
+            meta[AUTO_PADDING] = True
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta)
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, *, auto_padding: bool = False
+    ) -> DataProto:
+        """Build a batch from one dict: tensors go to ``batch``, arrays and lists to ``non_tensor_batch``."""
+        for name, value in data.items():
+            if not isinstance(value, (torch.Tensor, np.ndarray, list, tuple)):
+                raise TypeError(f"column {name!r} is a {type(value).__name__}; use a tensor, a numpy array or a list.")
+        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in data.items() if not isinstance(value, torch.Tensor)}
+        return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_items(cls, items: Sequence[DataProtoItem]) -> DataProto:
+        """Stack rows into a batch; the meta_info is merged as `concat` does."""
+        if not items:
+            return cls()
+        rows = [
+            cls(
+                batch=None if item.batch is None else item.batch.unsqueeze(0),
+                non_tensor_batch={name: _one_row(value) for name, value in item.non_tensor_batch.items()},
+                meta_info=item.meta_info,
+            )
+            for item in items
+        ]
+        return cls.concat(rows)
+
+    # ---- looking ----
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        return len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors or name in self.non_tensor_batch
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensor columns by name; a new dict over the same tensors."""
+        if self.batch is None:
+            return {}
+        return {str(name): cast(torch.Tensor, tensor) for name, tensor in self.batch.items()}
+
+    @property
+    def columns(self) -> dict[str, col.Column]:
+        """All columns by name, tensors first; a new dict over the same data."""
+        return {**self.tensors, **self.non_tensor_batch}
+
+    def is_empty(self) -> bool:
+        """Whether there are no rows."""
+        return len(self) == 0
+
+    def is_padding_enabled(self) -> bool:
+        """Whether ``chunk`` may pad to equal parts."""
+        return bool(self.meta_info.get(AUTO_PADDING, False))
+
+    def check_consistency(self) -> None:
+        """Raise unless every column has the same number of rows and a type that travels."""
+        lengths: dict[str, int] = {}
+        if self.batch is not None:
+            if len(self.batch.batch_size) != 1:
+                raise ValueError(
+                    f"batch has batch_size {tuple(self.batch.batch_size)}; it must have one dimension, rows."
+                )
+            for name, tensor in self.tensors.items():
+                _check_tensor(name, tensor)
+            lengths["(batch)"] = int(self.batch.batch_size[0])
+        for name, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray):
+                raise TypeError(
+                    f"non_tensor_batch[{name!r}] is a {type(array).__name__}; use a numpy array (DataProto.from_dict "
+                    f"converts sequences)."
+                )
+            if array.ndim == 0:
+                raise ValueError(f"non_tensor_batch[{name!r}] is a scalar; a column has one entry per row.")
+            lengths[name] = len(array)
+        _check_lengths(lengths)
+        twice = self.tensors.keys() & self.non_tensor_batch.keys()
+        if twice:
+            raise ValueError(f"columns {sorted(twice)} are both tensors and numpy arrays; rename one of each.")
+
+    def difference(self, other: DataProto) -> str | None:
+        """Say how two batches differ in columns or meta_info, or return None. NaN equals NaN."""
+        for part in ("tensors", "non_tensor_batch", "meta_info"):
+            left, right = getattr(self, part), getattr(other, part)
+            if left.keys() != right.keys():
+                return f"{part}: keys {sorted(map(str, left))} against {sorted(map(str, right))}"
+        if len(self) != len(other):
+            return f"{len(self)} rows against {len(other)}"
+        for name, column in self.columns.items():
+            found = col.first_difference(column, other.columns[name])
+            if found:
+                return f"column {name!r}: {found}"
+        for key, value in self.meta_info.items():
+            if not col.deep_equal(value, other.meta_info[key]):
+                return f"meta_info[{key!r}]: {value!r} against {other.meta_info[key]!r}"
+        return None
+
+    def equals(self, other: DataProto) -> bool:
+        """Whether both batches hold the same columns, rows and meta_info."""
+        return self.difference(other) is None
+
+    def get_data_info(self) -> str:
+        """A table of the columns: name, dtype, shape, megabytes; and the keys of meta_info."""
+        lines = [f"{len(self)} rows, {self.nbytes / 2**20:.1f} MiB of numbers"]
+        for name, column in self.columns.items():
+            where = f" on {column.device}" if isinstance(column, torch.Tensor) else ""
+            lines.append(f"  {name}: {col.describe_column(column)}{where}, {column.nbytes / 2**20:.2f} MiB")
+        lines.append(f"  meta_info: {sorted(map(str, self.meta_info))}")
+        return "\n".join(lines)
+
+    def print_size(self, prefix: str = "") -> str:
+        """Log the size table at info level, and return it."""
+        text = f"{prefix}: {self.get_data_info()}" if prefix else self.get_data_info()
+        logger.info("%s", text)
+        return text
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors and numpy columns. Objects count as pointers."""
+        return sum(column.nbytes for column in self.columns.values())
+
+    # ---- rows ----
+
+    def __getitem__(self, item: Any) -> Any:
+        """An int gives a `DataProtoItem`, a slice a view, an index or bool mask a copy of those rows."""
+        if isinstance(item, slice):
+            return self._with_rows(lambda column: column[item], lambda column: column[item])
+        if isinstance(item, (int, np.integer)) and not isinstance(item, bool):
+            row = int(item)
+            if not -len(self) <= row < len(self):
+                raise IndexError(f"row {row} is out of range for a batch of {len(self)} rows.")
+            return DataProtoItem(
+                batch=None if self.batch is None else self.batch[row],
+                non_tensor_batch={name: array[row] for name, array in self.non_tensor_batch.items()},
+                meta_info=dict(self.meta_info),
+            )
+        if isinstance(item, (list, tuple, range, np.ndarray, torch.Tensor)):
+            return self.select_idxs(item)
+        raise TypeError(f"rows are picked by int, slice, index or bool mask, not by {type(item).__name__}.")
+
+    def select_idxs(self, idxs: Any) -> DataProto:
+        """Copy the rows that a list, array, tensor or bool mask picks, in that order."""
+        index = col.as_row_indices(idxs, len(self))
+        index_np = index.numpy()
+        return self._with_rows(
+            lambda tensor: tensor.index_select(0, index.to(tensor.device)), lambda array: array[index_np]
+        )
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """The rows ``[start:end:step]``, as a view."""
+        return self[slice(start, end, step)]
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Repeat all rows: ``a a b b`` when interleaved, else ``a b a b``."""
+        if repeat_times < 0:
+            raise ValueError(f"repeat_times={repeat_times} is negative; use 0 or more.")
+        index = torch.arange(len(self))
+        return self.select_idxs(index.repeat_interleave(repeat_times) if interleave else index.repeat(repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Any) -> DataProto:
+        """Repeat row ``i`` ``repeat_times[i]`` times; 0 drops it."""
+        times = torch.as_tensor(np.asarray(repeat_times)) if not torch.is_tensor(repeat_times) else repeat_times.cpu()
+        if times.shape != (len(self),):
+            raise ValueError(
+                f"repeat_times has shape {tuple(times.shape)}; it needs one count for each of {len(self)} rows."
+            )
+        if len(times) and int(times.min()) < 0:
+            raise ValueError(f"repeat_times has {int(times.min())}; counts are 0 or more.")
+        return self.select_idxs(torch.arange(len(self)).repeat_interleave(times.to(torch.int64)))
+
+    def reorder(self, indices: Any) -> None:
+        """Permute the rows of every column, in place: row ``i`` becomes what row ``indices[i]`` was."""
+        index = col.as_row_indices(indices, len(self))
+        if not torch.equal(index.sort().values, torch.arange(len(self))):
+            raise ValueError(
+                f"reorder takes a permutation of {len(self)} rows, got {len(index)} indices with "
+                f"{len(index.unique())} different ones; use select_idxs to pick rows."
+            )
+        ordered = self.select_idxs(index)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Views of ``split_size`` rows each; the last one may be shorter."""
+        if split_size <= 0:
+            raise ValueError(f"split_size={split_size} must be positive.")
+        return [self[start : start + split_size] for start in range(0, len(self), split_size)]
+
+    def chunk(self, chunks: int, auto_padding: bool | None = None) -> list[DataProto]:
+        """Views of equal length, one per rank.
+
+        With padding allowed (the argument, else meta_info's ``auto_padding``) a length that does not divide is filled
+        with copies of the first rows, marked in the ``__padding__`` column; `concat` drops them again.
+        """
+        if chunks <= 0:
+            raise ValueError(f"chunks={chunks} must be positive.")
+        padded, rest = self, len(self) % chunks
+        if rest:
+            allowed = self.is_padding_enabled() if auto_padding is None else auto_padding
+            if not allowed:
+                raise ValueError(
+                    f"{len(self)} rows do not divide into {chunks} equal chunks; use a multiple of {chunks}, or allow "
+                    f"padding with chunk({chunks}, auto_padding=True) or meta_info['{AUTO_PADDING}'] = True."
+                )
+            padded = self._padded(chunks - rest)
+        size = len(padded) // chunks
+        return [padded[rank * size : (rank + 1) * size] for rank in range(chunks)]
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Mini-batches over ``epochs`` passes; every pass gives each row once.
+
+        ``dataloader_kwargs`` knows ``shuffle`` (a new order each epoch, fixed by ``seed``) and ``drop_last`` (needed
+        when the rows do not divide: True leaves the rest out, False gives a shorter last mini-batch).
+        """
+        options = dict(dataloader_kwargs or {})
+        unknown = options.keys() - {"shuffle", "drop_last"}
+        if unknown:
+            raise ValueError(f"dataloader_kwargs has {sorted(unknown)}; known are 'shuffle' and 'drop_last'.")
+        if mini_batch_size <= 0:
+            raise ValueError(f"mini_batch_size={mini_batch_size} must be positive.")
+        if len(self) % mini_batch_size and "drop_last" not in options:
+            raise ValueError(
+                f"{len(self)} rows do not divide into mini-batches of {mini_batch_size}; use a divisor, or say what "
+                f"happens to the rest with dataloader_kwargs={{'drop_last': True or False}}."
+            )
+        return self._iterate(mini_batch_size, epochs, seed, **options)
+
+    # ---- columns ----
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """A batch with only these columns, over the same data. None keeps all of that part."""
+        kept = self._pick(
+            list(self.tensors) if batch_keys is None else list(batch_keys),
+            list(self.non_tensor_batch) if non_tensor_batch_keys is None else list(non_tensor_batch_keys),
+            list(self.meta_info) if meta_info_keys is None else list(meta_info_keys),
+        )
+        return copy.deepcopy(kept) if deepcopy else kept
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> DataProto:
+        """Take these columns and facts out of the batch and return them. None takes nothing of that part."""
+        taken = self._pick(list(batch_keys or []), list(non_tensor_batch_keys or []), list(meta_info_keys or []))
+        rest = {name: tensor for name, tensor in self.tensors.items() if name not in taken.tensors}
+        if taken.tensors:
+            # A batch of only numpy columns has no TensorDict: an empty one would still claim a number of rows.
+            self.batch = _tensordict(rest, len(self)) if rest else None
+        self.non_tensor_batch = {k: v for k, v in self.non_tensor_batch.items() if k not in taken.non_tensor_batch}
+        self.meta_info = {k: v for k, v in self.meta_info.items() if k not in taken.meta_info}
+        return taken
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Rename columns, in place; returns the batch."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise ValueError(f"rename got {len(old)} old and {len(new)} new names; give one new name for each.")
+        missing = [name for name in old if name not in self]
+        if missing:
+            raise KeyError(col.missing_keys_message("the batch", missing, self.columns))
+        renaming = dict(zip(old, new, strict=True))
+        names = [renaming.get(name, name) for name in self.columns]
+        clashes = sorted({name for name in names if names.count(name) > 1})
+        if clashes:
+            raise ValueError(f"rename would give several columns the name {clashes}; rename or pop the others first.")
+        if self.batch is not None:
+            self.batch = _tensordict({renaming.get(k, k): v for k, v in self.tensors.items()}, len(self))
+        self.non_tensor_batch = {renaming.get(k, k): v for k, v in self.non_tensor_batch.items()}
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the columns and facts of ``other``, in place; returns the batch.
+
+        A column that both have must hold equal values; a clash is refused before anything is changed.
+        """
+        if self.columns and other.columns and len(self) != len(other):
+            raise ValueError(f"union of {len(self)} rows with {len(other)} rows; both batches need the same rows.")
+        mine = self.columns
+        for name, column in other.columns.items():
+            found = col.first_difference(mine[name], column) if name in mine else None
+            if found:
+                raise ValueError(f"union: column {name!r} clashes: {found}; pop or rename it in one batch first.")
+        meta_info = unite_meta_info(self.meta_info, other.meta_info)
+        tensors = {**other.tensors, **self.tensors}
+        if tensors:
+            self.batch = _tensordict(tensors, len(self) or len(other))
+        self.non_tensor_batch = {**other.non_tensor_batch, **self.non_tensor_batch}
+        self.meta_info = meta_info
+        return self
+
+    # ---- whole batches ----
+
+    @classmethod
+    def concat(cls, data: Sequence[DataProto]) -> DataProto:
+        """Put batches below each other. Batches without any column add only their meta_info.
+
+        ``metrics`` become lists, ``timing`` keeps the slowest, other facts must agree (see `dovetail.protocol.meta`).
+        Rows that `chunk` added as padding are dropped.
+        """
+        meta_info = merge_meta_info([part.meta_info for part in data])
+        parts = [part for part in data if part.columns]
+        if not parts:
+            return cls(meta_info=meta_info)
+        names = parts[0].columns.keys()
+        for number, part in enumerate(parts):
+            if part.tensors.keys() != parts[0].tensors.keys() or part.columns.keys() != names:
+                odd = sorted(part.columns.keys() ^ names) or sorted(part.tensors.keys() ^ parts[0].tensors.keys())
+                raise ValueError(f"concat: batch {number} and the first differ in columns {odd}; select or pop them.")
+        tensors = {name: col.concat_tensors(name, [part.tensors[name] for part in parts]) for name in parts[0].tensors}
+        arrays = {
+            name: col.concat_arrays(name, [part.non_tensor_batch[name] for part in parts])
+            for name in parts[0].non_tensor_batch
+        }
+        batch = _tensordict(tensors, sum(len(part) for part in parts)) if tensors else None
+        joined = cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+        return joined.without_padding()
+
+    def without_padding(self) -> DataProto:
+        """The rows that `chunk` did not add as padding."""
+        if PADDING_COLUMN not in self.non_tensor_batch:
+            return self
+        real = self.select_idxs(~self.non_tensor_batch[PADDING_COLUMN].astype(bool))
+        real.pop(non_tensor_batch_keys=[PADDING_COLUMN])
+        return real
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """Move the tensors to a device, in place; returns the batch."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    def writable(self) -> DataProto:
+        """A batch whose columns may be written in place: shared memory is copied, private memory is not."""
+        tensors = {name: t.clone() if is_readonly(t) else t for name, t in self.tensors.items()}
+        arrays = {name: a if a.flags.writeable else a.copy() for name, a in self.non_tensor_batch.items()}
+        batch = _tensordict(tensors, len(self)) if self.batch is not None else None
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=dict(self.meta_info))
+
+    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
+        """Write the batch to one file; the file appears whole or not at all."""
+        save_pickle(self, filepath)
+
+    @staticmethod
+    def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
+        """Read a batch. The file is a pickle, which can run code: load only files you trust."""
+        loaded = load_pickle(filepath)
+        if not isinstance(loaded, DataProto):
+            raise ValueError(f"{os.fspath(filepath)} holds a {type(loaded).__name__}, not a DataProto.")
+        return loaded
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        rows = None if self.batch is None else len(self)
+        tensors = {name: pack_tensor(tensor) for name, tensor in self.tensors.items()}
+        # One memo for all columns: an image that many rows share is sent once.
+        memo: dict[int, Any] = {}
+        arrays = {name: pack_objects(array, memo) for name, array in self.non_tensor_batch.items()}
+        return rows, tensors, arrays, self.meta_info
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        rows, tensors, arrays, self.meta_info = state
+        unpacked = {name: unpack_tensor(packed) for name, packed in tensors.items()}
+        self.batch = None if rows is None else _tensordict(unpacked, rows)
+        memo: dict[int, Any] = {}
+        self.non_tensor_batch = {name: unpack_objects(array, memo) for name, array in arrays.items()}
+
+    # ---- inside ----
+
+    def _with_rows(
+        self, of_tensor: Callable[[torch.Tensor], torch.Tensor], of_array: Callable[[np.ndarray], np.ndarray]
+    ) -> DataProto:
+        tensors = {name: of_tensor(tensor) for name, tensor in self.tensors.items()}
+        arrays = {name: of_array(array) for name, array in self.non_tensor_batch.items()}
+        batch = None
+        if self.batch is not None:
+            rows = len(next(iter(tensors.values()))) if tensors else len(of_array(np.arange(len(self))))
+            batch = _tensordict(tensors, rows)
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=dict(self.meta_info))
+
+    def _pick(self, tensors: list[str], arrays: list[str], facts: list[str]) -> DataProto:
+        for what, wanted, known in (
+            ("batch", tensors, self.tensors),
+            ("non_tensor_batch", arrays, self.non_tensor_batch),
+            ("meta_info", facts, self.meta_info),
+        ):
+            missing = [name for name in wanted if name not in known]
+            if missing:
+                raise KeyError(col.missing_keys_message(what, missing, known))
+        mine = self.tensors
+        return type(self)(
+            batch=_tensordict({name: mine[name] for name in tensors}, len(self)) if tensors else None,
+            non_tensor_batch={name: self.non_tensor_batch[name] for name in arrays},
+            meta_info={name: self.meta_info[name] for name in facts},
+        )
+
+    def _padded(self, num_rows: int) -> DataProto:
+        index = torch.arange(len(self) + num_rows) % len(self)
+        padded = self.select_idxs(index)
+        padded.non_tensor_batch[PADDING_COLUMN] = np.arange(len(index)) >= len(self)
+        return padded
+
+    def _iterate(
+        self, mini_batch_size: int, epochs: int, seed: int | None, shuffle: bool = False, drop_last: bool = False
+    ) -> Iterator[DataProto]:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        for _ in range(epochs):
+            order = torch.randperm(len(self), generator=generator) if shuffle else torch.arange(len(self))
+            for start in range(0, len(self), mini_batch_size):
+                index = order[start : start + mini_batch_size]
+                if len(index) == mini_batch_size or not drop_last:
+                    yield self.select_idxs(index) if shuffle else self[start : start + mini_batch_size]
+
+
+def _tensordict(tensors: Mapping[str, torch.Tensor], rows: int) -> TensorDict:
+    return TensorDict(dict(tensors), batch_size=[rows])
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"batch[{name!r}] is a {type(value).__name__}; what is no tensor goes to non_tensor_batch.")
+    if value.is_nested:
+        raise TypeError(f"batch[{name!r}] is a nested tensor; pad it, or put one tensor per row in an object column.")
+    if value.ndim == 0:
+        raise ValueError(f"batch[{name!r}] is a scalar; a column has one entry per row.")
+
+
+def _check_lengths(lengths: Mapping[str, int]) -> None:
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"columns have different numbers of rows: {dict(lengths)}; give each one entry per row.")
+
+
+def _one_row(value: Any) -> np.ndarray:
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value[None]
+    if isinstance(value, np.generic):
+        return np.asarray([value])
+    return col.as_array([value])

@@ -1,0 +1,132 @@
+"""Move tensors through pickle protocol 5 without copying them. Knows nothing of Ray or of batches.
+
+A tensor is written as a numpy array over its own memory, so a pickler that keeps buffers out of band (Ray's) copies the
+bytes once, into shared memory. The reader wraps that memory again: no copy. Memory that several processes share arrives
+as a `ReadOnlyTensor`, which refuses in-place writes. Autograd history and strides are not kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.protocol.readonly import ReadOnlyTensor
+
+# numpy has no such dtypes; their bytes travel as integers of the same width.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TensorBuffer:
+    """A tensor on its way through pickle: numpy memory and the torch dtype."""
+
+    __slots__ = ("array", "dtype")
+
+    def __init__(self, array: np.ndarray, dtype: torch.dtype) -> None:
+        self.array = array
+        self.dtype = dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorBuffer, (self.array, self.dtype)
+
+
+def pack_tensor(tensor: torch.Tensor) -> TensorBuffer:
+    """View a tensor as numpy memory. Copies only what is on a device or not contiguous."""
+    plain = tensor.detach().as_subclass(torch.Tensor).cpu().contiguous()
+    plain = plain.resolve_conj().resolve_neg()
+    dtype = plain.dtype
+    try:
+        array = plain.numpy()
+    except TypeError:
+        array = plain.view(_INTEGERS[dtype.itemsize]).numpy()
+    return TensorBuffer(array, dtype)
+
+
+def unpack_tensor(packed: TensorBuffer) -> torch.Tensor:
+    """Wrap the memory of ``packed`` in a tensor, read-only if the memory is."""
+    array = packed.array
+    if array.size == 0:
+        return torch.empty(array.shape, dtype=packed.dtype)
+    # torch.from_numpy warns about read-only memory and then forgets it. The ctypes block says nothing, and keeps the
+    # array (and with it Ray's pin on the object) alive as long as the tensor lives.
+    block = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
+    block.owner = array  # pyrefly: ignore [missing-attribute]
+    tensor = torch.frombuffer(block, dtype=packed.dtype).view(array.shape)
+    return tensor if array.flags.writeable else tensor.as_subclass(ReadOnlyTensor)
+
+
+def pack_objects(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Replace the tensors inside nested dicts, lists, tuples and object arrays. Shared entries stay shared."""
+    memo = {} if memo is None else memo
+    if isinstance(value, torch.Tensor):
+        if id(value) not in memo:
+            memo[id(value)] = pack_tensor(value)
+        return memo[id(value)]
+    return _map_containers(value, pack_objects, memo)
+
+
+def unpack_objects(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Undo `pack_objects`."""
+    memo = {} if memo is None else memo
+    if isinstance(value, TensorBuffer):
+        if id(value) not in memo:
+            memo[id(value)] = unpack_tensor(value)
+        return memo[id(value)]
+    return _map_containers(value, unpack_objects, memo)
+
+
+def save_pickle(value: Any, path: str | os.PathLike[str]) -> None:
+    """Write ``value`` to ``path`` so that a reader sees the old file or the whole new one, never a part."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            pickle.dump(value, file, protocol=5)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files private; the result should have the permissions of any other new file.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_pickle(path: str | os.PathLike[str]) -> Any:
+    """Read what `save_pickle` wrote. Pickle runs code from the file: load only files you trust."""
+    with open(path, "rb") as file:
+        return pickle.load(file)
+
+
+def _map_containers(value: Any, convert: Any, memo: dict[int, Any]) -> Any:
+    # Exact types only: a subclass may carry state that a rebuilt copy would lose.
+    kind = type(value)
+    is_object_array = kind is np.ndarray and value.dtype == object
+    if kind not in (dict, list, tuple) and not is_object_array:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind is dict:
+        new: Any = {key: convert(entry, memo) for key, entry in value.items()}
+        changed = any(new[key] is not value[key] for key in new)
+    elif is_object_array:
+        new = np.empty(value.shape, dtype=object)
+        flat, source = new.reshape(-1), value.reshape(-1)
+        for i, entry in enumerate(source):
+            flat[i] = convert(entry, memo)
+        changed = any(a is not b for a, b in zip(flat, source, strict=True))
+    else:
+        entries = [convert(entry, memo) for entry in value]
+        new = entries if kind is list else tuple(entries)
+        changed = any(a is not b for a, b in zip(new, value, strict=True))
+    memo[id(value)] = new if changed else value
+    return memo[id(value)]
