@@ -1,0 +1,1 @@
+"""Advantage estimators, one file each. Importing this package registers them all."""

@@ -1,0 +1,77 @@
+"""Per-token estimates of KL(policy, reference) from the log-probs of the sampled tokens, and their use in rewards.
+
+http://joschu.net/blog/kl-approx.html names them k1, k2, k3. The exact divergence ("full") needs the distribution over
+the whole vocabulary, which is not kept, and is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.algorithms.kl_control import KLController
+from dovetail.algorithms.masked import at_least_float32, masked_mean
+
+KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+
+# k3 grows like exp; one abandoned token must not dominate the batch.
+_MAX_LOG_RATIO = 20.0
+_MAX_LOW_VAR_KL = 10.0
+
+
+def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
+    """One estimate per token. A trailing `+` (`k3+`) keeps the value and takes the gradient of k2.
+
+    The gradients of k1 and k3 are not estimates of the gradient of the KL; that of k2 is.
+    """
+    logprob, ref_logprob = at_least_float32(logprob), at_least_float32(ref_logprob)
+    estimate = _estimate(logprob - ref_logprob, kl_penalty.removesuffix("+"))
+    if not kl_penalty.endswith("+"):
+        return estimate
+    k2 = 0.5 * (logprob - ref_logprob).square()
+    return estimate.detach() + (k2 - k2.detach())
+
+
+@torch.no_grad()
+def apply_kl_penalty(
+    token_level_scores: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    ref_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    kl_ctrl: KLController,
+    kl_penalty: str = "kl",
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Rewards = scores - coefficient x KL on kept tokens; then the controller is updated with this batch's KL.
+
+    The KL reported and fed to the controller is the mean over rows of each row's token mean.
+    """
+    estimate = _penalty_on_kept_tokens(old_log_probs, ref_log_prob, response_mask, kl_penalty)
+    coefficient = kl_ctrl.value
+    token_level_rewards = token_level_scores - coefficient * estimate
+    current_kl = masked_mean(estimate, response_mask, dim=-1).mean().item()
+    kl_ctrl.update(current_kl=current_kl, n_steps=response_mask.shape[0])
+    return token_level_rewards, {
+        "actor/reward_kl_penalty": current_kl,
+        "actor/reward_kl_penalty_coeff": float(coefficient),
+    }
+
+
+def _penalty_on_kept_tokens(
+    logprob: torch.Tensor, ref_logprob: torch.Tensor, response_mask: torch.Tensor, name: str
+) -> torch.Tensor:
+    return torch.where(response_mask.bool(), kl_penalty(logprob, ref_logprob, name), 0.0)
+
+
+def _estimate(log_ratio: torch.Tensor, name: str) -> torch.Tensor:
+    match name:
+        case "kl" | "k1":
+            return log_ratio
+        case "abs":
+            return log_ratio.abs()
+        case "mse" | "k2":
+            return 0.5 * log_ratio.square()
+        case "low_var_kl" | "k3":
+            inverse = (-log_ratio).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+            return (inverse.exp() - inverse - 1).clamp(-_MAX_LOW_VAR_KL, _MAX_LOW_VAR_KL)
+        case "full":
+            raise ValueError("kl_penalty='full' needs the logits of the whole vocabulary; use 'low_var_kl' or 'k3+'.")
+    raise ValueError(f"Unknown kl_penalty {name!r}. Known: {', '.join(KL_PENALTIES)}, each also with a trailing '+'.")

@@ -1,0 +1,1 @@
+"""Policy losses, one file each, and the value loss. Importing this package registers the policy losses."""

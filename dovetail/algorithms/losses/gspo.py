@@ -1,0 +1,54 @@
+"""GSPO (https://arxiv.org/abs/2507.18071): one importance ratio per sequence, the geometric mean of its tokens'."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.algorithms.aggregate import BatchCounts, token_share
+from dovetail.algorithms.losses.ratio import clip_range, masked_log_prob, masked_log_ratio, weighted_agg_loss
+from dovetail.algorithms.masked import masked_mean
+from dovetail.algorithms.registry import register_policy_loss
+
+_MAX_SEQUENCE_LOG_RATIO = 10.0
+
+
+@register_policy_loss("gspo")
+def compute_policy_loss_gspo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    counts: BatchCounts | None = None,
+    loss_scale_factor: float | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    **_other_losses: object,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean log-ratio of the sequence).
+
+    Clipping sees the value of s; the gradient of s with respect to each token's log-prob is s itself, undivided by
+    length, because the aggregation divides by it. Sensible ranges are small (3e-4, 4e-4).
+    """
+    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
+    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
+    sequence_log_ratio = masked_mean(log_ratio.detach(), response_mask, dim=-1).unsqueeze(-1)
+    token_log_prob = masked_log_prob(log_prob, response_mask)
+    log_s = token_log_prob - token_log_prob.detach() + sequence_log_ratio
+    ratio = log_s.clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()
+
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    losses = torch.maximum(unclipped, clipped)
+
+    loss = weighted_agg_loss(losses, response_mask, loss_agg_mode, rollout_is_weights, counts, loss_scale_factor)
+    with torch.no_grad():
+        metrics = {
+            "actor/pg_clipfrac": token_share((clipped > unclipped).to(ratio.dtype), response_mask, counts),
+            "actor/ppo_kl": token_share(-log_ratio, response_mask, counts),
+            "actor/pg_clipfrac_lower": ratio.new_zeros(()),
+        }
+    return loss, metrics

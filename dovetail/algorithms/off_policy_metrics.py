@@ -1,0 +1,125 @@
+"""How far the trainer's policy is from the engine that sampled: KL, perplexity, chi-squared, effective sample size.
+
+Computed once per step on the whole batch; plain floats. All functions want at least one kept token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dovetail.algorithms.masked import at_least_float32, masked_mean, masked_sum
+
+_MAX_LOG_RATIO = 20.0
+
+
+@torch.no_grad()
+def compute_offpolicy_metrics(
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor | None, response_mask: torch.Tensor
+) -> dict[str, float]:
+    """KL(engine, trainer) by k1 (`kl`) and k3 (`k3_kl`), perplexities per sequence, chi-squared of the weights.
+
+    Without `rollout_log_prob` only the trainer's perplexity.
+    """
+    trainer = masked_mean(at_least_float32(old_log_prob), response_mask, dim=-1)
+    metrics = {"training_ppl": (-trainer).exp().mean(), "training_log_ppl": -trainer.mean()}
+    if rollout_log_prob is not None:
+        log_ratio = at_least_float32(old_log_prob) - at_least_float32(rollout_log_prob)
+        engine = masked_mean(at_least_float32(rollout_log_prob), response_mask, dim=-1)
+        ppl_gap = engine - trainer
+        clamped = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        row_log_ratio = masked_sum(log_ratio, response_mask, dim=-1).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        metrics |= {
+            "kl": masked_mean(-log_ratio, response_mask),
+            "k3_kl": masked_mean(log_ratio.exp() - log_ratio - 1, response_mask),
+            "rollout_ppl": (-engine).exp().mean(),
+            "rollout_log_ppl": -engine.mean(),
+            "log_ppl_diff": ppl_gap.mean(),
+            "log_ppl_abs_diff": ppl_gap.abs().mean(),
+            "log_ppl_diff_max": ppl_gap.max(),
+            "log_ppl_diff_min": ppl_gap.min(),
+            "ppl_ratio": ppl_gap.exp().mean(),
+            "chi2_token": masked_mean((2.0 * clamped).exp(), response_mask) - 1.0,
+            "chi2_seq": (2.0 * row_log_ratio).exp().mean() - 1.0,
+        }
+    return _floats(metrics)
+
+
+@torch.no_grad()
+def compute_probs_diff_metrics(
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
+) -> dict[str, float]:
+    """|p_trainer - p_engine| over kept tokens, and their Pearson correlation: the first thing to look at.
+
+    The correlation of a constant is not defined and reported as NaN.
+    """
+    kept = response_mask.bool()
+    trainer = at_least_float32(old_log_prob)[kept].exp()
+    engine = at_least_float32(rollout_log_prob)[kept].exp()
+    gap = (trainer - engine).abs()
+    correlation = gap.new_tensor(math.nan)
+    if len(gap) > 1:
+        correlation = torch.corrcoef(torch.stack((trainer, engine)))[0, 1]
+    return _floats(
+        {
+            "training/rollout_probs_diff_max": gap.max(),
+            "training/rollout_probs_diff_mean": gap.mean(),
+            "training/rollout_probs_diff_std": gap.std() if len(gap) > 1 else gap.new_zeros(()),
+            "training/rollout_actor_probs_pearson_corr": correlation,
+        }
+    )
+
+
+@torch.no_grad()
+def compute_is_metrics(
+    weights: torch.Tensor,
+    log_ratio: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_is: str,
+    upper: float,
+    lower: float | None = None,
+) -> dict[str, float]:
+    """Statistics of importance weights before truncation at `upper` (0 outside the mask).
+
+    "Low" means below `lower`, by default 1 / upper. Standard deviation and effective sample size (1 = all tokens
+    count alike) use weights limited to that range, so that one outlier does not hide the rest.
+    """
+    lower = 1.0 / upper if lower is None else lower
+    kept = response_mask.bool()
+    per_row = masked_mean(weights, kept, dim=-1)
+    if rollout_is == "sequence":
+        # From the log-ratios: weights have been limited to exp(+-20) already.
+        log_weights = masked_sum(at_least_float32(log_ratio), kept, dim=-1)
+        high = (log_weights > math.log(upper)).float().mean()
+        low = (log_weights < math.log(lower)).float().mean()
+        largest, smallest = log_weights.max().clamp(max=_MAX_LOG_RATIO).exp(), log_weights.min().exp()
+    else:
+        high = masked_mean((weights > upper).float(), kept)
+        low = masked_mean((weights < lower).float(), kept)
+        largest, smallest = weights[kept].max(), weights[kept].min()
+    limited = weights.clamp(lower, upper)
+    mean, mean_square = masked_mean(limited, kept), masked_mean(limited.square(), kept)
+    return _floats(
+        {
+            "rollout_is_mean": masked_mean(weights, kept),
+            "rollout_is_max": largest,
+            "rollout_is_min": smallest,
+            "rollout_is_ratio_fraction_high": high,
+            "rollout_is_ratio_fraction_low": low,
+            "rollout_is_std": (mean_square - mean.square()).clamp(min=0.0).sqrt(),
+            "rollout_is_eff_sample_size": mean.square() / mean_square,
+            "rollout_is_seq_mean": per_row.mean(),
+            "rollout_is_seq_std": per_row.std() if len(per_row) > 1 else per_row.new_zeros(()),
+            "rollout_is_seq_max": per_row.max(),
+            "rollout_is_seq_min": per_row.min(),
+            "rollout_is_seq_max_deviation": (per_row - 1.0).abs().max(),
+            "rollout_is_seq_fraction_high": (per_row > upper).float().mean(),
+            "rollout_is_seq_fraction_low": (per_row < lower).float().mean(),
+        }
+    )
+
+
+def _floats(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+    """One transfer from the device for all metrics."""
+    return dict(zip(metrics, torch.stack([value.float() for value in metrics.values()]).tolist(), strict=True))

@@ -1,0 +1,107 @@
+"""Tables of advantage estimators and policy losses, by name. Users add their own with a decorator.
+
+An unknown name is an error that lists the known ones and the nearest; a name is never silently replaced.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+
+AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`(token_level_rewards, response_mask, ...) -> (advantages, returns)`, all of shape (rows, response width)."""
+
+PolicyLossFn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""`(old_log_prob, log_prob, advantages, response_mask, ...) -> (loss, metrics)`; both are shares, see `agg_loss`."""
+
+SelectorFn = Callable[..., torch.Tensor]
+"""Same first four arguments as a policy loss, on the whole mini-batch; returns a boolean column for its rows."""
+
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+_ADVANTAGE_ESTIMATORS: dict[str, AdvantageFn] = {}
+_POLICY_LOSSES: dict[str, PolicyLossFn] = {}
+_SELECTORS: dict[str, SelectorFn] = {}
+
+
+def register_adv_est(*names: str | Enum) -> Callable[[_Fn], _Fn]:
+    """Decorator: make an advantage estimator known as `algorithm.adv_estimator=<name>`."""
+
+    def decorate(fn: _Fn) -> _Fn:
+        for name in names:
+            _add(_ADVANTAGE_ESTIMATORS, "advantage estimator", _text(name), fn)
+        return fn
+
+    return decorate
+
+
+register_adv_estimator = register_adv_est
+
+
+def register_policy_loss(*names: str | Enum, select: SelectorFn | None = None) -> Callable[[_Fn], _Fn]:
+    """Decorator: make a policy loss known as `actor.policy_loss.loss_mode=<name>`.
+
+    `select` is for losses that pick tokens by comparing them over the whole mini-batch: it runs once on the whole
+    mini-batch, and its boolean result travels with the rows as the loss's `loss_selection` argument.
+    """
+
+    def decorate(fn: _Fn) -> _Fn:
+        for name in names:
+            _add(_POLICY_LOSSES, "policy loss", _text(name), fn)
+            if select is not None:
+                _add(_SELECTORS, "policy loss selector", _text(name), select)
+        return fn
+
+    return decorate
+
+
+def get_adv_estimator_fn(name: str | Enum) -> AdvantageFn:
+    return _find(_ADVANTAGE_ESTIMATORS, "advantage estimator", _text(name))
+
+
+def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
+    return _find(_POLICY_LOSSES, "policy loss", _text(name))
+
+
+def get_policy_loss_selector(name: str | Enum) -> SelectorFn | None:
+    """The whole-mini-batch selection of a loss, or None when the loss looks at each row alone."""
+    get_policy_loss_fn(name)
+    return _SELECTORS.get(_text(name))
+
+
+def get_adv_estimator_columns(name: str | Enum) -> tuple[str, ...]:
+    """Names of the columns an estimator cannot do without, e.g. `("token_level_rewards", "response_mask", "uid")`."""
+    parameters = inspect.signature(get_adv_estimator_fn(name)).parameters.values()
+    named = (p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+    return tuple(p.name for p in named if p.default is p.empty)
+
+
+def adv_estimator_names() -> list[str]:
+    return sorted(_ADVANTAGE_ESTIMATORS)
+
+
+def policy_loss_names() -> list[str]:
+    return sorted(_POLICY_LOSSES)
+
+
+def _text(name: str | Enum) -> str:
+    return str(name.value) if isinstance(name, Enum) else name
+
+
+def _add(table: dict[str, Any], kind: str, name: str, fn: Callable[..., Any]) -> None:
+    if name in table and table[name] is not fn:
+        raise ValueError(f"{kind} {name!r} is already {table[name].__qualname__}; choose another name for {fn}.")
+    table[name] = fn
+
+
+def _find(table: dict[str, Any], kind: str, name: str) -> Any:
+    if name in table:
+        return table[name]
+    nearest = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"Unknown {kind} {name!r}.{hint} Known names: {', '.join(sorted(table))}.")
