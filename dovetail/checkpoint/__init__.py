@@ -1,1 +1,1 @@
-"""What is on disk: sharded state with a manifest written last."""
+"""What is on disk: folders that are either whole or absent, sharded state inside them, and random-number state."""

@@ -1,0 +1,134 @@
+"""What a training backend promises. Knows no RL: batches go in, a loss function is called, weights come out.
+
+The backend owns the micro-batch loop, because only it knows when gradients must be synchronised (FSDP: at the last
+micro-batch) or how micro-batches overlap (pipeline parallelism).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """Results per token in the padded layout ``[rows, seq_len]``; what a model does not compute is None.
+
+    ``log_probs[b, t]`` is that of the token at ``t`` given those before it, ``entropy[b, t]`` of the distribution that
+    predicted it; both are 0 at ``t = 0`` and on padding. ``values`` and ``scores`` sit on the token they were read at.
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None
+
+
+LossFn = Callable[[TokenOutput, DataProto], tuple[Tensor, dict[str, float]]]
+"""Gives one micro-batch's *share* of the mini-batch loss, and metrics.
+
+Shares are normalised by the counts of the whole mini-batch, so that they add up to its loss over micro-batches and
+data-parallel ranks. The backend makes the gradient that of the sum, whatever its reduction does.
+"""
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """What a forward pass is asked for. Value and reward models ignore both."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+
+
+PLAIN_FORWARD = ForwardOptions()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step at rate ``lr``. ``skipped``: the norm was not finite and nothing was changed."""
+
+    grad_norm: float
+    skipped: bool
+    lr: float
+    num_skipped: int
+    """Steps skipped since the backend was built or its state was loaded, this one included."""
+
+
+@dataclass(frozen=True)
+class BackendPlace:
+    """Where this process stands. ``dp``: who reads different rows; ``sp``: who shares the same rows."""
+
+    rank: int = 0
+    world_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    sp_rank: int = 0
+    sp_size: int = 1
+
+
+class TrainBackend(ABC):
+    """Trains one model spread over the processes of a group. Every method is collective: all ranks call it alike."""
+
+    def __init__(self, place: BackendPlace, device: torch.device) -> None:
+        self.place = place
+        self.device = device
+
+    @abstractmethod
+    def forward_backward(
+        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
+    ) -> list[dict[str, float]]:
+        """Gradients of one mini-batch (one optimizer step): zeroed, accumulated, synchronised once. Metrics by piece."""
+
+    @abstractmethod
+    def forward(self, micro_batches: Sequence[DataProto], options: ForwardOptions = PLAIN_FORWARD) -> list[TokenOutput]:
+        """Outputs without gradients, one per micro-batch, in order."""
+
+    @abstractmethod
+    def optim_step(self, *, advance_schedule: bool = True) -> StepResult:
+        """Clip, step, advance the learning rate. A gradient norm that is not finite skips all three on every rank."""
+
+    @abstractmethod
+    def named_weights(self, *, merge_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under Hugging Face names, one at a time; a tied weight comes once.
+
+        All ranks must take all of them. A tensor may be reused for the next one: copy it to keep it.
+        """
+
+    @abstractmethod
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Full gradients of the trainable parameters, between ``forward_backward`` and ``optim_step``."""
+
+    @abstractmethod
+    def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
+        """Move state to host memory, e.g. while an engine generates. Gradients are freed by ``optim_step`` already."""
+
+    @abstractmethod
+    def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
+        """Bring it back. Asking for what is there already costs nothing."""
+
+    @abstractmethod
+    def save_state(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
+        """Write weights, optimizer, schedule and this rank's random state into ``folder``; ``extra`` is rank 0's own.
+
+        Atomicity is the caller's (``checkpoint.store``). An error on one rank is raised on all.
+        """
+
+    @abstractmethod
+    def load_state(self, folder: Path) -> dict[str, Any]:
+        """Read what ``save_state`` wrote, on any number of processes; return ``extra``."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, float]:
+        """GiB in use on this process's device and host, ``area/name`` style keys."""
+
+    @abstractmethod
+    def sum_over_dp(self, counts: Tensor) -> Tensor:
+        """Add ``counts`` up over data-parallel ranks: the global counts that shares of a loss are normalised by."""

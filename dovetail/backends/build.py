@@ -1,0 +1,113 @@
+"""Pick a backend by ``strategy`` and put its parts together: precision, mesh, sharding, optimizer, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from dovetail.backends.base import BackendPlace
+from dovetail.backends.optimizer import build_optimizer, decayed_names
+from dovetail.backends.schedule import LearningRateSchedule, learning_rate
+from dovetail.backends.sharding import Precision, Sharding
+from dovetail.backends.torch_backend import TorchBackend
+from dovetail.config.fsdp import FSDPConfig, full_dtype
+from dovetail.config.optim import OptimConfig
+from dovetail.parallel.mesh import ParallelMesh, create_parallel_mesh
+
+_Shard = Callable[[nn.Module, Precision, torch.device, ParallelMesh | None, FSDPConfig], Sharding]
+
+
+def build_backend(
+    strategy: str,
+    network: nn.Module,
+    *,
+    fsdp: FSDPConfig,
+    optim: OptimConfig | None = None,
+    max_grad_norm: float = 1.0,
+    sp_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> TorchBackend:
+    """A backend for ``network``, which is taken over (sharded in place). ``optim=None`` builds one for inference.
+
+    For ``fsdp`` and ``fsdp2`` the default process group must exist; every rank calls this with an equal network.
+    """
+    if strategy not in SHARDINGS:
+        raise ValueError(f"strategy={strategy!r} is not one of {', '.join(SHARDINGS)}")
+    device = torch.device(device)
+    precision = precision_of(fsdp, trains=optim is not None)
+    mesh = None
+    if strategy != "single":
+        mesh = create_parallel_mesh(device.type, fsdp_size=fsdp.fsdp_size, sp_size=sp_size)
+    elif sp_size != 1:
+        raise ValueError(
+            f"ulysses_sequence_parallel_size={sp_size} needs strategy fsdp or fsdp2; single has one process"
+        )
+    decayed = decayed_names(network)
+    sharding = SHARDINGS[strategy](network, precision, device, mesh, fsdp)
+    optimizer = schedule = None
+    if optim is not None:
+        optimizer = build_optimizer(sharding.named_parameters(), optim, decayed=decayed)
+        schedule = LearningRateSchedule(optimizer, lambda step: learning_rate(step, optim, optim.total_training_steps))
+    return TorchBackend(
+        sharding,
+        device=device,
+        place=BackendPlace() if mesh is None else place_of(mesh),
+        dp_group=None if mesh is None else mesh.dp_group,
+        sp_group=None if mesh is None else mesh.sp_group,
+        optimizer=optimizer,
+        schedule=schedule,
+        max_grad_norm=max_grad_norm,
+    )
+
+
+def precision_of(fsdp: FSDPConfig, *, trains: bool) -> Precision:
+    """Dtypes from their names."""
+    mixed = fsdp.mixed_precision
+    master, compute, reduce = (
+        getattr(torch, full_dtype(name)) for name in (fsdp.model_dtype, mixed.param_dtype, mixed.reduce_dtype)
+    )
+    if trains and torch.float16 in (master, compute):
+        raise ValueError("float16 training needs loss scaling, which this backend does not do; use bfloat16 or float32")
+    return Precision(master=master, compute=compute, reduce=reduce)
+
+
+def place_of(mesh: ParallelMesh) -> BackendPlace:
+    return BackendPlace(
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        sp_rank=mesh.sp_rank,
+        sp_size=mesh.sp_size,
+    )
+
+
+def _single(
+    network: nn.Module, precision: Precision, device: torch.device, mesh: ParallelMesh | None, fsdp: FSDPConfig
+) -> Sharding:
+    from dovetail.backends.single import SingleProcess
+
+    return SingleProcess(network, precision, device)
+
+
+def _fsdp(
+    network: nn.Module, precision: Precision, device: torch.device, mesh: ParallelMesh | None, fsdp: FSDPConfig
+) -> Sharding:
+    from dovetail.backends.fsdp1 import Fsdp1Sharding
+
+    assert mesh is not None, "fsdp needs a mesh"
+    return Fsdp1Sharding(network, precision, device, mesh, fsdp)
+
+
+def _fsdp2(
+    network: nn.Module, precision: Precision, device: torch.device, mesh: ParallelMesh | None, fsdp: FSDPConfig
+) -> Sharding:
+    from dovetail.backends.fsdp2 import Fsdp2Sharding
+
+    assert mesh is not None, "fsdp2 needs a mesh"
+    return Fsdp2Sharding(network, precision, device, mesh, fsdp)
+
+
+SHARDINGS: dict[str, _Shard] = {"single": _single, "fsdp": _fsdp, "fsdp2": _fsdp2}

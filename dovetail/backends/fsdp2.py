@@ -1,0 +1,156 @@
+"""FSDP2: every parameter is a DTensor, sharded on its first dimension, gathered layer by layer.
+
+One shard group, or several that hold a replica each (hybrid sharding), according to the mesh. Knows no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from dovetail.backends.sharding import Precision
+from dovetail.backends.units import sharding_units
+from dovetail.config.fsdp import FSDPConfig
+from dovetail.parallel.mesh import ParallelMesh
+
+
+def apply_fsdp2(model: nn.Module, fsdp_kwargs: Mapping[str, Any], config: FSDPConfig) -> nn.Module:
+    """``fully_shard`` every unit of the model (layers, untied embeddings), then the model itself, in place.
+
+    ``fsdp_kwargs`` go to ``fully_shard`` unchanged (mesh, mp_policy, offload_policy, reshard_after_forward).
+    """
+    for unit in sharding_units(model, config.wrap_policy):
+        fully_shard(unit, **fsdp_kwargs)
+    fully_shard(model, **fsdp_kwargs)
+    if config.forward_prefetch:
+        _prefetch_in_order([module for module in model.modules() if isinstance(module, FSDPModule)][1:])
+    return model
+
+
+@torch.no_grad()
+def fsdp2_clip_grad_norm_(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm before.
+
+    The norm is a plain tensor, equal on every rank. Gradients may be on the host (CPU offload): the one number per rank
+    that is communicated goes through ``device``, the one the process group works on.
+    """
+    if norm_type not in (2.0, float("inf")):
+        raise ValueError(f"norm_type={norm_type} is not supported; use 2.0 or inf")
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    largest = norm_type == float("inf")
+    total: Tensor | None = None
+    # Replicas hold equal gradients: only the groups over which a gradient is split are added up.
+    for groups, shards in _by_shard_groups(grads).items():
+        norms = torch._foreach_norm([shard.float() for shard in shards if shard.numel()], norm_type)
+        part = torch.zeros((), device=device or shards[0].device)
+        if norms:
+            stacked = torch.stack([norm.to(part.device) for norm in norms])
+            part = stacked.max() if largest else stacked.square().sum()
+        for group in groups:
+            dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        total = part if total is None else (torch.maximum(total, part) if largest else total + part)
+    if total is None:
+        return torch.zeros((), device=device)
+    norm = total if largest else total.sqrt()
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(f"the gradient norm is {float(norm)}; pass error_if_nonfinite=False to get it back instead")
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        local.mul_(scale.to(device=local.device, dtype=local.dtype))
+    return norm
+
+
+class Fsdp2Sharding:
+    """A module sharded in place by ``apply_fsdp2``."""
+
+    def __init__(
+        self, module: nn.Module, precision: Precision, device: torch.device, mesh: ParallelMesh, config: FSDPConfig
+    ) -> None:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.offload_policy else OffloadPolicy()
+        apply_fsdp2(
+            module,
+            {
+                "mesh": mesh.fsdp,
+                "mp_policy": MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce),
+                "offload_policy": offload,
+                "reshard_after_forward": config.reshard_after_forward,
+            },
+            config,
+        )
+        self.module = module
+        # The reduction averages over all ranks of the mesh, also over those that share a sequence: each of them holds
+        # the gradient of its own tokens only, so the sum over all ranks is what is wanted.
+        self.reduce_factor = mesh.world_size
+        self._device = device
+        self._offloads = config.offload_policy
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters()
+
+    def compute_context(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        root = self.module
+        assert isinstance(root, FSDPModule), "the root was sharded when this object was built"
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def after_forward(self) -> None:
+        # A unit that keeps its gathered weights would use them again after the optimizer has changed the shards.
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        return fsdp2_clip_grad_norm_(self.module.parameters(), max_norm, device=self._device)
+
+    def full_tensors(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+        self.after_forward()
+        for name, parameter in self.module.named_parameters():
+            tensor = parameter.grad if gradients else parameter.detach()
+            if tensor is None:
+                continue
+            tensor = tensor.to(self._device)
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def move_parameters(self, device: torch.device) -> None:
+        if not self._offloads:
+            self.module.to(device)
+
+
+def _by_shard_groups(grads: Collection[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
+    """Local gradients by the process groups they are split over; the empty tuple holds whole ones."""
+    found: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            mesh, placements = grad.device_mesh, grad.placements
+            groups = tuple(mesh.get_group(axis) for axis, kind in enumerate(placements) if isinstance(kind, Shard))
+            found.setdefault(groups, []).append(grad.to_local())
+        else:
+            found.setdefault((), []).append(grad)
+    return found
+
+
+def _prefetch_in_order(units: list[FSDPModule]) -> None:
+    for unit, following in zip(units, units[1:], strict=False):
+        unit.set_modules_to_forward_prefetch([following])

@@ -1,0 +1,61 @@
+"""What differs between one process, FSDP2 and FSDP1: how a module's parameters are spread. No loop, no optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one role. Equal ``master`` and ``compute`` means no mixed precision at all."""
+
+    master: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.compute != self.master
+
+
+class Sharding(Protocol):
+    """A module whose parameters are spread over processes, and the operations that depend on how."""
+
+    module: nn.Module
+    """What to call for a forward pass."""
+    reduce_factor: int
+    """By how much the loss must be multiplied for the reduction to give the sum over ranks."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, as the optimizer sees them, under the names of the module before sharding."""
+        ...
+
+    def compute_context(self) -> AbstractContextManager[object]:
+        """Around every forward pass: autocast where the sharding does not cast by itself."""
+        ...
+
+    def accumulating(self) -> AbstractContextManager[object]:
+        """Around forward and backward of every micro-batch but the last: no reduction of gradients."""
+        ...
+
+    def after_forward(self) -> None:
+        """Give gathered parameters back after a forward pass that no backward follows."""
+        ...
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to ``max_norm``; return the norm before, of the whole model, equal on all ranks."""
+        ...
+
+    def full_tensors(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters (or gradients) one at a time, under the names of the module before sharding."""
+        ...
+
+    def move_parameters(self, device: torch.device) -> None:
+        """Move this rank's part of the parameters."""
+        ...

@@ -1,0 +1,168 @@
+"""The training loop of one mini-batch for every sharding that runs a plain PyTorch module. Knows no RL.
+
+What depends on how parameters are spread is asked of a ``Sharding``; what depends on the network, of ``run_network``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dovetail.backends.base import BackendPlace, ForwardOptions, LossFn, StepResult, TokenOutput, TrainBackend
+from dovetail.backends.device_memory import free_device_cache, memory_in_use
+from dovetail.backends.network import hf_named_tensors, run_network
+from dovetail.backends.schedule import LearningRateSchedule
+from dovetail.backends.sharding import Sharding
+from dovetail.checkpoint.sharded import load_sharded, save_sharded
+from dovetail.parallel.ulysses import ulysses_group
+from dovetail.protocol import DataProto
+
+
+class TorchBackend(TrainBackend):
+    """One model, its optimizer and schedule. Without an optimizer it only infers (reference, reward model)."""
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        *,
+        device: torch.device,
+        place: BackendPlace = BackendPlace(),
+        dp_group: dist.ProcessGroup | None = None,
+        sp_group: dist.ProcessGroup | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        schedule: LearningRateSchedule | None = None,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        self.place = place
+        self.device = device
+        self._sharding = sharding
+        self._dp_group = dp_group
+        self._sp_group = sp_group
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._max_grad_norm = max_grad_norm
+        self._num_skipped = 0
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The network as this process holds it, sharded or not."""
+        return self._sharding.module
+
+    def forward_backward(
+        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = ForwardOptions()
+    ) -> list[dict[str, float]]:
+        optimizer, _ = self._trainable()
+        self._check_equal_count(len(micro_batches))
+        self.module.train()
+        optimizer.zero_grad(set_to_none=True)
+        metrics: list[dict[str, float]] = []
+        for index, micro_batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            with nullcontext() if is_last else self._sharding.accumulating():
+                micro_batch = micro_batch.to(self.device)
+                loss, found = loss_fn(self._run(micro_batch, options), micro_batch)
+                (loss * self._sharding.reduce_factor).backward()
+            metrics.append(found)
+        return metrics
+
+    @torch.no_grad()
+    def forward(
+        self, micro_batches: Sequence[DataProto], options: ForwardOptions = ForwardOptions()
+    ) -> list[TokenOutput]:
+        self._check_equal_count(len(micro_batches))
+        self.module.eval()
+        outputs = [self._run(micro_batch.to(self.device), options) for micro_batch in micro_batches]
+        self._sharding.after_forward()
+        return outputs
+
+    def optim_step(self, *, advance_schedule: bool = True) -> StepResult:
+        optimizer, schedule = self._trainable()
+        lr = schedule.lr
+        # The norm is reduced over all ranks, so all of them take the same decision.
+        norm = float(self._sharding.clip_grad_norm(self._max_grad_norm))
+        skipped = not math.isfinite(norm)
+        if skipped:
+            self._num_skipped += 1
+        else:
+            optimizer.step()
+            if advance_schedule:
+                schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        return StepResult(grad_norm=norm, skipped=skipped, lr=lr, num_skipped=self._num_skipped)
+
+    def named_weights(self, *, merge_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return hf_named_tensors(self.module, self._sharding.full_tensors(), merge_adapters=merge_adapters)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return self._sharding.full_tensors(gradients=True)
+
+    def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
+        self._move(torch.device("cpu"), params=params, optimizer=optimizer)
+        free_device_cache(self.device)
+
+    def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
+        self._move(self.device, params=params, optimizer=optimizer)
+
+    def save_state(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
+        own = {
+            "schedule": self._schedule.state_dict() if self._schedule is not None else None,
+            "num_skipped": self._num_skipped,
+        }
+        save_sharded(folder, self.module, self._optimizer, extra={"backend": own, "extra": dict(extra or {})})
+
+    def load_state(self, folder: Path) -> dict[str, Any]:
+        saved = load_sharded(folder, self.module, self._optimizer)
+        own = saved["backend"]
+        if self._schedule is not None and own["schedule"] is not None:
+            self._schedule.load_state_dict(own["schedule"])
+        self._num_skipped = own["num_skipped"]
+        return saved["extra"]
+
+    def memory(self) -> dict[str, float]:
+        return memory_in_use(self.device)
+
+    def sum_over_dp(self, counts: Tensor) -> Tensor:
+        counts = counts.to(self.device)
+        if self._dp_group is not None:
+            counts = counts.clone()
+            dist.all_reduce(counts, group=self._dp_group)
+        return counts
+
+    def _run(self, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
+        with ulysses_group(self._sp_group), self._sharding.compute_context():
+            return run_network(self.module, micro_batch, options)
+
+    def _trainable(self) -> tuple[torch.optim.Optimizer, LearningRateSchedule]:
+        if self._optimizer is None or self._schedule is None:
+            raise RuntimeError("this backend was built without an optimizer; pass optim to build_backend to train it")
+        return self._optimizer, self._schedule
+
+    def _check_equal_count(self, count: int) -> None:
+        # Every forward gathers weights from all ranks: a rank with fewer pieces would leave the others waiting for ever.
+        if self.place.world_size == 1:
+            return
+        bounds = torch.tensor([count, -count], device=self.device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        most, fewest = int(bounds[0]), -int(bounds[1])
+        if most != fewest:
+            raise ValueError(
+                f"rank {self.place.rank} has {count} micro-batches, other ranks from {fewest} to {most}; "
+                "plan them with the data-parallel group so that all ranks have as many"
+            )
+
+    def _move(self, device: torch.device, *, params: bool, optimizer: bool) -> None:
+        if params:
+            self._sharding.move_parameters(device)
+        if optimizer and self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for name, value in state.items():
+                    # Adam keeps its step count on the host unless fused; it is one number, and stays where it is.
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        state[name] = value.to(device)

@@ -1,0 +1,130 @@
+"""State of a model spread over processes, on disk: each rank writes its part, any number of ranks reads it back.
+
+Keys are names of the unsharded model, so what one sharding wrote another can read. Knows no training loop; whether
+the folder is whole is the business of ``checkpoint.store``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from dovetail.checkpoint.manifest import BrokenCheckpoint
+from dovetail.checkpoint.rng import capture_rng, restore_rng
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+_SHARDS = "shards"
+_DESCRIPTION = "state.json"
+_EXTRA = "extra.pt"
+# Flat keys (`state.<parameter>.exp_avg`) do not depend on how parameters are grouped or numbered.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def save_sharded(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, *, extra: Mapping[str, Any]
+) -> None:
+    """Write weights, optimizer state, every rank's random state, and ``extra`` (taken from rank 0). Collective.
+
+    An error on any rank is raised on all of them, so no rank goes on with a checkpoint that another has lost.
+    """
+    rank, world_size = _place()
+    together(folder.mkdir, parents=True, exist_ok=True)
+    # Asking a fresh optimizer for its state makes the library take an empty step first, which would count as a step.
+    has_optimizer = optimizer is not None and bool(optimizer.state)
+    state: dict[str, Any] = {"model": get_model_state_dict(module, options=_OPTIONS)}
+    if optimizer is not None and has_optimizer:
+        state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / _SHARDS), no_dist=world_size == 1)
+
+    def write_small_files() -> None:
+        torch.save(capture_rng(), folder / f"rng_{rank}.pt")
+        if rank == 0:
+            torch.save(dict(extra), folder / _EXTRA)
+            description = {"version": STATE_VERSION, "world_size": world_size, "has_optimizer": has_optimizer}
+            (folder / _DESCRIPTION).write_text(json.dumps(description))
+
+    together(write_small_files)
+
+
+def load_sharded(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, *, restore_random_state: bool = True
+) -> dict[str, Any]:
+    """Read weights, and optimizer and random state where asked and saved; return ``extra``. Collective.
+
+    Random state is one file per rank of the run that saved; with another number of ranks there is no right one, so
+    the current state is kept and this is said.
+    """
+    rank, world_size = _place()
+    description = read_description(folder)
+    state: dict[str, Any] = {"model": get_model_state_dict(module, options=_OPTIONS)}
+    if optimizer is not None and description["has_optimizer"]:
+        optimizer.zero_grad(set_to_none=True)
+        state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder / _SHARDS), no_dist=world_size == 1)
+    set_model_state_dict(module, state["model"], options=_OPTIONS)
+    if optimizer is not None:
+        if "optimizer" in state:
+            set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_OPTIONS)
+        else:
+            optimizer.state.clear()
+    if restore_random_state:
+        if description["world_size"] == world_size:
+            restore_rng(torch.load(folder / f"rng_{rank}.pt", weights_only=False))
+        elif rank == 0:
+            logger.warning(
+                "%s was saved by %d processes and is loaded by %d: random state is not restored",
+                folder, description["world_size"], world_size,
+            )  # fmt: skip
+    return torch.load(folder / _EXTRA, weights_only=False)
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What ``save_sharded`` noted about a folder: ``version``, ``world_size``, ``has_optimizer``."""
+    try:
+        description = json.loads((folder / _DESCRIPTION).read_text())
+    except (OSError, ValueError) as error:
+        raise BrokenCheckpoint(folder, f"{_DESCRIPTION} is not readable ({error})") from error
+    if description["version"] > STATE_VERSION:
+        raise BrokenCheckpoint(
+            folder, f"its state has version {description['version']}, this program reads up to {STATE_VERSION}"
+        )
+    return description
+
+
+def together(action: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run ``action`` on every rank; if any rank failed, raise on all, naming the first that did."""
+    error: OSError | RuntimeError | None = None
+    try:
+        action(*args, **kwargs)
+    except (OSError, RuntimeError) as caught:  # what writing can raise; torch.save wraps a full disk in RuntimeError
+        error = caught
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+    failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
+    if failed:
+        raise OSError(f"rank {failed[0][0]} could not write its part of the checkpoint: {failed[0][1]}") from error
+
+
+def _place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

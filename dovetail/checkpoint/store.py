@@ -1,0 +1,159 @@
+"""The checkpoints of one run: ``global_step_N`` folders, the newest one's number, and which to delete. No tensors.
+
+A save goes into a hidden folder beside the others; ``commit`` writes its manifest, renames it, then updates
+``latest_checkpointed_iteration.txt``. Whatever kills the process in between, the last good checkpoint stays and stays
+findable. One process (the driver) owns the store; workers only write into the folder they are given.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dovetail.checkpoint.manifest import (
+    BrokenCheckpoint,
+    flush_folder,
+    verify_folder,
+    write_manifest,
+    write_text_atomically,
+)
+
+logger = logging.getLogger(__name__)
+
+LATEST_NAME = "latest_checkpointed_iteration.txt"
+_FOLDER_NAME = re.compile(r"global_step_(\d+)$")
+
+
+class CheckpointStore:
+    """Checkpoints under one folder. ``max_to_keep`` of None or below 1 keeps all."""
+
+    def __init__(self, root: Path | str, *, max_to_keep: int | None = None) -> None:
+        self.root = Path(root)
+        self._max_to_keep = max_to_keep
+
+    @contextmanager
+    def saving(self, step: int, *, world_size: int, extra: Mapping[str, Any] | None = None) -> Iterator[Path]:
+        """A folder to write into; committed when the block ends, removed when it raises.
+
+        ``with store.saving(12, world_size=4) as folder: group.save_checkpoint(folder / "actor")``
+        """
+        folder = self.begin(step)
+        try:
+            yield folder
+            self.commit(step, world_size=world_size, extra=extra)
+        except BaseException:
+            # Also frees the space: on a full disk the half-written folder is what keeps the next save from fitting.
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self.prune()
+
+    def begin(self, step: int) -> Path:
+        """Make the hidden folder of ``step``, removing what interrupted saves left behind."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._finish_replacing()
+        for leftover in self.root.glob(".global_step_*.partial"):
+            logger.warning("removing %s, left by an interrupted save", leftover)
+            shutil.rmtree(leftover)
+        folder = self._partial(step)
+        folder.mkdir()
+        return folder
+
+    def commit(self, step: int, *, world_size: int, extra: Mapping[str, Any] | None = None) -> Path:
+        """Turn the hidden folder into ``global_step_N`` and make it the latest."""
+        partial, final = self._partial(step), self.folder(step)
+        write_manifest(partial, step=step, world_size=world_size, extra=extra)
+        if final.exists():
+            # The same step saved twice (a rerun after a resume). The old one leaves under a hidden name first: at every
+            # moment one of the two is whole, and `_finish_replacing` brings it back if we die between the renames.
+            replaced = self.root / f".global_step_{step}.replaced"
+            os.rename(final, replaced)
+            os.rename(partial, final)
+            shutil.rmtree(replaced)
+        else:
+            os.rename(partial, final)
+        flush_folder(self.root)
+        write_text_atomically(self.root / LATEST_NAME, f"{step}\n")
+        return final
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` is or would be."""
+        return self.root / f"global_step_{step}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder, ascending; whole or not."""
+        if not self.root.is_dir():
+            return []
+        found = (_FOLDER_NAME.match(path.name) for path in self.root.iterdir() if path.is_dir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def latest(self) -> Path | None:
+        """The checkpoint to resume from: the recorded one if it is whole, else the newest whole one, else None.
+
+        Broken ones are named in a warning. If there are folders but none is whole, that is an error: starting from
+        scratch in silence would throw a run away.
+        """
+        self._finish_replacing()
+        recorded = self._recorded_step()
+        candidates = sorted(self.steps(), reverse=True)
+        if recorded is not None:
+            candidates = [recorded, *(step for step in candidates if step != recorded)]
+        first_problem: BrokenCheckpoint | None = None
+        for step in candidates:
+            try:
+                verify_folder(self.folder(step))
+            except BrokenCheckpoint as problem:
+                logger.warning("%s; trying an older one", problem)
+                first_problem = first_problem or problem
+            else:
+                return self.folder(step)
+        if first_problem is not None:
+            raise first_problem
+        return None
+
+    def prune(self) -> list[int]:
+        """Delete the oldest checkpoints above the limit; return their steps. Only whole ones count as kept."""
+        if self._max_to_keep is None or self._max_to_keep < 1:
+            return []
+        whole = [step for step in self.steps() if self._is_whole(step)]
+        recorded = self._recorded_step()
+        doomed = [step for step in whole[: -self._max_to_keep] if step != recorded]
+        for step in doomed:
+            # Hidden first, so that a kill during the deletion does not leave a broken folder under a good name.
+            hidden = self.root / f".global_step_{step}.partial"
+            os.rename(self.folder(step), hidden)
+            shutil.rmtree(hidden)
+        return doomed
+
+    def _finish_replacing(self) -> None:
+        for replaced in self.root.glob(".global_step_*.replaced"):
+            final = self.root / replaced.name[1:].removesuffix(".replaced")
+            if final.exists():
+                shutil.rmtree(replaced)
+            else:
+                os.rename(replaced, final)
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            verify_folder(self.folder(step))
+        except BrokenCheckpoint:
+            return False
+        return True
+
+    def _partial(self, step: int) -> Path:
+        return self.root / f".global_step_{step}.partial"
+
+    def _recorded_step(self) -> int | None:
+        path = self.root / LATEST_NAME
+        if not path.is_file():
+            return None
+        text = path.read_text().strip()
+        if not text.isdigit():
+            logger.warning("%s holds %r instead of a step number; looking at the folders", path, text)
+            return None
+        return int(text)

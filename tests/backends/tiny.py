@@ -1,0 +1,86 @@
+"""A tiny policy and a batch for backend tests: one plain way to compute log-probs, no packing, no RL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.backends.base import LossFn, TokenOutput
+from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
+from dovetail.config.optim import OptimConfig
+from dovetail.protocol import DataProto
+
+VOCAB = 61
+FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32"))
+# Adam divides by sqrt(v) + eps: where a gradient is pure rounding noise (1e-9), the default eps of 1e-8 would turn noise
+# into a full-size step and no two summation orders would agree. 1e-4 keeps such entries at zero.
+OPTIM = OptimConfig(lr=1e-2, eps=1e-4, weight_decay=0.1)
+
+
+class TinyPolicy(nn.Module):
+    """A Llama of two layers; ``forward`` in the shape backends expect of a network."""
+
+    def __init__(self, *, tied: bool = True, checkpointing: bool = False) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=VOCAB, tie_word_embeddings=tied, initializer_range=0.1,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config)
+        if checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *, temperature: float, entropy: bool
+    ) -> dict[str, Tensor]:
+        hidden = self.model.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        logits = self.model.lm_head(hidden).float() / temperature
+        log_probs = logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+        return {"log_probs": nn.functional.pad(log_probs * attention_mask[:, 1:], (1, 0))}
+
+
+def tiny_batch(rows: int = 8, length: int = 12, seed: int = 1) -> DataProto:
+    """Right-padded rows of different lengths with a weight per token."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, length + 1, (rows,), generator=generator)
+    mask = (torch.arange(length)[None] < lengths[:, None]).long()
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.randint(0, VOCAB, (rows, length), generator=generator) * mask,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+            "weights": torch.rand(rows, length, generator=generator) * mask,
+        }
+    )
+
+
+def weighted_nll(total: float) -> LossFn:
+    """A share of the weighted mean of -log p; ``total`` is the sum of weights over the whole mini-batch."""
+
+    def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+        assert output.log_probs is not None
+        loss = -(output.log_probs * micro_batch.tensors["weights"]).sum() / total
+        return loss, {"loss": float(loss.detach())}
+
+    return loss_fn
+
+
+def total_weight(batch: DataProto) -> float:
+    return float(batch.tensors["weights"][:, 1:].sum())
+
+
+def cut(batch: DataProto, sizes: Sequence[int]) -> list[DataProto]:
+    """Consecutive micro-batches of the given sizes."""
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(batch[start : start + size])
+        start += size
+    assert start == len(batch), f"{sizes} do not add up to {len(batch)} rows"
+    return pieces
