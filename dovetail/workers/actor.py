@@ -1,0 +1,186 @@
+"""The policy's two jobs: log-probs of given responses, and PPO updates. Holds a backend; knows no sharding and no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dovetail.algorithms import BatchCounts, agg_loss, get_policy_loss_fn, get_policy_loss_selector, kl_penalty
+from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
+from dovetail.config.actor import ActorConfig
+from dovetail.protocol import DataProto
+from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
+from dovetail.workers.mini_batches import mini_batches
+from dovetail.workers.response_columns import (
+    MODEL_INPUTS,
+    at_responses,
+    response_width,
+    sampling_temperature,
+    take_columns,
+)
+from dovetail.workers.shares import StepLog, add_shares, global_counts
+
+
+class DataParallelPPOActor:
+    """Log-probs and updates of one policy.
+
+    `mini_batch_rows` is what this rank holds of one mini-batch, in sequences; `loss_scale_factor` divides
+    `seq-mean-token-sum-norm`. The reference policy is the same class with a backend that has no optimizer.
+    """
+
+    def __init__(
+        self,
+        config: ActorConfig,
+        backend: TrainBackend,
+        *,
+        mini_batch_rows: int,
+        log_prob_limit: MicroBatchLimit,
+        loss_scale_factor: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.config = config
+        self.backend = backend
+        self._mini_batch_rows = mini_batch_rows
+        self._log_prob_limit = log_prob_limit
+        self._update_limit = MicroBatchLimit.of(
+            config.use_dynamic_bsz,
+            config.ppo_micro_batch_size_per_gpu or mini_batch_rows,
+            config.ppo_max_token_len_per_gpu,
+        )
+        self._loss_scale_factor = loss_scale_factor
+        self._policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+        self._select_tokens = get_policy_loss_selector(config.policy_loss.loss_mode)
+        self._num_updates = 0
+        self._seed = seed
+
+    def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of the responses (and entropies) under the current weights, rows in the order given, on the CPU."""
+        options = ForwardOptions(temperature=sampling_temperature(data), entropy=calculate_entropy)
+        batch = take_columns(data, MODEL_INPUTS)
+        plan = plan_micro_batches(batch, self._log_prob_limit, self.backend)
+        outputs = self.backend.forward(cut(batch, plan), options)
+        width = response_width(batch)
+        log_probs = restore([at_responses(output.log_probs, width) for output in outputs], plan).float().cpu()
+        if not calculate_entropy:
+            return log_probs, None
+        return log_probs, restore([at_responses(output.entropy, width) for output in outputs], plan).float().cpu()
+
+    def update_policy(self, data: DataProto) -> dict[str, float]:
+        """PPO epochs over mini-batches, one optimizer step each; metrics over all data-parallel ranks.
+
+        Without a column `old_log_probs` the update is on-policy: the ratio is 1 and its gradient that of log-probs, so
+        no second forward is needed. That holds for the first optimizer step only, so it must be the only one.
+        """
+        options = ForwardOptions(temperature=sampling_temperature(data), entropy=self.config.needs_entropy)
+        batch = self._training_columns(data)
+        log = StepLog("actor")
+        steps = list(self._optimizer_steps(batch))
+        for index, mini_batch in enumerate(steps):
+            counts = global_counts(mini_batch.tensors["response_mask"], self.backend)
+            plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
+            if self._select_tokens is not None:
+                mini_batch = self._with_selection(mini_batch, options)
+            parts = self.backend.forward_backward(cut(mini_batch, plan), self._loss_fn(counts), options)
+            # The schedule counts training steps, as users set it, not the optimizer steps inside one.
+            step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
+            log.add(add_shares(parts, self.backend), step)
+        self._num_updates += 1
+        return log.result()
+
+    def _optimizer_steps(self, batch: DataProto) -> Iterator[DataProto]:
+        seed = self._seed + self._num_updates
+        for epoch in range(self.config.ppo_epochs):
+            shuffle_seed = seed * 1009 + epoch if self.config.shuffle else None
+            yield from mini_batches(batch, self._mini_batch_rows, shuffle_seed=shuffle_seed)
+
+    def _training_columns(self, data: DataProto) -> DataProto:
+        names = [*MODEL_INPUTS, "response_mask", "advantages"]
+        if "old_log_probs" in data:
+            names.append("old_log_probs")
+        elif self.config.ppo_epochs > 1 or len(data) > self._mini_batch_rows:
+            raise ValueError(
+                f"update_policy got no column old_log_probs, but {len(data)} rows in mini-batches of "
+                f"{self._mini_batch_rows} and ppo_epochs={self.config.ppo_epochs} make more than one optimizer step; "
+                "call compute_log_prob first."
+            )
+        if self.config.use_kl_loss:
+            names.append("ref_log_prob")
+        if "rollout_is_weights" in data:
+            names.append("rollout_is_weights")
+        return take_columns(data, names)
+
+    def _loss_fn(self, counts: BatchCounts) -> LossFn:
+        config = self.config
+        mode, scale = config.loss_agg_mode, self._loss_scale_factor
+
+        def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+            columns = micro_batch.tensors
+            mask, width = columns["response_mask"], response_width(micro_batch)
+            log_prob = at_responses(output.log_probs, width)
+            loss, metrics = self._policy_loss(
+                old_log_prob=columns.get("old_log_probs", log_prob.detach()),
+                log_prob=log_prob,
+                advantages=columns["advantages"],
+                response_mask=mask,
+                rollout_is_weights=columns.get("rollout_is_weights"),
+                loss_selection=columns.get("loss_selection"),
+                counts=counts,
+                **self._loss_settings(),
+            )
+            metrics = {"actor/pg_loss": loss.detach(), **metrics}
+            if output.entropy is not None:
+                entropy = agg_loss(
+                    at_responses(output.entropy, width), mask, mode, counts=counts, loss_scale_factor=scale
+                )
+                loss = loss - config.entropy_coeff * entropy
+                metrics["actor/entropy"] = entropy.detach()
+            if config.use_kl_loss:
+                gap = kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type)
+                kl = agg_loss(gap, mask, mode, counts=counts, loss_scale_factor=scale)
+                loss = loss + config.kl_loss_coef * kl
+                metrics["actor/kl_loss"] = kl.detach()
+            return loss, metrics
+
+        return loss_fn
+
+    def _loss_settings(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "loss_agg_mode": config.loss_agg_mode,
+            "loss_scale_factor": self._loss_scale_factor,
+            "clip_ratio": config.clip_ratio,
+            "clip_ratio_low": config.clip_low,
+            "clip_ratio_high": config.clip_high,
+            "clip_ratio_c": config.clip_ratio_c,
+            "tau_pos": config.tau_pos,
+            "tau_neg": config.tau_neg,
+            **config.policy_loss.model_dump(exclude={"loss_mode"}),
+        }
+
+    def _with_selection(self, mini_batch: DataProto, options: ForwardOptions) -> DataProto:
+        """Add `loss_selection`: tokens chosen by comparing the mini-batch's tokens over all ranks."""
+        assert self._select_tokens is not None, "only called for losses that select tokens"
+        columns = mini_batch.tensors
+        plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
+        outputs = self.backend.forward(cut(mini_batch, plan), ForwardOptions(temperature=options.temperature))
+        width = response_width(mini_batch)
+        log_prob = restore([at_responses(output.log_probs, width) for output in outputs], plan).float()
+        old_log_prob = columns.get("old_log_probs", log_prob).to(log_prob.device)
+        own = [old_log_prob, log_prob, columns["advantages"].to(log_prob), columns["response_mask"].to(log_prob)]
+        whole = [_gather_rows(column, self.backend.dp_group) for column in own]
+        selection = self._select_tokens(*whole, seed=self._seed + self._num_updates, **self._loss_settings())
+        first = self.backend.place.dp_rank * len(mini_batch)
+        own_rows = selection[first : first + len(mini_batch)].cpu()
+        return mini_batch.union(DataProto.from_dict({"loss_selection": own_rows}))
+
+
+def _gather_rows(column: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return column
+    parts = [torch.empty_like(column) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, column.contiguous(), group=group)
+    return torch.cat(parts)

@@ -1,0 +1,98 @@
+"""The value network's two jobs: values of given responses, and value-loss updates. Holds a backend; knows no sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from dovetail.algorithms import BatchCounts, compute_value_loss
+from dovetail.algorithms.aggregate import token_share
+from dovetail.backends.base import LossFn, TokenOutput, TrainBackend
+from dovetail.config.critic import CriticConfig
+from dovetail.protocol import DataProto
+from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
+from dovetail.workers.mini_batches import mini_batches
+from dovetail.workers.response_columns import MODEL_INPUTS, before_responses, response_width, take_columns
+from dovetail.workers.shares import StepLog, add_shares, global_counts
+
+
+class DataParallelPPOCritic:
+    """Values and updates of one value network. `mini_batch_rows` is this rank's part of a mini-batch, in sequences."""
+
+    def __init__(
+        self,
+        config: CriticConfig,
+        backend: TrainBackend,
+        *,
+        mini_batch_rows: int,
+        loss_scale_factor: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.config = config
+        self.backend = backend
+        self._mini_batch_rows = mini_batch_rows
+        self._update_limit = MicroBatchLimit.of(
+            config.use_dynamic_bsz,
+            config.ppo_micro_batch_size_per_gpu or mini_batch_rows,
+            config.ppo_max_token_len_per_gpu,
+        )
+        self._forward_limit = MicroBatchLimit.of(
+            config.use_dynamic_bsz, config.forward_micro_batch_size or mini_batch_rows, config.forward_max_token_len
+        )
+        self._loss_scale_factor = loss_scale_factor
+        self._num_updates = 0
+        self._seed = seed
+
+    def compute_values(self, data: DataProto) -> Tensor:
+        """The value before each response token, 0 outside the response mask, rows in the order given, on the CPU."""
+        batch = take_columns(data, MODEL_INPUTS)
+        plan = plan_micro_batches(batch, self._forward_limit, self.backend)
+        outputs = self.backend.forward(cut(batch, plan))
+        width = response_width(batch)
+        values = restore([before_responses(output.values, width) for output in outputs], plan).float().cpu()
+        mask = data.tensors.get("response_mask", data.tensors["attention_mask"][:, -width:])
+        return values * mask.to(values)
+
+    def update_critic(self, data: DataProto) -> dict[str, float]:
+        """Epochs over mini-batches, one optimizer step each; metrics over all data-parallel ranks."""
+        batch = take_columns(data, [*MODEL_INPUTS, "response_mask", "values", "returns"])
+        log = StepLog("critic")
+        steps = list(self._optimizer_steps(batch))
+        for index, mini_batch in enumerate(steps):
+            counts = global_counts(mini_batch.tensors["response_mask"], self.backend)
+            plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
+            parts = self.backend.forward_backward(cut(mini_batch, plan), self._loss_fn(counts))
+            step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
+            log.add(add_shares(parts, self.backend), step)
+        self._num_updates += 1
+        return log.result()
+
+    def _optimizer_steps(self, batch: DataProto) -> Iterator[DataProto]:
+        seed = self._seed + self._num_updates
+        for epoch in range(self.config.ppo_epochs):
+            shuffle_seed = seed * 1009 + epoch if self.config.shuffle else None
+            yield from mini_batches(batch, self._mini_batch_rows, shuffle_seed=shuffle_seed)
+
+    def _loss_fn(self, counts: BatchCounts) -> LossFn:
+        def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+            columns = micro_batch.tensors
+            mask = columns["response_mask"]
+            vpreds = before_responses(output.values, response_width(micro_batch))
+            loss, clipfrac = compute_value_loss(
+                vpreds,
+                columns["returns"],
+                columns["values"],
+                mask,
+                self.config.cliprange_value,
+                self.config.loss_agg_mode,
+                counts=counts,
+                loss_scale_factor=self._loss_scale_factor,
+            )
+            return loss, {
+                "critic/vf_loss": loss.detach(),
+                "critic/vf_clipfrac": clipfrac,
+                "critic/vpred_mean": token_share(vpreds.detach().float(), mask, counts),
+            }
+
+        return loss_fn

@@ -1,0 +1,51 @@
+"""What roles take from a batch, and the response part of what models return. Knows nothing of losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from dovetail.protocol import DataProto
+
+MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
+
+
+def take_columns(data: DataProto, names: Sequence[str]) -> DataProto:
+    """The named columns, and images where there are any. A missing column is an error that names it."""
+    missing = [name for name in names if name not in data]
+    if missing:
+        raise ValueError(f"the batch has no column {', '.join(missing)}; it has {', '.join(sorted(data.columns))}.")
+    images = ["multi_modal_inputs"] if "multi_modal_inputs" in data.non_tensor_batch else []
+    return data.select(batch_keys=list(names), non_tensor_batch_keys=images)
+
+
+def sampling_temperature(data: DataProto) -> float:
+    """The temperature the responses were sampled with: log-probs are taken under it."""
+    if "temperature" not in data.meta_info:
+        raise ValueError(
+            "meta_info has no 'temperature'; log-probs are taken under the sampling temperature, so set "
+            "data.meta_info['temperature'] to the one the responses were sampled with."
+        )
+    temperature = float(data.meta_info["temperature"])
+    # Greedy answers have no distribution to speak of; engines report their log-probs under temperature 1.
+    return temperature if temperature > 0 else 1.0
+
+
+def response_width(data: DataProto) -> int:
+    return data.tensors["responses"].shape[1]
+
+
+def at_responses(tokens: Tensor | None, width: int) -> Tensor:
+    """Results that sit on the response tokens: log-probs, entropies."""
+    return _present(tokens)[:, -width:]
+
+
+def before_responses(tokens: Tensor | None, width: int) -> Tensor:
+    """Results read before each response token is written: the value of the state in which it is chosen."""
+    return _present(tokens)[:, -width - 1 : -1]
+
+
+def _present(tokens: Tensor | None) -> Tensor:
+    assert tokens is not None, "the backend returns what its model computes and the options ask for"
+    return tokens

@@ -1,0 +1,63 @@
+"""Add up what micro-batches and ranks report about one optimizer step, then average over steps.
+
+A loss function returns shares (see `dovetail.algorithms.aggregate`): they are added, never averaged. Only whole steps
+are averaged. Knows no metric by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dovetail.algorithms import BatchCounts, count_batch
+from dovetail.backends.base import StepResult, TrainBackend
+
+
+def global_counts(response_mask: Tensor, backend: TrainBackend) -> BatchCounts:
+    """Counts of the mini-batch of which this rank holds these rows."""
+    local = count_batch(response_mask)
+    numbers = torch.tensor([local.num_tokens, local.num_sequences, local.num_rows])
+    tokens, sequences, rows = backend.sum_over_dp(numbers).tolist()
+    # The width is that of the whole padded batch: the driver sends equally wide parts to all ranks.
+    return BatchCounts(int(tokens), int(sequences), int(rows), local.response_width)
+
+
+def add_shares(parts: Sequence[Mapping[str, Tensor | float]], backend: TrainBackend) -> dict[str, float]:
+    """The value of each metric over the whole mini-batch. One transfer to the host, one reduction."""
+    names = sorted(parts[0]) if parts else []
+    if not names:
+        return {}
+    rows = [torch.stack([_number(part[name], backend.device) for name in names]) for part in parts]
+    totals = backend.sum_over_dp(torch.stack(rows).sum(dim=0))
+    return dict(zip(names, totals.tolist(), strict=True))
+
+
+class StepLog:
+    """Metrics of the optimizer steps of one update; `result` is what the driver gets."""
+
+    def __init__(self, area: str) -> None:
+        self._area = area
+        self._values: dict[str, list[float]] = defaultdict(list)
+        self._steps: list[StepResult] = []
+
+    def add(self, metrics: Mapping[str, float], step: StepResult) -> None:
+        for name, value in metrics.items():
+            self._values[name].append(value)
+        self._steps.append(step)
+
+    def result(self) -> dict[str, float]:
+        """Means over optimizer steps; the norm over the steps that were taken; the rate of the last one."""
+        found = {name: sum(values) / len(values) for name, values in self._values.items()}
+        norms = [step.grad_norm for step in self._steps if not step.skipped]
+        found[f"{self._area}/grad_norm"] = sum(norms) / len(norms) if norms else math.nan
+        found[f"{self._area}/lr"] = self._steps[-1].lr
+        found[f"{self._area}/skipped_steps"] = float(sum(step.skipped for step in self._steps))
+        return found
+
+
+def _number(value: Tensor | float, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
