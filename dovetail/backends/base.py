@@ -85,7 +85,7 @@ class TrainBackend(ABC):
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
     ) -> list[dict[str, float]]:
-        """Gradients of one mini-batch (one optimizer step): zeroed, accumulated, synchronised once. Metrics by piece."""
+        """Gradients of one mini-batch (one optimizer step): zeroed, accumulated, synchronised once."""
 
     @abstractmethod
     def forward(self, micro_batches: Sequence[DataProto], options: ForwardOptions = PLAIN_FORWARD) -> list[TokenOutput]:

@@ -41,9 +41,7 @@ def build_backend(
     if strategy != "single":
         mesh = create_parallel_mesh(device.type, fsdp_size=fsdp.fsdp_size, sp_size=sp_size)
     elif sp_size != 1:
-        raise ValueError(
-            f"ulysses_sequence_parallel_size={sp_size} needs strategy fsdp or fsdp2; single has one process"
-        )
+        raise ValueError(f"ulysses_sequence_parallel_size={sp_size} needs strategy fsdp or fsdp2, not single")
     decayed = decayed_names(network)
     sharding = SHARDINGS[strategy](network, precision, device, mesh, fsdp)
     optimizer = schedule = None

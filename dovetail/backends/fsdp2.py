@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ def apply_fsdp2(model: nn.Module, fsdp_kwargs: Mapping[str, Any], config: FSDPCo
         fully_shard(unit, **fsdp_kwargs)
     fully_shard(model, **fsdp_kwargs)
     if config.forward_prefetch:
-        _prefetch_in_order([module for module in model.modules() if isinstance(module, FSDPModule)][1:])
+        units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit, following in pairwise(units[1:]):
+            unit.set_modules_to_forward_prefetch([following])
     return model
 
 
@@ -149,8 +152,3 @@ def _by_shard_groups(grads: Collection[Tensor]) -> dict[tuple[dist.ProcessGroup,
         else:
             found.setdefault((), []).append(grad)
     return found
-
-
-def _prefetch_in_order(units: list[FSDPModule]) -> None:
-    for unit, following in zip(units, units[1:], strict=False):
-        unit.set_modules_to_forward_prefetch([following])

@@ -25,9 +25,7 @@ def build_optimizer(
     """Parameters named in ``decayed`` get the weight decay, the others none; frozen parameters are left out."""
     trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if not trainable:
-        raise ValueError(
-            "the model has no trainable parameter; unfreeze some, or build the backend without an optimizer"
-        )
+        raise ValueError("the model has no trainable parameter; unfreeze some, or build the backend without optim")
     groups: list[dict[str, Any]] = [
         {"params": [p for name, p in trainable if name in decayed], "weight_decay": config.weight_decay},
         {"params": [p for name, p in trainable if name not in decayed], "weight_decay": 0.0},

@@ -27,10 +27,15 @@ class Precision:
 class Sharding(Protocol):
     """A module whose parameters are spread over processes, and the operations that depend on how."""
 
-    module: nn.Module
-    """What to call for a forward pass."""
-    reduce_factor: int
-    """By how much the loss must be multiplied for the reduction to give the sum over ranks."""
+    @property
+    def module(self) -> nn.Module:
+        """What to call for a forward pass."""
+        ...
+
+    @property
+    def reduce_factor(self) -> int:
+        """By how much the loss must be multiplied for the reduction to give the sum over ranks."""
+        ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, as the optimizer sees them, under the names of the module before sharding."""

@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.backends.base import BackendPlace, ForwardOptions, LossFn, StepResult, TokenOutput, TrainBackend
+from dovetail.backends.base import (
+    PLAIN_FORWARD,
+    BackendPlace,
+    ForwardOptions,
+    LossFn,
+    StepResult,
+    TokenOutput,
+    TrainBackend,
+)
 from dovetail.backends.device_memory import free_device_cache, memory_in_use
 from dovetail.backends.network import hf_named_tensors, run_network
 from dovetail.backends.schedule import LearningRateSchedule
@@ -33,15 +41,14 @@ class TorchBackend(TrainBackend):
         sharding: Sharding,
         *,
         device: torch.device,
-        place: BackendPlace = BackendPlace(),
+        place: BackendPlace,
         dp_group: dist.ProcessGroup | None = None,
         sp_group: dist.ProcessGroup | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         schedule: LearningRateSchedule | None = None,
         max_grad_norm: float = 1.0,
     ) -> None:
-        self.place = place
-        self.device = device
+        super().__init__(place, device)
         self._sharding = sharding
         self._dp_group = dp_group
         self._sp_group = sp_group
@@ -56,7 +63,7 @@ class TorchBackend(TrainBackend):
         return self._sharding.module
 
     def forward_backward(
-        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = ForwardOptions()
+        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
     ) -> list[dict[str, float]]:
         optimizer, _ = self._trainable()
         self._check_equal_count(len(micro_batches))
@@ -73,9 +80,7 @@ class TorchBackend(TrainBackend):
         return metrics
 
     @torch.no_grad()
-    def forward(
-        self, micro_batches: Sequence[DataProto], options: ForwardOptions = ForwardOptions()
-    ) -> list[TokenOutput]:
+    def forward(self, micro_batches: Sequence[DataProto], options: ForwardOptions = PLAIN_FORWARD) -> list[TokenOutput]:
         self._check_equal_count(len(micro_batches))
         self.module.eval()
         outputs = [self._run(micro_batch.to(self.device), options) for micro_batch in micro_batches]
@@ -145,7 +150,7 @@ class TorchBackend(TrainBackend):
         return self._optimizer, self._schedule
 
     def _check_equal_count(self, count: int) -> None:
-        # Every forward gathers weights from all ranks: a rank with fewer pieces would leave the others waiting for ever.
+        # Every forward gathers weights from all ranks: a rank with fewer pieces would leave the others waiting.
         if self.place.world_size == 1:
             return
         bounds = torch.tensor([count, -count], device=self.device)

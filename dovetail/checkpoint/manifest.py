@@ -67,7 +67,13 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         raw = json.loads(path.read_text())
         files = {name: FileRecord(**record) for name, record in raw["files"].items()}
-        manifest = Manifest(**{**raw, "files": files})
+        manifest = Manifest(
+            step=int(raw["step"]),
+            world_size=int(raw["world_size"]),
+            files=files,
+            extra=raw["extra"],
+            format_version=int(raw["format_version"]),
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenCheckpoint(folder, f"{MANIFEST_NAME} is not readable ({error})") from error
     if manifest.format_version > FORMAT_VERSION:

@@ -14,8 +14,8 @@ from dovetail.protocol import DataProto
 
 VOCAB = 61
 FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32"))
-# Adam divides by sqrt(v) + eps: where a gradient is pure rounding noise (1e-9), the default eps of 1e-8 would turn noise
-# into a full-size step and no two summation orders would agree. 1e-4 keeps such entries at zero.
+# Adam divides by sqrt(v) + eps: where a gradient is pure rounding noise (1e-9), the default eps of 1e-8 would turn
+# noise into a full-size step and no two summation orders would agree. 1e-4 keeps such entries near zero.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-4, weight_decay=0.1)
 
 
