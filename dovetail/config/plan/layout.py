@@ -66,7 +66,9 @@ class StageParameters:
     num_layers: int
     index: int
     holds_head: bool
-    largest_unit: float
+    largest_layer: float
+    # Embedding, head, final norm and vision tower: FSDP's root unit.
+    outside_layers: float
 
     @property
     def total(self) -> float:
@@ -88,8 +90,16 @@ def stage_parameters(shape: ModelShape, layout: RoleLayout) -> list[StageParamet
             ends += shape.embedding
         dense = (ends + sum(shape.layers[i].dense for i in layers)) / layout.tensor_parallel
         experts = sum(shape.layers[i].routed_experts for i in layers) / expert_cut
-        units = [shape.layers[i].total for i in layers] + [shape.embedding if index == 0 else 0, shape.head]
+        largest = max((shape.layers[i].total for i in layers), default=0)
         stages.append(
-            StageParameters(dense, experts, len(layers), index, holds_head=index == last, largest_unit=max(units))
+            StageParameters(
+                dense,
+                experts,
+                len(layers),
+                index,
+                holds_head=index == last,
+                largest_layer=largest,
+                outside_layers=ends,
+            )
         )
     return stages

@@ -105,19 +105,22 @@ class ModelShape:
 
 def read_model_shape(folder: str | Path) -> ModelShape:
     """The shape of the model in `folder` (or of the `config.json` given directly)."""
+    return shape_from_config(read_config_json(folder))
+
+
+def read_config_json(folder: str | Path) -> Raw:
+    """The content of a model's `config.json`."""
     path = Path(folder).expanduser()
     path = path if path.suffix == ".json" else path / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ModelShapeError(
-            f"{path} cannot be read ({error.strerror}); the model's config.json is needed."
-        ) from error
+        raise ModelShapeError(f"{path} cannot be read ({error.strerror}); give the model's folder.") from error
     except ValueError as error:
         raise ModelShapeError(f"{path} is not valid JSON ({error}); download the model's config.json again.") from error
     if not isinstance(raw, dict):
         raise ModelShapeError(f"{path} holds a {type(raw).__name__}, not an object; is it a model's config.json?")
-    return shape_from_config(raw)
+    return raw
 
 
 def shape_from_config(config: Raw) -> ModelShape:

@@ -32,6 +32,8 @@ class ModelStates:
     gradients: float
     optimizer: float
     holds_head: bool
+    # Parameters of the largest unit that is gathered or reduced as one.
+    largest_unit: float
 
 
 def model_states(
@@ -60,12 +62,13 @@ def _sharded_states(stage: StageParameters, layout: RoleLayout, precision: Preci
     held = stage.total / layout.shard_size
     trained = held * trainable
     if layout.shard_size == 1:
-        gathered = 0.0 if precision.gathered == precision.weights else stage.largest_unit * precision.gathered
+        # One process: autocast keeps a copy of every weight in the compute dtype.
+        gathered = 0.0 if precision.gathered == precision.weights else stage.total * precision.gathered
     elif precision.keep_gathered:
         gathered = stage.total * precision.gathered
     else:
-        # The unit being computed and the one being fetched.
-        gathered = 2 * stage.largest_unit * precision.gathered
+        # The layer being computed, the one being fetched, and the root unit, which stays.
+        gathered = (2 * stage.largest_layer + stage.outside_layers) * precision.gathered
     return ModelStates(
         stage=stage.index,
         weights=held * precision.weights,
@@ -73,6 +76,7 @@ def _sharded_states(stage: StageParameters, layout: RoleLayout, precision: Preci
         gradients=trained * precision.gradients,
         optimizer=trained * precision.optimizer,
         holds_head=stage.holds_head,
+        largest_unit=max(stage.largest_layer, stage.outside_layers),
     )
 
 
@@ -87,4 +91,5 @@ def _megatron_states(stage: StageParameters, layout: RoleLayout, precision: Prec
         gradients=stage.total * trainable * precision.gradients,
         optimizer=spread * trainable * precision.optimizer,
         holds_head=stage.holds_head,
+        largest_unit=max(stage.largest_layer, stage.outside_layers),
     )

@@ -1,0 +1,88 @@
+"""What a generation engine keeps on a device: weights, workspace, KV cache. Formulas: docs/plan.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dovetail.config.fsdp import full_dtype
+from dovetail.config.plan.activations import forward_activations
+from dovetail.config.plan.devices import GIB, Device
+from dovetail.config.plan.layout import RoleLayout
+from dovetail.config.plan.model_shape import ModelShape
+from dovetail.config.plan.role_memory import BYTES
+from dovetail.config.rollout import RolloutConfig
+
+# CUDA graphs and their pools, when they are captured.
+GRAPHS = 1.0 * GIB
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes per device of one engine, and how much text its cache holds."""
+
+    weights: float
+    workspace: float
+    cache: float
+    # Bytes of cache that one token takes on one device.
+    cache_per_token: float
+    max_length: int
+    # Share of the device that the config gives to the engine.
+    budget: float
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.cache / self.cache_per_token)
+
+    @property
+    def full_sequences(self) -> float:
+        """Longest sequences that an engine replica can hold at a time."""
+        return self.cached_tokens / self.max_length
+
+    @property
+    def fits(self) -> bool:
+        """Whether one longest sequence fits, without which the engine refuses to start."""
+        return self.full_sequences >= 1
+
+
+def engine_memory(
+    shape: ModelShape,
+    layout: RoleLayout,
+    rollout: RolloutConfig,
+    *,
+    device: Device,
+    sequences_per_replica: float,
+) -> EngineMemory:
+    """The memory of one engine device; what is left of its budget becomes KV cache."""
+    weights = engine_weights(shape, layout, rollout)
+    # An engine holds one layer's activations of a step and fp32 logits of each running sequence.
+    local = RoleLayout("rollout", layout.backend, layout.pool, 1, 1, tensor_parallel=layout.tensor_parallel)
+    workspace = forward_activations(shape, local, rollout.max_num_batched_tokens)
+    workspace += 2 * 4 * rollout.max_num_seqs * shape.vocab_size / layout.tensor_parallel
+    workspace += GRAPHS if device.is_accelerator and not rollout.enforce_eager else 0.0
+    per_token = _cache_per_token(shape, layout)
+    budget = rollout.gpu_memory_utilization * device.memory_bytes
+    cache = max(0.0, budget - weights - workspace)
+    if rollout.name == "native":
+        # The embedded engine allocates what its running sequences need; the others reserve their whole budget.
+        running = min(rollout.max_num_seqs, sequences_per_replica)
+        cache = min(cache, running * rollout.context_length * per_token)
+    return EngineMemory(weights, workspace, cache, per_token, rollout.context_length, budget)
+
+
+def engine_weights(shape: ModelShape, layout: RoleLayout, rollout: RolloutConfig) -> float:
+    """Bytes of weights on one device of an engine."""
+    per_value = 1 if (rollout.quantization or "").startswith("fp8") else BYTES[full_dtype(rollout.dtype)]
+    cut = layout.tensor_parallel * layout.pipeline_parallel
+    routed = sum(layer.routed_experts for layer in shape.layers)
+    # With expert parallelism the replicas of one engine share the experts; without it each has its own.
+    expert_cut = max(cut, layout.expert_parallel * layout.pipeline_parallel)
+    return per_value * ((shape.parameters - routed) / cut + routed / expert_cut)
+
+
+def _cache_per_token(shape: ModelShape, layout: RoleLayout) -> float:
+    layers = shape.num_layers / layout.pipeline_parallel
+    if shape.latent_cache_width is not None:
+        # The latent vector has no heads to split: every tensor-parallel rank holds all of it.
+        return 2 * layers * shape.latent_cache_width
+    heads = max(1, shape.num_kv_heads / layout.tensor_parallel)
+    return 2 * layers * 2 * heads * shape.head_dim

@@ -1,0 +1,143 @@
+"""From a config and model shapes to the memory plan: which phases a step has and who waits in each."""
+
+from __future__ import annotations
+
+from dovetail.config.plan.advice import advise
+from dovetail.config.plan.batches import BatchPlan
+from dovetail.config.plan.devices import GIB, Device
+from dovetail.config.plan.engine_memory import EngineMemory, engine_memory
+from dovetail.config.plan.layout import RoleLayout
+from dovetail.config.plan.memory import MemoryPlan, PhaseMemory, rollout_phase, sync_phase, training_phase
+from dovetail.config.plan.role_memory import RoleMemory, role_memory, with_value_head
+from dovetail.config.plan.shapes import Shapes
+from dovetail.config.root import DovetailConfig
+
+MIB = 1024**2
+# What a sleeping engine keeps: its process, graphs and buffers that are not tagged as weights or cache.
+SLEEPING_ENGINE = 1.0 * GIB
+
+
+def make_memory(
+    config: DovetailConfig, layouts: dict[str, RoleLayout], batches: BatchPlan, shapes: Shapes, device: Device
+) -> MemoryPlan | None:
+    """Memory of every phase; None when the policy's shape is not known."""
+    if shapes.policy is None:
+        return None
+    roles = _roles(config, layouts, shapes)
+    rollout, layout = config.actor_rollout_ref.rollout, layouts["rollout"]
+    per_replica = batches.sequences_per_engine / rollout.data_parallel_size
+    engine = engine_memory(shapes.policy, layout, rollout, device=device, sequences_per_replica=per_replica)
+    phases = _phases(config, layouts, batches, roles, engine, device)
+    advice = tuple(_advice(config, layouts, batches, phases))
+    return MemoryPlan(
+        device=device.name,
+        device_bytes=device.memory_bytes,
+        phases=tuple(phases),
+        host_bytes_per_node=sum(role.on_host() for role in roles.values()) * config.trainer.n_gpus_per_node,
+        cached_tokens=engine.cached_tokens,
+        full_sequences=engine.full_sequences,
+        verdict=_verdict(phases, device),
+        advice=advice,
+    )
+
+
+def _roles(config: DovetailConfig, layouts: dict[str, RoleLayout], shapes: Shapes) -> dict[str, RoleMemory]:
+    policy = config.actor_rollout_ref
+    assert shapes.policy is not None, "the memory plan needs the policy's shape"
+    checkpointing, fused = policy.model.enable_gradient_checkpointing, policy.model.use_fused_kernels
+    roles = {
+        "actor": role_memory(
+            policy.actor,
+            layouts["actor"],
+            shapes.policy,
+            fsdp=policy.actor.fsdp_config,
+            optim=policy.actor.optim,
+            checkpointing=checkpointing,
+            fused_head=fused,
+            lora_rank=policy.model.lora_rank,
+        )
+    }
+    # With LoRA the reference is the actor with its adapters switched off: no second copy.
+    if "ref" in layouts and not policy.model.uses_lora:
+        roles["ref"] = role_memory(
+            policy.ref,
+            layouts["ref"],
+            shapes.policy,
+            fsdp=policy.ref.fsdp_config,
+            optim=None,
+            checkpointing=False,
+            fused_head=fused,
+        )
+    if "critic" in layouts and shapes.critic is not None:
+        roles["critic"] = role_memory(
+            config.critic,
+            layouts["critic"],
+            with_value_head(shapes.critic),
+            fsdp=config.critic.fsdp_config,
+            optim=config.critic.optim,
+            checkpointing=config.critic.model.enable_gradient_checkpointing,
+            fused_head=False,
+            lora_rank=config.critic.model.lora_rank,
+        )
+    if "reward_model" in layouts and shapes.reward is not None:
+        roles["reward_model"] = role_memory(
+            config.reward_model,
+            layouts["reward_model"],
+            with_value_head(shapes.reward),
+            fsdp=config.reward_model.model.fsdp_config,
+            optim=None,
+            checkpointing=False,
+            fused_head=False,
+        )
+    return roles
+
+
+def _phases(
+    config: DovetailConfig,
+    layouts: dict[str, RoleLayout],
+    batches: BatchPlan,
+    roles: dict[str, RoleMemory],
+    engine: EngineMemory,
+    device: Device,
+) -> list[PhaseMemory]:
+    rollout = config.actor_rollout_ref.rollout
+    pool = layouts["rollout"].pool
+    shared = pool == layouts["actor"].pool
+    neighbours = {name: role for name, role in roles.items() if role.layout.pool == pool}
+    phases = [rollout_phase(engine, neighbours, pool, device)]
+    asleep = SLEEPING_ENGINE if device.is_accelerator and rollout.name != "native" else 0.0
+    left = asleep if rollout.free_cache_engine else engine.weights + engine.workspace + engine.cache
+    for batch in batches.passes:
+        role = batch.role if batch.role in roles else "actor" if batch.role == "ref" else None
+        if role is None:
+            continue
+        mates = {name: mate for name, mate in roles.items() if mate.layout.pool == roles[role].layout.pool}
+        rest = left if roles[role].layout.pool == pool else 0.0
+        phases.append(training_phase(batch.name, role, mates, batch, rest, device))
+    trainers = {name: role for name, role in roles.items() if role.layout.pool == layouts["actor"].pool}
+    bucket = rollout.update_weights_bucket_megabytes * MIB
+    phases.append(sync_phase(engine, trainers, bucket, device, shared=shared))
+    return phases
+
+
+def _advice(
+    config: DovetailConfig, layouts: dict[str, RoleLayout], batches: BatchPlan, phases: list[PhaseMemory]
+) -> list[str]:
+    passes = {batch.name: batch for batch in batches.passes}
+    advice = []
+    for phase in phases:
+        if phase.fits:
+            continue
+        batch = passes.get(phase.name)
+        ranks = layouts[batch.role].ranks_per_sequence if batch else 1
+        advice.append(advise(config, phase, batch, batches.max_sequence_length / ranks))
+    return advice
+
+
+def _verdict(phases: list[PhaseMemory], device: Device) -> str:
+    peak = max(phases, key=lambda phase: phase.total)
+    have = device.memory_bytes / GIB
+    if all(phase.fits for phase in phases):
+        return f"fits: {peak.name} is the fullest phase with {peak.total / GIB:.1f} of {have:.1f} GiB"
+    tight = [phase.name for phase in phases if not phase.fits]
+    return f"does not fit in {have:.1f} GiB: {', '.join(tight)}"

@@ -1,0 +1,160 @@
+"""Memory per device in each phase of a step, and whether it fits. Formulas and assumptions: docs/plan.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dovetail.config.plan.activations import forward_activations, logits_bytes, training_activations
+from dovetail.config.plan.batches import PassBatches
+from dovetail.config.plan.devices import GIB, Device
+from dovetail.config.plan.engine_memory import EngineMemory
+from dovetail.config.plan.role_memory import RoleMemory
+
+ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "KV cache", "engine", "waiting roles", "runtime")
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes on the fullest device during one phase."""
+
+    name: str
+    pool: str
+    items: dict[str, float]
+    device_bytes: float
+    # The pipeline stage of that device; None without pipeline parallelism.
+    stage: int | None = None
+    # Set when the phase cannot run even though the sum is below the device's memory.
+    obstacle: str | None = None
+
+    @property
+    def total(self) -> float:
+        return sum(self.items.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.obstacle is None and self.total <= self.device_bytes
+
+    @property
+    def largest(self) -> str:
+        return max(self.items, key=lambda item: self.items[item])
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Every phase, and host memory for what waits outside the devices."""
+
+    device: str
+    device_bytes: float
+    phases: tuple[PhaseMemory, ...]
+    host_bytes_per_node: float
+    cached_tokens: int
+    full_sequences: float
+    verdict: str
+    advice: tuple[str, ...] = field(default=())
+
+    @property
+    def fits(self) -> bool:
+        return all(phase.fits for phase in self.phases)
+
+
+def training_phase(
+    name: str, role: str, roles: dict[str, RoleMemory], batch: PassBatches, rest: float, device: Device
+) -> PhaseMemory:
+    """A phase in which `role` computes; `rest` is what the engine leaves on the device."""
+    active = roles[role]
+    candidates = [
+        _training_stage(name, role, roles, batch, stage, rest, device)
+        for stage in range(active.layout.pipeline_parallel)
+    ]
+    return max(candidates, key=lambda phase: phase.total)
+
+
+def rollout_phase(engine: EngineMemory, roles: dict[str, RoleMemory], pool: str, device: Device) -> PhaseMemory:
+    """Generation: the engine, and what the training roles leave on the same device."""
+    obstacle = None
+    if not engine.fits:
+        need = engine.cache_per_token * engine.max_length
+        obstacle = (
+            f"one sequence of {engine.max_length:,} tokens needs {need / GIB:.1f} GiB of KV cache and "
+            f"{engine.cache / GIB:.1f} GiB are left of the engine's {engine.budget / GIB:.1f} GiB"
+        )
+    items = {
+        "KV cache": engine.cache,
+        "engine": engine.weights + engine.workspace,
+        "waiting roles": _waiting(roles, skip=None, stage=None),
+        "runtime": device.runtime_bytes,
+    }
+    return PhaseMemory("rollout", pool, _all_items(items), device.memory_bytes, obstacle=obstacle)
+
+
+def sync_phase(
+    engine: EngineMemory, roles: dict[str, RoleMemory], bucket: float, device: Device, *, shared: bool
+) -> PhaseMemory:
+    """Weights on their way: the trainer's, a bucket sent and received, and the engine's where it shares the device."""
+    actor = roles["actor"]
+    states = max(actor.stages, key=lambda stage: stage.weights)
+    optimizer = 0.0 if actor.optimizer_waits_on_host or actor.always_on_host else states.optimizer
+    items = {
+        "weights": 0.0 if actor.always_on_host else states.weights,
+        "optimizer": optimizer,
+        "engine": (engine.weights if shared else 0.0) + 2 * bucket,
+        "waiting roles": _waiting(roles, skip="actor", stage=states.stage),
+        "runtime": device.runtime_bytes,
+    }
+    return PhaseMemory("weight sync", actor.layout.pool, _all_items(items), device.memory_bytes)
+
+
+def _training_stage(
+    name: str,
+    role: str,
+    roles: dict[str, RoleMemory],
+    batch: PassBatches,
+    stage: int,
+    rest: float,
+    device: Device,
+) -> PhaseMemory:
+    active = roles[role]
+    states, shape, layout = active.at(stage), active.shape, active.layout
+    tokens = batch.tokens_per_device
+    weights = (0.0 if active.always_on_host else states.weights) + states.gathered
+    if batch.trains:
+        activations = training_activations(shape, layout, stage, tokens, checkpointing=active.checkpointing)
+        gradients = 0.0 if active.always_on_host else states.gradients
+        # The gradient of one unit before it is cut over the ranks.
+        gradients += states.largest_unit * active.reduce_bytes if layout.shard_size > 1 else 0.0
+        optimizer = 0.0 if active.always_on_host else states.optimizer
+    else:
+        activations = forward_activations(shape, layout, tokens)
+        gradients = states.gradients if layout.is_megatron and not active.gradients_wait_on_host else 0.0
+        optimizer = 0.0 if active.optimizer_waits_on_host or active.always_on_host else states.optimizer
+    logits = logits_bytes(shape, layout, tokens, training=batch.trains, fused=active.fused_head)
+    items = {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": activations,
+        "logits": logits if states.holds_head else 0.0,
+        "engine": rest,
+        "waiting roles": _waiting(roles, skip=role, stage=stage),
+        "runtime": device.runtime_bytes,
+    }
+    pool = layout.pool
+    return PhaseMemory(
+        name, pool, _all_items(items), device.memory_bytes, stage=stage if layout.pipeline_parallel > 1 else None
+    )
+
+
+def _waiting(roles: dict[str, RoleMemory], *, skip: str | None, stage: int | None) -> float:
+    total = 0.0
+    for name, role in roles.items():
+        if name == skip:
+            continue
+        if stage is None:
+            total += max(role.waiting(index) for index in range(len(role.stages)))
+        else:
+            total += role.waiting(stage)
+    return total
+
+
+def _all_items(items: dict[str, float]) -> dict[str, float]:
+    return {name: items.get(name, 0.0) for name in ITEMS}
