@@ -39,7 +39,7 @@ def run(rows: int = 1024, seq_len: int = 4096, repeats: int = 15) -> list[dict[s
             log_to_driver=False,
         )
     try:
-        echo = ray.remote(num_cpus=1)(Echo).remote()
+        echo: Any = ray.remote(num_cpus=1)(Echo).remote()
         return [
             _compare(f"dataproto_put_get ({batch.nbytes / 2**20:.0f} MiB)", _put_get, batch, arrays, repeats),
             _compare(
@@ -108,9 +108,10 @@ def _compare(
     assert returned.equals(batch), f"{name}: the batch changed on its way: {returned.difference(batch)}"
     del returned
     ours, other = [], []
-    for _ in range(repeats):
-        ours.append(_seconds(send, batch))
-        other.append(_seconds(send, arrays))
+    for turn in range(repeats):
+        sides = [(ours, batch), (other, arrays)]
+        for seconds, value in sides if turn % 2 else reversed(sides):
+            seconds.append(_seconds(send, value))
     ours_s, other_s = statistics.median(ours), statistics.median(other)
     return {"name": name, "ours_s": ours_s, "other_s": other_s, "ratio": ours_s / other_s, "goal": GOAL}
 

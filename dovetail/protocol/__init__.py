@@ -4,15 +4,25 @@ from dovetail.protocol.dataproto import AUTO_PADDING, PADDING_COLUMN, DataProto,
 from dovetail.protocol.future import DataProtoFuture
 from dovetail.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
 from dovetail.protocol.readonly import ReadOnlyTensor, is_readonly
+from dovetail.protocol.schema import COLUMNS, ColumnSpec, SchemaError, validate
+from dovetail.protocol.stages import STAGES, Stage, unmet_reads, validate_stage
 
 __all__ = [
     "AUTO_PADDING",
+    "COLUMNS",
     "PADDING_COLUMN",
+    "STAGES",
+    "ColumnSpec",
     "DataProto",
     "DataProtoFuture",
     "DataProtoItem",
     "ReadOnlyTensor",
+    "SchemaError",
+    "Stage",
     "is_readonly",
     "pad_dataproto_to_divisor",
+    "unmet_reads",
     "unpad_dataproto",
+    "validate",
+    "validate_stage",
 ]

@@ -21,14 +21,7 @@ from tensordict import TensorDict
 from dovetail.protocol import columns as col
 from dovetail.protocol.meta import merge_meta_info, unite_meta_info
 from dovetail.protocol.readonly import is_readonly
-from dovetail.protocol.serialization import (
-    load_pickle,
-    pack_objects,
-    pack_tensor,
-    save_pickle,
-    unpack_objects,
-    unpack_tensor,
-)
+from dovetail.protocol.serialization import load_pickle, pack_objects, pack_tensor, save_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -450,20 +443,20 @@ class DataProto:
             raise ValueError(f"{os.fspath(filepath)} holds a {type(loaded).__name__}, not a DataProto.")
         return loaded
 
+    def __copy__(self) -> DataProto:
+        # copy.copy would hand the pickling state over as it is, buffers instead of tensors.
+        return self.select()
+
     def __getstate__(self) -> tuple[Any, ...]:
         rows = None if self.batch is None else len(self)
         tensors = {name: pack_tensor(tensor) for name, tensor in self.tensors.items()}
-        # One memo for all columns: an image that many rows share is sent once.
         memo: dict[int, Any] = {}
         arrays = {name: pack_objects(array, memo) for name, array in self.non_tensor_batch.items()}
         return rows, tensors, arrays, self.meta_info
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        rows, tensors, arrays, self.meta_info = state
-        unpacked = {name: unpack_tensor(packed) for name, packed in tensors.items()}
-        self.batch = None if rows is None else _tensordict(unpacked, rows)
-        memo: dict[int, Any] = {}
-        self.non_tensor_batch = {name: unpack_objects(array, memo) for name, array in arrays.items()}
+        rows, tensors, self.non_tensor_batch, self.meta_info = state
+        self.batch = None if rows is None else _tensordict(tensors, rows)
 
     # ---- inside ----
 

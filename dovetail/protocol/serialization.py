@@ -21,10 +21,12 @@ from dovetail.protocol.readonly import ReadOnlyTensor
 
 # numpy has no such dtypes; their bytes travel as integers of the same width.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Types that hold no tensor. Most object columns are strings, and looking into each costs more than sending it.
+_LEAVES = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 class TensorBuffer:
-    """A tensor on its way through pickle: numpy memory and the torch dtype."""
+    """Stands for a tensor while it is pickled; what comes out at the other end is a tensor again."""
 
     __slots__ = ("array", "dtype")
 
@@ -33,7 +35,7 @@ class TensorBuffer:
         self.dtype = dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorBuffer, (self.array, self.dtype)
+        return wrap_array, (self.array, self.dtype)
 
 
 def pack_tensor(tensor: torch.Tensor) -> TensorBuffer:
@@ -48,37 +50,29 @@ def pack_tensor(tensor: torch.Tensor) -> TensorBuffer:
     return TensorBuffer(array, dtype)
 
 
-def unpack_tensor(packed: TensorBuffer) -> torch.Tensor:
-    """Wrap the memory of ``packed`` in a tensor, read-only if the memory is."""
-    array = packed.array
+def wrap_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Wrap the memory of an array in a tensor, read-only if the memory is."""
     if array.size == 0:
-        return torch.empty(array.shape, dtype=packed.dtype)
+        return torch.empty(array.shape, dtype=dtype)
     # torch.from_numpy warns about read-only memory and then forgets it. The ctypes block says nothing, and keeps the
     # array (and with it Ray's pin on the object) alive as long as the tensor lives.
     block = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
     block.owner = array  # pyrefly: ignore [missing-attribute]
-    tensor = torch.frombuffer(block, dtype=packed.dtype).view(array.shape)
+    tensor = torch.frombuffer(block, dtype=dtype).view(array.shape)
     return tensor if array.flags.writeable else tensor.as_subclass(ReadOnlyTensor)
 
 
-def pack_objects(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Replace the tensors inside nested dicts, lists, tuples and object arrays. Shared entries stay shared."""
-    memo = {} if memo is None else memo
-    if isinstance(value, torch.Tensor):
-        if id(value) not in memo:
-            memo[id(value)] = pack_tensor(value)
-        return memo[id(value)]
-    return _map_containers(value, pack_objects, memo)
+def pack_objects(value: Any, memo: dict[int, Any]) -> Any:
+    """Replace the tensors inside nested dicts, lists, tuples and object arrays, without touching ``value``.
 
-
-def unpack_objects(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Undo `pack_objects`."""
-    memo = {} if memo is None else memo
-    if isinstance(value, TensorBuffer):
-        if id(value) not in memo:
-            memo[id(value)] = unpack_tensor(value)
-        return memo[id(value)]
-    return _map_containers(value, unpack_objects, memo)
+    ``memo`` keeps shared entries shared: an image that many rows hold is sent once.
+    """
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if id(value) not in memo:
+        memo[id(value)] = pack_tensor(value) if isinstance(value, torch.Tensor) else _pack_container(value, memo)
+    return memo[id(value)]
 
 
 def save_pickle(value: Any, path: str | os.PathLike[str]) -> None:
@@ -107,26 +101,22 @@ def load_pickle(path: str | os.PathLike[str]) -> Any:
         return pickle.load(file)
 
 
-def _map_containers(value: Any, convert: Any, memo: dict[int, Any]) -> Any:
+def _pack_container(value: Any, memo: dict[int, Any]) -> Any:
     # Exact types only: a subclass may carry state that a rebuilt copy would lose.
     kind = type(value)
-    is_object_array = kind is np.ndarray and value.dtype == object
-    if kind not in (dict, list, tuple) and not is_object_array:
-        return value
-    if id(value) in memo:
-        return memo[id(value)]
     if kind is dict:
-        new: Any = {key: convert(entry, memo) for key, entry in value.items()}
-        changed = any(new[key] is not value[key] for key in new)
-    elif is_object_array:
-        new = np.empty(value.shape, dtype=object)
-        flat, source = new.reshape(-1), value.reshape(-1)
-        for i, entry in enumerate(source):
-            flat[i] = convert(entry, memo)
-        changed = any(a is not b for a, b in zip(flat, source, strict=True))
-    else:
-        entries = [convert(entry, memo) for entry in value]
-        new = entries if kind is list else tuple(entries)
-        changed = any(a is not b for a, b in zip(new, value, strict=True))
-    memo[id(value)] = new if changed else value
-    return memo[id(value)]
+        packed = {key: pack_objects(entry, memo) for key, entry in value.items()}
+        return packed if any(packed[key] is not value[key] for key in packed) else value
+    if kind is np.ndarray and value.dtype == object:
+        entries = value.reshape(-1).tolist()
+        if set(map(type, entries)) <= _LEAVES:
+            return value
+        new = np.empty(len(entries), dtype=object)
+        for i, entry in enumerate(entries):
+            new[i] = pack_objects(entry, memo)
+        return new.reshape(value.shape)
+    if kind in (list, tuple):
+        entries = [pack_objects(entry, memo) for entry in value]
+        changed = any(a is not b for a, b in zip(entries, value, strict=True))
+        return kind(entries) if changed else value
+    return value
