@@ -1,0 +1,63 @@
+"""Read YAML files and resolve `${...}` interpolations with OmegaConf, which is imported only when needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dovetail.config.tree import Tree, merge
+
+
+def read_yaml(path: Path) -> Tree:
+    """The mapping in one YAML file, interpolations not yet resolved. Raises ValueError with the file's name."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file; pass the path of a YAML file")
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} holds a {type(loaded).__name__}; a configuration is a mapping of sections")
+    return {str(name): value for name, value in loaded.items()}
+
+
+def resolve_interpolations(tree: Tree, defaults: Tree) -> Tree:
+    """`tree` with every `${...}` replaced. Keys that the tree does not set are looked up in `defaults`.
+
+    Raises ValueError that names the key whose interpolation fails.
+    """
+    if not _has_interpolation(tree):
+        return tree
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    whole: Tree = {}
+    merge(whole, defaults)
+    merge(whole, tree)
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        hint = "a shell variable must be replaced by its value, or written ${oc.env:NAME}"
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{key}: the interpolation cannot be resolved ({reason}); {hint}") from error
+    return _only(resolved, tree)
+
+
+def _has_interpolation(value: Any) -> bool:
+    if isinstance(value, str):
+        return "${" in value
+    if isinstance(value, dict):
+        return any(_has_interpolation(inner) for inner in value.values())
+    return isinstance(value, list) and any(_has_interpolation(inner) for inner in value)
+
+
+def _only(resolved: Any, wanted: Any) -> Any:
+    """The part of `resolved` that has the keys of `wanted`."""
+    if isinstance(wanted, dict) and isinstance(resolved, dict):
+        return {name: _only(resolved[name], inner) for name, inner in wanted.items()}
+    return resolved

@@ -1,0 +1,162 @@
+"""A flat catalogue of every key: its field, its type in words, and the nearest known key to a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Union
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from dovetail.config.base import inherited_from
+
+
+@dataclass(frozen=True)
+class Key:
+    """One settable key."""
+
+    name: str
+    field: FieldInfo
+
+    @property
+    def inherits(self) -> str | None:
+        """The key whose value stands in for null, if any."""
+        return inherited_from(self.field.json_schema_extra)
+
+    @property
+    def free_form(self) -> bool:
+        """Whether anything may be written below this key."""
+        return any(typing.get_origin(kind) is dict or kind is dict for kind in _alternatives(self.field.annotation))
+
+    @property
+    def type_in_words(self) -> str:
+        """What values are accepted, for messages and documents."""
+        return describe_type(self.field)
+
+    @property
+    def default(self) -> Any:
+        """The default, or None where there is none."""
+        value = self.field.default
+        return None if value is PydanticUndefined else value
+
+    def accepts(self, kind: type) -> bool:
+        """Whether `kind` is one of the declared types."""
+        return kind in _alternatives(self.field.annotation)
+
+
+@cache
+def catalogue(root: type[BaseModel]) -> dict[str, Key]:
+    """Every key of `root` that is not a section, in the order of declaration."""
+    return {key.name: key for key in _walk(root, "")}
+
+
+@cache
+def sections(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Every section of `root` by its key."""
+    found: dict[str, type[BaseModel]] = {}
+    for name, field in root.model_fields.items():
+        if (section := section_of(field)) is not None:
+            found[name] = section
+            found |= {f"{name}.{below}": inner for below, inner in sections(section).items()}
+    return found
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section class of a field that is one."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def find_key(root: type[BaseModel], name: str) -> Key | None:
+    """The catalogue's key for `name`: itself, or the free-form key that it lies below."""
+    known = catalogue(root)
+    if name in known:
+        return known[name]
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        above = ".".join(parts[:length])
+        if above in known:
+            return known[above] if known[above].free_form else None
+        section = sections(root).get(above)
+        if section is not None:
+            extra = section.model_config.get("extra") == "allow"
+            return Key(name, FieldInfo(annotation=dict[str, Any])) if extra else None
+    return None
+
+
+def nearest_key(root: type[BaseModel], name: str) -> str | None:
+    """The known key that a wrong one most likely means."""
+    known = list(catalogue(root)) + list(sections(root))
+    section, _, leaf = name.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
+        return siblings[close[0]]
+    namesakes = [key for key in known if key.rpartition(".")[2] == leaf]
+    if close := difflib.get_close_matches(name, namesakes, n=1, cutoff=0.3):
+        return close[0]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return close[0] if close else None
+
+
+def describe_type(field: FieldInfo) -> str:
+    """The accepted values in words: `an integer >= 1, or null`."""
+    names: list[str] = []
+    for kind in _alternatives(field.annotation):
+        names.append(_describe(kind))
+    bounds = " and ".join(_bounds(field))
+    optional = "null" in names
+    names = [name for name in names if name != "null"]
+    words = " or ".join(names) + (f" {bounds}" if bounds else "")
+    return words + (", or null" if optional else "")
+
+
+def _walk(section: type[BaseModel], prefix: str) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        inner = section_of(field)
+        if inner is None:
+            yield Key(prefix + name, field)
+        else:
+            yield from _walk(inner, f"{prefix}{name}.")
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return tuple(one for part in typing.get_args(annotation) for one in _alternatives(part))
+    return (annotation,)
+
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
+
+
+def _describe(kind: Any) -> str:
+    if kind in _WORDS:
+        return _WORDS[kind]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(str(value) for value in arguments)
+    if origin is list:
+        inner = arguments[0]
+        return f"a list of {_describe(inner)}" if typing.get_origin(inner) is Literal else f"a list of {_plural(inner)}"
+    if origin is tuple:
+        return f"a list of {len(arguments)} {_plural(arguments[0])}"
+    if origin is dict or kind is dict:
+        return "a free-form mapping"
+    return str(kind)
+
+
+def _plural(kind: Any) -> str:
+    return _describe(kind).split(" ", 1)[1] + "s"
+
+
+def _bounds(field: FieldInfo) -> Iterator[str]:
+    for constraint in field.metadata:
+        for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            bound = getattr(constraint, attribute, None)
+            if bound is not None:
+                yield f"{sign} {bound}"

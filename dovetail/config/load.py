@@ -1,0 +1,155 @@
+"""Read files and overrides into one typed configuration. All mistakes are reported at once.
+
+Order, later wins: YAML files, launch lists, overrides. Checks that relate several keys are in `dovetail.config.checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.config.errors import ConfigError, Notice, Problem
+from dovetail.config.files import read_yaml, resolve_interpolations
+from dovetail.config.keys import find_key, sections
+from dovetail.config.no_effect import no_effect
+from dovetail.config.overrides import Override, parse_overrides, read_overrides_file
+from dovetail.config.root import DovetailConfig
+from dovetail.config.translate import translate
+from dovetail.config.tree import Tree, leaves, merge, put, remove
+from dovetail.config.validate import build, default_tree, suggestion, unknown_keys
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration with what its author should know about it."""
+
+    config: DovetailConfig
+    notices: tuple[Notice, ...]
+    tree: Tree
+    """What was set, in today's spelling, without defaults."""
+    sources: dict[str, str]
+    """Where each set key comes from: a file, or `override`."""
+
+
+def load_config(
+    files: Sequence[Path | str] = (),
+    overrides: Sequence[str] = (),
+    *,
+    overrides_files: Sequence[Path | str] = (),
+) -> LoadedConfig:
+    """Build the configuration. Raises `ConfigError` with every problem found."""
+    draft = _Draft()
+    for file in files:
+        draft.lay_file(Path(file))
+    for file in overrides_files:
+        draft.lay_overrides_file(Path(file))
+    draft.lay_overrides(overrides)
+    return draft.finish()
+
+
+class _Draft:
+    """The tree while it is put together, with the problems and notices so far."""
+
+    def __init__(self) -> None:
+        self.tree: Tree = {}
+        self.sources: dict[str, str] = {}
+        self.problems: list[Problem] = []
+        self.notices: list[Notice] = []
+
+    def lay_file(self, path: Path) -> None:
+        try:
+            loaded = read_yaml(path)
+        except ValueError as error:
+            self.problems.append(Problem(str(path), f"{error}."))
+            return
+        merge(self.tree, loaded)
+        self.sources |= {key: str(path) for key, _ in leaves(loaded)}
+
+    def lay_overrides_file(self, path: Path) -> None:
+        if not path.is_file():
+            self.problems.append(Problem(str(path), f"{path} is not a file; pass the path of a launch list."))
+            return
+        parsed = read_overrides_file(path)
+        self._lay(parsed.overrides)
+        self.problems += parsed.problems
+        self.notices += parsed.notices
+
+    def lay_overrides(self, texts: Sequence[str]) -> None:
+        parsed = parse_overrides(texts, source="override")
+        self._lay(parsed.overrides)
+        self.problems += parsed.problems
+        self.notices += parsed.notices
+
+    def finish(self) -> LoadedConfig:
+        values = self._resolved()
+        translated = translate(values)
+        self.notices += translated.notices
+        self.problems += translated.problems
+        kept = self._without_idle(translated.leaves)
+        unknown = unknown_keys(kept)
+        self.problems += unknown
+        wrong = {problem.key for problem in unknown}
+        config, problems = build({key: value for key, value in kept.items() if key not in wrong})
+        self.problems += problems
+        if config is None or self.problems:
+            raise ConfigError(list(dict.fromkeys(self.problems)))
+        self._note_values(config)
+        tree: Tree = {}
+        for key, value in kept.items():
+            put(tree, key, value)
+        sources = {key: self._source(translated.spelling.get(key, key)) for key in kept}
+        return LoadedConfig(config, tuple(dict.fromkeys(self.notices)), tree, sources)
+
+    def _lay(self, overrides: Sequence[Override]) -> None:
+        for override in overrides:
+            if override.delete:
+                self._delete(override.key)
+                continue
+            try:
+                put(self.tree, override.key, override.value)
+            except ValueError as error:
+                self.problems.append(Problem(override.key, f"{override.key}: {error}."))
+            self.sources[override.key] = override.source
+
+    def _delete(self, key: str) -> None:
+        known = find_key(DovetailConfig, key) is not None or key in sections(DovetailConfig)
+        if not remove(self.tree, key) and not known:
+            self.problems.append(Problem(key, f"~{key}: there is no such key to remove{suggestion(key)}."))
+
+    def _resolved(self) -> dict[str, Any]:
+        try:
+            resolved = resolve_interpolations(self.tree, default_tree())
+        except ValueError as error:
+            self.problems.append(Problem("", str(error)))
+            resolved = self.tree
+        values = dict(leaves(resolved))
+        for key in [key for key, value in values.items() if value == "???"]:
+            self.problems.append(Problem(key, f"{key} is ??? in {self._source(key)}: it must be set."))
+            del values[key]
+        return values
+
+    def _without_idle(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Drop the keys that have no effect here, with a notice for each that has a value."""
+        kept: dict[str, Any] = {}
+        for key, value in values.items():
+            entry = None if find_key(DovetailConfig, key) else no_effect(key)
+            if entry is None:
+                kept[key] = value
+            elif value is not None:
+                self.notices.append(Notice(key, f"{key}={value} has no effect here: {entry.reason}."))
+        return kept
+
+    def _note_values(self, config: DovetailConfig) -> None:
+        if config.trainer.device == "npu":
+            message = (
+                "trainer.device=npu: the plan is computed as for any accelerator, but no backend here runs on it, "
+                "and a run would stop at the start; use auto, cuda or cpu to train."
+            )
+            self.notices.append(Notice("trainer.device", message))
+
+    def _source(self, key: str) -> str:
+        parts = key.split(".")
+        names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((self.sources[name] for name in names if name in self.sources), "override")

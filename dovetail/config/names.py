@@ -1,0 +1,39 @@
+"""Names that other layers register: estimators, policy losses, reward managers. The config only lists them."""
+
+from __future__ import annotations
+
+import difflib
+
+ADV_ESTIMATORS = (
+    "gae",
+    "grpo",
+    "grpo_passk",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+)
+POLICY_LOSSES = ("vanilla", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov")
+REWARD_MANAGERS = ("naive", "dapo", "batch", "prime")
+
+REGISTERED: dict[str, tuple[str, ...]] = {
+    "algorithm.adv_estimator": ADV_ESTIMATORS,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
+    "reward_model.reward_manager": REWARD_MANAGERS,
+}
+
+
+def unknown_name(key: str, value: str) -> str | None:
+    """What is wrong with a name that is not built in, or None. Call it only when nothing else can register names."""
+    known = REGISTERED[key]
+    if value in known:
+        return None
+    close = difflib.get_close_matches(value, known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return (
+        f"{key}={value} is not built in; {hint}Choose one of {', '.join(known)}, "
+        "or name the module that registers it in trainer.import_modules."
+    )

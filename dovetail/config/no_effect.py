@@ -1,0 +1,140 @@
+"""Keys that other systems use and that change nothing here, each with its reason. Using one prints a notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Keys that match `pattern` (`*` stands for anything) do nothing, because of `reason`."""
+
+    pattern: str
+    reason: str
+
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SEEDED = "`trainer.seed` seeds every role"
+_LAUNCHER = "it belongs to another launcher; here every default is in the schema"
+_NO_PROFILER = "roles carry no profiler hooks; timings of every phase are in metrics.jsonl"
+_BRIDGE = "weights are always converted between Hugging Face and Megatron names by dovetail itself"
+_ROUTING = "the trainer routes tokens to experts itself; routing is not recorded or replayed"
+_ENGINE_REWARD = "reward networks are computed by the training backend; no engine is started for them"
+_MTP = "multi-token-prediction heads are neither trained nor used to generate"
+_ADAPTERS = "adapters are plain LoRA, initialised as PEFT does"
+_ALWAYS = "it is always so"
+
+NO_EFFECT: tuple[NoEffect, ...] = (
+    NoEffect("hydra.*", _LAUNCHER),
+    NoEffect("defaults", _LAUNCHER),
+    NoEffect("*_target_", "sections are typed; no class is named in a file"),
+    NoEffect("global_profiler.*", _NO_PROFILER),
+    NoEffect("profiler.*", _NO_PROFILER),
+    NoEffect("trainer.profile_steps", _NO_PROFILER),
+    NoEffect("trainer.npu_profile.*", _NO_PROFILER),
+    NoEffect("trainer.controller_nsight_options.*", _NO_PROFILER),
+    NoEffect("trainer.worker_nsight_options.*", _NO_PROFILER),
+    NoEffect("*.profiler.*", _NO_PROFILER),
+    NoEffect("transfer_queue.*", "batches travel through Ray's object store"),
+    NoEffect("data.use_shm", "data files are read where they are"),
+    NoEffect("data.datagen.*", "prompts are not generated during training; write them to a file first"),
+    NoEffect("data.need_tools_kwargs", "tool arguments are kept whenever a row has them"),
+    NoEffect("data.filter_prompts", "`data.filter_overlong_prompts` decides"),
+    NoEffect("actor_rollout_ref.model.use_liger", "dovetail has its own fused head; other Liger kernels are not used"),
+    NoEffect("*.model.tiled_mlp.*", "feed-forward layers are not tiled; use gradient checkpointing or a longer SP"),
+    NoEffect("*.model.mtp.*", _MTP),
+    NoEffect(f"{_ROLLOUT}.mtp.*", _MTP),
+    NoEffect("*.model.gradient_checkpointing_kwargs.*", "gradient checkpointing has one, non-reentrant, form"),
+    NoEffect("*.model.torch_dtype", "`fsdp_config.model_dtype` is the dtype of the weights"),
+    NoEffect("*.model.lora.*", _ADAPTERS),
+    NoEffect("*.fsdp_config.use_orig_params", "FSDP2 always keeps the original parameters, and fsdp is told to"),
+    NoEffect("*.fsdp_config.forward_only", "the role decides: reference and reward model are forward only"),
+    NoEffect("*.fsdp_config.seed", _SEEDED),
+    NoEffect("*.fsdp_config.entropy_*", "only the actor computes an entropy"),
+    NoEffect("*.fsdp_config.use_torch_compile", "only the actor's and the reference's heads are compiled"),
+    NoEffect("*.fsdp_config.cpu_offload", "use `param_offload`, or `offload_policy` with fsdp2"),
+    NoEffect("*.fsdp_config.grad_offload", "gradients live only during an update"),
+    NoEffect("reward_model.model.fsdp_config.optimizer_offload", "a reward network has no optimizer"),
+    NoEffect("*.megatron.seed", _SEEDED),
+    NoEffect("*.megatron.use_mbridge", _BRIDGE),
+    NoEffect("*.megatron.vanilla_mbridge", _BRIDGE),
+    NoEffect("*.megatron.use_remove_padding", "`model.use_remove_padding` decides for every backend"),
+    NoEffect("*.megatron.forward_only", "the role decides"),
+    NoEffect("*.megatron.extra.*", "use `override_transformer_config`"),
+    NoEffect("*.megatron.use_megatron_fsdp", "Megatron's own FSDP is not used; choose strategy fsdp2"),
+    NoEffect("*.optim.optimizer_impl", "optimizers come from torch.optim"),
+    NoEffect("*.optim.weight_decay_incr_style", "weight decay is constant"),
+    NoEffect("*.optim.use_checkpoint_opt_param_scheduler", "a resumed run always continues its schedule"),
+    NoEffect("*.optim.zero_indexed_step", "the first step is step 1 of the schedule"),
+    NoEffect("*.rollout_n", f"`{_ROLLOUT}.n` is the one place"),
+    NoEffect("*.data_loader_seed", _SEEDED),
+    NoEffect("*.load_weight", "weights are always loaded from `model.path`"),
+    NoEffect("actor_rollout_ref.actor.use_prefix_grouper", "equal prompts are not merged; results are the same"),
+    NoEffect("actor_rollout_ref.actor.calculate_sum_pi_squared", "no built-in estimator uses it"),
+    NoEffect("actor_rollout_ref.actor.sum_pi_squared_checkpointing", "no built-in estimator uses it"),
+    NoEffect("actor_rollout_ref.actor.router_replay.*", _ROUTING),
+    NoEffect("actor_rollout_ref.ref.router_replay.*", _ROUTING),
+    NoEffect(f"{_ROLLOUT}.enable_rollout_routing_replay", _ROUTING),
+    NoEffect("actor_rollout_ref.ref.entropy_*", "only the actor computes an entropy"),
+    NoEffect("actor_rollout_ref.ref.use_fused_kernels", "`actor_rollout_ref.model.use_fused_kernels` decides"),
+    NoEffect("actor_rollout_ref.ref.model.*", "the reference is the policy's starting point"),
+    NoEffect("*.veomni.*", "there is no such backend; choose fsdp2 or megatron"),
+    NoEffect("*.veomni_config.*", "there is no such backend; choose fsdp2 or megatron"),
+    NoEffect("*.torchtitan.*", "there is no such backend; choose fsdp2 or megatron"),
+    NoEffect("*.use_gemm_fusion", "`model.use_fused_kernels` is the fused head"),
+    NoEffect(f"{_ROLLOUT}.layered_summon", "weights always travel in buckets, never as a whole model"),
+    NoEffect(f"{_ROLLOUT}.layer_name_map.*", "weights travel under their Hugging Face names"),
+    NoEffect(f"{_ROLLOUT}.multi_stage_wake_up", "the engine always wakes its weights first and its cache last"),
+    NoEffect(f"{_ROLLOUT}.over_sample_rate", "every started answer is finished and used"),
+    NoEffect(f"{_ROLLOUT}.prometheus.*", "metrics go to the run folder and the trackers"),
+    NoEffect(f"{_ROLLOUT}.trace.*", "answers are recorded by `trainer.rollout_data_dir`"),
+    NoEffect(f"{_ROLLOUT}.skip_rollout", "answers are never replayed from an earlier run"),
+    NoEffect(f"{_ROLLOUT}.skip_dump_dir", "answers are never replayed from an earlier run"),
+    NoEffect(f"{_ROLLOUT}.skip.*", "answers are never replayed from an earlier run"),
+    NoEffect(f"{_ROLLOUT}.skip_use_default_dir", "answers are never replayed from an earlier run"),
+    NoEffect(f"{_ROLLOUT}.checkpoint_engine.*", f"`{_ROLLOUT}.weight_sync` chooses the transfer"),
+    NoEffect("actor_rollout_ref.checkpoint_engine.*", f"`{_ROLLOUT}.weight_sync` chooses the transfer"),
+    NoEffect("async_training.checkpoint_engine.*", f"`{_ROLLOUT}.weight_sync` chooses the transfer"),
+    NoEffect(f"{_ROLLOUT}.quantization_config_file", f"pass quantisation through `{_ROLLOUT}.engine_kwargs`"),
+    NoEffect(f"{_ROLLOUT}.engine_kwargs.trtllm.*", "TensorRT-LLM is not an engine here; use native, vllm or sglang"),
+    NoEffect(f"{_ROLLOUT}.use_fire_sampling", "the first token is sampled like the others"),
+    NoEffect(f"{_ROLLOUT}.micro_batch_size", "the engine forms its own batches"),
+    NoEffect(f"{_ROLLOUT}.chat_scheduler", f"`{_ROLLOUT}.agent` drives conversations"),
+    NoEffect(f"{_ROLLOUT}.disable_log_requests", "engines never log requests"),
+    NoEffect(f"{_ROLLOUT}.enable_memory_saver", f"`{_ROLLOUT}.free_cache_engine` decides"),
+    NoEffect(f"{_ROLLOUT}.multi_turn.tokenization_sanity_check_mode", "token ids are kept and never re-tokenised"),
+    NoEffect(f"{_ROLLOUT}.multi_turn.enable_tokenization_sanity_check", "token ids are kept and never re-tokenised"),
+    NoEffect(f"{_ROLLOUT}.multi_turn.completion_callback", f"`{_ROLLOUT}.agent` drives conversations"),
+    NoEffect(f"{_ROLLOUT}.agent.custom_async_server.*", "engines are chosen by `rollout.name`"),
+    NoEffect(f"{_ROLLOUT}.agent.agent_loop_manager_class", "conversations are driven by the built-in manager"),
+    NoEffect("reward_model.use_reward_loop", f"scores are always computed asynchronously: {_ALWAYS}"),
+    NoEffect("reward_model.launch_reward_fn_async", f"scores are always computed asynchronously: {_ALWAYS}"),
+    NoEffect("reward_model.reward_loop_source", "a module path is enough to find a manager"),
+    NoEffect("reward_model.reward_manager.source", "a module path is enough to find a manager"),
+    NoEffect("reward_model.rollout.*", _ENGINE_REWARD),
+    NoEffect("reward_model.model.use_fused_kernels", "a reward network has no vocabulary head"),
+    NoEffect("reward_model.model.enable_gradient_checkpointing", "a reward network has no backward pass"),
+    NoEffect("reward_model.model.megatron.*", "parallelism is in `reward_model.megatron`"),
+    NoEffect("critic.model.use_fused_kernels", "a value network has no vocabulary head"),
+    NoEffect("algorithm.use_pf_ppo", "batches are not re-sampled by score"),
+    NoEffect("algorithm.pf_ppo.*", "batches are not re-sampled by score"),
+    NoEffect("trainer.use_legacy_worker_impl", "there is one implementation of each role"),
+    NoEffect("trainer.esi_redundant_time", "checkpoints follow `trainer.save_freq` only"),
+    NoEffect("trainer.ray_wait_register_center_timeout", "workers are found without a register centre"),
+    NoEffect("trainer.default_hdfs_dir", "checkpoints stay in the run folder; mount or copy it"),
+    NoEffect("trainer.del_local_ckpt_after_load", "checkpoints are never deleted by loading them"),
+    NoEffect("trainer.remove_previous_ckpt_in_save", "`trainer.max_actor_ckpt_to_keep` decides"),
+    NoEffect("trainer.wandb_proxy", "set HTTPS_PROXY in the environment"),
+    NoEffect("trainer.scheduler", "`actor_rollout_ref.hybrid_engine` decides who generates where"),
+)
+
+
+def no_effect(key: str) -> NoEffect | None:
+    """The entry of the table for `key`, if it is in it."""
+    return next((entry for entry in NO_EFFECT if _matches(entry.pattern, key)), None)
+
+
+def _matches(pattern: str, key: str) -> bool:
+    # `section.*` covers the section itself, written as one mapping or null.
+    return fnmatchcase(key, pattern) or (pattern.endswith(".*") and fnmatchcase(key, pattern[:-2]))

@@ -1,0 +1,99 @@
+"""Read overrides: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`, from a command line or from a launch list on disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.config.errors import Notice, Problem
+from dovetail.config.values import is_quoted, parse_value, split_outside, unquote
+
+_SET = re.compile(r"(\+\+|\+)?([A-Za-z_][\w\-]*(?:\.[\w\-/@]+)*)\s*=(.*)", re.DOTALL)
+_DELETE = re.compile(r"~([A-Za-z_][\w\-]*(?:\.[\w\-/@]+)*)(=.*)?", re.DOTALL)
+# What is left of a launch script around its overrides.
+_SCRIPT_WORDS = ("set ", "export ", "echo ", "cd ", "python", "ray job", "torchrun", "bash ", "sleep ", "#!")
+_ARGUMENTS_OF_CALLER = {"$@", '"$@"', "${@}", '"${@}"', "\\", "&&", "--"}
+
+
+@dataclass(frozen=True)
+class Override:
+    """One override. `delete` takes a key back to its default."""
+
+    key: str
+    value: Any
+    source: str
+    delete: bool = False
+
+
+@dataclass
+class ParsedOverrides:
+    """Overrides in order, with what could not be read."""
+
+    overrides: list[Override]
+    problems: list[Problem]
+    notices: list[Notice]
+
+
+def parse_overrides(texts: Sequence[str], *, source: str, shell_quotes: bool = False) -> ParsedOverrides:
+    """Read one override per text. With `shell_quotes`, quotes around a whole value are a shell's and are taken off."""
+    parsed = ParsedOverrides([], [], [])
+    for text in texts:
+        text = text.strip()
+        if text.startswith("--"):
+            message = f"{text.split('=')[0]} selects files of another launcher and is ignored; pass YAML files by path."
+            parsed.notices.append(Notice(text, message))
+            continue
+        try:
+            parsed.overrides.append(_parse(text, source, shell_quotes))
+        except ValueError as error:
+            parsed.problems.append(Problem(text, f"{text!r} cannot be read as an override: {error}."))
+    return parsed
+
+
+def read_overrides_file(path: Path) -> ParsedOverrides:
+    """Read a launch list: one override per line, `#` comments, and what survives of a shell script around it."""
+    texts: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        texts.extend(_overrides_of_line(line))
+    return parse_overrides(texts, source=str(path), shell_quotes=True)
+
+
+def _parse(text: str, source: str, shell_quotes: bool) -> Override:
+    if match := _DELETE.fullmatch(text):
+        return Override(match[1], None, source, delete=True)
+    match = _SET.fullmatch(text)
+    if match is None:
+        raise ValueError("write key=value, +key=value, ++key=value or ~key")
+    value = match[3].strip()
+    if shell_quotes and is_quoted(value):
+        value = unquote(value)
+    return Override(match[2], parse_value(value), source)
+
+
+def _overrides_of_line(line: str) -> list[str]:
+    line = line.strip().rstrip("\\").rstrip()
+    if not line or line.startswith("#"):
+        return []
+    # A quoted word holds a whole override in scripts that protect brackets from the shell: '+a.b=[1,2]'.
+    words = [unquote(word) if is_quoted(word) else word for word in _words(line)]
+    texts: list[str] = []
+    for word in words:
+        if word.startswith("#"):
+            break
+        if word in _ARGUMENTS_OF_CALLER:
+            continue
+        if _SET.fullmatch(word) or _DELETE.fullmatch(word) or word.startswith("--"):
+            texts.append(word)
+        elif texts and not texts[-1].startswith("--"):
+            # Not an override of its own: a value with a space in it.
+            texts[-1] += f" {word}"
+        elif not line.startswith(_SCRIPT_WORDS):
+            texts.append(word)
+    return [] if line.startswith(("set ", "export ", "echo ")) else texts
+
+
+def _words(line: str) -> list[str]:
+    return [word for word in split_outside(line.replace("\t", " "), " ") if word]

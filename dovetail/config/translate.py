@@ -1,0 +1,234 @@
+"""One table from older and other spellings to the one typed key, with a notice for each use.
+
+A spelling that needs arithmetic or several keys at once is in `dovetail.config.translate_groups`.
+Two spellings of one key that disagree are a problem that names both. Null in an old spelling means "not set".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from dovetail.config.errors import Notice, Problem
+from dovetail.config.translate_groups import GROUP_RULES, GroupResult
+
+
+@dataclass(frozen=True)
+class Translation:
+    """`old` is read as `new`. Both may end with `.*` and then move a whole section."""
+
+    old: str
+    new: str
+    why: str = ""
+
+    def apply(self, key: str) -> str | None:
+        """The new key when this rule is for `key`."""
+        if not self.old.endswith(".*"):
+            return self.new if key == self.old else None
+        prefix = self.old[:-1]
+        return self.new[:-1] + key.removeprefix(prefix) if key.startswith(prefix) else None
+
+
+_ARR = "actor_rollout_ref"
+_ACTOR, _REF, _ROLLOUT, _MODEL = f"{_ARR}.actor", f"{_ARR}.ref", f"{_ARR}.rollout", f"{_ARR}.model"
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def _moved_from_fsdp() -> Iterator[Translation]:
+    """Keys of the role that were also written inside its sharding section."""
+    for role, sharding in (
+        (_ACTOR, f"{_ACTOR}.fsdp_config"),
+        (_REF, f"{_REF}.fsdp_config"),
+        ("critic", "critic.fsdp_config"),
+        ("reward_model", "reward_model.model.fsdp_config"),
+    ):
+        why = "the role has one such key, whatever the backend"
+        yield Translation(f"{sharding}.strategy", f"{role}.strategy", why)
+        yield Translation(f"{sharding}.ulysses_sequence_parallel_size", f"{role}.ulysses_sequence_parallel_size", why)
+        yield Translation(f"{sharding}.dtype", f"{sharding}.mixed_precision.param_dtype", "it is the compute dtype")
+        yield Translation(f"{sharding}.full_determinism", "trainer.full_determinism", "it holds for the whole run")
+    for name in ("use_torch_compile", "entropy_from_logits_with_chunking", "entropy_checkpointing"):
+        yield Translation(f"{_ACTOR}.fsdp_config.{name}", f"{_ACTOR}.{name}", "it is a choice of the head")
+    yield Translation(f"{_REF}.fsdp_config.use_torch_compile", f"{_REF}.use_torch_compile", "a choice of the head")
+    yield Translation(f"{_ARR}.ref.megatron.full_determinism", "trainer.full_determinism", "it holds for the whole run")
+
+
+def _optimizers() -> Iterator[Translation]:
+    for role in (_ACTOR, "critic"):
+        yield Translation(f"{role}.optim.clip_grad", f"{role}.grad_clip", "one clip for every backend")
+        for old in ("warmup_style", "lr_decay_style", "lr_scheduler"):
+            yield Translation(
+                f"{role}.optim.{old}", f"{role}.optim.lr_scheduler_type", "one schedule for every backend"
+            )
+        yield Translation(f"{role}.optim.lr_warmup_ratio", f"{role}.optim.lr_warmup_steps_ratio")
+        yield Translation(f"{role}.checkpoint.contents", f"{role}.checkpoint.save_contents")
+
+
+def _adapters() -> Iterator[Translation]:
+    for model in (_MODEL, "critic.model"):
+        why = "adapters have the same keys for every backend"
+        for old, new in (
+            ("rank", "lora_rank"),
+            ("alpha", "lora_alpha"),
+            ("dropout", "lora_dropout"),
+            ("merge", "lora_merge"),
+            ("target_modules", "target_modules"),
+            ("exclude_modules", "exclude_modules"),
+            ("adapter_path", "lora_adapter_path"),
+        ):
+            yield Translation(f"{model}.lora.{old}", f"{model}.{new}", why)
+
+
+TRANSLATIONS: tuple[Translation, ...] = (
+    Translation("critic.model.fsdp_config.*", "critic.fsdp_config.*", "sharding belongs to the role"),
+    Translation("reward_model.fsdp_config.*", "reward_model.model.fsdp_config.*"),
+    Translation("reward.custom_reward_function.*", "custom_reward_function.*"),
+    Translation("reward.reward_model.model_path", "reward_model.model.path"),
+    Translation("reward.reward_model.*", "reward_model.*"),
+    Translation("reward.*", "reward_model.*", "one section for scores"),
+    Translation("reward_manager.*", "reward_model.reward_manager.*"),
+    Translation("reward_model.reward_manager.name", "reward_model.reward_manager"),
+    Translation("reward_model.reward_manager.module.*", "reward_model.reward_manager_module.*"),
+    Translation("reward_model.reward_loop_module_path", "reward_model.reward_manager_module.path"),
+    Translation("reward_model.reward_loop_class_name", "reward_model.reward_manager_module.name"),
+    Translation("reward_model.reward_kwargs.overlong_buffer_cfg.*", "reward_model.overlong_buffer.*"),
+    Translation("reward_model.overlong_buffer_cfg.*", "reward_model.overlong_buffer.*"),
+    Translation("reward_model.reward_kwargs.max_resp_len", "reward_model.max_resp_len"),
+    Translation("reward_model.custom_reward_function.*", "custom_reward_function.*"),
+    Translation("ray_kwargs.ray_init.*", "ray_init.*"),
+    Translation("ray_kwargs.timeline_json_file", "ray_init.timeline_json_file"),
+    Translation("critic.kl_ctrl.*", "algorithm.kl_ctrl.*"),
+    Translation("algorithm.kl_ctrl.coeff", "algorithm.kl_ctrl.kl_coef"),
+    Translation(f"{_ACTOR}.policy_loss.rollout_correction.*", f"{_CORRECTION}.*"),
+    Translation(f"{_CORRECTION}.rollout_is_veto_threshold", f"{_CORRECTION}.rollout_token_veto_threshold"),
+    Translation(f"{_CORRECTION}.bypass_old_logprob_for_rollout", f"{_CORRECTION}.bypass_mode"),
+    Translation(f"{_ACTOR}.use_fused_kernels", f"{_MODEL}.use_fused_kernels", "it is a choice of the network"),
+    Translation(f"{_ACTOR}.use_remove_padding", f"{_MODEL}.use_remove_padding", "it is a choice of the network"),
+    Translation(f"{_ACTOR}.tau_positive", f"{_ACTOR}.tau_pos"),
+    Translation(f"{_ACTOR}.policy_loss.tau_pos", f"{_ACTOR}.tau_pos"),
+    Translation(f"{_ACTOR}.policy_loss.tau_neg", f"{_ACTOR}.tau_neg"),
+    Translation(f"{_ACTOR}.ppo_infer_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+    Translation(f"{_ACTOR}.ppo_infer_max_token_len_per_gpu", f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"),
+    Translation(f"{_ACTOR}.use_rollout_log_probs", "async_training.use_rollout_log_probs"),
+    Translation(f"{_ROLLOUT}.enable_sleep_mode", f"{_ROLLOUT}.free_cache_engine"),
+    Translation(f"{_ROLLOUT}.multi_turn.max_turns", f"{_ROLLOUT}.multi_turn.max_assistant_turns"),
+    Translation(
+        f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
+        f"{_ROLLOUT}.update_weights_bucket_megabytes",
+    ),
+    Translation(f"{_ROLLOUT}.val_kwargs.val_n", f"{_ROLLOUT}.val_kwargs.n"),
+    Translation(f"{_ROLLOUT}.seed", "trainer.seed", "one seed for the whole run"),
+    Translation(f"{_ROLLOUT}.full_determinism", "trainer.full_determinism", "it holds for the whole run"),
+    Translation("rollout.nnodes", f"{_ROLLOUT}.nnodes", "devices of generation alone"),
+    Translation("rollout.n_gpus_per_node", f"{_ROLLOUT}.n_gpus_per_node", "devices of generation alone"),
+    Translation("rollout.n", f"{_ROLLOUT}.n"),
+    Translation("rollout.total_rollout_steps", "async_training.total_rollout_steps"),
+    Translation("rollout.total_epochs", "trainer.total_epochs"),
+    Translation("rollout.test_freq", "trainer.test_freq"),
+    Translation("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
+    Translation("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
+    Translation("data.max_samples", "data.train_max_samples"),
+    Translation("trainer.validate_before_train", "trainer.val_before_train"),
+    *_moved_from_fsdp(),
+    *_optimizers(),
+    *_adapters(),
+)
+
+# Other spellings of a value, by the key they are for.
+_OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD"}
+_SCHEDULES = {"WSD": "wsd", "inverse-square-root": "inverse_square_root"}
+_LOAD_FORMATS = dict.fromkeys(("dummy_dtensor", "dummy_megatron", "dummy_hf", "megatron", "dtensor"), "dummy")
+VALUE_SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
+    f"{_ROLLOUT}.name": {"hf": "native"},
+    f"{_ROLLOUT}.load_format": _LOAD_FORMATS,
+    f"{_ACTOR}.optim.optimizer": _OPTIMIZERS,
+    "critic.optim.optimizer": _OPTIMIZERS,
+    f"{_ACTOR}.optim.lr_scheduler_type": _SCHEDULES,
+    "critic.optim.lr_scheduler_type": _SCHEDULES,
+    "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
+    "trainer.resume_from_path": {False: None},
+    f"{_ROLLOUT}.logprobs_mode": {"processed": "processed_logprobs", "raw": "raw_logprobs"},
+}
+
+
+@dataclass
+class Translated:
+    """Leaf keys in their one spelling, what each was written as, and what there is to say about it."""
+
+    leaves: dict[str, Any] = field(default_factory=dict)
+    spelling: dict[str, str] = field(default_factory=dict)
+    notices: list[Notice] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def translate(leaves: Mapping[str, Any]) -> Translated:
+    """Bring every leaf key to its one spelling."""
+    done = Translated()
+    pending = dict(leaves)
+    for key in leaves:
+        new, why = canonical(key)
+        if new == key:
+            continue
+        value = pending.pop(key)
+        if value is not None:
+            message = f"{key} is read as {new}" + (f": {why}." if why else ".")
+            done.notices.append(Notice(key, message))
+            _settle(done, pending, new, value, key)
+    for rule in GROUP_RULES:
+        result = rule({**pending, **done.leaves})
+        done.notices += result.notices
+        done.problems += result.problems
+        _settle_group(done, pending, result)
+    for key, value in pending.items():
+        done.leaves.setdefault(key, value)
+    _respell_values(done)
+    return done
+
+
+@cache
+def canonical(key: str) -> tuple[str, str]:
+    """The one spelling of `key`, and why; the key itself when it has no other."""
+    reasons: list[str] = []
+    for _ in range(4):  # reward.* -> reward_model.reward_kwargs.* -> reward_model.overlong_buffer.*
+        rule = next((rule for rule in TRANSLATIONS if rule.apply(key) is not None), None)
+        if rule is None:
+            break
+        key = rule.apply(key) or key
+        if rule.why and rule.why not in reasons:
+            reasons.append(rule.why)
+    return key, "; ".join(reasons)
+
+
+def _settle(done: Translated, pending: dict[str, Any], new: str, value: Any, old: str) -> None:
+    """Give `new` its value unless another spelling already gave it a different one."""
+    for given, where in ((pending.get(new), new), (done.leaves.get(new), done.spelling.get(new, new))):
+        if given is not None and given != value:
+            done.problems.append(
+                Problem(
+                    new,
+                    f"{where}={given} and {old}={value} set the same thing to different values; keep {new} only.",
+                )
+            )
+            return
+    pending.pop(new, None)
+    done.leaves[new] = value
+    done.spelling[new] = old
+
+
+def _settle_group(done: Translated, pending: dict[str, Any], result: GroupResult) -> None:
+    for key in result.consumed:
+        pending.pop(key, None)
+        done.leaves.pop(key, None)
+    for new, (value, old) in result.values.items():
+        if value is not None:
+            _settle(done, pending, new, value, old)
+
+
+def _respell_values(done: Translated) -> None:
+    for key, spellings in VALUE_SPELLINGS.items():
+        value = done.leaves.get(key)
+        if isinstance(value, str | bool) and value in spellings:
+            done.leaves[key] = spellings[value]
+            done.notices.append(Notice(key, f"{key}={value} is read as {spellings[value]}."))

@@ -1,0 +1,202 @@
+"""Old spellings that mean something only together: three generations of importance-sampling keys, and micro-batch
+sizes that count sequences over all devices. Each rule takes the leaf keys and says which it consumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.config.errors import Notice, Problem
+from dovetail.config.trainer import TrainerConfig
+
+
+@dataclass
+class GroupResult:
+    """Keys that a rule consumed, and the values it sets: new key -> (value, how it was written)."""
+
+    consumed: list[str] = field(default_factory=list)
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    notices: list[Notice] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_CORRECTION = "algorithm.rollout_correction"
+# Levels of the second generation, as rejection rules of the third.
+_REJECTION = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+_RATIO_CAPS = (f"{_ACTOR}.tis_imp_ratio_cap", f"{_ACTOR}.behav_imp_weight_cap")
+
+
+def ratio_cap(leaves: Mapping[str, Any]) -> GroupResult:
+    """First generation: one cap on the token ratio; -1 switches it off."""
+    result = GroupResult(consumed=[key for key in _RATIO_CAPS if key in leaves])
+    for key in result.consumed:
+        cap = leaves[key]
+        if not isinstance(cap, int | float) or cap <= 0:
+            result.notices.append(Notice(key, f"{key}={cap} means no importance weights here, as it did."))
+            continue
+        result.values[f"{_CORRECTION}.rollout_is"] = ("token", key)
+        result.values[f"{_CORRECTION}.rollout_is_threshold"] = (cap, key)
+        result.notices.append(
+            Notice(key, f"{key}={cap} is read as {_CORRECTION}.rollout_is=token with rollout_is_threshold={cap}.")
+        )
+    return result
+
+
+def flat_importance_sampling(leaves: Mapping[str, Any]) -> GroupResult:
+    """Second generation: `algorithm.rollout_is`, `_threshold`, `_threshold_lower`, `_level`, `_mode`, `_veto_threshold`."""
+    prefix = "algorithm.rollout_is"
+    result = GroupResult(consumed=[key for key in leaves if key == prefix or key.startswith(f"{prefix}_")])
+    if not result.consumed:
+        return result
+    values = {key.removeprefix("algorithm."): leaves[key] for key in result.consumed}
+    unknown = set(values) - {name for name, _, _ in FLAT_KEYS}
+    result.consumed = [key for key in result.consumed if key.removeprefix("algorithm.") not in unknown]
+    threshold, level = values.get("rollout_is_threshold"), values.get("rollout_is_level", "token")
+    mode, lower = values.get("rollout_is_mode", "truncate"), values.get("rollout_is_threshold_lower")
+    if (problem := _check_flat(level, mode)) is not None:
+        result.problems.append(problem)
+        return result
+    weighted = bool(values.get("rollout_is")) and threshold is not None
+    if weighted and level != "geometric":
+        result.values[f"{_CORRECTION}.rollout_is"] = (level, prefix)
+    if mode == "mask" and threshold is not None:
+        bounds = f"{lower if lower is not None else round(1 / threshold, 6)}_{threshold}"
+        result.values[f"{_CORRECTION}.rollout_rs"] = (_REJECTION[level], f"{prefix}_mode")
+        result.values[f"{_CORRECTION}.rollout_rs_threshold"] = (bounds, f"{prefix}_threshold")
+    else:
+        result.values[f"{_CORRECTION}.rollout_is_threshold_lower"] = (lower, f"{prefix}_threshold_lower")
+    result.values[f"{_CORRECTION}.rollout_is_threshold"] = (threshold, f"{prefix}_threshold")
+    for name in ("rollout_is_batch_normalize", "rollout_is_veto_threshold"):
+        new = "rollout_token_veto_threshold" if name.endswith("veto_threshold") else name
+        result.values[f"{_CORRECTION}.{new}"] = (values.get(name), f"algorithm.{name}")
+    written = ", ".join(f"{key.rpartition('.')[2]}={value[0]}" for key, value in result.values.items() if value[0])
+    result.notices.append(
+        Notice(prefix, f"{prefix}* is read as {_CORRECTION}: {written or 'no importance weights, no rejection'}.")
+    )
+    return result
+
+
+def early_rollout_correction(leaves: Mapping[str, Any]) -> GroupResult:
+    """Third generation, first names: `rollout_rs=token|sequence|geometric`, `_threshold_lower`, `use_policy_gradient`."""
+    result = GroupResult()
+    rule, lower_key = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold_lower"
+    upper_key = f"{_CORRECTION}.rollout_rs_threshold"
+    name, lower, upper = leaves.get(rule), leaves.get(lower_key), leaves.get(upper_key)
+    if lower_key in leaves:
+        result.consumed.append(lower_key)
+    if isinstance(name, str) and name in _REJECTION:
+        result.consumed.append(rule)
+        result.values[rule] = (_REJECTION[name], f"{rule}={name}")
+        result.notices.append(Notice(rule, f"{rule}={name} is read as {_REJECTION[name]}."))
+    if isinstance(upper, int | float) and isinstance(lower, int | float):
+        result.consumed.append(upper_key)
+        result.values[upper_key] = (f"{lower}_{upper}", lower_key)
+        result.notices.append(Notice(lower_key, f"{lower_key} is read as {upper_key}={lower}_{upper}."))
+    for old in ("use_policy_gradient", "use_pure_rollout_correction"):
+        key = f"{_CORRECTION}.{old}"
+        if key in leaves:
+            result.consumed.append(key)
+            if leaves[key]:
+                result.values[f"{_CORRECTION}.loss_type"] = ("reinforce", key)
+                result.notices.append(Notice(key, f"{key} is read as {_CORRECTION}.loss_type=reinforce."))
+    return result
+
+
+def global_micro_batches(leaves: Mapping[str, Any]) -> GroupResult:
+    """Micro-batch sizes that count sequences over all devices become sizes on one device."""
+    result = GroupResult()
+    for old, new in GLOBAL_MICRO_BATCHES.items():
+        if old not in leaves:
+            continue
+        result.consumed.append(old)
+        size = leaves[old]
+        if size is None:
+            continue
+        replicas = _data_parallel_size(leaves, old)
+        if not isinstance(size, int) or size <= 0 or replicas is None or size % replicas:
+            count = "the number of data-parallel ranks" if replicas is None else f"{replicas} data-parallel ranks"
+            result.problems.append(
+                Problem(
+                    old, f"{old}={size} counts sequences over all devices and does not divide by {count}; set {new}."
+                )
+            )
+            continue
+        result.values[new] = (size // replicas, old)
+        result.notices.append(
+            Notice(old, f"{old}={size} over {replicas} data-parallel ranks is read as {new}={size // replicas}.")
+        )
+    return result
+
+
+GROUP_RULES: tuple[Callable[[Mapping[str, Any]], GroupResult], ...] = (
+    ratio_cap,
+    flat_importance_sampling,
+    early_rollout_correction,
+    global_micro_batches,
+)
+
+GLOBAL_MICRO_BATCHES = {
+    f"{_ACTOR}.ppo_micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size": (
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+    ),
+    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
+    "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu",
+    "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
+}
+
+# The second generation for the documents: name, typed key, meaning.
+FLAT_KEYS = (
+    ("rollout_is", "rollout_is", "true: weights at `rollout_is_level`; false: none"),
+    ("rollout_is_level", "rollout_is", "token or sequence; geometric is a rejection rule only"),
+    ("rollout_is_mode", "rollout_rs", "truncate: no rejection; mask: reject outside the bounds"),
+    ("rollout_is_threshold", "rollout_is_threshold", "with mask also the upper bound of `rollout_rs_threshold`"),
+    ("rollout_is_threshold_lower", "rollout_is_threshold_lower", "with mask the lower bound; null: 1 / upper"),
+    ("rollout_is_veto_threshold", "rollout_token_veto_threshold", ""),
+    ("rollout_is_batch_normalize", "rollout_is_batch_normalize", ""),
+)
+
+
+def _check_flat(level: object, mode: object) -> Problem | None:
+    if level not in _REJECTION:
+        return Problem(
+            "algorithm.rollout_is_level", f"algorithm.rollout_is_level={level}: use one of {', '.join(_REJECTION)}."
+        )
+    if mode not in ("truncate", "mask"):
+        return Problem("algorithm.rollout_is_mode", f"algorithm.rollout_is_mode={mode}: use truncate or mask.")
+    if level == "geometric" and mode == "truncate":
+        message = (
+            "algorithm.rollout_is_level=geometric with rollout_is_mode=truncate has no counterpart: a geometric mean "
+            f"is not an importance weight; set {_CORRECTION}.rollout_rs=seq_mean_k1 with rollout_rs_threshold."
+        )
+        return Problem("algorithm.rollout_is_level", message)
+    return None
+
+
+def _data_parallel_size(leaves: Mapping[str, Any], key: str) -> int | None:
+    """Ranks that see different sequences in the role of `key`; None when the sizes do not fit."""
+    role = next(
+        name for name in (_ACTOR, "actor_rollout_ref.ref", "critic", "reward_model", "") if key.startswith(name)
+    )
+    role = role or _ACTOR  # the old log-probs of the rollout section are computed by the actor
+
+    def size(*names: str) -> Any:
+        return next((leaves[name] for name in names if leaves.get(name) is not None), 1)
+
+    devices = TrainerConfig.model_fields["n_gpus_per_node"].default
+    world = size("trainer.nnodes") * leaves.get("trainer.n_gpus_per_node", devices)
+    strategy = leaves.get(f"{role}.strategy") or leaves.get(f"{_ACTOR}.strategy")
+    if strategy == "megatron":
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        shared = 1
+        for name in names:
+            shared *= size(f"{role}.megatron.{name}", f"{_ACTOR}.megatron.{name}")
+    else:
+        shared = size(f"{role}.ulysses_sequence_parallel_size", f"{_ACTOR}.ulysses_sequence_parallel_size")
+    if not isinstance(world, int) or not isinstance(shared, int) or shared < 1 or world % shared:
+        return None
+    return world // shared

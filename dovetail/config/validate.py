@@ -1,0 +1,142 @@
+"""Turn a plain tree into the typed configuration, or into one problem per wrong key. Reads no file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+
+from dovetail.config.errors import Problem
+from dovetail.config.keys import Key, catalogue, find_key, nearest_key, sections
+from dovetail.config.names import REGISTERED, unknown_name
+from dovetail.config.root import DovetailConfig
+from dovetail.config.tree import Tree, put
+
+
+def unknown_keys(values: Mapping[str, Any]) -> list[Problem]:
+    """One problem for each leaf key that does not exist, with the nearest one that does."""
+    problems: list[Problem] = []
+    for key, value in values.items():
+        if key in sections(DovetailConfig):
+            if value not in (None, {}):
+                problems.append(Problem(key, f"{key}={value!r}: {key} is a section; set the keys below it."))
+        elif find_key(DovetailConfig, key) is None:
+            problems.append(Problem(key, f"{key} is not a known key{suggestion(key)}."))
+    return problems
+
+
+def suggestion(key: str) -> str:
+    """`; did you mean X?` without the question, or nothing."""
+    near = nearest_key(DovetailConfig, key)
+    return f"; did you mean {near}?" if near else "; docs/configuration.md lists all keys"
+
+
+def build(values: Mapping[str, Any]) -> tuple[DovetailConfig | None, list[Problem]]:
+    """The configuration that these leaf keys describe, or every problem with their values."""
+    problems = [*_booleans_as_numbers(values), *_unregistered_names(values)]
+    tree: Tree = {}
+    for key, value in values.items():
+        if not (key in sections(DovetailConfig) and value is None):
+            put(tree, key, value)
+    try:
+        config = DovetailConfig.model_validate(tree)
+    except ValidationError as error:
+        problems += _problems_of(error, values)
+        return None, _once_per_key(problems)
+    return (None, _once_per_key(problems)) if problems else (config, [])
+
+
+def default_tree() -> Tree:
+    """Every default as a plain tree, for interpolations that name keys nobody set."""
+    return DovetailConfig().model_dump(mode="json")
+
+
+def _booleans_as_numbers(values: Mapping[str, Any]) -> list[Problem]:
+    """`lr=True` would quietly become 1.0."""
+    known = catalogue(DovetailConfig)
+    return [
+        _wrong_value(known[key], value)
+        for key, value in values.items()
+        if isinstance(value, bool)
+        and key in known
+        and not known[key].accepts(bool)
+        and (known[key].accepts(int) or known[key].accepts(float))
+    ]
+
+
+def _unregistered_names(values: Mapping[str, Any]) -> list[Problem]:
+    if values.get("trainer.import_modules"):
+        return []
+    problems: list[Problem] = []
+    for key in REGISTERED:
+        if key == "reward_model.reward_manager" and values.get("reward_model.reward_manager_module.path"):
+            continue
+        value = values.get(key)
+        if isinstance(value, str) and (message := unknown_name(key, value)) is not None:
+            problems.append(Problem(key, message))
+    return problems
+
+
+def _problems_of(error: ValidationError, values: Mapping[str, Any]) -> list[Problem]:
+    mine: list[Problem] = []
+    inherited: list[Problem] = []
+    for detail in error.errors(include_url=False, include_context=False):
+        name = ".".join(str(part) for part in detail["loc"])
+        key = _known_prefix(name)
+        if key is None:
+            mine.append(Problem(name, f"{name}: {detail['msg']}"))
+            continue
+        written = any(leaf == key.name or leaf.startswith(f"{key.name}.") for leaf in values)
+        value = values.get(key.name, detail["input"])
+        problem = _wrong_value(key, value, detail["msg"] if detail["type"] == "value_error" else "")
+        (mine if written else inherited).append(problem)
+    # A wrong value is reported where it was written, not at the keys that inherit it.
+    return mine or inherited
+
+
+def _known_prefix(name: str) -> Key | None:
+    """The key that an error is about; pydantic appends list positions and union branches to it."""
+    parts = name.split(".")
+    known = catalogue(DovetailConfig)
+    return next(
+        (known[".".join(parts[:end])] for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in known), None
+    )
+
+
+def _wrong_value(key: Key, value: Any, rule: str = "") -> Problem:
+    close = _close_choice(key, value)
+    shell = isinstance(value, str) and "$" in value
+    fix = f" Did you mean {close}?" if close else ""
+    fix += " Replace the shell variable by its value." if shell else ""
+    if rule:
+        return Problem(key.name, f"{key.name}={_shown(value)}: {rule.removeprefix('Value error, ')}{fix}")
+    return Problem(key.name, f"{key.name}={_shown(value)} is not accepted; it must be {key.type_in_words}.{fix}")
+
+
+def _close_choice(key: Key, value: Any) -> str | None:
+    annotation = key.field.annotation
+    choices = [
+        str(choice)
+        for kind in (annotation, *get_args(annotation))
+        if get_origin(kind) is Literal
+        for choice in get_args(kind)
+    ]
+    if key.accepts(bool):
+        choices += ["True", "False"]
+    close = difflib.get_close_matches(str(value), choices, n=1)
+    return close[0] if close else None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value)
+    return "null" if value is None else repr(value)
+
+
+def _once_per_key(problems: list[Problem]) -> list[Problem]:
+    first: dict[str, Problem] = {}
+    for problem in problems:
+        first.setdefault(problem.key, problem)
+    return list(first.values())

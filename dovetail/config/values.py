@@ -1,0 +1,124 @@
+"""Read the value side of an override: `1e-6`, `True`, `null`, `'text'`, `["a","b"]`, `{a:1}`, or a bare string.
+
+The grammar is Hydra's as far as launch lines use it. Shell variables are not expanded.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
+_NUMBER = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+_CLOSING = {"[": "]", "{": "}", "(": ")"}
+
+
+def parse_value(text: str) -> Any:
+    """The value that `text` stands for. Raises ValueError for an unfinished list, mapping or string."""
+    text = text.strip()
+    if text[:1] in ("[", "{") and not text.startswith("{{"):
+        reader = _Reader(text)
+        value = reader.structure()
+        if reader.rest().strip():
+            raise ValueError(f"{reader.rest().strip()!r} is left over after the closing bracket")
+        return value
+    if is_quoted(text):
+        return unquote(text)
+    return _scalar(text)
+
+
+def is_quoted(text: str) -> bool:
+    """Whether one pair of quotes encloses the whole text."""
+    return len(text) > 1 and text[0] in "\"'" and text[-1] == text[0] and text[0] not in _unescaped(text[1:-1])
+
+
+def unquote(text: str) -> str:
+    """The text inside the quotes, with escaped quotes restored."""
+    return text[1:-1].replace("\\" + text[0], text[0])
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Cut `text` at every `separator` that is not inside quotes or brackets."""
+    parts: list[str] = [""]
+    closers: list[str] = []
+    quote = ""
+    for position, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote and text[position - 1] != "\\" else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in _CLOSING:
+            closers.append(_CLOSING[letter])
+        elif closers and letter == closers[-1]:
+            closers.pop()
+        elif letter == separator and not closers:
+            parts.append("")
+            continue
+        parts[-1] += letter
+    return parts
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\.", "", text)
+
+
+def _scalar(text: str) -> Any:
+    lowered = text.lower()
+    if lowered in _CONSTANTS:
+        return _CONSTANTS[lowered]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    return text
+
+
+class _Reader:
+    """A cursor over one list or mapping."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def rest(self) -> str:
+        return self.text[self.at :]
+
+    def structure(self) -> Any:
+        opening = self.text[self.at]
+        body = self._body(_CLOSING[opening])
+        items = [item.strip() for item in split_outside(body, ",")]
+        # A trailing comma is not an empty item.
+        items = items[:-1] if items[-1] == "" else items
+        if opening == "[":
+            return [parse_value(item) for item in items]
+        return dict(_pair(item) for item in items)
+
+    def _body(self, closing: str) -> str:
+        """The text up to the closing bracket; leaves the cursor behind it."""
+        depth, quote = 0, ""
+        for position in range(self.at, len(self.text)):
+            letter = self.text[position]
+            if quote:
+                quote = "" if letter == quote and self.text[position - 1] != "\\" else quote
+            elif letter in "\"'":
+                quote = letter
+            elif letter in "[{(":
+                depth += 1
+            elif letter in "]})":
+                depth -= 1
+                if depth == 0:
+                    if letter != closing:
+                        raise ValueError(f"a list or mapping is closed by {letter!r} instead of {closing!r}")
+                    body = self.text[self.at + 1 : position]
+                    self.at = position + 1
+                    return body
+        raise ValueError(f"the closing {closing!r} is missing")
+
+
+def _pair(item: str) -> tuple[str, Any]:
+    parts = split_outside(item, ":")
+    if len(parts) < 2:
+        raise ValueError(f"{item!r} is not a `key: value` pair")
+    name = parts[0].strip()
+    return (unquote(name) if is_quoted(name) else name), parse_value(":".join(parts[1:]))
