@@ -1,4 +1,4 @@
-"""The policy's two jobs: log-probs of given responses, and PPO updates. Holds a backend; knows no sharding and no Ray."""
+"""The policy's two jobs: log-probs of given responses, and PPO updates. Holds a backend; knows no sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The value network's two jobs: values of given responses, and value-loss updates. Holds a backend; knows no sharding."""
+"""The value network's two jobs: values of given responses, and updates. Holds a backend; knows no sharding."""
 
 from __future__ import annotations
 

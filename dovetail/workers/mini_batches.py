@@ -17,8 +17,8 @@ def mini_batches(data: DataProto, rows: int, *, shuffle_seed: int | None = None)
     """
     if len(data) % rows:
         raise ValueError(
-            f"{len(data)} rows on this rank do not make whole mini-batches of {rows}; choose data.train_batch_size as a "
-            "multiple of ppo_mini_batch_size."
+            f"{len(data)} rows on this rank do not make whole mini-batches of {rows}; choose data.train_batch_size as "
+            "a multiple of ppo_mini_batch_size."
         )
     if shuffle_seed is not None:
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(shuffle_seed))
