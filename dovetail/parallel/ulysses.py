@@ -119,7 +119,7 @@ def slice_inputs(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
 def gather_outputs(
     x: Tensor, dim: int = 0, group: dist.ProcessGroup | None = None, unpadded_dim_size: int = 0
 ) -> Tensor:
-    """All ranks' slices along `dim`, for a loss every rank computes alike. Backward keeps this rank's slice, unscaled."""
+    """All ranks' slices along `dim`, for a loss every rank computes alike. Backward keeps the own slice, unscaled."""
     group = group if group is not None else get_ulysses_group()
     if group is None:
         return x

@@ -1,0 +1,207 @@
+"""Packed attention for any transformers model, registered as `attn_implementation="dovetail_packed"`.
+
+The model call takes `segments=PackedSegments(...)`; every layer hands it on as a keyword. Sequences inside the row do
+not see each other. With `segments.sp_group` the row is spread over ranks and tokens are swapped for heads around the
+kernel (Ulysses). Without `segments` it is plain SDPA with the usual masks: one setting serves packed and padded calls,
+generation and vision towers.
+
+Kernel, chosen per call: on CUDA in half precision flash-attn's varlen kernel when installed, else PyTorch's own
+(`torch.nn.attention.varlen`); everywhere else one SDPA call per sequence, the fastest of the ways measured on CPU.
+Refuses what these kernels do not compute: attention sinks, score caps, position biases, non-causal packed attention.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from dovetail.models.packing import PackedSegments
+from dovetail.parallel.ulysses import gather_heads_scatter_seq, scatter_qkv_heads
+
+PACKED_ATTENTION = "dovetail_packed"
+
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_NO_MASKS: ContextVar[bool] = ContextVar("packed_without_masks", default=False)
+
+
+def register_packed_attention() -> str:
+    """Make the name known to transformers (idempotent) and return it."""
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, _mask)
+    return PACKED_ATTENTION
+
+
+@contextmanager
+def without_masks() -> Iterator[None]:
+    """Around a packed model call: `segments` say it all, so no `[N, N]` mask is built from the position ids.
+
+    Masks are made once per call, in the forward and not in recomputed layers, so a context is enough here.
+    """
+    token = _NO_MASKS.set(True)
+    try:
+        yield
+    finally:
+        _NO_MASKS.reset(token)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    segments: PackedSegments | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The signature transformers calls: `query` is `[B, heads, N, D]`, the result `[B, N, heads, D]`."""
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if segments is None or not causal:  # a vision tower beside a packed decoder gets the keyword too
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} asks attention for {name}={kwargs[name]!r}, which packed attention does not "
+                "compute; set use_remove_padding=False for this model."
+            )
+    query, key, value = _same_dtype(query, key, value)
+    if segments.sp_group is not None:
+        query, key, value = scatter_qkv_heads(query, key, value, seq_dim=2, head_dim=1, group=segments.sp_group)
+    scale = scaling if scaling is not None else query.size(-1) ** -0.5
+    kernel = _kernel_for(query, dropout)
+    out = kernel(query, key, value, segments, scale=scale, dropout=dropout, window=sliding_window)
+    if segments.sp_group is not None:
+        out = gather_heads_scatter_seq(out, head_dim=2, seq_dim=1, group=segments.sp_group)
+    return out, None
+
+
+def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    if attention_mask is None and _NO_MASKS.get():
+        return None
+    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+
+def _same_dtype(*tensors: Tensor) -> Iterator[Tensor]:
+    # Under autocast rotary embeddings leave query and key in float32 while value is already bfloat16.
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
+    return (t.to(dtype) for t in tensors)
+
+
+def _kernel_for(query: Tensor, dropout: float) -> Callable[..., Tensor]:
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return _sdpa_per_sequence
+    if importlib.util.find_spec("flash_attn") is not None:
+        return _flash_attn
+    if dropout:
+        raise NotImplementedError(
+            f"PyTorch's varlen kernel has no dropout ({dropout}); set attention_dropout=0 or install flash-attn."
+        )
+    return _torch_varlen
+
+
+def _sdpa_per_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: PackedSegments,
+    *,
+    scale: float,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    outs = []
+    lengths = list(segments.lengths)
+    parts = zip(lengths, query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    for length, q, k, v in parts:
+        mask = _window_mask(length, window, query.device) if window is not None and window < length else None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale, enable_gqa=True
+        )
+        outs.append(out)
+    return torch.cat(outs, 2).transpose(1, 2).contiguous()
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """A token sees itself and the `window - 1` before it, as transformers counts."""
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _torch_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: PackedSegments,
+    *,
+    scale: float,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = _varlen_options(window)
+    if query.size(1) != key.size(1) and "enable_gqa" not in options:
+        key, value = (t.repeat_interleave(query.size(1) // key.size(1), dim=1) for t in (key, value))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [N, heads, D]
+    cu, longest = segments.cu_seqlens, segments.max_length
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, **options)
+    assert isinstance(out, Tensor), "only a request for the normaliser makes varlen_attn return a pair"
+    return out.unsqueeze(0)
+
+
+@lru_cache(maxsize=32)
+def _varlen_options(window: int | None) -> dict[str, Any]:
+    """The causal keyword changed its name between releases, and grouped heads became a keyword."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+    if "window_size" in known:
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+        return options
+    if window is not None:
+        raise NotImplementedError(
+            f"sliding_window={window} needs a newer torch.nn.attention.varlen than torch {torch.__version__} has; "
+            "upgrade torch, install flash-attn, or set use_remove_padding=False."
+        )
+    return options | {"is_causal": True}
+
+
+def _flash_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: PackedSegments,
+    *,
+    scale: float,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    cu, longest = segments.cu_seqlens, segments.max_length
+    size = (-1, -1) if window is None else (window - 1, 0)
+    out = importlib.import_module("flash_attn").flash_attn_varlen_func(
+        q, k, v, cu, cu, longest, longest, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=size
+    )
+    return out.unsqueeze(0)

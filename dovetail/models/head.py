@@ -1,0 +1,201 @@
+"""Log-probability of each label and entropy of each distribution, from hidden states and the head's weight.
+
+Two paths with one result. The plain one holds all logits, `[N, V]`. The fused one goes through the rows in chunks,
+forward and backward, and never holds more than one chunk of logits; each chunk is computed a second time in backward.
+Softmax is in float32 whatever the weights are. Knows nothing of batches, padding or models.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
+
+
+class LogProbs(NamedTuple):
+    log_probs: Tensor
+    """`[N]` float32: log p(label)."""
+    entropy: Tensor | None
+    """`[N]` float32, `None` when it was not asked for."""
+
+
+def plain_log_prob_entropy(
+    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, need_entropy: bool = True
+) -> LogProbs:
+    """From full logits `[..., V]`."""
+    scaled = logits.float() / temperature
+    log_p = scaled.log_softmax(-1)
+    log_probs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    # Not logsumexp - mean logit: that difference of large numbers loses digits when the entropy is small.
+    return LogProbs(log_probs, -(log_p.exp() * log_p).sum(-1) if need_entropy else None)
+
+
+def fused_linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    need_entropy: bool = False,
+    chunk_size: int | None = None,
+    bias: Tensor | None = None,
+    use_triton: bool | None = None,
+) -> LogProbs:
+    """The same from `hidden [N, H]` and `weight [V, H]`, chunk by chunk. Gradients go to hidden, weight and bias.
+
+    `chunk_size` counts rows; by default a chunk of logits takes 128 MiB on CPU and 1 GiB on CUDA. Matrix products run
+    in the autocast type, or in the type of `hidden`; sums over the vocabulary and the weight's gradient over chunks are
+    accumulated in float32. `use_triton` is `None` for "on CUDA, if Triton is there".
+    """
+    if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
+        raise ValueError(f"hidden must be [N, H] and labels [N]; got {tuple(hidden.shape)} and {tuple(labels.shape)}.")
+    if chunk_size is None:
+        chunk_size = max(1, _CHUNK_BYTES.get(hidden.device.type, 1 << 27) // (4 * weight.size(0)))
+    if use_triton is None:
+        use_triton = hidden.is_cuda and _triton_is_here()
+    log_probs, entropy = _FusedLinearLogProb.apply(
+        hidden, weight, bias, labels, float(temperature), need_entropy, int(chunk_size), use_triton
+    )
+    return LogProbs(log_probs, entropy if need_entropy else None)
+
+
+class _FusedLinearLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        need_entropy: bool,
+        chunk_size: int,
+        use_triton: bool,
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        rows = _triton_rows() if use_triton else _TorchRows
+        log_probs = hidden.new_empty(hidden.size(0), dtype=torch.float32)
+        normalizer, entropy = torch.empty_like(log_probs), torch.zeros_like(log_probs)
+        with torch.autocast(device, enabled=False):
+            matrix = weight.to(dtype)
+            for start in range(0, hidden.size(0), chunk_size):
+                part = slice(start, start + chunk_size)
+                logits = _logits(hidden[part].to(dtype), matrix, bias)
+                log_probs[part], normalizer[part], chunk_entropy = rows.forward(
+                    logits, labels[part], temperature, need_entropy
+                )
+                if chunk_entropy is not None:
+                    entropy[part] = chunk_entropy
+        ctx.save_for_backward(hidden, weight, bias, labels, normalizer, entropy)
+        ctx.settings = (temperature, need_entropy, chunk_size, dtype, rows)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, normalizer, entropy = ctx.saved_tensors
+        temperature, need_entropy, chunk_size, dtype, rows = ctx.settings
+        grad_log_probs, grad_entropy = grads[0].float(), grads[1].float() if need_entropy else None
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            matrix = weight.to(dtype)
+            for start in range(0, hidden.size(0), chunk_size):
+                part = slice(start, start + chunk_size)
+                h = hidden[part].to(dtype)
+                d_logits = rows.backward(
+                    _logits(h, matrix, bias),
+                    labels[part],
+                    normalizer[part],
+                    entropy[part],
+                    grad_log_probs[part],
+                    grad_entropy[part] if grad_entropy is not None else None,
+                    temperature,
+                    dtype,
+                )
+                if grad_hidden is not None:
+                    grad_hidden[part] = d_logits @ matrix
+                if grad_weight is not None:
+                    _add_product(grad_weight, d_logits, h)
+                if grad_bias is not None:
+                    grad_bias += d_logits.sum(0, dtype=torch.float32)
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype) if grad_weight is not None else None,
+            grad_bias.to(bias.dtype) if grad_bias is not None else None,
+            *([None] * 5),
+        )
+
+
+class _TorchRows:
+    """What happens to one chunk of float32 logits `[C, V]`. The Triton sibling has the same two functions."""
+
+    @staticmethod
+    def forward(
+        logits: Tensor, labels: Tensor, temperature: float, need_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        logits.div_(temperature)
+        normalizer = logits.logsumexp(-1)
+        log_probs = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizer
+        if not need_entropy:
+            return log_probs, normalizer, None
+        log_p = logits.sub_(normalizer.unsqueeze(-1))
+        return log_probs, normalizer, -torch.einsum("nv,nv->n", log_p.exp(), log_p)
+
+    @staticmethod
+    def backward(
+        logits: Tensor,
+        labels: Tensor,
+        normalizer: Tensor,
+        entropy: Tensor,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor | None,
+        temperature: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """With z = logits / T and p = softmax(z): d log p_y = onehot - p and d H = -p (log p + H), all over dz."""
+        log_p = logits.div_(temperature).sub_(normalizer.unsqueeze(-1))
+        if grad_entropy is None:
+            d_logits = log_p.exp_().mul_(-grad_log_probs.unsqueeze(-1))
+        else:
+            p = log_p.exp()
+            d_logits = log_p.add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
+            d_logits.sub_(grad_log_probs.unsqueeze(-1)).mul_(p)
+        d_logits.scatter_add_(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1))
+        return d_logits.div_(temperature).to(dtype)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # no rounding of the logits to 8 bits
+        return logits if bias is None else logits.add_(bias)
+    logits = F.linear(hidden, weight).float()
+    return logits if bias is None else logits.add_(bias)
+
+
+def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """`total += d_logits.T @ hidden`, kept in float32."""
+    if d_logits.dtype == torch.float32:
+        total.addmm_(d_logits.t(), hidden)
+    elif d_logits.is_cuda:
+        total.add_(torch.mm(d_logits.t(), hidden, out_dtype=torch.float32))
+    else:
+        total.add_(d_logits.t() @ hidden)
+
+
+def _triton_is_here() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("triton") is not None
+
+
+def _triton_rows() -> Any:
+    from dovetail.models.kernels.linear_log_prob import TritonRows
+
+    return TritonRows

@@ -1,0 +1,1 @@
+"""GPU kernels. Imported only where CUDA and Triton are."""

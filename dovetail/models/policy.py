@@ -1,0 +1,102 @@
+"""A policy: the log-probability of every token of a batch, and the entropy it was drawn with.
+
+`PolicyModel` wraps a causal language model (or one that also sees images). The head is applied only where a log-prob is
+wanted, by the plain or the fused path. Knows nothing of advantages or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.models.backbone import TransformerBackbone, align_to_tokens, checked_layer, predicting_positions
+from dovetail.models.head import LogProbs, fused_linear_log_prob, plain_log_prob_entropy
+
+
+class PolicyOutput(NamedTuple):
+    """A tuple, not a dataclass: FSDP2 looks for tensors in the output to hang its backward hooks on."""
+
+    log_probs: Tensor
+    """`[B, T]` float32: log p(token t | tokens before t). 0 for padding, the first token and unwanted tokens."""
+    entropy: Tensor | None
+    """`[B, T]` float32: entropy of the distribution token t was drawn from; `None` when not asked for."""
+
+
+class PolicyModel(TransformerBackbone):
+    """Token log-probs of a transformers causal LM. Responses are the last columns: `log_probs[:, -R:]`."""
+
+    def __init__(
+        self,
+        hf_model: Any,
+        *,
+        use_remove_padding: bool = True,
+        use_fused_kernels: bool = False,
+        head_chunk_size: int | None = None,
+    ) -> None:
+        super().__init__(hf_model, use_remove_padding=use_remove_padding)
+        self.use_fused_kernels = use_fused_kernels
+        self.head_chunk_size = head_chunk_size
+        text = hf_model.config.get_text_config()
+        # Models that scale or cap their logits do it after the head: the factor joins the temperature.
+        self._logit_scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
+            getattr(text, "logits_scaling", None) or 1.0
+        )
+        self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        if use_fused_kernels and self._softcap:
+            raise ValueError(
+                f"{type(hf_model).__name__} caps its logits (final_logit_softcapping={self._softcap}), which the fused "
+                "head does not compute; set use_fused_kernels=False."
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        token_mask: Tensor | None = None,
+        temperature: float = 1.0,
+        need_entropy: bool = False,
+        multi_modal_inputs: Mapping[str, Tensor] | None = None,
+    ) -> PolicyOutput:
+        """All inputs are padded `[B, T]`; `token_mask` marks the tokens whose log-prob is wanted (default: all)."""
+        hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
+        rows = layout.pack(predicting_positions(attention_mask, token_mask)).nonzero().squeeze(1)
+        labels = layout.pack(input_ids.roll(-1, dims=1))
+        found = self._head(hidden[rows], labels[rows], temperature, need_entropy)
+
+        def spread(values: Tensor) -> Tensor:
+            flat = values.new_zeros(hidden.size(0)).index_copy(0, rows, values)
+            return align_to_tokens(layout.unpack(flat))
+
+        entropy = spread(found.entropy) if found.entropy is not None else None
+        return PolicyOutput(spread(found.log_probs), entropy)
+
+    def _head(self, hidden: Tensor, labels: Tensor, temperature: float, need_entropy: bool) -> LogProbs:
+        layer = self.hf_model.get_output_embeddings()
+        if layer is None:
+            raise ValueError(f"{type(self.hf_model).__name__} has no language-model head.")
+        layer = checked_layer(layer)
+        temperature = temperature / self._logit_scale
+        if self.use_fused_kernels:
+            if type(layer) is not nn.Linear:
+                raise ValueError(
+                    f"the fused head needs a plain linear layer, this model has {type(layer).__name__}; "
+                    "set use_fused_kernels=False, or keep the head out of the LoRA targets."
+                )
+            return fused_linear_log_prob(
+                hidden,
+                layer.weight,
+                labels,
+                bias=layer.bias,
+                temperature=temperature,
+                need_entropy=need_entropy,
+                chunk_size=self.head_chunk_size,
+            )
+        logits = layer(hidden)
+        if self._softcap:
+            logits = torch.tanh(logits.float() / self._softcap) * self._softcap
+        return plain_log_prob_entropy(logits, labels, temperature=temperature, need_entropy=need_entropy)

@@ -1,0 +1,80 @@
+"""A value per token (`ValueModel`) and a score per sequence (`RewardModel`).
+
+Both wrap transformers models with a scalar head: token classification, sequence classification, or a bare
+model that gets a head here (architectures without a classification class, such as vision-language models). Dropout
+before the head, which transformers adds to token classifiers, is left out: a critic's target must not be noisy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.models.backbone import TransformerBackbone, align_to_tokens, checked_layer
+
+_HEAD_NAMES = ("score", "classifier")
+
+
+class _ScalarHeadModel(TransformerBackbone):
+    def __init__(self, hf_model: Any, *, use_remove_padding: bool = True, head_bias: bool = False) -> None:
+        super().__init__(hf_model, use_remove_padding=use_remove_padding)
+        owned = any(getattr(hf_model, name, None) is not None for name in _HEAD_NAMES)
+        reference = next(hf_model.parameters())
+        self.score: nn.Linear | None = None
+        if not owned:
+            size = hf_model.config.get_text_config().hidden_size
+            self.score = nn.Linear(size, 1, bias=head_bias, device=reference.device, dtype=reference.dtype)
+
+    def _scores(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None,
+        multi_modal_inputs: Mapping[str, Tensor] | None,
+    ) -> Tensor:
+        """`[B, T]` float32: the head at every token, 0 on padding."""
+        hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
+        layer = checked_layer(self.score) if self.score is not None else self.output_layer(*_HEAD_NAMES)
+        scores = layer(hidden)
+        if scores.size(-1) != 1:
+            raise ValueError(
+                f"{type(self.hf_model).__name__} gives {scores.size(-1)} numbers a token, a scalar head gives one; "
+                "load it with num_labels=1."
+            )
+        return layout.unpack(scores.squeeze(-1).float()) * attention_mask
+
+
+class ValueModel(_ScalarHeadModel):
+    """State values of a critic."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        multi_modal_inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """`[B, T]` float32: the value of the state before token t, so that responses are `values[:, -R:]`."""
+        return align_to_tokens(self._scores(input_ids, attention_mask, position_ids, multi_modal_inputs))
+
+
+class RewardModel(_ScalarHeadModel):
+    """Scores of whole sequences, read at their last token."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        multi_modal_inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """`[B]` float32."""
+        scores = self._scores(input_ids, attention_mask, position_ids, multi_modal_inputs)
+        places = torch.arange(attention_mask.size(1), device=attention_mask.device)
+        last = (places * attention_mask.bool()).argmax(dim=1, keepdim=True)
+        return scores.gather(1, last).squeeze(1)

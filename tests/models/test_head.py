@@ -1,0 +1,113 @@
+"""The fused head against the plain one: values and gradients, and what it holds in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.models.head import fused_linear_log_prob, plain_log_prob_entropy
+
+pytestmark = pytest.mark.unit
+
+
+def _inputs(n: int = 37, h: int = 24, v: int = 211, *, bias: bool = False, dtype: torch.dtype = torch.float32) -> tuple:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, h, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(v, h, generator=generator) * 0.7).to(dtype).requires_grad_()
+    b = torch.randn(v, generator=generator).to(dtype).requires_grad_() if bias else None
+    return hidden, weight, b, torch.randint(0, v, (n,), generator=generator)
+
+
+def _loss(log_probs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+    weights = torch.linspace(-1, 2, log_probs.numel(), device=log_probs.device)
+    loss = (log_probs * weights).sum()
+    return loss if entropy is None else loss + (entropy * weights.flip(0)).sum()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 8, 37, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("need_entropy", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_head_equals_plain_head_in_values_and_gradients(
+    chunk_size: int, temperature: float, need_entropy: bool, bias: bool
+) -> None:
+    hidden, weight, b, labels = _inputs(bias=bias)
+    logits = torch.nn.functional.linear(hidden, weight, b)
+    plain = plain_log_prob_entropy(logits, labels, temperature=temperature, need_entropy=need_entropy)
+    inputs = [t for t in (hidden, weight, b) if t is not None]
+    expected = torch.autograd.grad(_loss(*plain), inputs)
+    fused = fused_linear_log_prob(
+        hidden, weight, labels, bias=b, temperature=temperature, need_entropy=need_entropy, chunk_size=chunk_size
+    )
+    torch.testing.assert_close(fused.log_probs, plain.log_probs, atol=1e-5, rtol=1e-5)
+    if need_entropy:
+        torch.testing.assert_close(fused.entropy, plain.entropy, atol=1e-5, rtol=1e-5)
+    for got, want in zip(torch.autograd.grad(_loss(*fused), inputs), expected, strict=True):
+        # Gradients sum over 211 words or 37 rows of size about 2: relative to that size.
+        torch.testing.assert_close(got, want, atol=1e-5 * want.abs().max().item(), rtol=1e-5)
+
+
+def test_plain_head_equals_log_softmax_and_categorical_entropy() -> None:
+    logits, labels = torch.randn(5, 13), torch.randint(0, 13, (5,))
+    found = plain_log_prob_entropy(logits, labels, temperature=0.5)
+    distribution = torch.distributions.Categorical(logits=logits / 0.5)
+    torch.testing.assert_close(found.log_probs, distribution.log_prob(labels))
+    torch.testing.assert_close(found.entropy, distribution.entropy())
+
+
+def test_a_frozen_weight_gets_no_gradient_and_hidden_still_does() -> None:
+    hidden, weight, _, labels = _inputs()
+    fused_linear_log_prob(hidden, weight.detach(), labels).log_probs.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+
+
+def test_no_rows_give_empty_results_and_zero_gradients() -> None:
+    hidden, weight, _, labels = _inputs()
+    found = fused_linear_log_prob(hidden[:0], weight, labels[:0], need_entropy=True)
+    (found.log_probs.sum() + found.entropy.sum()).backward()
+    assert found.log_probs.shape == (0,)
+    assert weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_is_as_close_to_float32_as_plain_half_precision(autocast: bool) -> None:
+    hidden, weight, _, labels = _inputs(64, 64, 503)
+    exact = plain_log_prob_entropy(hidden @ weight.t(), labels)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    h, w = (t.detach().to(dtype).requires_grad_() for t in (hidden, weight))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        fused = fused_linear_log_prob(h, w, labels, need_entropy=True, chunk_size=16)
+        plain = plain_log_prob_entropy(torch.nn.functional.linear(h, w), labels)
+    assert fused.log_probs.dtype == torch.float32
+    error = (fused.log_probs - exact.log_probs).abs().mean()
+    assert error <= 1.05 * (plain.log_probs - exact.log_probs).abs().mean() + 1e-6
+    got, want = (torch.autograd.grad(_loss(*found), (h, w)) for found in (fused, plain))
+    for a, b in zip(got, want, strict=True):
+        assert torch.nn.functional.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) > 0.999
+
+
+class _LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
+    hidden, weight, _, labels = _inputs(512, 8, 1024)
+    with _LargestTensor() as seen:
+        found = fused_linear_log_prob(hidden, weight, labels, need_entropy=True, chunk_size=32)
+        _loss(*found).backward()
+    assert seen.numel <= 32 * 1024
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"hidden must be \[N, H\]"):
+        fused_linear_log_prob(torch.zeros(2, 3, 4), torch.zeros(5, 4), torch.zeros(2, 3, dtype=torch.long))
