@@ -98,10 +98,12 @@ def nearest_key(root: type[BaseModel], name: str) -> str | None:
     if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
         return siblings[close[0]]
     namesakes = [key for key in known if key.rpartition(".")[2] == leaf]
-    if close := difflib.get_close_matches(name, namesakes, n=1, cutoff=0.3):
-        return close[0]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return close[0] if close else None
+    if namesakes:
+        words = set(name.split("."))
+        return max(namesakes, key=lambda key: len(words & set(key.split("."))))
+    # The sections of long keys look alike, so the last word must look alike too.
+    near = difflib.get_close_matches(name, known, n=5, cutoff=0.7)
+    return next((key for key in near if _ratio(leaf, key.rpartition(".")[2]) >= 0.6), None)
 
 
 def describe_type(field: FieldInfo) -> str:
@@ -114,6 +116,10 @@ def describe_type(field: FieldInfo) -> str:
     names = [name for name in names if name != "null"]
     words = " or ".join(names) + (f" {bounds}" if bounds else "")
     return words + (", or null" if optional else "")
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _walk(section: type[BaseModel], prefix: str) -> Iterator[Key]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dovetail.config.errors import ConfigError, Notice, Problem
 from dovetail.config.files import read_yaml, resolve_interpolations
-from dovetail.config.keys import find_key, sections
+from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.no_effect import no_effect
 from dovetail.config.overrides import Override, parse_overrides, read_overrides_file
 from dovetail.config.root import DovetailConfig
@@ -87,7 +87,7 @@ class _Draft:
         translated = translate(values)
         self.notices += translated.notices
         self.problems += translated.problems
-        kept = self._without_idle(translated.leaves)
+        kept = self._without_nulls(self._without_idle(translated.leaves))
         unknown = unknown_keys(kept)
         self.problems += unknown
         wrong = {problem.key for problem in unknown}
@@ -116,7 +116,7 @@ class _Draft:
     def _delete(self, key: str) -> None:
         known = find_key(DovetailConfig, key) is not None or key in sections(DovetailConfig)
         if not remove(self.tree, key) and not known:
-            self.problems.append(Problem(key, f"~{key}: there is no such key to remove{suggestion(key)}."))
+            self.problems.append(Problem(key, f"~{key}: there is no such key to remove{suggestion(key)}"))
 
     def _resolved(self) -> dict[str, Any]:
         try:
@@ -139,6 +139,17 @@ class _Draft:
                 kept[key] = value
             elif value is not None:
                 self.notices.append(Notice(key, f"{key}={value} has no effect here: {entry.reason}."))
+        return kept
+
+    def _without_nulls(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Null where null is no value means "not set"."""
+        kept: dict[str, Any] = {}
+        for key, value in values.items():
+            known = catalogue(DovetailConfig).get(key)
+            if value is not None or known is None or known.accepts(type(None)) or known.inherits:
+                kept[key] = value
+            else:
+                self.notices.append(Notice(key, f"{key}=null is read as its default, {known.default}."))
         return kept
 
     def _note_values(self, config: DovetailConfig) -> None:

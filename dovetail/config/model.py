@@ -35,7 +35,7 @@ class ModelConfig(Section):
         FusedKernelConfig.model_construct(), description="Options of the fused head."
     )
     lora_rank: int = Field(0, ge=0, description="Rank of LoRA adapters; 0 trains all weights.")
-    lora_alpha: float = Field(16, gt=0, description="LoRA scale is `lora_alpha / lora_rank`.")
+    lora_alpha: float = Field(16, ge=0, description="LoRA scale is `lora_alpha / lora_rank`.")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the adapters.")
     target_modules: str | list[str] = Field("all-linear", description="Modules that get an adapter.")
     exclude_modules: str | list[str] | None = Field(None, description="Modules that get none (names or one pattern).")

@@ -43,8 +43,10 @@ def parse_overrides(texts: Sequence[str], *, source: str, shell_quotes: bool = F
     for text in texts:
         text = text.strip()
         if text.startswith("--"):
-            message = f"{text.split('=')[0]} selects files of another launcher and is ignored; pass YAML files by path."
-            parsed.notices.append(Notice(text, message))
+            parsed.notices.append(Notice(text, f"{text} selects a file of another launcher; it is not read."))
+            if text.startswith("--config-name") and "megatron" in text:
+                # What such a file is chosen for. Laid first, so that any explicit strategy wins.
+                parsed.overrides.insert(0, Override("actor_rollout_ref.actor.strategy", "megatron", source))
             continue
         try:
             parsed.overrides.append(_parse(text, source, shell_quotes))

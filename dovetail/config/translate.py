@@ -121,12 +121,10 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation(f"{_ROLLOUT}.val_kwargs.val_n", f"{_ROLLOUT}.val_kwargs.n"),
     Translation(f"{_ROLLOUT}.seed", "trainer.seed", "one seed for the whole run"),
     Translation(f"{_ROLLOUT}.full_determinism", "trainer.full_determinism", "it holds for the whole run"),
-    Translation("rollout.nnodes", f"{_ROLLOUT}.nnodes", "devices of generation alone"),
-    Translation("rollout.n_gpus_per_node", f"{_ROLLOUT}.n_gpus_per_node", "devices of generation alone"),
-    Translation("rollout.n", f"{_ROLLOUT}.n"),
     Translation("rollout.total_rollout_steps", "async_training.total_rollout_steps"),
     Translation("rollout.total_epochs", "trainer.total_epochs"),
     Translation("rollout.test_freq", "trainer.test_freq"),
+    Translation("rollout.*", f"{_ROLLOUT}.*", "generation has one section"),
     Translation("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
     Translation("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     Translation("data.max_samples", "data.train_max_samples"),
@@ -149,6 +147,8 @@ VALUE_SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
     "critic.optim.lr_scheduler_type": _SCHEDULES,
     "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
     "trainer.resume_from_path": {False: None},
+    "trainer.test_freq": {False: -1},
+    "trainer.save_freq": {False: -1},
     f"{_ROLLOUT}.logprobs_mode": {"processed": "processed_logprobs", "raw": "raw_logprobs"},
 }
 

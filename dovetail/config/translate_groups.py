@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dovetail.config.actor import ActorConfig
+from dovetail.config.async_training import AsyncTrainingConfig
 from dovetail.config.errors import Notice, Problem
 from dovetail.config.trainer import TrainerConfig
 
@@ -46,7 +48,7 @@ def ratio_cap(leaves: Mapping[str, Any]) -> GroupResult:
 
 
 def flat_importance_sampling(leaves: Mapping[str, Any]) -> GroupResult:
-    """Second generation: `algorithm.rollout_is`, `_threshold`, `_threshold_lower`, `_level`, `_mode`, `_veto_threshold`."""
+    """Second generation: `algorithm.rollout_is` and `algorithm.rollout_is_*` (see `FLAT_KEYS`)."""
     prefix = "algorithm.rollout_is"
     result = GroupResult(consumed=[key for key in leaves if key == prefix or key.startswith(f"{prefix}_")])
     if not result.consumed:
@@ -80,7 +82,7 @@ def flat_importance_sampling(leaves: Mapping[str, Any]) -> GroupResult:
 
 
 def early_rollout_correction(leaves: Mapping[str, Any]) -> GroupResult:
-    """Third generation, first names: `rollout_rs=token|sequence|geometric`, `_threshold_lower`, `use_policy_gradient`."""
+    """Third generation, first names: rejection by level, a separate lower bound, `use_policy_gradient`."""
     result = GroupResult()
     rule, lower_key = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold_lower"
     upper_key = f"{_CORRECTION}.rollout_rs_threshold"
@@ -103,6 +105,34 @@ def early_rollout_correction(leaves: Mapping[str, Any]) -> GroupResult:
                 result.values[f"{_CORRECTION}.loss_type"] = ("reinforce", key)
                 result.notices.append(Notice(key, f"{key} is read as {_CORRECTION}.loss_type=reinforce."))
     return result
+
+
+def implied_megatron(leaves: Mapping[str, Any]) -> GroupResult:
+    """Lists for a Megatron file set `*.megatron.*` and no strategy, because that file chose the backend."""
+    result = GroupResult()
+    if leaves.get(f"{_ACTOR}.strategy") is not None:
+        return result
+    for role in (_ACTOR, "critic"):
+        used = next((key for key in leaves if key.startswith(f"{role}.megatron.")), None)
+        if used is not None and leaves.get(f"{role}.strategy") is None:
+            result.values[f"{role}.strategy"] = ("megatron", used)
+            result.notices.append(
+                Notice(f"{role}.strategy", f"{used} is set and {role}.strategy is not: it is read as megatron.")
+            )
+    return result
+
+
+def streamed_batch(leaves: Mapping[str, Any]) -> GroupResult:
+    """Fully asynchronous lists set `data.train_batch_size=0`: a step takes what `require_batches` asks for."""
+    key = "data.train_batch_size"
+    if leaves.get(key) != 0 or isinstance(leaves[key], bool):
+        return GroupResult()
+    mini = leaves.get(f"{_ACTOR}.ppo_mini_batch_size", ActorConfig.model_fields["ppo_mini_batch_size"].default)
+    batches = leaves.get("async_training.require_batches", AsyncTrainingConfig.model_fields["require_batches"].default)
+    if not isinstance(mini, int) or not isinstance(batches, int):
+        return GroupResult()
+    message = f"{key}=0 is read as {mini * batches}: require_batches={batches} mini-batches of {mini} prompts."
+    return GroupResult([key], {key: (mini * batches, f"{key}=0")}, [Notice(key, message)])
 
 
 def global_micro_batches(leaves: Mapping[str, Any]) -> GroupResult:
@@ -135,6 +165,8 @@ GROUP_RULES: tuple[Callable[[Mapping[str, Any]], GroupResult], ...] = (
     ratio_cap,
     flat_importance_sampling,
     early_rollout_correction,
+    implied_megatron,
+    streamed_batch,
     global_micro_batches,
 )
 

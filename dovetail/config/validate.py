@@ -23,14 +23,14 @@ def unknown_keys(values: Mapping[str, Any]) -> list[Problem]:
             if value not in (None, {}):
                 problems.append(Problem(key, f"{key}={value!r}: {key} is a section; set the keys below it."))
         elif find_key(DovetailConfig, key) is None:
-            problems.append(Problem(key, f"{key} is not a known key{suggestion(key)}."))
+            problems.append(Problem(key, f"{key} is not a known key{suggestion(key)}"))
     return problems
 
 
 def suggestion(key: str) -> str:
-    """`; did you mean X?` without the question, or nothing."""
+    """The end of a sentence about an unknown key."""
     near = nearest_key(DovetailConfig, key)
-    return f"; did you mean {near}?" if near else "; docs/configuration.md lists all keys"
+    return f"; did you mean {near}?" if near else "; docs/configuration.md lists all keys."
 
 
 def build(values: Mapping[str, Any]) -> tuple[DovetailConfig | None, list[Problem]]:
