@@ -1,1 +1,57 @@
-"""How one process drives N: groups, dispatch and placement. Knows no reinforcement learning."""
+"""How one process drives N: groups of workers on Ray, or in this process. Knows no RL.
+
+Importing this package does not import ray: `start_ray` must come first.
+"""
+
+from dovetail.controller.cluster import start_ray, stop_ray
+from dovetail.controller.context import WorkerContext
+from dovetail.controller.dispatch import Padding, RankArguments
+from dovetail.controller.errors import WorkerDiedError, WorkerError
+from dovetail.controller.futures import BatchFuture, BatchSlice, GroupFuture
+from dovetail.controller.local import LocalWorkerGroup
+from dovetail.controller.ray_group import RayWorkerGroup
+from dovetail.controller.registration import (
+    Dispatch,
+    DispatchMode,
+    Execute,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+    register_dispatch_mode,
+    registered_methods,
+)
+from dovetail.controller.resource_pool import RayResourcePool, merge_resource_pool, split_resource_pool
+from dovetail.controller.worker import Worker
+from dovetail.controller.worker_classes import ClassWithInitArgs, RayClassWithInitArgs, create_colocated_worker_cls
+from dovetail.controller.worker_group import GroupMethod, MeshLayout, WorkerGroup
+
+__all__ = [
+    "BatchFuture",
+    "BatchSlice",
+    "ClassWithInitArgs",
+    "Dispatch",
+    "DispatchMode",
+    "Execute",
+    "GroupFuture",
+    "GroupMethod",
+    "LocalWorkerGroup",
+    "MeshLayout",
+    "Padding",
+    "RankArguments",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "Worker",
+    "WorkerContext",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerGroup",
+    "create_colocated_worker_cls",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "merge_resource_pool",
+    "register",
+    "register_dispatch_mode",
+    "registered_methods",
+    "split_resource_pool",
+    "start_ray",
+    "stop_ray",
+]

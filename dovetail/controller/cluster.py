@@ -1,0 +1,125 @@
+"""Start Ray on this machine, for this machine only, or join a cluster that runs already.
+
+A Ray started here listens on loopback only. Ray decides that when it is imported, so `start_ray` must run before
+anything imports ray; it refuses to start one that the network could reach.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# Ray has no "loopback only" option. With clusters switched off it binds every socket to 127.0.0.1, on Linux too.
+_ALLOW_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_GIB = 1024**3
+
+PASSED_ON_TO_WORKERS = (
+    "OMP_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "DOVETAIL_LOGGING_LEVEL",
+)
+"""Variables of the driver that every worker gets too. Ray would set OMP_NUM_THREADS from the actor's num_cpus."""
+
+
+def start_ray(
+    address: str | None = None,
+    *,
+    num_cpus: int | None = None,
+    num_gpus: int | None = None,
+    object_store_memory: int | None = None,
+    env: Mapping[str, str] | None = None,
+    namespace: str | None = None,
+    log_to_driver: bool = True,
+    attempts: int = 2,
+    **ray_init: Any,
+) -> None:
+    """Start a local Ray, or join the cluster at ``address``. If Ray runs in this process already, it stays as it is.
+
+    ``num_cpus`` is a count of slots for processes, not of cores: Ray binds nothing to a core. ``env`` goes to every
+    worker, after the variables of `PASSED_ON_TO_WORKERS`. A start that times out (a busy machine) is tried once more.
+    Other keywords go to ``ray.init``.
+    """
+    if address is None:
+        _forbid_network()
+    import ray
+
+    if ray.is_initialized():
+        logger.info("Ray runs in this process already; using it.")
+        return
+    settings: dict[str, Any] = {
+        "runtime_env": {"env_vars": worker_environment(env)},
+        "namespace": namespace,
+        "log_to_driver": log_to_driver,
+        "logging_level": logging.WARNING,
+        "configure_logging": False,
+        **ray_init,
+    }
+    if address is not None:
+        ray.init(address=address, **settings)
+        return
+    settings |= {
+        "include_dashboard": False,
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
+        "object_store_memory": object_store_memory or default_object_store_bytes(),
+    }
+    _start_local(settings, attempts)
+
+
+def worker_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment variables that workers get in addition to those of the Ray daemon."""
+    passed = {name: os.environ[name] for name in PASSED_ON_TO_WORKERS if name in os.environ}
+    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", **passed, **(env or {})}
+
+
+def default_object_store_bytes() -> int:
+    """A fifth of the memory, at least 256 MiB, at most 64 GiB and at most 80 % of what /dev/shm can hold."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    limit = int(shared.f_bavail * shared.f_frsize * 0.8) if shared else 64 * _GIB
+    return max(min(memory // 5, 64 * _GIB, limit), _GIB // 4)
+
+
+def stop_ray() -> None:
+    """Leave Ray; a local one that `start_ray` started ends."""
+    ray = sys.modules.get("ray")
+    if ray is not None:
+        ray.shutdown()
+
+
+def _forbid_network() -> None:
+    os.environ.setdefault(_ALLOW_CLUSTER, "0")
+    if "ray" not in sys.modules:
+        return
+    from ray._private import ray_constants
+
+    if ray_constants.ENABLE_RAY_CLUSTER and os.environ[_ALLOW_CLUSTER] == "0":
+        raise RuntimeError(
+            "ray was imported before start_ray(), and would listen on every network interface. Call start_ray() first, "
+            f"or set {_ALLOW_CLUSTER}=0 in the environment; set it to 1 if other machines shall reach this Ray."
+        )
+
+
+def _start_local(settings: dict[str, Any], attempts: int) -> None:
+    import ray
+
+    for attempt in range(1, attempts + 1):
+        try:
+            ray.init(**settings)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt == attempts or "timed out" not in str(error).lower():
+                raise
+            logger.warning("Ray did not start (%s); trying again.", error)
+            time.sleep(2.0)

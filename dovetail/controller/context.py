@@ -1,0 +1,74 @@
+"""Who am I among the processes of my group? Plain data handed to a worker when it is built."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Place of one worker in its group.
+
+    ``master_addr`` and ``master_port`` are the address of a key-value store that rank 0 already listens on (``None``
+    for a world of one). They are an address to connect to, not a port to bind.
+    """
+
+    role: str = "worker"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: str = "localhost"
+    single_node: bool = True
+    master_addr: str | None = None
+    master_port: int | None = None
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+
+    def env(self) -> dict[str, str]:
+        """The variables that torch and its users expect to find in the process environment."""
+        env = {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+        }
+        if self.master_addr is not None:
+            env |= {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port)}
+        return env | dict(self.extra_env)
+
+
+@contextmanager
+def building(context: WorkerContext) -> Iterator[None]:
+    """Workers constructed inside this block take ``context`` as theirs."""
+    token = _BUILDING.set(context)
+    try:
+        yield
+    finally:
+        _BUILDING.reset(token)
+
+
+def context_for_new_worker(role: str) -> WorkerContext:
+    """The context set by :func:`building`, else the one that torchrun put in the environment, else a world of one."""
+    context = _BUILDING.get()
+    if context is not None:
+        return context
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return WorkerContext(role=role)
+    port = os.environ.get("MASTER_PORT")
+    return WorkerContext(
+        role=role,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        master_addr=os.environ.get("MASTER_ADDR"),
+        master_port=int(port) if port else None,
+        single_node=os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
+    )
+
+
+_BUILDING: contextvars.ContextVar[WorkerContext | None] = contextvars.ContextVar("worker_context", default=None)

@@ -1,0 +1,112 @@
+"""The process of a rank: builds the workers of its roles and runs their methods. Decides nothing by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dovetail.controller.context import WorkerContext, building
+from dovetail.controller.errors import WorkerError, describe_exception
+from dovetail.controller.futures import BatchSlice
+from dovetail.controller.rendezvous import serve_store
+from dovetail.controller.worker import Worker
+from dovetail.controller.worker_classes import ClassWithInitArgs
+from dovetail.controller.worker_logging import configure_worker_logging, logging_as
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """Where a rank runs."""
+
+    pid: int
+    node: str
+    node_id: str
+    hostname: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method call on one rank, without its arguments."""
+
+    role: str
+    method: str
+    num_args: int
+    kwarg_names: tuple[str, ...]
+    keep_result: bool = True
+    count_rows: bool = False
+    materialize_futures: bool = True
+
+
+class WorkerHost:
+    """Hosts the workers of one rank. A Ray actor in `RayWorkerGroup`, a plain object in `LocalWorkerGroup`."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._context = WorkerContext()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def identify(self) -> ProcessIdentity:
+        """Where this process runs, as Ray names the node."""
+        import ray
+
+        node_id = ray.get_runtime_context().get_node_id()
+        return ProcessIdentity(os.getpid(), ray.util.get_node_ip_address(), node_id, socket.gethostname())
+
+    def serve_store(self, host: str) -> tuple[str, int]:
+        """Bind the group's store in this process; only rank 0 is asked to."""
+        return serve_store(host)
+
+    def build(self, context: WorkerContext, roles: Mapping[str, ClassWithInitArgs]) -> None:
+        """Build the workers of this rank, in the order given."""
+        self._context = context
+        os.environ.update(context.env())
+        configure_worker_logging("+".join(roles), context.rank, context.world_size)
+        for role, spec in roles.items():
+            with building(replace(context, role=role)), logging_as(role):
+                try:
+                    self._workers[role] = spec()
+                except Exception as exception:  # noqa: BLE001  the process boundary: the driver raises it again
+                    raise self._describe(exception, role, "__init__") from None
+            if not hasattr(self._workers[role], "context"):
+                raise TypeError(f"{spec.cls.__name__}.__init__ must call super().__init__() of Worker.")
+        for worker in self._workers.values():
+            worker.colocated = dict(self._workers)
+
+    def call(self, call: Call, *values: Any) -> Any:
+        """Run a method; what it raises leaves this process as a `WorkerError`."""
+        try:
+            return self.run(call, values)
+        except WorkerError:
+            raise
+        except Exception as exception:  # noqa: BLE001  the process boundary: the driver raises it again
+            upstream = _upstream_error(exception)
+            raise upstream or self._describe(exception, call.role, call.method) from None
+
+    def run(self, call: Call, values: Sequence[Any]) -> Any:
+        """Run a method; its exceptions pass through as they are."""
+        if call.materialize_futures:
+            values = [value.get() if isinstance(value, BatchSlice) else value for value in values]
+        kwargs = dict(zip(call.kwarg_names, values[call.num_args :], strict=True))
+        with logging_as(call.role):
+            result = getattr(self._workers[call.role], call.method)(*values[: call.num_args], **kwargs)
+            if inspect.iscoroutine(result):
+                self._loop = self._loop or asyncio.new_event_loop()
+                result = self._loop.run_until_complete(result)
+        # The other ranks of a data-parallel rank hold the same result: keeping one copy is enough.
+        result = result if call.keep_result else None
+        return (result, len(result) if result is not None else 0) if call.count_rows else result
+
+    def _describe(self, exception: BaseException, role: str, method: str) -> WorkerError:
+        context = self._context
+        return describe_exception(exception, role, context.rank, method, pid=os.getpid(), node=context.node)
+
+
+def _upstream_error(exception: BaseException) -> WorkerError | None:
+    """The error of the call that should have made our argument, when that is why this one failed."""
+    cause = getattr(exception, "cause", None)
+    return cause if isinstance(cause, WorkerError) else None

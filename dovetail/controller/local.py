@@ -1,0 +1,89 @@
+"""`LocalWorkerGroup`: the same workers and the same calls in this process, without Ray. World size is one.
+
+Every call runs at once in the caller's thread: a debugger steps into it, and an exception keeps its own type and
+traceback. Arguments are not copied, unlike through Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dovetail.controller.context import WorkerContext, building
+from dovetail.controller.futures import BatchFuture, GroupFuture
+from dovetail.controller.host import WorkerHost
+from dovetail.controller.worker import Worker
+from dovetail.controller.worker_classes import ClassWithInitArgs
+from dovetail.controller.worker_group import Launch, WorkerGroup
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """A group of one. Takes what `RayWorkerGroup` takes, without the pool."""
+
+    takes_slices = False
+
+    def __init__(self, cls_with_init: ClassWithInitArgs, *, role: str | None = None) -> None:
+        specs = cls_with_init.roles(role)
+        self._bind(_LocalHost(specs), next(iter(specs)) if len(specs) == 1 else "+".join(specs), cls_with_init.cls)
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, LocalWorkerGroup]:
+        groups = {}
+        for role in prefix_set:
+            groups[role] = view = LocalWorkerGroup.__new__(LocalWorkerGroup)
+            view._bind(self._host, role, type(self._host.worker(role)))
+        return groups
+
+    @property
+    def worker(self) -> Worker:
+        """The worker itself, for looking inside."""
+        return self._host.worker(self.role)
+
+    def shutdown(self) -> None:
+        """Drop the workers."""
+        self._host.clear()
+
+    def _bind(self, host: _LocalHost, role: str, worker_cls: type[Worker]) -> None:
+        super().__init__(role, worker_cls, world_size=1)
+        self._host = host
+
+    def _launch(self, launch: Launch) -> GroupFuture:
+        args, kwargs = launch.arguments.of(0)
+        done = _Done(self._host.run(launch.call, [*args, *kwargs.values()]))
+        if launch.batch_ranks is None:
+            return GroupFuture(done, launch.collect)
+        return BatchFuture(done, launch.collect, parts=(), lazy=False)
+
+
+class _LocalHost(WorkerHost):
+    """Builds the workers without touching the environment or the logging of this process."""
+
+    def __init__(self, specs: dict[str, ClassWithInitArgs]) -> None:
+        super().__init__()
+        for role, spec in specs.items():
+            with building(WorkerContext(role=role)):
+                self._workers[role] = spec()
+        for worker in self._workers.values():
+            worker.colocated = dict(self._workers)
+
+    def worker(self, role: str) -> Worker:
+        if role not in self._workers:
+            raise ValueError(
+                f"this process hosts no role {role!r}; it hosts {sorted(self._workers) or 'none any more'}."
+            )
+        return self._workers[role]
+
+    def clear(self) -> None:
+        self._workers.clear()
+
+
+class _Done:
+    """A call that has already run."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def wait(self, timeout: float | None = None) -> dict[int, Any]:
+        return {0: self._result}
+
+    def done(self) -> bool:
+        return True

@@ -1,0 +1,204 @@
+"""`RayWorkerGroup`: a group whose ranks are Ray actors on the slots of a pool."""
+
+from __future__ import annotations
+
+import types
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dovetail.controller.context import WorkerContext
+from dovetail.controller.futures import BatchFuture, BatchPart, GroupFuture
+from dovetail.controller.host import ProcessIdentity, WorkerHost
+from dovetail.controller.processes import WorkerProcesses
+from dovetail.controller.rendezvous import LOOPBACK
+from dovetail.controller.resource_pool import RayResourcePool, Slot
+from dovetail.controller.watchdog import WATCHDOG
+from dovetail.controller.worker import Worker
+from dovetail.controller.worker_classes import ClassWithInitArgs, RayClassWithInitArgs
+from dovetail.controller.worker_group import Launch, WorkerGroup
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+
+class RayWorkerGroup(WorkerGroup):
+    """One actor per slot of ``resource_pool``, all built from ``ray_cls_with_init``.
+
+    ``worker_env`` holds environment variables that must be there when the process starts. ``failure_grace_s`` is how
+    long the other ranks of a failed call may take to finish before the group is stopped.
+    """
+
+    takes_slices = True
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs,
+        *,
+        name_prefix: str | None = None,
+        worker_env: Mapping[str, str] | None = None,
+        failure_grace_s: float = 5.0,
+    ) -> None:
+        roles = ray_cls_with_init.roles(name_prefix)
+        title = "+".join(roles)
+        slots = resource_pool.slots()
+        unique = f"{title}-{uuid.uuid4().hex[:8]}"
+        names = [f"{unique}:{rank}" for rank in range(len(slots))]
+        options = {**resource_pool.actor_options(), **ray_cls_with_init.options}
+        actors = [_start_actor(slot, name, options, worker_env or {}) for slot, name in zip(slots, names, strict=True)]
+        processes = WorkerProcesses(tuple(roles), actors, names, failure_grace_s)
+        self._roles = roles
+        try:
+            _build_workers(processes, roles)
+        except BaseException:
+            processes.stop()
+            raise
+        WATCHDOG.watch(processes)
+        self._bind(processes, title, ray_cls_with_init.cls)
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
+        groups = {}
+        for role in prefix_set:
+            if role not in self._roles:
+                raise ValueError(f"these processes host no role {role!r}; they host {sorted(self._roles)}.")
+            groups[role] = view = RayWorkerGroup.__new__(RayWorkerGroup)
+            view._roles = self._roles
+            view._bind(self._processes, role, self._roles[role].cls)
+        return groups
+
+    @property
+    def workers(self) -> list[ActorHandle]:
+        """The actors by rank."""
+        return self._processes.actors
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The names of the actors in Ray, by rank."""
+        return self._processes.names
+
+    @property
+    def identities(self) -> list[ProcessIdentity]:
+        """Pid and node of every rank."""
+        return self._processes.identities
+
+    def shutdown(self) -> None:
+        """End the processes now. The slots stay reserved for another group."""
+        self._processes.stop()
+
+    def _bind(self, processes: WorkerProcesses, role: str, worker_cls: type[Worker]) -> None:
+        super().__init__(role, worker_cls, world_size=len(processes.actors))
+        self._processes = processes
+
+    def _launch(self, launch: Launch) -> GroupFuture:
+        processes = self._processes
+        processes.check_usable()
+        if launch.call.role not in self._roles:
+            raise ValueError(f"{self.role} are several roles in one process; call spawn({sorted(self._roles)}) first.")
+        shared = _SharedArguments(launch)
+        outputs, row_counts = {}, {}
+        for rank in launch.ranks:
+            keep = launch.batch_ranks is None or rank in launch.batch_ranks
+            count = launch.batch_ranks is not None
+            call = replace(launch.call, keep_result=keep, count_rows=count)
+            method = processes.actors[rank].call.options(num_returns=2 if count else 1)
+            refs = method.remote(call, *shared.of(rank))
+            outputs[rank], row_counts[rank] = refs if count else (refs, None)
+        pending = processes.start(launch.call.role, launch.call.method, outputs)
+        if launch.batch_ranks is None:
+            return GroupFuture(pending, launch.collect)
+        parts = [BatchPart(outputs[rank], row_counts[rank]) for rank in launch.batch_ranks]
+        return BatchFuture(pending, launch.collect, parts, lazy=launch.arguments.padding is None)
+
+
+class _SharedArguments:
+    """Arguments by rank. What several ranks get is put into the object store once instead of being sent to each."""
+
+    _SMALL = (type(None), bool, int, float, str, types.FunctionType, type)
+
+    def __init__(self, launch: Launch) -> None:
+        self._values = {}
+        for rank in launch.ranks:
+            args, kwargs = launch.arguments.of(rank)
+            self._values[rank] = [*args, *kwargs.values()]
+        uses = Counter(id(value) for values in self._values.values() for value in values)
+        self._repeated = {key for key, count in uses.items() if count > 1}
+        self._refs: dict[int, Any] = {}
+
+    def of(self, rank: int) -> list[Any]:
+        return [self._shared(value) for value in self._values[rank]]
+
+    def _shared(self, value: Any) -> Any:
+        import ray
+
+        if id(value) not in self._repeated or isinstance(value, (*self._SMALL, ray.ObjectRef)):
+            return value
+        if id(value) not in self._refs:
+            self._refs[id(value)] = ray.put(value)
+        return self._refs[id(value)]
+
+
+def _start_actor(slot: Slot, name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    options = dict(options)
+    runtime_env = dict(options.pop("runtime_env", {}))
+    if env:
+        runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **env}
+    return (
+        ray.remote(WorkerHost)
+        .options(
+            name=name,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=slot.placement_group, placement_group_bundle_index=slot.bundle_index
+            ),
+            runtime_env=runtime_env or None,
+            **options,
+        )
+        .remote()
+    )
+
+
+def _build_workers(processes: WorkerProcesses, roles: Mapping[str, ClassWithInitArgs]) -> None:
+    """Learn where the processes are, let rank 0 bind the store, then build the workers of all ranks side by side."""
+    actors, title = processes.actors, processes.title
+    found = processes.start(title, "start", {rank: actor.identify.remote() for rank, actor in enumerate(actors)}).wait()
+    processes.identities = [found[rank] for rank in range(len(actors))]
+    nodes = [identity.node for identity in processes.identities]
+    single_node = len(set(nodes)) == 1
+    store_host = LOOPBACK if single_node else nodes[0]
+    store = processes.start(title, "serve_store", {0: actors[0].serve_store.remote(store_host)}).wait()[0]
+    builds = {
+        rank: actors[rank].build.remote(context, dict(roles))
+        for rank, context in enumerate(_contexts(title, processes.identities, single_node, store))
+    }
+    processes.start(title, "__init__", builds).wait()
+
+
+def _contexts(
+    title: str, identities: Sequence[ProcessIdentity], single_node: bool, store: tuple[str, int]
+) -> list[WorkerContext]:
+    seen: Counter[str] = Counter()
+    totals = Counter(identity.node_id for identity in identities)
+    contexts = []
+    for rank, identity in enumerate(identities):
+        contexts.append(
+            WorkerContext(
+                role=title,
+                rank=rank,
+                world_size=len(identities),
+                local_rank=seen[identity.node_id],
+                local_world_size=totals[identity.node_id],
+                node=identity.node,
+                single_node=single_node,
+                master_addr=store[0],
+                master_port=store[1],
+            )
+        )
+        seen[identity.node_id] += 1
+    return contexts

@@ -1,0 +1,114 @@
+"""`Worker`: the base of every role. Knows its place in the group and how to meet its peers; knows no RL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from dovetail.controller import rendezvous
+from dovetail.controller.context import context_for_new_worker
+from dovetail.controller.registration import Dispatch, Execute, register
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Worker:
+    """One role in one process. Subclasses call ``super().__init__()`` first and mark their methods with `register`.
+
+    The same class runs in a Ray actor (`RayWorkerGroup`), in this process (`LocalWorkerGroup`), under torchrun, or
+    by itself as a world of one.
+    """
+
+    def __init__(self) -> None:
+        self.context = context_for_new_worker(type(self).__name__)
+        self.colocated: Mapping[str, Worker] = {self.context.role: self}
+        """The roles that share this process, by name; filled once all of them are built."""
+        self._meshes: dict[str, tuple[int, bool]] = {}
+
+    @property
+    def role(self) -> str:
+        return self.context.role
+
+    @property
+    def rank(self) -> int:
+        return self.context.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.context.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this group on this node."""
+        return self.context.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        return self.context.local_world_size
+
+    @property
+    def master_addr(self) -> str | None:
+        """Where rank 0 serves the group's store; see `dovetail.controller.rendezvous`."""
+        return self.context.master_addr
+
+    @property
+    def master_port(self) -> int | None:
+        return self.context.master_port
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of this process when it has one, else the CPU."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        # Ray shows each actor its own GPU only; torchrun shows all of them.
+        return torch.device("cuda", self.local_rank if torch.cuda.device_count() > 1 else 0)
+
+    def init_process_group(
+        self, backend: str | None = None, *, timeout: timedelta = rendezvous.COLLECTIVE_TIMEOUT
+    ) -> None:
+        """Join the default process group of this group's ranks. Roles that share a process share the group.
+
+        ``backend`` defaults to NCCL (and gloo for CPU tensors) with a GPU, gloo without.
+        """
+        import torch
+
+        device = self.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        default = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        rendezvous.init_process_group(self.context, backend or default, device=device, timeout=timeout)
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Say which share of a batch this rank takes in calls dispatched by ``mesh_name``.
+
+        ``is_collect`` is true on exactly one rank of each data-parallel rank: its result is the one that counts.
+        """
+        known = self._meshes.setdefault(mesh_name, (dp_rank, is_collect))
+        if known != (dp_rank, is_collect):
+            raise ValueError(
+                f"mesh {mesh_name!r} of {self.role}[rank {self.rank}] is registered as (dp_rank, is_collect)={known}; "
+                f"it cannot become {(dp_rank, is_collect)}, groups have already dispatched by it. Use another name."
+            )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_dispatch_collect_info(self, mesh_name: str) -> tuple[int, bool]:
+        if mesh_name not in self._meshes:
+            raise ValueError(
+                f"{self.role} has no mesh {mesh_name!r} (registered: {sorted(self._meshes) or 'none'}); call "
+                "_register_dispatch_collect_info before the first call that dispatches by it, as a rule in init_model."
+            )
+        return self._meshes[mesh_name]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``func(worker, *shares)`` on every rank and concatenate the batches it returns."""
+        return func(self, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``func(*args)`` in the process of rank 0."""
+        return func(*args, **kwargs)
