@@ -1,0 +1,35 @@
+"""Checks that relate several keys. Each is a small function that names value, rule and fix; all run, none stops."""
+
+from __future__ import annotations
+
+from dovetail.config.checks import algorithm, batches, lengths, networks, parallelism, rollout, schedule
+from dovetail.config.checks.finding import Check, Checked, Finding
+from dovetail.config.errors import ConfigError
+from dovetail.config.plan.model_shape import ModelShape
+from dovetail.config.root import DovetailConfig
+
+CHECKS: tuple[Check, ...] = (
+    *parallelism.CHECKS,
+    *batches.CHECKS,
+    *algorithm.CHECKS,
+    *rollout.CHECKS,
+    *lengths.CHECKS,
+    *networks.CHECKS,
+    *schedule.CHECKS,
+)
+
+__all__ = ["CHECKS", "Finding", "check_config", "refuse_errors"]
+
+
+def check_config(config: DovetailConfig, shape: ModelShape | None = None) -> list[Finding]:
+    """Every finding, errors first. Without the model's shape, what needs it is not checked."""
+    run = Checked.of(config, shape)
+    findings = [finding for check in CHECKS for finding in check(run)]
+    return sorted(dict.fromkeys(findings), key=lambda finding: finding.severity != "error")
+
+
+def refuse_errors(findings: list[Finding]) -> None:
+    """Raise `ConfigError` with every error among `findings`."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
