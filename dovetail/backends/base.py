@@ -42,10 +42,12 @@ data-parallel ranks. The backend makes the gradient that of the sum, whatever it
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """What a forward pass is asked for. Value and reward models ignore both."""
+    """What a forward pass of a policy is asked for. Value and reward models ignore it."""
 
     temperature: float = 1.0
     entropy: bool = False
+    last_tokens: int | None = None
+    """Log-probs of the last so many columns only (the responses); the others are 0 and cost no head. None: all."""
 
 
 PLAIN_FORWARD = ForwardOptions()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dovetail.backends.base import BackendPlace
+from dovetail.backends.network import network_call
 from dovetail.backends.optimizer import build_optimizer, decayed_names
 from dovetail.backends.schedule import LearningRateSchedule, learning_rate
 from dovetail.backends.sharding import Precision, Sharding
@@ -42,6 +43,7 @@ def build_backend(
         mesh = create_parallel_mesh(device.type, fsdp_size=fsdp.fsdp_size, sp_size=sp_size)
     elif sp_size != 1:
         raise ValueError(f"ulysses_sequence_parallel_size={sp_size} needs strategy fsdp or fsdp2, not single")
+    call = network_call(network)
     decayed = decayed_names(network)
     sharding = SHARDINGS[strategy](network, precision, device, mesh, fsdp)
     optimizer = schedule = None
@@ -50,6 +52,7 @@ def build_backend(
         schedule = LearningRateSchedule(optimizer, lambda step: learning_rate(step, optim, optim.total_training_steps))
     return TorchBackend(
         sharding,
+        call,
         device=device,
         place=BackendPlace() if mesh is None else place_of(mesh),
         dp_group=None if mesh is None else mesh.dp_group,

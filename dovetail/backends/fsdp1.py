@@ -80,7 +80,9 @@ class Fsdp1Sharding:
                     tensor = parameter.grad if gradients else parameter.detach()
                     if name not in seen and tensor is not None:
                         seen.add(name)
-                        yield name, tensor
+                        # A copy: the gathered storage is freed below, and must not be a view that a consumer keeps
+                        # or shares with numpy.
+                        yield name, tensor.clone()
 
     def move_parameters(self, device: torch.device) -> None:
         if self._offloads:

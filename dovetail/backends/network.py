@@ -1,29 +1,74 @@
-"""How a backend talks to a network: columns of a micro-batch in, results per token out; names for other programs."""
+"""How a backend talks to a network: columns of a micro-batch in, results per token out.
+
+Branches once, on the kind of network, when a backend is built. Knows no sharding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dovetail.backends.base import ForwardOptions, TokenOutput
+from dovetail.models.backbone import concat_multi_modal_inputs
+from dovetail.models.policy import PolicyModel
+from dovetail.models.value import RewardModel, ValueModel
 from dovetail.protocol import DataProto
 
+NetworkCall = Callable[[nn.Module, DataProto, ForwardOptions], TokenOutput]
+"""``call(module, micro_batch, options)``; ``module`` is the network after sharding, which may be another object."""
 
-def run_network(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
-    tensors = micro_batch.tensors
+
+def network_call(network: nn.Module) -> NetworkCall:
+    """The way to call this kind of network."""
+    for kind, call in _CALLS.items():
+        if isinstance(network, kind):
+            return call
+    known = ", ".join(kind.__name__ for kind in _CALLS)
+    raise TypeError(f"a backend trains {known}, not {type(network).__name__}; wrap the model in one of them")
+
+
+def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
     found = module(
-        tensors["input_ids"],
-        tensors["attention_mask"],
-        tensors["position_ids"],
+        **_inputs(micro_batch),
+        token_mask=_last_columns(micro_batch.tensors["attention_mask"], options.last_tokens),
         temperature=options.temperature,
-        entropy=options.entropy,
+        need_entropy=options.entropy,
     )
-    return TokenOutput(**found)
+    return TokenOutput(log_probs=found.log_probs, entropy=found.entropy)
 
 
-def hf_named_tensors(
-    module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
-) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        yield name.removeprefix("model."), tensor
+def _call_value(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
+    return TokenOutput(values=module(**_inputs(micro_batch)))
+
+
+def _call_reward(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
+    return TokenOutput(scores=module(**_inputs(micro_batch)))
+
+
+_CALLS: dict[type[nn.Module], NetworkCall] = {
+    PolicyModel: _call_policy,
+    ValueModel: _call_value,
+    RewardModel: _call_reward,
+}
+
+
+def _inputs(micro_batch: DataProto) -> dict[str, Any]:
+    tensors = micro_batch.tensors
+    inputs: dict[str, Any] = {"input_ids": tensors["input_ids"], "attention_mask": tensors["attention_mask"]}
+    if "position_ids" in tensors:
+        inputs["position_ids"] = tensors["position_ids"]
+    if "multi_modal_inputs" in micro_batch.non_tensor_batch:
+        device = tensors["input_ids"].device
+        joined = concat_multi_modal_inputs(list(micro_batch.non_tensor_batch["multi_modal_inputs"]))
+        inputs["multi_modal_inputs"] = {name: tensor.to(device) for name, tensor in joined.items()}
+    return inputs
+
+
+def _last_columns(attention_mask: Tensor, count: int | None) -> Tensor | None:
+    if count is None:
+        return None
+    places = torch.arange(attention_mask.size(1), device=attention_mask.device)
+    return (places >= attention_mask.size(1) - count).expand_as(attention_mask)

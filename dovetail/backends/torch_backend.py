@@ -1,6 +1,6 @@
 """The training loop of one mini-batch for every sharding that runs a plain PyTorch module. Knows no RL.
 
-What depends on how parameters are spread is asked of a ``Sharding``; what depends on the network, of ``run_network``.
+What depends on how parameters are spread is asked of a ``Sharding``; what depends on the network, of a ``NetworkCall``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from dovetail.backends.base import (
     TrainBackend,
 )
 from dovetail.backends.device_memory import free_device_cache, memory_in_use
-from dovetail.backends.network import hf_named_tensors, run_network
+from dovetail.backends.network import NetworkCall
 from dovetail.backends.schedule import LearningRateSchedule
 from dovetail.backends.sharding import Sharding
 from dovetail.checkpoint.sharded import load_sharded, save_sharded
+from dovetail.models.backbone import HF_PREFIX
 from dovetail.parallel.ulysses import ulysses_group
 from dovetail.protocol import DataProto
 
@@ -39,6 +40,7 @@ class TorchBackend(TrainBackend):
     def __init__(
         self,
         sharding: Sharding,
+        call: NetworkCall,
         *,
         device: torch.device,
         place: BackendPlace,
@@ -50,6 +52,7 @@ class TorchBackend(TrainBackend):
     ) -> None:
         super().__init__(place, device)
         self._sharding = sharding
+        self._call = call
         self._dp_group = dp_group
         self._sp_group = sp_group
         self._optimizer = optimizer
@@ -103,7 +106,8 @@ class TorchBackend(TrainBackend):
         return StepResult(grad_norm=norm, skipped=skipped, lr=lr, num_skipped=self._num_skipped)
 
     def named_weights(self, *, merge_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return hf_named_tensors(self.module, self._sharding.full_tensors(), merge_adapters=merge_adapters)
+        for name, tensor in self._sharding.full_tensors():
+            yield name.removeprefix(HF_PREFIX), tensor
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         return self._sharding.full_tensors(gradients=True)
@@ -142,7 +146,7 @@ class TorchBackend(TrainBackend):
 
     def _run(self, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
         with ulysses_group(self._sp_group), self._sharding.compute_context():
-            return run_network(self.module, micro_batch, options)
+            return self._call(self.module, micro_batch, options)
 
     def _trainable(self) -> tuple[torch.optim.Optimizer, LearningRateSchedule]:
         if self._optimizer is None or self._schedule is None:

@@ -1,4 +1,7 @@
-"""Which modules become sharding units of their own: the layers a model declares, and embeddings that are not tied."""
+"""Which modules become sharding units of their own: the layers a model declares, and embeddings that are not tied.
+
+The output layer always stays with the root, whose forward uses its weight directly.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,25 @@ from torch import nn
 
 from dovetail.config.fsdp import WrapPolicyConfig
 
+_HEAD_NAMES = frozenset({"lm_head", "score", "classifier"})
+
 
 def sharding_units(model: nn.Module, policy: WrapPolicyConfig) -> list[nn.Module]:
     """Units from the inside out, without the model itself: children before the modules that contain them."""
     if policy.disable:
         return []
     if policy.min_num_params > 0:
-        chosen = {m for m in model.modules() if _num_params(m) >= policy.min_num_params and m is not model}
-    else:
-        names = layer_class_names(model, policy)
-        chosen = {m for m in model.modules() if type(m).__name__ in names}
-        if not chosen:
-            raise ValueError(
-                f"{type(model).__name__} has no module of class {', '.join(sorted(names)) or '(none declared)'}; "
-                "set fsdp_config.wrap_policy.transformer_layer_cls_to_wrap to its layer classes, or disable to true"
-            )
-        if not _ties_embeddings(model):
-            chosen |= {m for m in model.modules() if isinstance(m, nn.Embedding)}
-    return [module for module in reversed(list(model.modules())) if module in chosen]
+        return _units_by_size(model, policy.min_num_params)
+    names = layer_class_names(model, policy)
+    chosen = {module for module in model.modules() if type(module).__name__ in names}
+    if not chosen:
+        raise ValueError(
+            f"{type(model).__name__} has no module of class {', '.join(sorted(names)) or '(none declared)'}; "
+            "set fsdp_config.wrap_policy.transformer_layer_cls_to_wrap to its layer classes, or disable to true"
+        )
+    chosen |= {module for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads = _head_parameters(model)
+    return [module for module in _inside_out(model) if module in chosen and not _holds(module, heads)]
 
 
 def layer_class_names(model: nn.Module, policy: WrapPolicyConfig) -> frozenset[str]:
@@ -36,11 +40,29 @@ def layer_class_names(model: nn.Module, policy: WrapPolicyConfig) -> frozenset[s
     return frozenset(declared)
 
 
-def _ties_embeddings(model: nn.Module) -> bool:
-    # Asked of the parameters, not of a config: a tied matrix must stay in the unit that contains both its users.
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return any(isinstance(m, nn.Linear) and id(m.weight) in embeddings for m in model.modules())
+def _units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    heads = _head_parameters(model)
+    taken: set[int] = set()
+    units: list[nn.Module] = []
+    for module in _inside_out(model):
+        own = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
+        # A list or dict of modules is never called, so nothing would gather its weights.
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if sum(own.values()) >= min_num_params and not is_container and not _holds(module, heads):
+            units.append(module)
+            taken |= own.keys()
+    return units
 
 
-def _num_params(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _inside_out(model: nn.Module) -> list[nn.Module]:
+    return [module for module in reversed(list(model.modules())) if module is not model]
+
+
+def _head_parameters(model: nn.Module) -> frozenset[int]:
+    # By identity: an embedding tied to the output layer is the same parameter and must stay with it.
+    heads = (module for name, module in model.named_modules() if name.split(".")[-1] in _HEAD_NAMES)
+    return frozenset(id(parameter) for head in heads for parameter in head.parameters())
+
+
+def _holds(module: nn.Module, parameters: frozenset[int]) -> bool:
+    return any(id(parameter) in parameters for parameter in module.parameters())

@@ -1,15 +1,17 @@
-"""A tiny policy and a batch for backend tests: one plain way to compute log-probs, no packing, no RL."""
+"""A tiny policy, a batch and a plain token loss for backend tests. No RL."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dovetail.backends.base import LossFn, TokenOutput
+from dovetail.backends.base import BackendPlace, LossFn, TokenOutput
 from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.config.optim import OptimConfig
+from dovetail.models.policy import PolicyModel
 from dovetail.protocol import DataProto
 
 VOCAB = 61
@@ -19,31 +21,21 @@ FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32"))
 OPTIM = OptimConfig(lr=1e-2, eps=1e-4, weight_decay=0.1)
 
 
-class TinyPolicy(nn.Module):
-    """A Llama of two layers; ``forward`` in the shape backends expect of a network."""
+def tiny_policy(
+    *, tied: bool = True, checkpointing: bool = False, remove_padding: bool = False, fused: bool = False
+) -> PolicyModel:
+    """A Llama of two layers with equal weights on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    def __init__(self, *, tied: bool = True, checkpointing: bool = False) -> None:
-        super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=VOCAB, tie_word_embeddings=tied, initializer_range=0.1,
-        )  # fmt: skip
-        self.model = LlamaForCausalLM(config)
-        if checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *, temperature: float, entropy: bool
-    ) -> dict[str, Tensor]:
-        hidden = self.model.model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
-        logits = self.model.lm_head(hidden).float() / temperature
-        log_probs = logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
-        return {"log_probs": nn.functional.pad(log_probs * attention_mask[:, 1:], (1, 0))}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, tie_word_embeddings=tied, initializer_range=0.1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return PolicyModel(model, use_remove_padding=remove_padding, use_fused_kernels=fused)
 
 
 def tiny_batch(rows: int = 8, length: int = 12, seed: int = 1) -> DataProto:
@@ -84,3 +76,19 @@ def cut(batch: DataProto, sizes: Sequence[int]) -> list[DataProto]:
         start += size
     assert start == len(batch), f"{sizes} do not add up to {len(batch)} rows"
     return pieces
+
+
+def my_rows(batch: DataProto, place: BackendPlace) -> DataProto:
+    """The rows of this data-parallel rank: an equal, consecutive part."""
+    size = len(batch) // place.dp_size
+    return batch[place.dp_rank * size : (place.dp_rank + 1) * size]
+
+
+def as_numpy(named: Iterable[tuple[str, Tensor]]) -> dict[str, np.ndarray]:
+    """Copies that travel between processes."""
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in named}
+
+
+def largest_difference(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> float:
+    assert set(left) == set(right), set(left) ^ set(right)
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
