@@ -8,6 +8,7 @@ views; picking rows by index copies. It refuses columns of unequal length, neste
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,18 +92,17 @@ class DataProto:
 
     @classmethod
     def from_items(cls, items: Sequence[DataProtoItem]) -> DataProto:
-        """Stack rows into a batch; the meta_info is merged as `concat` does."""
-        if not items:
-            return cls()
+        """Stack rows into a batch; their meta_info is united and must not clash."""
         rows = [
             cls(
                 batch=None if item.batch is None else item.batch.unsqueeze(0),
                 non_tensor_batch={name: _one_row(value) for name, value in item.non_tensor_batch.items()},
-                meta_info=item.meta_info,
             )
             for item in items
         ]
-        return cls.concat(rows)
+        batch = cls.concat(rows)
+        batch.meta_info = functools.reduce(unite_meta_info, (item.meta_info for item in items), {})
+        return batch
 
     # ---- looking ----
 
@@ -376,10 +376,11 @@ class DataProto:
             if found:
                 raise ValueError(f"union: column {name!r} clashes: {found}; pop or rename it in one batch first.")
         meta_info = unite_meta_info(self.meta_info, other.meta_info)
-        tensors = {**other.tensors, **self.tensors}
+        tensors = {**self.tensors, **{name: tensor for name, tensor in other.tensors.items() if name not in mine}}
         if tensors:
             self.batch = _tensordict(tensors, len(self) or len(other))
-        self.non_tensor_batch = {**other.non_tensor_batch, **self.non_tensor_batch}
+        new = {name: array for name, array in other.non_tensor_batch.items() if name not in mine}
+        self.non_tensor_batch = {**self.non_tensor_batch, **new}
         self.meta_info = meta_info
         return self
 

@@ -5,7 +5,8 @@ torch has no such mark, so ``column[mask] = 0`` in one worker would silently cha
 This class is the missing mark. Views stay read-only; anything computed is an ordinary tensor.
 
 Not covered, because torch gives no hook there: writing through ``data_ptr``/``untyped_storage``/DLPack, collectives of
-``torch.distributed`` that use the tensor as their output, and kernels that write to an input without saying so.
+``torch.distributed`` that use the tensor as their output, code inside ``torch.compile``, and kernels that write to an
+input without saying so.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class ReadOnlyTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            # Tracing: this method is inlined into the graph, which has no place for its checks.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if _writes(name, args, kwargs):
             raise RuntimeError(
@@ -95,7 +100,7 @@ def _protect(result: Any, sources: list[ReadOnlyTensor]) -> Any:
 
 
 def _same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
-    # Read-only columns live on the CPU: a result elsewhere, or traced, is not one of their views.
-    if left.device.type != "cpu" or torch.compiler.is_compiling():
+    # Read-only columns live on the CPU: a result elsewhere is not one of their views.
+    if left.device.type != "cpu":
         return False
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()

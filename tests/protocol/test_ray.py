@@ -1,0 +1,79 @@
+"""Batches through a real Ray: to the bit, without copies, and no worker can change what another one reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+# Ray listens on every interface without this; it is read when ray is imported.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+import pytest
+import ray
+import torch
+
+from dovetail.protocol import DataProto, DataProtoFuture, is_readonly
+from tests.protocol.batches import assert_same, make_batch
+
+pytestmark = pytest.mark.distributed
+
+
+class Doubler:
+    """A worker that gets a batch, or a future of one, and returns a new column."""
+
+    def double(self, data: Any) -> DataProto:
+        batch = data.get() if isinstance(data, DataProtoFuture) else data
+        return DataProto.from_dict({"doubled": batch.batch["row"] * 2}, meta_info={"metrics": {"rows": len(batch)}})
+
+    def scribble(self, batch: DataProto) -> str:
+        try:
+            batch.batch["float32"].zero_()
+        except RuntimeError as error:
+            return str(error)
+        return "written"
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Any]]:
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=256 * 2**20, log_to_driver=False)
+    try:
+        yield [ray.remote(num_cpus=0.5)(Doubler).remote() for _ in range(2)]
+    finally:
+        ray.shutdown()
+
+
+def test_put_and_get_gives_the_same_batch_over_shared_memory(workers: list[Any]) -> None:
+    batch = make_batch(64)
+    reference = ray.put(batch)
+    first, second = ray.get(reference), ray.get(reference)
+    assert_same(first, batch)
+    assert first.batch["float32"].data_ptr() == second.batch["float32"].data_ptr()
+    assert all(is_readonly(tensor) for tensor in first.tensors.values())
+
+
+def test_received_tensors_outlive_the_reference(workers: list[Any]) -> None:
+    batch = DataProto.from_dict({"x": torch.arange(2**20)})
+    column = ray.get(ray.put(batch)).batch["x"]
+    # Enough new objects to overwrite the store, had the first one been freed.
+    for number in range(40):
+        ray.put(DataProto.from_dict({"x": torch.full((2**20,), number)}))
+    assert torch.equal(column, batch.batch["x"])
+
+
+def test_no_worker_can_write_what_another_reads(workers: list[Any]) -> None:
+    batch = make_batch(8)
+    reference = ray.put(batch)
+    messages = ray.get([worker.scribble.remote(reference) for worker in workers])
+    assert all("'zero_' would write into a column that other processes share" in message for message in messages)
+    assert_same(ray.get(reference), batch)
+
+
+def test_futures_chain_from_group_to_group_without_the_driver(workers: list[Any]) -> None:
+    batch = make_batch(8)
+    parts = [ray.put(part) for part in batch.chunk(2)]
+    waiting = DataProtoFuture.concat(parts).chunk(2)
+    outputs = [worker.double.remote(part) for worker, part in zip(workers, waiting, strict=True)]
+    result = DataProtoFuture.concat(outputs).get()
+    assert result.batch["doubled"].tolist() == [2 * row for row in range(8)]
+    assert result.meta_info == {"metrics": {"rows": [4, 4]}}
