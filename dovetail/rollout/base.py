@@ -1,0 +1,190 @@
+"""What every rollout engine takes and gives back. Token ids only: no text, no tokenizer, no rewards.
+
+Log-probs mean the same in every engine. `log_probs[i]` is the log-probability of `token_ids[i]`
+
+- under the sampling temperature, and under temperature 1 for greedy decoding (temperature 0);
+- over the whole vocabulary, before top-k, top-p and min-p cut anything away;
+
+unless `SamplingParams.logprobs` asks for `"processed"` (after the cut, renormalised: the distribution the token was
+really drawn from) or `"raw"` (temperature 1, nothing cut). The first is what a trainer recomputes from its own logits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+LogprobsMode = Literal["temperature", "processed", "raw"]
+MemoryTag = Literal["weights", "kv_cache"]
+
+ALL_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do this now: it is closed, asleep, or holds no usable weights."""
+
+
+class WeightUpdateError(ValueError):
+    """A weight update does not fit the engine's model. The message names the tensors."""
+
+
+class UnsupportedPromptError(ValueError):
+    """The prompt holds something this engine cannot read, such as images in a text engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. Order of the cuts: temperature, top-k, top-p on what is left, min-p.
+
+    `seed` fixes the random numbers of the request: token number p of sample i depends on (seed, i, p) and the
+    distribution only, never on what else is in the batch. Without a seed the engine draws a fresh one.
+    `ignore_eos` ignores the model's end-of-sequence tokens; `stop_token_ids` always stop. The stop token is kept.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    n: int = 1
+    max_new_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: LogprobsMode = "temperature"
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, "temperature", self.temperature, "must be 0 (greedy) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]; 1 turns it off")
+        _require(self.top_k >= -1, "top_k", self.top_k, "must be positive; -1 or 0 turns it off")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must lie in [0, 1]; 0 turns it off")
+        _require(self.n >= 1, "n", self.n, "must be at least 1")
+        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "must be at least 1")
+        _require(
+            self.logprobs in ("temperature", "processed", "raw"),
+            "logprobs",
+            self.logprobs,
+            "must be 'temperature', 'processed' or 'raw'",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any of top-k, top-p, min-p takes tokens out of a sampled distribution."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    multi_modal: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """One response. The three lists have one entry per token; `sample_index` tells the n samples of a request apart."""
+
+    request_id: str
+    sample_index: int
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    weight_versions: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    ok: bool
+    reason: str
+    weight_version: int
+    num_running: int
+    num_waiting: int
+    paused: bool
+    asleep: frozenset[MemoryTag]
+    kv_cache_bytes: int
+
+
+class RolloutEngine(ABC):
+    """Generates token ids from token ids.
+
+    `generate` blocks; every other method may be called from another thread while it runs, takes effect between two
+    tokens, and has taken effect when it returns.
+    """
+
+    name: ClassVar[str]
+    supports_multi_modal: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int:
+        """Version given with the last weight update; 0 for the weights the engine started with."""
+
+    @abstractmethod
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """Finish every request. Results keep the order of the requests, the n samples of one request side by side."""
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
+        """Take new weights under their Hugging Face names and forget every cache computed with the old ones.
+
+        Raises WeightUpdateError naming each tensor the engine does not have, has with another shape, or was not given.
+        Requests that are running go on under the new weights; their tokens carry the version that wrote them.
+        `None` says the weights have already changed in place (engines that share the trainer's memory only).
+        """
+
+    @abstractmethod
+    def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        """Give back the memory of weights, KV cache or both. Running requests must be finished, aborted or paused."""
+
+    @abstractmethod
+    def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        """Take the memory back. Weights that were dropped must then be sent with `update_weights`."""
+
+    @abstractmethod
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
+        """End these requests (all when None) with what they have written; return how many responses were cut off."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Stop writing tokens; requests keep their place. Returns once no step is in flight."""
+
+    @abstractmethod
+    def continue_(self) -> None:
+        """Go on after `pause`."""
+
+    @abstractmethod
+    def health(self) -> EngineHealth: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back everything. Requests still running end as aborted. A second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from, say, (run seed, step, prompt uid): equal parts give equal seeds on every machine."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _require(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"sampling parameter {name}={value!r} {rule}.")

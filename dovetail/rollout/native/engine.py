@@ -1,0 +1,255 @@
+"""The embedded engine (`rollout.name=native`): continuous batching on Hugging Face modules, CPU and CUDA.
+
+Reads the trainer's weights in place when given its module. Reads no text, and never touches torch's generators.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dovetail.rollout.base import (
+    ALL_TAGS,
+    EngineError,
+    EngineHealth,
+    GenerationRequest,
+    GenerationResult,
+    MemoryTag,
+    RolloutEngine,
+    UnsupportedPromptError,
+)
+from dovetail.rollout.native.batch import BatchStats, RunningBatch
+from dovetail.rollout.native.gate import StepGate
+from dovetail.rollout.native.model import load_model, share_model, stop_ids_of
+from dovetail.rollout.native.scheduler import Sample
+from dovetail.rollout.native.weights import WeightLoader
+
+
+class NativeEngine(RolloutEngine):
+    """`model` is a folder (the engine loads and owns its weights) or a module whose weights it reads in place.
+
+    `max_num_seqs` bounds the sequences decoded together, `max_prefill_tokens` the prompt tokens of one prefill step,
+    `max_model_len` prompt plus response (default: what the model's positions allow). `device` and `dtype` are for
+    weights the engine owns; shared weights stay as they are.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        max_num_seqs: int = 256,
+        max_prefill_tokens: int = 8192,
+        max_model_len: int | None = None,
+    ) -> None:
+        if isinstance(model, nn.Module):
+            self._folder = None
+            self._model = share_model(model, dtype)
+            self._device = next(model.parameters()).device
+        else:
+            self._folder = Path(model)
+            self._device = torch.device(device)
+            self._model = load_model(self._folder, self._device, dtype)
+        self._max_model_len = max_model_len or int(self._model.config.max_position_embeddings)
+        self._vocab_size = self._model.get_input_embeddings().num_embeddings
+        self._eos_ids = stop_ids_of(self._model)
+        self._shapes = [parameter.shape for parameter in self._model.parameters()]
+        self._batch = RunningBatch(self._model, self._device, max_num_seqs, max_prefill_tokens)
+        self._gate = StepGate()
+        self._version = 0
+        self._still_from_folder = self._folder is not None
+        self._weights_gap = ""  # why the weights cannot be used; empty when they can
+        self._asleep: frozenset[MemoryTag] = frozenset()
+        self._closed = False
+        self._live_ids: set[str] = set()
+        self._group_numbers = itertools.count()
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def stats(self) -> BatchStats:
+        return self._batch.stats
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        samples = [sample for request in requests for sample in self._samples_of(request)]
+        ids = Counter(request.request_id for request in requests)
+        with self._gate.between_steps():
+            self._check_usable()
+            repeated = [name for name, count in ids.items() if count > 1 or name in self._live_ids]
+            if repeated:
+                raise ValueError(f"request_id {repeated[0]!r} is already in use; ids of running requests must be unique.")
+            self._live_ids.update(ids)
+            self._batch.scheduler.add(samples)
+        try:
+            self._gate.drive(self._step, lambda: all(sample.finish_reason is not None for sample in samples))
+        finally:
+            # Only after a failure is anything left to abort.
+            self.abort(ids)
+            with self._gate.between_steps():
+                self._live_ids.difference_update(ids)
+        return [_result(sample) for sample in samples]
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
+        with self._gate.between_steps():
+            self._check_open()
+            if "weights" in self._asleep:
+                raise EngineError("the engine's weights are asleep; call wake(['weights']) before update_weights.")
+            self._batch.forget_cache()
+            loader = WeightLoader(self._model)
+            if self._folder is None:
+                if weights is not None:
+                    loader.check_shared(weights)
+            elif weights is None:
+                raise ValueError("update_weights(None) is for shared weights; this engine owns its own: send the tensors.")
+            else:
+                # Until the last tensor is in, the model is a mixture of two versions.
+                self._weights_gap = f"the weight update to version {version} did not finish"
+                loader.load(weights)
+            self._weights_gap = ""
+            self._still_from_folder = False
+            self._version = version
+
+    def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        wanted = _checked(tags)
+        with self._gate.between_steps():
+            self._check_open()
+            if self._num_unfinished() and not self._gate.paused:
+                raise EngineError("requests are running; finish, abort or pause them before sleep.")
+            self._batch.forget_cache()
+            if "kv_cache" in wanted:
+                self._batch.cache.free()
+            if "weights" in wanted - self._asleep and self._folder is not None:
+                for parameter in self._model.parameters():
+                    parameter.data = parameter.data.new_empty(0)
+            self._asleep |= wanted
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        wanted = _checked(tags)
+        with self._gate.between_steps():
+            self._check_open()
+            if "weights" in wanted & self._asleep and self._folder is not None:
+                self._restore_weights(self._folder)
+            self._asleep -= wanted
+
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
+        with self._gate.between_steps():
+            return self._batch.scheduler.abort(request_ids)
+
+    def pause(self) -> None:
+        self._gate.pause()
+
+    def continue_(self) -> None:
+        self._gate.continue_()
+
+    def health(self) -> EngineHealth:
+        reason = "the engine is closed" if self._closed else self._weights_gap
+        num_waiting = len(self._batch.scheduler.waiting)
+        return EngineHealth(
+            ok=not reason,
+            reason=reason,
+            weight_version=self._version,
+            num_running=self._num_unfinished() - num_waiting,
+            num_waiting=num_waiting,
+            paused=self._gate.paused,
+            asleep=self._asleep,
+            kv_cache_bytes=self._batch.cache.nbytes,
+        )
+
+    def close(self) -> None:
+        self.abort()
+        with self._gate.between_steps():
+            self._closed = True
+            self._batch.forget_cache()
+            self._batch.cache.free()
+
+    def _step(self) -> bool:
+        self._check_usable()
+        return self._batch.step(self._version)
+
+    def _samples_of(self, request: GenerationRequest) -> list[Sample]:
+        self._check_prompt(request)
+        sampling = request.sampling
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
+        prompt = list(request.prompt_token_ids)
+        group = next(self._group_numbers)
+        max_length = min(len(prompt) + sampling.max_new_tokens, self._max_model_len)
+        return [
+            Sample(request, index, seed, stop_ids, max_length, group, sequence=prompt.copy())
+            for index in range(sampling.n)
+        ]
+
+    def _check_prompt(self, request: GenerationRequest) -> None:
+        prompt = request.prompt_token_ids
+        if request.multi_modal:
+            raise UnsupportedPromptError(
+                f"request {request.request_id!r} carries {', '.join(request.multi_modal)}; the native engine reads token "
+                "ids only. Use rollout.name=vllm or sglang for multimodal prompts."
+            )
+        if not 0 < len(prompt) < self._max_model_len:
+            raise ValueError(
+                f"request {request.request_id!r} has {len(prompt)} prompt tokens; between 1 and "
+                f"{self._max_model_len - 1} fit max_model_len={self._max_model_len} with room for one more."
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            raise ValueError(
+                f"request {request.request_id!r} has token ids from {min(prompt)} to {max(prompt)}; the model's vocabulary "
+                f"is 0 to {self._vocab_size - 1}."
+            )
+
+    def _restore_weights(self, folder: Path) -> None:
+        if self._still_from_folder:
+            fresh = load_model(folder, self._device, self._model.dtype)
+            for parameter, again in zip(self._model.parameters(), fresh.parameters(), strict=True):
+                parameter.data = again.data
+            return
+        for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
+            parameter.data = parameter.data.new_empty(shape)
+        self._weights_gap = "the weights were dropped by sleep and not sent again"
+
+    def _num_unfinished(self) -> int:
+        scheduler = self._batch.scheduler
+        return len(scheduler.waiting) + sum(row.finish_reason is None for row in list(scheduler.rows))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed; build a new one.")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._asleep:
+            raise EngineError(f"the engine's {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
+        if self._weights_gap:
+            raise EngineError(f"the engine has no usable weights: {self._weights_gap}; call update_weights with all of them.")
+
+
+def _checked(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
+    unknown = sorted(set(tags) - set(ALL_TAGS))
+    if unknown:
+        raise ValueError(f"unknown memory tag {unknown[0]!r}; choose from {', '.join(ALL_TAGS)}.")
+    return frozenset(tags)
+
+
+def _result(sample: Sample) -> GenerationResult:
+    assert sample.finish_reason is not None, "a result is made of a finished sample"
+    return GenerationResult(
+        request_id=sample.request.request_id,
+        sample_index=sample.index,
+        token_ids=sample.sequence[sample.num_prompt :],
+        log_probs=sample.log_probs,
+        finish_reason=sample.finish_reason,
+        weight_versions=sample.versions,
+    )

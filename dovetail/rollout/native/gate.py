@@ -1,0 +1,68 @@
+"""Let several threads share one stepping loop. Knows nothing of what a step does.
+
+Whoever waits for results drives the steps; the others sleep until their results are there or the driver has left.
+Control work (`between_steps`) waits for the step in flight and keeps the next one from starting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class StepGate:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._stepping = False
+        self._num_controls = 0
+        self._paused = False
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Run the body while no step runs. Does not nest."""
+        with self._changed:
+            self._num_controls += 1
+            try:
+                while self._stepping:
+                    self._changed.wait()
+                yield
+            finally:
+                self._num_controls -= 1
+                self._changed.notify_all()
+
+    def pause(self) -> None:
+        with self.between_steps():
+            self._paused = True
+
+    def continue_(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def drive(self, step: Callable[[], bool], finished: Callable[[], bool]) -> None:
+        """Call `step` (True: something finished that others may wait for) until `finished`, unless another thread does."""
+        with self._changed:
+            try:
+                while not finished():
+                    if self._stepping or self._paused or self._num_controls:
+                        self._changed.wait()
+                        continue
+                    if self._step_unlocked(step) or self._num_controls:
+                        self._changed.notify_all()
+            finally:
+                # Another thread may have to take over the driving.
+                self._changed.notify_all()
+
+    def _step_unlocked(self, step: Callable[[], bool]) -> bool:
+        self._stepping = True
+        self._changed.release()
+        try:
+            return step()
+        finally:
+            self._changed.acquire()
+            self._stepping = False

@@ -1,0 +1,91 @@
+"""The engine's view of a model: a Hugging Face module that runs on our attention. Writes no weights.
+
+The trainer's module is never touched: a second, empty module of the same class is built on the meta device and given
+the trainer's own parameters and buffers. Both then read the same memory, while attention implementation, training mode,
+hooks and checkpointing stay the trainer's affair.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from dovetail.rollout.native.attention import ATTENTION_NAME
+
+
+def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Read a model from a folder; `dtype` None keeps what the folder says."""
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto" if dtype is None else dtype, attn_implementation=ATTENTION_NAME
+        )
+    _check_supported(model.config)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def share_model(module: nn.Module, dtype: torch.dtype | None) -> PreTrainedModel:
+    """A module of the same class over the same parameters and buffers, with our attention."""
+    if not isinstance(module, PreTrainedModel):
+        raise TypeError(
+            f"the native engine shares the weights of a transformers PreTrainedModel, not of {type(module).__name__}; "
+            "unwrap it (merge adapters first), or build the engine from a folder and send weights with update_weights."
+        )
+    sharded = [name for name, p in module.named_parameters() if isinstance(p, DTensor) or p.is_meta]
+    if sharded:
+        raise ValueError(
+            f"{len(sharded)} parameters are sharded or on the meta device (first: {sharded[0]}); weights can be shared "
+            "only when they are whole on the device. Build the engine from a folder and send them with update_weights."
+        )
+    if dtype not in (None, module.dtype):
+        raise ValueError(
+            f"dtype={dtype} differs from the shared module's {module.dtype}, and sharing cannot convert; leave dtype out, "
+            "or build the engine from a folder and send weights with update_weights."
+        )
+    config = copy.deepcopy(module.config)
+    _check_supported(config)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        twin = type(module)._from_config(config, attn_implementation=ATTENTION_NAME)
+    twin.generation_config = module.generation_config
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner, leaf = _owner(twin, name)
+        owner._parameters[leaf] = parameter
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        owner, leaf = _owner(twin, name)
+        owner._buffers[leaf] = buffer
+    left = [name for name, t in (*twin.named_parameters(), *twin.named_buffers()) if t.is_meta]
+    if left:
+        raise ValueError(f"{type(module).__name__} has no tensor for {left[0]} ({len(left)} in all); it cannot be shared.")
+    return twin.eval()
+
+
+def stop_ids_of(model: PreTrainedModel) -> frozenset[int]:
+    """The model's end-of-sequence ids: of its generation config, else of its config."""
+    for source in (model.generation_config, model.config):
+        eos = getattr(source, "eos_token_id", None)
+        if eos is not None:
+            return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset()
+
+
+def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return root.get_submodule(path), leaf
+
+
+def _check_supported(config: PreTrainedConfig) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if other := kinds - {"full_attention"}:
+        raise NotImplementedError(
+            f"model_type={config.model_type} has {', '.join(sorted(other))} layers; the native engine computes full causal "
+            "attention only. Use rollout.name=vllm or sglang for this model."
+        )
+    if not kinds and getattr(config, "sliding_window", None) is not None:
+        raise NotImplementedError(
+            f"model_type={config.model_type} has sliding_window={config.sliding_window}; the native engine computes full "
+            "causal attention only. Use rollout.name=vllm or sglang for this model."
+        )

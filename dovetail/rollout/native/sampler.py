@@ -1,0 +1,161 @@
+"""Draw the next token of every row and its log-prob from the logits. Knows nothing of requests, caches or models.
+
+A draw is an exponential race (Gumbel-max in another form): token i wins with score weight_i / E_i, where the
+exponentials E are a function of (seed, sample, position). Unlike a walk along the cumulative sum, a race hardly notices
+the last bits of the logits: two distributions at total variation t pick different tokens with probability at most about
+4t, whatever the vocabulary, so results survive matmuls that round differently at another batch size. The race is run in two
+rounds, first among blocks of 128 tokens by their total weight, then inside the winning block. That is the same
+distribution (chain rule) for V/128 + 128 random numbers a row instead of V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.native.noise import exponentials, fold, stream_key
+
+# Part of what a seed means: another value gives other, equally distributed, samples.
+BLOCK = 128
+# Top-p needs the largest weights in order; nearly always they are among this many. Rows with flatter distributions
+# are sorted in full.
+NUM_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Sampling parameters of the rows of one batch, on the device. Rebuilt only when rows come or go."""
+
+    keys: torch.Tensor
+    temperature: torch.Tensor | None  # None when every row has 1
+    greedy: torch.Tensor | None  # None when no row is greedy
+    all_greedy: bool
+    cut_rows: torch.Tensor | None  # indices of rows with top-k, top-p or min-p
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    max_top_k: int
+    processed: torch.Tensor | None
+    raw: torch.Tensor | None
+
+    @classmethod
+    def build(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], sample_indices: Sequence[int], device: torch.device
+    ) -> SamplingRows:
+        temperature = [1.0 if p.greedy else p.temperature for p in params]
+        greedy = [p.greedy for p in params]
+        cut = [row for row, p in enumerate(params) if p.truncates]
+        keys = [stream_key(seed, index) for seed, index in zip(seeds, sample_indices, strict=True)]
+        processed = [p.logprobs == "processed" and p.truncates for p in params]
+        raw = [p.logprobs == "raw" for p in params]
+        no_cut = torch.iinfo(torch.int64).max
+
+        def tensor(values: Sequence[float | int | bool], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            keys=tensor(keys, torch.int64),
+            temperature=tensor(temperature, torch.float32) if any(t != 1 for t in temperature) else None,
+            greedy=tensor(greedy, torch.bool) if any(greedy) else None,
+            all_greedy=all(greedy),
+            cut_rows=tensor(cut, torch.int64) if cut else None,
+            top_k=tensor([params[row].top_k if params[row].top_k > 0 else no_cut for row in cut], torch.int64),
+            top_p=tensor([params[row].top_p for row in cut], torch.float64),
+            min_p=tensor([params[row].min_p for row in cut], torch.float32),
+            max_top_k=max((params[row].top_k for row in cut), default=0),
+            processed=tensor(processed, torch.bool) if any(processed) else None,
+            raw=tensor(raw, torch.bool) if any(raw) else None,
+        )
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Next token ids (int64) and their log-probs (float32) from logits (rows, vocab).
+
+    `positions` is the place of the new token in its whole sequence: a response continued later as a longer prompt
+    goes on with the same random numbers.
+    """
+    logits = logits.float()
+    scaled = logits if rows.temperature is None else logits / rows.temperature.unsqueeze(-1)
+    peak = scaled.amax(dim=-1, keepdim=True)
+    weights = (scaled - peak).exp_()
+    blocks = _block_sums(weights)
+    log_total = blocks.sum(dim=-1, dtype=torch.float64).log()
+
+    log_kept = log_total
+    if rows.cut_rows is not None:
+        kept = _cut(weights[rows.cut_rows], rows)
+        weights[rows.cut_rows] = kept
+        blocks[rows.cut_rows] = _block_sums(kept)
+        log_kept = blocks.sum(dim=-1, dtype=torch.float64).log()
+
+    if rows.all_greedy:
+        tokens = logits.argmax(dim=-1)
+    else:
+        tokens = _race(weights, blocks, fold(rows.keys, positions))
+        if rows.greedy is not None:
+            tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)
+
+    chosen = tokens.unsqueeze(-1)
+    above_peak = (scaled.gather(-1, chosen) - peak).squeeze(-1).double()
+    log_probs = above_peak - log_total
+    if rows.processed is not None:
+        log_probs = torch.where(rows.processed, above_peak - log_kept, log_probs)
+    if rows.raw is not None:
+        raw = logits.gather(-1, chosen).squeeze(-1) - logits.logsumexp(dim=-1)
+        log_probs = torch.where(rows.raw, raw.double(), log_probs)
+    return tokens, log_probs.float()
+
+
+def _block_sums(weights: torch.Tensor) -> torch.Tensor:
+    short = -weights.shape[-1] % BLOCK
+    padded = F.pad(weights, (0, short)) if short else weights
+    return padded.view(weights.shape[0], -1, BLOCK).sum(dim=-1)
+
+
+def _race(weights: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    block = (blocks / exponentials(keys, blocks.shape[-1])).argmax(dim=-1)
+    offsets = torch.arange(BLOCK, device=weights.device)
+    columns = block.unsqueeze(-1) * BLOCK + offsets
+    inside = columns < weights.shape[-1]
+    candidates = weights.gather(-1, columns.clamp(max=weights.shape[-1] - 1)).masked_fill_(~inside, 0)
+    # Negative counters, so that the second round never repeats a number of the first.
+    scores = candidates / exponentials(fold(keys, -2 - block), BLOCK)
+    return block * BLOCK + scores.argmax(dim=-1)
+
+
+def _cut(weights: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Zero what top-k, top-p and min-p remove. All three amount to one smallest weight per row; ties with it stay."""
+    vocab = weights.shape[-1]
+    threshold = _threshold(weights, rows, min(vocab, max(rows.max_top_k, NUM_CANDIDATES)))
+    if threshold is None:
+        threshold = _threshold(weights, rows, vocab)
+        assert threshold is not None, "with every token a candidate the nucleus is always complete"
+    # The largest weight of a row is 1, so min-p is a threshold as it stands.
+    threshold = torch.maximum(threshold, rows.min_p)
+    return weights.masked_fill(weights < threshold.unsqueeze(-1), 0)
+
+
+def _threshold(weights: torch.Tensor, rows: SamplingRows, num_candidates: int) -> torch.Tensor | None:
+    """Smallest weight that top-k and top-p keep, or None if more candidates are needed to know it."""
+    vocab = weights.shape[-1]
+    largest = weights.topk(num_candidates, dim=-1).values
+    sums = largest.cumsum(dim=-1, dtype=torch.float64)
+    top_k = rows.top_k.clamp(max=vocab).unsqueeze(-1)
+    in_top_k = torch.arange(num_candidates, device=weights.device) < top_k
+    whole = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    left_by_top_k = torch.where(top_k < vocab, sums.gather(-1, top_k.clamp(max=num_candidates) - 1), whole)
+    wanted = rows.top_p.unsqueeze(-1) * left_by_top_k
+    # A token stays while the tokens before it have not yet reached the wanted mass.
+    keep = in_top_k & ((sums - largest) < wanted)
+    unlimited = (rows.top_p >= 1) & (rows.top_k >= vocab)
+    if num_candidates < vocab:
+        complete = (sums[:, -1:] >= wanted).squeeze(-1) | (rows.top_k <= num_candidates) | unlimited
+        if not bool(complete.all()):
+            return None
+    count = keep.sum(dim=-1, keepdim=True)
+    threshold = largest.gather(-1, count - 1).squeeze(-1)
+    return threshold.masked_fill(unlimited, 0)

@@ -1,0 +1,160 @@
+"""What runs next: which samples hold a slot, which wait, what must still be prefilled. Touches no tensors.
+
+A row is ready to decode when the cache holds everything but its last token; so sampling happens in decode steps only,
+and a prompt of P tokens costs one prefill of P - 1 tokens however many samples are drawn from it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from dovetail.rollout.base import FinishReason, GenerationRequest
+from dovetail.rollout.native.attention import Segment
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One response being written. Samples of one request share `group`, hence the prompt's cache entries."""
+
+    request: GenerationRequest
+    index: int
+    seed: int
+    stop_ids: frozenset[int]
+    max_length: int
+    group: int
+    sequence: list[int]
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_cached: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.sequence) - len(self.log_probs)
+
+    @property
+    def num_needed(self) -> int:
+        """Tokens the cache must hold before the next token can be decoded."""
+        return len(self.sequence) - 1
+
+    def append(self, token: int, log_prob: float, version: int) -> None:
+        self.sequence.append(token)
+        self.log_probs.append(log_prob)
+        self.versions.append(version)
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.sequence) >= self.max_length:
+            self.finish_reason = "length"
+
+
+class Scheduler:
+    """`rows[i]` is the sample in slot i. `copy(source, target, length)` moves cache entries between slots."""
+
+    def __init__(self, num_slots: int, max_prefill_tokens: int, copy: Callable[[int, int, int], None]) -> None:
+        self.num_slots = num_slots
+        self.max_prefill_tokens = max_prefill_tokens
+        self.rows: list[Sample] = []
+        self.waiting: deque[Sample] = deque()
+        self._copy = copy
+
+    @property
+    def idle(self) -> bool:
+        return not self.rows and not self.waiting
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        self.waiting.extend(samples)
+
+    def refill(self) -> bool:
+        """Let waiting samples into free slots and take finished ones out; True if any row changed.
+
+        A newcomer takes the slot of a finished row first: if both drew from the same prompt, its cache entries are
+        already there. Slots nobody takes are closed by moving the last row down.
+        """
+        changed = False
+        holders = self._prompt_holders()
+        for slot, row in enumerate(self.rows):
+            if row.finish_reason is not None and self.waiting:
+                self._enter(slot, holders)
+                changed = True
+        slot = len(self.rows) - 1
+        while slot >= 0:
+            if self.rows[slot].finish_reason is not None:
+                last = self.rows.pop()
+                if slot < len(self.rows):
+                    self._copy(len(self.rows), slot, last.num_cached)
+                    self.rows[slot] = last
+                changed = True
+            slot -= 1
+        if self.waiting and len(self.rows) < self.num_slots:
+            holders = self._prompt_holders()
+            changed = True
+        while self.waiting and len(self.rows) < self.num_slots:
+            self._enter(len(self.rows), holders)
+        return changed
+
+    def plan_prefill(self) -> list[tuple[Sample, Segment]]:
+        """Segments to prefill now, at most `max_prefill_tokens` tokens; empty when every row can decode.
+
+        Samples of one prompt wait for the first of them, then copy its prompt entries.
+        """
+        budget = self.max_prefill_tokens
+        plan: list[tuple[Sample, Segment]] = []
+        filling: set[int] = set()
+        holders = self._prompt_holders()
+        for slot, row in enumerate(self.rows):
+            if row.num_cached >= row.num_needed or budget == 0:
+                continue
+            self._share_prompt(slot, row, holders)
+            shareable = row.num_cached < row.num_prompt - 1
+            if row.num_cached >= row.num_needed or (shareable and row.group in filling):
+                continue
+            if shareable:
+                filling.add(row.group)
+            length = min(row.num_needed - row.num_cached, budget)
+            budget -= length
+            plan.append((row, Segment(slot, row.num_cached, length)))
+        return plan
+
+    def forget_cache(self) -> None:
+        """The cache is void (new weights, or freed): running samples go back in line, first of all, in their order."""
+        for row in self.rows:
+            row.num_cached = 0
+        self.waiting.extendleft(reversed([row for row in self.rows if row.finish_reason is None]))
+        self.rows.clear()
+
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        count = 0
+        for sample in (*self.rows, *self.waiting):
+            if sample.finish_reason is None and (request_ids is None or sample.request.request_id in request_ids):
+                sample.finish_reason = "abort"
+                count += 1
+        self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
+        return count
+
+    def _enter(self, slot: int, holders: dict[int, int]) -> None:
+        sample = self.waiting.popleft()
+        sample.num_cached = 0
+        self._share_prompt(slot, sample, holders)
+        if slot == len(self.rows):
+            self.rows.append(sample)
+        else:
+            self.rows[slot] = sample
+
+    def _share_prompt(self, slot: int, sample: Sample, holders: dict[int, int]) -> None:
+        """Copy the prompt's entries from a slot that has them, if one does."""
+        prefix = sample.num_prompt - 1
+        source = holders.get(sample.group)
+        if source is None or sample.num_cached >= prefix:
+            return
+        # The holder may have left its slot since the table was made.
+        holder = self.rows[source]
+        if holder.group == sample.group and holder.num_cached >= prefix:
+            self._copy(source, slot, prefix)
+            sample.num_cached = prefix
+            holders[sample.group] = slot if slot < len(self.rows) else source
+
+    def _prompt_holders(self) -> dict[int, int]:
+        """For each prompt, a slot whose cache holds it."""
+        return {row.group: slot for slot, row in enumerate(self.rows) if row.num_cached >= row.num_prompt - 1}
