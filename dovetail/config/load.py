@@ -126,7 +126,8 @@ class _Draft:
             resolved = self.tree
         values = dict(leaves(resolved))
         for key in [key for key, value in values.items() if value == "???"]:
-            self.problems.append(Problem(key, f"{key} is ??? in {self._source(key)}: it must be set."))
+            if no_effect(key) is None:
+                self.problems.append(Problem(key, f"{key} is ??? in {self._source(key)}: it must be set."))
             del values[key]
         return values
 
@@ -146,6 +147,8 @@ class _Draft:
         kept: dict[str, Any] = {}
         for key, value in values.items():
             known = catalogue(DovetailConfig).get(key)
+            if known is not None and value in ("None", "null") and not known.accepts(str):
+                value = None  # Python's spelling, in a YAML file
             if value is not None or known is None or known.accepts(type(None)) or known.inherits:
                 kept[key] = value
             else:

@@ -69,7 +69,7 @@ class RewardModelConfig(Section):
     enable: bool = Field(False, description="Score with a reward network as well.")
     enable_resource_pool: bool = Field(False, description="Give the reward network its own devices.")
     nnodes: int = Field(0, ge=0, description="Nodes of those devices.")
-    n_gpus_per_node: int = Field(8, ge=1, description="Devices per such node.")
+    n_gpus_per_node: int = Field(8, ge=0, description="Devices per such node.")
     strategy: Strategy = inherits(
         "actor_rollout_ref.actor.strategy", ActorConfig, "strategy", description="Training backend."
     )

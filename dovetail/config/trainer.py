@@ -41,7 +41,7 @@ class TrainerConfig(Section):
     logger: list[str] | str = Field(
         ["console"], description="Trackers: console, file, wandb, tensorboard, mlflow, swanlab, clearml, ..."
     )
-    log_val_generations: int = Field(0, ge=0, description="Validation answers shown in the trackers.")
+    log_val_generations: int = Field(0, ge=-1, description="Validation answers shown in the trackers; -1: all.")
     rollout_data_dir: str | None = Field(None, description="Folder for all training answers. Null: not written.")
     validation_data_dir: str | None = Field(None, description="Folder for all validation answers. Null: not written.")
     import_modules: list[str] = Field(

@@ -48,6 +48,7 @@ def _moved_from_fsdp() -> Iterator[Translation]:
         yield Translation(f"{sharding}.strategy", f"{role}.strategy", why)
         yield Translation(f"{sharding}.ulysses_sequence_parallel_size", f"{role}.ulysses_sequence_parallel_size", why)
         yield Translation(f"{sharding}.dtype", f"{sharding}.mixed_precision.param_dtype", "it is the compute dtype")
+        yield Translation(f"{sharding}.min_num_params", f"{sharding}.wrap_policy.min_num_params")
         yield Translation(f"{sharding}.full_determinism", "trainer.full_determinism", "it holds for the whole run")
     for name in ("use_torch_compile", "entropy_from_logits_with_chunking", "entropy_checkpointing"):
         yield Translation(f"{_ACTOR}.fsdp_config.{name}", f"{_ACTOR}.{name}", "it is a choice of the head")
@@ -83,7 +84,13 @@ def _adapters() -> Iterator[Translation]:
 
 TRANSLATIONS: tuple[Translation, ...] = (
     Translation("critic.model.fsdp_config.*", "critic.fsdp_config.*", "sharding belongs to the role"),
+    Translation("critic.fsdp.*", "critic.fsdp_config.*"),
+    Translation(f"{_ACTOR}.fsdp.*", f"{_ACTOR}.fsdp_config.*"),
+    Translation(f"{_REF}.fsdp.*", f"{_REF}.fsdp_config.*"),
+    Translation("actor_rollout_ref.critic.*", "critic.*"),
     Translation("reward_model.fsdp_config.*", "reward_model.model.fsdp_config.*"),
+    Translation("reward_model.param_offload", "reward_model.megatron.param_offload"),
+    Translation(f"{_REF}.param_offload", f"{_REF}.megatron.param_offload"),
     Translation("reward.custom_reward_function.*", "custom_reward_function.*"),
     Translation("reward.reward_model.model_path", "reward_model.model.path"),
     Translation("reward.reward_model.*", "reward_model.*"),
@@ -106,18 +113,26 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation(f"{_CORRECTION}.bypass_old_logprob_for_rollout", f"{_CORRECTION}.bypass_mode"),
     Translation(f"{_ACTOR}.use_fused_kernels", f"{_MODEL}.use_fused_kernels", "it is a choice of the network"),
     Translation(f"{_ACTOR}.use_remove_padding", f"{_MODEL}.use_remove_padding", "it is a choice of the network"),
-    Translation(f"{_ACTOR}.tau_positive", f"{_ACTOR}.tau_pos"),
+    *(
+        Translation(f"{_ACTOR}.{name}", f"{_ACTOR}.policy_loss.{name}")
+        for name in ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+    ),
+    Translation(f"{_ACTOR}.dtype", f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype", "it is the compute dtype"),
+    Translation(f"{_REF}.dtype", f"{_REF}.fsdp_config.mixed_precision.param_dtype", "it is the compute dtype"),
     Translation(f"{_ACTOR}.policy_loss.tau_pos", f"{_ACTOR}.tau_pos"),
     Translation(f"{_ACTOR}.policy_loss.tau_neg", f"{_ACTOR}.tau_neg"),
     Translation(f"{_ACTOR}.ppo_infer_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
     Translation(f"{_ACTOR}.ppo_infer_max_token_len_per_gpu", f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"),
     Translation(f"{_ACTOR}.use_rollout_log_probs", "async_training.use_rollout_log_probs"),
-    Translation(f"{_ROLLOUT}.enable_sleep_mode", f"{_ROLLOUT}.free_cache_engine"),
+    Translation(f"{_ROLLOUT}.trust_remote_code", f"{_MODEL}.trust_remote_code"),
+    Translation(f"{_MODEL}.enable_activation_offloading", f"{_MODEL}.enable_activation_offload"),
+    Translation("critic.model.enable_activation_offloading", "critic.model.enable_activation_offload"),
     Translation(f"{_ROLLOUT}.multi_turn.max_turns", f"{_ROLLOUT}.multi_turn.max_assistant_turns"),
     Translation(
         f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
         f"{_ROLLOUT}.update_weights_bucket_megabytes",
     ),
+    Translation(f"{_ROLLOUT}.sglang_rollout_mode", f"{_ROLLOUT}.mode"),
     Translation(f"{_ROLLOUT}.val_kwargs.val_n", f"{_ROLLOUT}.val_kwargs.n"),
     Translation(f"{_ROLLOUT}.seed", "trainer.seed", "one seed for the whole run"),
     Translation(f"{_ROLLOUT}.full_determinism", "trainer.full_determinism", "it holds for the whole run"),
@@ -139,8 +154,9 @@ _OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD"}
 _SCHEDULES = {"WSD": "wsd", "inverse-square-root": "inverse_square_root"}
 _LOAD_FORMATS = dict.fromkeys(("dummy_dtensor", "dummy_megatron", "dummy_hf", "megatron", "dtensor"), "dummy")
 VALUE_SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
-    f"{_ROLLOUT}.name": {"hf": "native"},
+    f"{_ROLLOUT}.name": {"hf": "native", "sglang_async": "sglang", "vllm_async": "vllm"},
     f"{_ROLLOUT}.load_format": _LOAD_FORMATS,
+    f"{_ROLLOUT}.mode": {"local": "sync"},
     f"{_ACTOR}.optim.optimizer": _OPTIMIZERS,
     "critic.optim.optimizer": _OPTIMIZERS,
     f"{_ACTOR}.optim.lr_scheduler_type": _SCHEDULES,
@@ -166,8 +182,8 @@ class Translated:
 def translate(leaves: Mapping[str, Any]) -> Translated:
     """Bring every leaf key to its one spelling."""
     done = Translated()
-    pending = dict(leaves)
-    for key in leaves:
+    pending = _without_unused_adapters(leaves)
+    for key in list(pending):
         new, why = canonical(key)
         if new == key:
             continue
@@ -185,6 +201,12 @@ def translate(leaves: Mapping[str, Any]) -> Translated:
         done.leaves.setdefault(key, value)
     _respell_values(done)
     return done
+
+
+def _without_unused_adapters(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Full files carry a `lora` section of rank 0 beside `lora_rank`; its other values are nobody's wish."""
+    unused = tuple(f"{model}.lora." for model in (_MODEL, "critic.model") if leaves.get(f"{model}.lora.rank") == 0)
+    return {key: value for key, value in leaves.items() if not key.startswith(unused)} if unused else dict(leaves)
 
 
 @cache

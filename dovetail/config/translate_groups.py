@@ -93,6 +93,7 @@ def early_rollout_correction(leaves: Mapping[str, Any]) -> GroupResult:
         result.consumed.append(rule)
         result.values[rule] = (_REJECTION[name], f"{rule}={name}")
         result.notices.append(Notice(rule, f"{rule}={name} is read as {_REJECTION[name]}."))
+    _early_weights(leaves, result)
     if isinstance(upper, int | float) and isinstance(lower, int | float):
         result.consumed.append(upper_key)
         result.values[upper_key] = (f"{lower}_{upper}", lower_key)
@@ -105,6 +106,23 @@ def early_rollout_correction(leaves: Mapping[str, Any]) -> GroupResult:
                 result.values[f"{_CORRECTION}.loss_type"] = ("reinforce", key)
                 result.notices.append(Notice(key, f"{key} is read as {_CORRECTION}.loss_type=reinforce."))
     return result
+
+
+def _early_weights(leaves: Mapping[str, Any], result: GroupResult) -> None:
+    """`rollout_is_threshold=lower_upper`, and `rollout_is=geometric` beside a rejection rule."""
+    key, threshold = f"{_CORRECTION}.rollout_is_threshold", leaves.get(f"{_CORRECTION}.rollout_is_threshold")
+    if isinstance(threshold, str) and "_" in threshold:
+        lower, _, upper = threshold.partition("_")
+        result.consumed.append(key)
+        result.values |= {key: (upper, key), f"{key}_lower": (lower, key)}
+        result.notices.append(
+            Notice(key, f"{key}={threshold} is read as {upper} with rollout_is_threshold_lower={lower}.")
+        )
+    weights = f"{_CORRECTION}.rollout_is"
+    if leaves.get(weights) == "geometric" and leaves.get(f"{_CORRECTION}.rollout_rs") is not None:
+        result.consumed.append(weights)
+        message = f"{weights}=geometric is read as null: a geometric mean is no importance weight; the rejection stays."
+        result.notices.append(Notice(weights, message))
 
 
 def implied_megatron(leaves: Mapping[str, Any]) -> GroupResult:
