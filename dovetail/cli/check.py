@@ -1,0 +1,95 @@
+"""Resolve a configuration without starting anything: notices, the plan, and a verdict.
+
+  dovetail check recipe.yaml trainer.nnodes=2
+  dovetail check --overrides-file launch.txt actor_rollout_ref.model.path=~/models/Qwen2.5-7B
+
+Exit code 0: the configuration is valid. 2: it is not, and every problem is listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from dovetail.config.checks import Finding, check_config
+from dovetail.config.errors import ConfigError, Notice, Problem
+from dovetail.config.load import load_config
+from dovetail.config.plan import Plan, Shapes, make_plan, read_shapes
+from dovetail.config.root import DovetailConfig
+
+VALID, INVALID = 0, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Files, overrides, and what the plan is made for."""
+    parser.add_argument("items", nargs="*", metavar="FILE | key=value", help="YAML files and overrides, in this order")
+    parser.add_argument(
+        "--overrides-file", action="append", default=[], metavar="F", help="launch list: an override a line"
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="text for people, json for programs")
+    parser.add_argument(
+        "--device-memory-gib",
+        type=float,
+        metavar="GIB",
+        help="memory of one device (default: 80; npu: 64; cpu: this host)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 0 when the configuration is valid, 2 when it is not."""
+    files = [item for item in args.items if not _is_override(item)]
+    overrides = [item for item in args.items if _is_override(item)]
+    try:
+        loaded = load_config(files, overrides, overrides_files=args.overrides_file)
+    except ConfigError as error:
+        return _report(args.format, None, [], list(error.problems))
+    shapes = read_shapes(loaded.config)
+    notices = [*loaded.notices, *(Notice("actor_rollout_ref.model.path", text) for text in shapes.notices)]
+    return report(loaded.config, shapes, notices, output=args.format, device_memory_gib=args.device_memory_gib)
+
+
+def report(
+    config: DovetailConfig,
+    shapes: Shapes,
+    notices: list[Notice],
+    *,
+    output: str = "text",
+    device_memory_gib: float | None = None,
+) -> int:
+    """Check a loaded configuration and print what came out."""
+    findings = check_config(config, shapes.policy)
+    valid = all(finding.severity != "error" for finding in findings)
+    plan = make_plan(config, shapes, device_memory_gib=device_memory_gib) if valid else None
+    return _report(output, plan, notices, findings)
+
+
+def _report(output: str, plan: Plan | None, notices: list[Notice], problems: list[Any]) -> int:
+    findings = [_as_finding(problem) for problem in problems]
+    valid = all(finding.severity != "error" for finding in findings)
+    if output == "json":
+        sys.stdout.write(json.dumps(_as_json(valid, plan, notices, findings), indent=2) + "\n")
+    else:
+        from dovetail.cli.show_plan import show
+
+        show(plan, notices, findings)
+    return VALID if valid else INVALID
+
+
+def _as_json(valid: bool, plan: Plan | None, notices: list[Notice], findings: list[Finding]) -> dict[str, Any]:
+    return {
+        "valid": valid,
+        "problems": [{"severity": f.severity, "key": f.key, "message": f.message} for f in findings],
+        "notices": [{"key": notice.key, "message": notice.message} for notice in notices],
+        "plan": plan.to_dict() if plan else None,
+    }
+
+
+def _as_finding(problem: Problem) -> Finding:
+    return problem if isinstance(problem, Finding) else Finding(problem.key, problem.message)
+
+
+def _is_override(item: str) -> bool:
+    # `~a.b` takes a key back; `~/recipe.yaml` is a file that no shell has expanded.
+    return "=" in item or item.startswith("+") or (item.startswith("~") and not item.startswith("~/"))

@@ -1,0 +1,65 @@
+"""The `dovetail` command: finds the subcommand and imports only its module. `--help` imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+import dovetail
+
+# Name -> (module with `add_arguments(parser)` and `run(args) -> exit code`, one line of help).
+COMMANDS: dict[str, tuple[str, str]] = {
+    "check": ("dovetail.cli.check", "resolve a configuration, print its plan and say whether it can run"),
+    "demo": ("dovetail.cli.demo", "show the plan of a small recipe that fits on a laptop"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in COMMANDS:
+        return _run(arguments[0], arguments[1:])
+    parser = _top_parser()
+    _, rest = parser.parse_known_args(arguments)
+    if not rest:
+        parser.print_help()
+        return 0
+    close = difflib.get_close_matches(rest[0], COMMANDS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}."
+    parser.error(f"there is no command {rest[0]!r}; {hint}")
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    module_name, summary = COMMANDS[command]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(
+        prog=f"dovetail {command}",
+        description=module.__doc__ or summary,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments: Callable[[argparse.ArgumentParser], None] = module.add_arguments
+    run: Callable[[argparse.Namespace], int] = module.run
+    add_arguments(parser)
+    # Intermixed: overrides and options come in any order on launch lines.
+    return run(parser.parse_intermixed_args(arguments))
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    width = max(len(name) for name in COMMANDS)
+    commands = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="dovetail",
+        usage="dovetail <command> [options]",
+        description="Reinforcement-learning post-training for language models.",
+        epilog=f"commands:\n{commands}\n\ndovetail <command> --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dovetail {dovetail.__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
