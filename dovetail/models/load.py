@@ -1,0 +1,159 @@
+"""Models from a folder: configuration, tokenizer, and a network on the meta device that holds no memory yet.
+
+The usual way of a backend:
+
+    model = build_meta_model(path, "policy")     # shapes only
+    wrapper = PolicyModel(model)                 # ... apply FSDP to it ...
+    materialize(wrapper, device)                 # memory for this rank's shards
+    load_weights(wrapper, path)                  # tensor by tensor from safetensors (dovetail.models.weights)
+
+No rank ever holds the whole model. Refuses to fetch anything: a path is a folder on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+Role = Literal["policy", "value", "reward"]
+
+
+def load_config(
+    path: str | Path, override_config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """The folder's config with `override_config` laid over it; nested mappings reach nested configs."""
+    folder = _existing_folder(path)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    _override(config, override_config or {}, "override_config")
+    return config
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer, with a padding token: the end-of-text token serves when the folder names none."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(_existing_folder(path), trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any | None:
+    """The image processor of a multimodal model, or `None` for a text model."""
+    folder = _existing_folder(path)
+    names = ("processor_config.json", "preprocessor_config.json", "image_processor_config.json")
+    if not any((folder / name).exists() for name in names):
+        return None
+    return AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def build_meta_model(
+    source: str | Path | PreTrainedConfig,
+    role: Role = "policy",
+    *,
+    dtype: torch.dtype = torch.float32,
+    override_config: Mapping[str, Any] | None = None,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The network a role needs, without memory. Tied weights are tied already.
+
+    `value` and `reward` give a scalar head; an architecture without a classification class comes back bare, and
+    `ValueModel` / `RewardModel` add the head.
+    """
+    if isinstance(source, PreTrainedConfig):
+        config = source
+        _override(config, override_config or {}, "override_config")
+    else:
+        config = load_config(source, override_config, trust_remote_code=trust_remote_code)
+    if role != "policy":
+        config.num_labels = 1
+    auto = _auto_class(config, role)
+    with torch.device("meta"):
+        model = auto.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    return model
+
+
+def materialize(module: nn.Module, device: torch.device | str) -> None:
+    """Give every meta parameter and buffer memory on `device`, keep tied ones tied, compute derived buffers.
+
+    Contents of parameters are undefined until `load_weights`. Works on plain and on FSDP2-sharded modules; call it
+    after sharding, so that only the shards are allocated. `nn.Module.to_empty` alone would untie tied weights and leave
+    rotary frequencies as garbage.
+    """
+    tied = _shared_parameters(module)
+    module.to_empty(device=device)
+    for owner, name, first_owner, first_name in tied:
+        setattr(owner, name, getattr(first_owner, first_name))
+    initialize_buffers(module)
+
+
+@torch.no_grad()
+def initialize_buffers(module: nn.Module) -> None:
+    """Recompute buffers no checkpoint holds (rotary frequencies, embedding scales) with the model's own code."""
+    for model in (m for m in module.modules() if isinstance(m, PreTrainedModel)):
+        inner = [m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel)]
+        nested = {id(part) for m in inner for part in m.modules()}
+        for part in model.modules():
+            if id(part) in nested or not getattr(part, "_non_persistent_buffers_set", None):
+                continue
+            # transformers' own initialisers skip what carries this flag, so parameters stay as they are.
+            for parameter in part.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # pyrefly: ignore[missing-attribute]
+            model._init_weights(part)
+
+
+def _existing_folder(path: str | Path) -> Path:
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} has no config.json; model paths are folders in Hugging Face layout.")
+    return folder
+
+
+def _override(config: PreTrainedConfig, values: Mapping[str, Any], where: str) -> None:
+    for key, value in values.items():
+        if not hasattr(config, key):
+            raise ValueError(f"{where}.{key} is not a field of {type(config).__name__}.")
+        current = getattr(config, key)
+        if isinstance(current, PreTrainedConfig) and isinstance(value, Mapping):
+            _override(current, value, f"{where}.{key}")
+        else:
+            setattr(config, key, value)
+
+
+def _auto_class(config: PreTrainedConfig, role: Role) -> Any:
+    if role == "policy":
+        multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+        return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    classifier = AutoModelForTokenClassification if role == "value" else AutoModelForSequenceClassification
+    return classifier if type(config) in classifier._model_mapping else AutoModel
+
+
+def _shared_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """(module, name, first module, first name) for every further place of a parameter that has several."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    shared = []
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in first:
+                shared.append((owner, name, *first[id(parameter)]))
+            else:
+                first[id(parameter)] = (owner, name)
+    return shared

@@ -1,0 +1,125 @@
+"""Low-rank adapters through peft: put in, switch off, merge out.
+
+Adapters are injected into the transformers model itself, so every other part sees the same classes and, but for
+`.base_layer`, the same names. The reference policy is the actor with its adapter off. peft is imported only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.models.weights import LORA_BASE
+
+ADAPTER = "default"
+
+
+def add_lora(
+    hf_model: Any,
+    *,
+    rank: int,
+    alpha: float,
+    target_modules: str | Sequence[str] = "all-linear",
+    dropout: float = 0.0,
+    exclude_modules: str | Sequence[str] | None = None,
+) -> Any:
+    """Inject adapters and freeze everything else; returns the same model. Call it before FSDP, meta device or not."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    excluded = exclude_modules if exclude_modules is None or isinstance(exclude_modules, str) else list(exclude_modules)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # pyrefly: ignore[bad-argument-type]
+        target_modules=targets,
+        exclude_modules=excluded,
+        lora_dropout=dropout,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    inject_adapter_in_model(config, hf_model, adapter_name=ADAPTER)
+    for name, parameter in hf_model.named_parameters():
+        parameter.requires_grad_(is_lora_name(name))
+    return hf_model
+
+
+def is_lora_name(name: str) -> bool:
+    return ".lora_" in name
+
+
+def has_lora(module: nn.Module) -> bool:
+    return any(is_lora_name(name) for name, _ in module.named_parameters())
+
+
+@contextmanager
+def adapter_disabled(module: nn.Module) -> Iterator[None]:
+    """Inside this block the model computes as if it had no adapter."""
+    layers = _adapted_layers(module)
+    adapters = [p for layer in layers for name, p in layer.named_parameters() if is_lora_name(f".{name}")]
+    trainable = [parameter for parameter in adapters if parameter.requires_grad]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter in trainable:  # switching an adapter on leaves its parameters frozen in some peft releases
+            parameter.requires_grad_(True)
+
+
+def merged_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Full weights under plain names, with each adapter added in: what an engine or a checkpoint wants.
+
+    `weights` are `(parameter name in module, full tensor)` in any order, adapters included, as a backend gathers them.
+    Only weights that wait for their adapter are held.
+    """
+    layers: dict[str, Any] = dict(module.named_modules())
+    scalings: dict[str, float] = {n: layer.scaling[ADAPTER] for n, layer in layers.items() if _is_adapted(layer)}
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        layer, part = _split(name, scalings)
+        if layer is None:
+            yield name, tensor
+            continue
+        if part == "bias":
+            yield f"{layer}.bias", tensor
+            continue
+        parts = waiting.setdefault(layer, {})
+        parts[part] = tensor
+        if len(parts) == 3:
+            del waiting[layer]
+            yield f"{layer}.weight", _merge(parts["weight"], parts["A"], parts["B"], scalings[layer])
+    assert not waiting, f"weights of adapted layers did not all arrive: {sorted(waiting)}"
+
+
+def _merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    # float32: a small update added in bfloat16 would mostly be rounded away.
+    delta = torch.mm(b.float(), a.float()).mul_(scaling)
+    return delta.add_(weight.to(delta.device).float()).to(weight.dtype)
+
+
+def _split(name: str, layers: dict[str, Any]) -> tuple[str | None, str]:
+    """(adapted layer, "weight" | "bias" | "A" | "B") or (None, "")."""
+    for marker, part in ((f".lora_A.{ADAPTER}.weight", "A"), (f".lora_B.{ADAPTER}.weight", "B")):
+        if name.endswith(marker):
+            return name.removesuffix(marker), part
+    head, found, part = name.rpartition(LORA_BASE)
+    return (head, part) if found and head in layers else (None, "")
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(layer, LoraLayer)
+
+
+def _adapted_layers(module: nn.Module) -> list[Any]:
+    layers = [layer for layer in module.modules() if _is_adapted(layer)]
+    if not layers:
+        raise ValueError(f"{type(module).__name__} has no LoRA adapter to switch off; set lora_rank above 0.")
+    return layers

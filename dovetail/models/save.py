@@ -1,0 +1,95 @@
+"""Write a model folder in Hugging Face layout from a stream of tensors, all or nothing.
+
+Shards are written as they fill, so the peak is one shard; the folder appears under its name only when complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def save_hf_folder(
+    weights: Iterable[tuple[str, Tensor]],
+    config: Any,
+    tokenizer: Any | None,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+    generation_config: Any | None = None,
+) -> Path:
+    """Save `(name on disk, full tensor)` pairs, the config and the tokenizer or processor; replaces `out`.
+
+    Names on disk come from `to_checkpoint_tensors`. A reader never sees half a folder: it is written beside `out` and
+    renamed.
+    """
+    out = Path(out).expanduser()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        _write_shards(weights, work, dtype, max_shard_bytes)
+        config.save_pretrained(work)
+        for part in (tokenizer, generation_config):
+            if part is not None:
+                part.save_pretrained(work)
+        publish_folder(work, out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return out
+
+
+def publish_folder(work: Path, out: Path) -> None:
+    """Give the finished folder `work` the name `out`; an older `out` is replaced by two renames."""
+    work.chmod(0o755)
+    if out.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
+        os.rename(out, old / out.name)
+        os.rename(work, out)
+        shutil.rmtree(old)
+    else:
+        os.rename(work, out)
+
+
+def _write_shards(
+    weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, max_shard_bytes: int
+) -> None:
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in weights:
+        cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        held = tensor.detach().to(device="cpu", dtype=cast, copy=True).contiguous()  # views of one storage are refused
+        if pending and size + held.nbytes > max_shard_bytes:
+            flush()
+            size = 0
+        pending[name] = held
+        size += held.nbytes
+        total += held.nbytes
+    if pending or not shards:
+        flush()
+    if len(shards) == 1:
+        (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"shard-{number}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

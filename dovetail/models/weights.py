@@ -1,0 +1,194 @@
+"""Weights between safetensors files and models, one tensor at a time.
+
+Checkpoint names are not always parameter names: transformers fuses, splits and renames (experts of a mixture are one
+3-D parameter in memory and one matrix each on disk). Its own conversion tables are used in both directions, so folders
+written here are what everyone else reads and writes. Refuses formats other than safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+# TRL stores a value head beside the language model; transformers calls the same layer `score`.
+_TRL_VALUE_HEAD = {"v_head.summary.weight": "score.weight", "v_head.summary.bias": "score.bias"}
+_HEADS = ("score.weight", "score.bias", "classifier.weight", "classifier.bias")
+LORA_BASE = ".base_layer."
+"""What peft puts into the name of a layer it wraps."""
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """A tensor in a file. Nothing is read until `load`."""
+
+    name: str
+    shape: tuple[int, ...]
+    handle: Any
+    """The open file; it stays open, mapped, as long as a tensor of it may be read."""
+
+    def load(self) -> Tensor:
+        return self.handle.get_tensor(self.name)
+
+
+def iter_checkpoint_tensors(path: str | Path) -> Iterator[tuple[str, CheckpointTensor]]:
+    """Every tensor of a checkpoint folder under its name on disk, in natural order; reads headers only."""
+    tensors: dict[str, CheckpointTensor] = {}
+    for file in _safetensors_files(Path(path).expanduser()):
+        handle = safe_open(file, framework="pt", device="cpu")
+        for name in handle.keys():  # noqa: SIM118  not a dict
+            tensors[name] = CheckpointTensor(name, tuple(handle.get_slice(name).get_shape()), handle)
+    yield from sorted(tensors.items(), key=lambda item: dot_natural_key(item[0]))
+
+
+def iter_model_tensors(hf_model: PreTrainedModel, path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint under its parameter name in `hf_model`, converted, read one at a time.
+
+    Tensors the model has no place for (a language head under a critic) are left out. Names are those without LoRA.
+    """
+    wanted = {name.replace(LORA_BASE, "."): place for name, place in hf_model.state_dict().items()}
+    for transform, name in _plan(hf_model, dict(iter_checkpoint_tensors(path)), wanted).values():
+        for target, value in transform.convert(name, model=hf_model, config=hf_model.config).items():
+            if target in wanted:
+                yield target, value[0] if isinstance(value, list) else value
+
+
+@torch.no_grad()
+def load_weights(module: nn.Module, path: str | Path, *, hf_prefix: str = "hf_model.") -> None:
+    """Fill `module` (a wrapper of `dovetail.models`, FSDP2-sharded or not) from a checkpoint folder.
+
+    Every rank reads every tensor in turn and keeps its own shard, so the peak is one tensor. A scalar head and LoRA
+    matrices the checkpoint does not have start from a fixed seed, alike on all ranks; any other missing tensor is an
+    error.
+    """
+    hf_model = module.get_submodule(hf_prefix.removesuffix("."))
+    assert isinstance(hf_model, PreTrainedModel), f"{hf_prefix} of {type(module).__name__} is no transformers model"
+    places = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    plain_names = {name.replace(LORA_BASE, "."): name for name in places}
+    missing = {name for name, _ in module.named_parameters()} | _persistent_buffers(module)
+    for name, tensor in iter_model_tensors(hf_model, path):
+        place = plain_names[hf_prefix + name]
+        missing.discard(place)
+        _fill(places[place], tensor, name)
+    for name, tensor in _outer_head(path):  # a head the wrapper owns, not the transformers model
+        if name in missing:
+            missing.discard(name)
+            _fill(places[name], tensor, name)
+    filled = {id(places[name]) for name in places if name not in missing}
+    for name in sorted(missing):
+        if id(places[name]) not in filled:  # else it is tied to one that was there
+            _fill(places[name], _fresh(name, places[name], path), name)
+
+
+def to_checkpoint_tensors(
+    hf_model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Full parameters under their names in memory to tensors under their names on disk; the opposite of loading.
+
+    A parameter that is split on disk (experts) comes out in pieces; nothing else is held back or gathered.
+    """
+    transforms = [t.reverse_transform() for t in reversed(_conversions(hf_model, add_legacy=False))]
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
+    waiting: dict[str, Any] = {}
+    for name, tensor in weights:
+        renamed, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        if pattern is None:
+            yield renamed, tensor
+            continue
+        transform = waiting.setdefault(renamed, deepcopy(by_pattern[pattern]))
+        transform.add_tensor(renamed, name, pattern, tensor)
+        if len(transform.collected_tensors) < len(transform.source_patterns):
+            continue
+        for target, value in waiting.pop(renamed).convert(renamed, model=hf_model, config=hf_model.config).items():
+            yield target, value[0] if isinstance(value, list) else value
+    assert not waiting, f"parameters that are one tensor on disk did not all arrive: {sorted(waiting)}"
+
+
+def _plan(
+    hf_model: PreTrainedModel, tensors: dict[str, CheckpointTensor], wanted: dict[str, Any]
+) -> dict[str, tuple[Any, str]]:
+    """For each parameter (the first, when one tensor makes several): the conversion that reads its sources."""
+    mapping = _conversions(hf_model)
+    renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
+    converters = [t for t in mapping if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
+    prefix = hf_model.base_model_prefix
+    plan: dict[str, tuple[Any, str]] = {}
+    for name, tensor in tensors.items():
+        source = _TRL_VALUE_HEAD.get(name, name)
+        target, pattern = rename_source_key(source, renamings, converters, prefix, wanted)
+        if target not in wanted and source in wanted:
+            target, pattern = source, None
+        if target not in wanted:
+            continue
+        made: Any = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(name, target)
+        transform, _ = plan.setdefault(target, (made, target))
+        read: Callable[[], Tensor] = tensor.load
+        transform.add_tensor(target, name, pattern or name, read)  # pyrefly: ignore[bad-argument-type]
+    return plan
+
+
+def _conversions(hf_model: PreTrainedModel, add_legacy: bool = True) -> list[Any]:
+    return list(get_model_conversion_mapping(hf_model, add_legacy=add_legacy))
+
+
+def _outer_head(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in iter_checkpoint_tensors(path):
+        target = _TRL_VALUE_HEAD.get(name, name)
+        if target in _HEADS:
+            yield target, tensor.load()
+
+
+def _fill(place: Tensor, tensor: Tensor, name: str) -> None:
+    if tuple(place.shape) != tuple(tensor.shape):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)} on disk and {tuple(place.shape)} in the model.")
+    if isinstance(place, DTensor):
+        local = tensor.to(device=place.device, dtype=place.dtype)
+        # src_data_rank=None: every rank cuts its own shard out of what it read, nothing is sent.
+        place.copy_(distribute_tensor(local, place.device_mesh, place.placements, src_data_rank=None))
+    else:
+        place.copy_(tensor)
+
+
+def _fresh(name: str, place: Tensor, path: str | Path) -> Tensor:
+    """Start values for what may be missing. The seed is the name's, so ranks agree without speaking."""
+    shape = tuple(place.shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    if ".lora_A." in name:
+        bound = shape[-1] ** -0.5  # peft's own: Kaiming-uniform with a = sqrt(5)
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    if ".lora_" in name or (name.endswith(_HEADS) and len(shape) == 1):
+        return torch.zeros(shape)
+    if name.endswith(_HEADS):
+        return torch.normal(0.0, 0.02, shape, generator=generator)
+    raise ValueError(f"{path} holds no weights for {name}; is it another model?")
+
+
+def _persistent_buffers(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_buffers()} & module.state_dict().keys()
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"{folder} holds no safetensors; load it once with transformers and save_pretrained() to convert it."
+        )
+    return files

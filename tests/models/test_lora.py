@@ -1,0 +1,74 @@
+"""LoRA: nothing changes at the start, off is the base model, merged weights are the adapted model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dovetail.models.backbone import HF_PREFIX
+from dovetail.models.load import build_meta_model, materialize
+from dovetail.models.lora import adapter_disabled, add_lora, has_lora, is_lora_name, merged_weights
+from dovetail.models.policy import PolicyModel
+from dovetail.models.weights import load_weights
+from tests.models.tiny import ragged_batch, save_tiny_model, tiny_model
+
+pytestmark = pytest.mark.unit
+
+
+def _adapted(folder: Path, family: str = "qwen2") -> PolicyModel:
+    save_tiny_model(family, folder)
+    policy = PolicyModel(add_lora(build_meta_model(folder), rank=4, alpha=8), use_fused_kernels=True)
+    materialize(policy, "cpu")
+    load_weights(policy, folder)
+    return policy
+
+
+def _randomize(policy: PolicyModel) -> None:
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.05)
+
+
+def test_only_adapters_train_and_a_new_adapter_changes_nothing(tmp_path: Path) -> None:
+    policy = _adapted(tmp_path)
+    batch = ragged_batch([5, 8])
+    assert has_lora(policy)
+    assert {n for n, p in policy.named_parameters() if p.requires_grad} == {
+        n for n, _ in policy.named_parameters() if is_lora_name(n)
+    }
+    plain = PolicyModel(tiny_model("qwen2"))
+    torch.testing.assert_close(policy(**batch).log_probs, plain(**batch).log_probs, atol=1e-6, rtol=1e-6)
+
+
+def test_with_the_adapter_off_it_is_the_base_model_and_training_goes_on_after(tmp_path: Path) -> None:
+    policy = _adapted(tmp_path)
+    _randomize(policy)
+    batch = ragged_batch([5, 8])
+    base = PolicyModel(tiny_model("qwen2"))(**batch).log_probs
+    assert (policy(**batch).log_probs - base).abs().max() > 1e-3
+    with adapter_disabled(policy):
+        torch.testing.assert_close(policy(**batch).log_probs, base, atol=1e-6, rtol=1e-6)
+    policy(**batch).log_probs.sum().backward()
+    assert all((p.grad is not None) == is_lora_name(n) for n, p in policy.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_merged_weights_in_a_plain_model_give_the_adapted_log_probs(family: str, tmp_path: Path) -> None:
+    policy = _adapted(tmp_path, family)
+    _randomize(policy)
+    weights = ((n.removeprefix(HF_PREFIX), p.detach()) for n, p in policy.named_parameters())
+    plain = tiny_model(family, seed=5)
+    plain.load_state_dict(dict(merged_weights(policy.hf_model, weights)), strict=False)
+    names = {n for n, _ in plain.named_parameters()}
+    weights = ((n.removeprefix(HF_PREFIX), p.detach()) for n, p in policy.named_parameters())
+    assert {n for n, _ in merged_weights(policy.hf_model, weights)} == names
+    batch = ragged_batch([5, 8])
+    torch.testing.assert_close(PolicyModel(plain)(**batch).log_probs, policy(**batch).log_probs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_without_adapter_has_none_to_switch_off() -> None:
+    with pytest.raises(ValueError, match="no LoRA adapter"), adapter_disabled(tiny_model("llama")):
+        pass
