@@ -125,6 +125,13 @@ class _Draft:
             self.problems.append(Problem("", str(error)))
             resolved = self.tree
         values = dict(leaves(resolved))
+        targets = [key for key in values if key.rpartition(".")[2] == "_target_"]
+        if targets:
+            message = (
+                f"{len(targets)} _target_ keys have no effect here: sections are typed, no class is named in a file."
+            )
+            self.notices.append(Notice(targets[0], message))
+            values = {key: value for key, value in values.items() if key not in targets}
         for key in [key for key, value in values.items() if value == "???"]:
             if no_effect(key) is None:
                 self.problems.append(Problem(key, f"{key} is ??? in {self._source(key)}: it must be set."))
@@ -138,6 +145,8 @@ class _Draft:
             entry = None if find_key(DovetailConfig, key) else no_effect(key)
             if entry is None:
                 kept[key] = value
+            elif entry.refused is not None and value == entry.refused:
+                self.problems.append(Problem(key, f"{key}={value} is not supported: {entry.reason}; take the key out."))
             elif value is not None:
                 self.notices.append(Notice(key, f"{key}={value} has no effect here: {entry.reason}."))
         return kept

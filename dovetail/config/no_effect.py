@@ -8,10 +8,14 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Keys that match `pattern` (`*` stands for anything) do nothing, because of `reason`."""
+    """Keys that match `pattern` (`*` stands for anything) do nothing, because of `reason`.
+
+    `refused` is a value that cannot be passed over: it would ask for a different program.
+    """
 
     pattern: str
     reason: str
+    refused: object = None
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -28,7 +32,6 @@ _ALWAYS = "it is always so"
 NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("hydra.*", _LAUNCHER),
     NoEffect("defaults", _LAUNCHER),
-    NoEffect("*_target_", "sections are typed; no class is named in a file"),
     NoEffect("global_profiler.*", _NO_PROFILER),
     NoEffect("profiler.*", _NO_PROFILER),
     NoEffect("trainer.profile_steps", _NO_PROFILER),
@@ -42,7 +45,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("data.datagen.*", "prompts are not generated during training; write them to a file first"),
     NoEffect("data.need_tools_kwargs", "tool arguments are kept whenever a row has them"),
     NoEffect("data.filter_prompts", "`data.filter_overlong_prompts` decides"),
-    NoEffect("actor_rollout_ref.model.use_liger", "dovetail has its own fused head; other Liger kernels are not used"),
+    NoEffect("*.model.use_liger", "dovetail has its own fused head; other Liger kernels are not used"),
     NoEffect("*.model.tiled_mlp.*", "feed-forward layers are not tiled; use gradient checkpointing or a longer SP"),
     NoEffect("*.model.mtp.*", _MTP),
     NoEffect(f"{_ROLLOUT}.mtp.*", _MTP),
@@ -85,6 +88,41 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("*.torchtitan.*", "there is no such backend; choose fsdp2 or megatron"),
     NoEffect("*.fsdp_config.turbo_config.*", "there is no such backend; choose fsdp2 or megatron"),
     NoEffect("*.checkpoint.strict", "a checkpoint that does not fit the model is always refused"),
+    NoEffect("actor_rollout_ref.ref.optim.*", "the reference is not trained"),
+    NoEffect("*.optim.muon_*", "Muon is not an optimizer here"),
+    NoEffect("*.optim.use_layer_wise_distributed_optimizer", "Muon is not an optimizer here"),
+    NoEffect("*.optim.use_precision_aware_optimizer", "write it in `override_optimizer_config`"),
+    NoEffect("*.optim.*_dtype", "write it in `override_optimizer_config`"),
+    NoEffect("*.megatron.dynamic_context_parallel", "`context_parallel_size` holds for every batch"),
+    NoEffect("*.megatron.max_seqlen_per_dp_cp_rank", "`context_parallel_size` holds for every batch"),
+    NoEffect("*.megatron.dist*_optim_*", "checkpoints can always be loaded by another number of devices"),
+    NoEffect("*.megatron.router_replay.*", _ROUTING),
+    NoEffect("*.megatron.entropy_*", "the keys of the role decide for every backend"),
+    NoEffect("*.mindspeed.*", "there is no Ascend backend"),
+    NoEffect("*.pad_to_length*", "sequences are packed, or padded to the longest of the micro-batch"),
+    NoEffect("*.entropy_from_logits_chunk_size", "the chunk size follows from the vocabulary"),
+    NoEffect("*.function_tool_path", "tools are described by `multi_turn.tool_config_path`"),
+    NoEffect(f"{_ROLLOUT}.moe_load_balance_metrics_interval", "the engine's expert load is not recorded"),
+    NoEffect(f"{_ROLLOUT}.moe_tensor_parallel_size", f"pass it through `{_ROLLOUT}.engine_kwargs`"),
+    NoEffect(f"{_ROLLOUT}.disaggregation.*", "one engine does prefill and decoding"),
+    NoEffect(f"{_ROLLOUT}.standalone_gpu_memory_utilization", f"`{_ROLLOUT}.gpu_memory_utilization` decides"),
+    NoEffect("async_training.dynamic_schedule_*", "devices keep their role for the whole run"),
+    NoEffect("async_training.use_dynamic_resource_scheduling", "devices keep their role for the whole run"),
+    NoEffect("async_training.concurrent_samples_per_replica", "the engine schedules its own requests"),
+    NoEffect("async_training.enable_reward_queue", "scores are always computed asynchronously"),
+    NoEffect("distillation.enabled", "there is no distillation from a teacher", refused=True),
+    NoEffect("distillation.*", "there is no distillation from a teacher"),
+    NoEffect("data.audio_key", "prompts hold text, images and videos"),
+    NoEffect("data.mm_processor_kwargs*", "the processor runs with the model's own settings"),
+    NoEffect("critic.loss_scale_factor", "the value loss is a token mean unless `critic.loss_agg_mode` is set"),
+    NoEffect("trainer.use_v1", "there is one trainer"),
+    NoEffect("trainer.v1.*", "there is one trainer; `async_training` holds what runs ahead"),
+    NoEffect("algorithm.filter_groups.max_inflight_gen_batches", "generation batches run one after the other"),
+    NoEffect("*.megatron.pad_*", "sequences are packed, or padded to the longest of the micro-batch"),
+    NoEffect("*.checkpoint.mbridge_config*", _BRIDGE),
+    NoEffect("*.qat.*", "weights are trained in full precision; only the engine may be quantised"),
+    NoEffect("skip.*", "answers are never replayed from an earlier run"),
+    NoEffect(f"{_ROLLOUT}.single_turn_response_length", "turns share `data.max_response_length`"),
     NoEffect("data.min_response_length", "a response ends where the model ends it"),
     NoEffect(f"{_ROLLOUT}.enable_sleep_mode", f"`{_ROLLOUT}.free_cache_engine` decides"),
     NoEffect("*.use_gemm_fusion", "`model.use_fused_kernels` is the fused head"),

@@ -63,6 +63,7 @@ def _optimizers() -> Iterator[Translation]:
             yield Translation(
                 f"{role}.optim.{old}", f"{role}.optim.lr_scheduler_type", "one schedule for every backend"
             )
+        yield Translation(f"{role}.optim.min_lr_factor", f"{role}.optim.min_lr_ratio")
         yield Translation(f"{role}.optim.lr_warmup_ratio", f"{role}.optim.lr_warmup_steps_ratio")
         yield Translation(f"{role}.checkpoint.contents", f"{role}.checkpoint.save_contents")
 
@@ -143,6 +144,9 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
     Translation("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     Translation("data.max_samples", "data.train_max_samples"),
+    Translation("sandbox_fusion.*", "reward_model.sandbox_fusion.*"),
+    Translation(f"{_ACTOR}.model_engine", "model_engine"),
+    Translation("trainer.worker_env.*", "ray_init.runtime_env.env_vars.*"),
     Translation("trainer.validate_before_train", "trainer.val_before_train"),
     *_moved_from_fsdp(),
     *_optimizers(),

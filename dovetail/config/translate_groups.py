@@ -115,9 +115,7 @@ def _early_weights(leaves: Mapping[str, Any], result: GroupResult) -> None:
         lower, _, upper = threshold.partition("_")
         result.consumed.append(key)
         result.values |= {key: (upper, key), f"{key}_lower": (lower, key)}
-        result.notices.append(
-            Notice(key, f"{key}={threshold} is read as {upper} with rollout_is_threshold_lower={lower}.")
-        )
+        result.notices.append(Notice(key, f"{key}={threshold} is read as {upper}, with {lower} as the lower cut."))
     weights = f"{_CORRECTION}.rollout_is"
     if leaves.get(weights) == "geometric" and leaves.get(f"{_CORRECTION}.rollout_rs") is not None:
         result.consumed.append(weights)
@@ -127,8 +125,12 @@ def _early_weights(leaves: Mapping[str, Any], result: GroupResult) -> None:
 
 def implied_megatron(leaves: Mapping[str, Any]) -> GroupResult:
     """Lists for a Megatron file set `*.megatron.*` and no strategy, because that file chose the backend."""
-    result = GroupResult()
+    result = GroupResult(consumed=[key for key in ("model_engine",) if key in leaves])
     if leaves.get(f"{_ACTOR}.strategy") is not None:
+        return result
+    if leaves.get("model_engine") == "megatron":
+        result.values[f"{_ACTOR}.strategy"] = ("megatron", "model_engine")
+        result.notices.append(Notice("model_engine", f"model_engine=megatron is read as {_ACTOR}.strategy=megatron."))
         return result
     for role in (_ACTOR, "critic"):
         used = next((key for key in leaves if key.startswith(f"{role}.megatron.")), None)
