@@ -42,12 +42,14 @@ data-parallel ranks. The backend makes the gradient that of the sum, whatever it
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """What a forward pass of a policy is asked for. Value and reward models ignore it."""
+    """What a forward pass of a policy is asked for. Value and reward models take ``adapters`` only."""
 
     temperature: float = 1.0
     entropy: bool = False
     last_tokens: int | None = None
     """Log-probs of the last so many columns only (the responses); the others are 0 and cost no head. None: all."""
+    adapters: bool = True
+    """False: as if the model had no LoRA adapter, which makes an actor its own reference. Only without gradients."""
 
 
 PLAIN_FORWARD = ForwardOptions()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from dovetail.backends.base import BackendPlace
-from dovetail.backends.network import network_call
 from dovetail.backends.optimizer import build_optimizer, decayed_names
 from dovetail.backends.schedule import LearningRateSchedule, learning_rate
-from dovetail.backends.sharding import Precision, Sharding
+from dovetail.backends.sharding import Precision, Sharding, is_meta
 from dovetail.backends.torch_backend import TorchBackend
 from dovetail.config.fsdp import FSDPConfig, full_dtype
 from dovetail.config.optim import OptimConfig
+from dovetail.models.backbone import TransformerBackbone
 from dovetail.parallel.mesh import ParallelMesh, create_parallel_mesh
 
 _Shard = Callable[[nn.Module, Precision, torch.device, ParallelMesh | None, FSDPConfig], Sharding]
@@ -22,16 +23,19 @@ _Shard = Callable[[nn.Module, Precision, torch.device, ParallelMesh | None, FSDP
 
 def build_backend(
     strategy: str,
-    network: nn.Module,
+    network: TransformerBackbone,
     *,
+    weights: Path | None = None,
     fsdp: FSDPConfig,
     optim: OptimConfig | None = None,
     max_grad_norm: float = 1.0,
     sp_size: int = 1,
+    offload_activations: bool = False,
     device: torch.device | str = "cpu",
 ) -> TorchBackend:
     """A backend for ``network``, which is taken over (sharded in place). ``optim=None`` builds one for inference.
 
+    A network on the meta device is given memory shard by shard and filled from the Hugging Face folder ``weights``.
     For ``fsdp`` and ``fsdp2`` the default process group must exist; every rank calls this with an equal network.
     """
     if strategy not in SHARDINGS:
@@ -43,16 +47,21 @@ def build_backend(
         mesh = create_parallel_mesh(device.type, fsdp_size=fsdp.fsdp_size, sp_size=sp_size)
     elif sp_size != 1:
         raise ValueError(f"ulysses_sequence_parallel_size={sp_size} needs strategy fsdp or fsdp2, not single")
-    call = network_call(network)
+    if is_meta(network) and weights is None:
+        raise ValueError("the network is on the meta device and has no weights; pass weights=<folder of safetensors>")
+    for parameter in network.parameters():  # not network.to(): rotary frequencies must stay in float32
+        parameter.data = parameter.data.to(precision.master)
     decayed = decayed_names(network)
     sharding = SHARDINGS[strategy](network, precision, device, mesh, fsdp)
+    if weights is not None:
+        sharding.load_weights(weights)
     optimizer = schedule = None
     if optim is not None:
         optimizer = build_optimizer(sharding.named_parameters(), optim, decayed=decayed)
         schedule = LearningRateSchedule(optimizer, lambda step: learning_rate(step, optim, optim.total_training_steps))
     return TorchBackend(
         sharding,
-        call,
+        network,
         device=device,
         place=BackendPlace() if mesh is None else place_of(mesh),
         dp_group=None if mesh is None else mesh.dp_group,
@@ -60,6 +69,7 @@ def build_backend(
         optimizer=optimizer,
         schedule=schedule,
         max_grad_norm=max_grad_norm,
+        offload_activations=offload_activations,
     )
 
 

@@ -6,17 +6,22 @@ rank's original parameter is a flat slice of its unit, whole again only inside `
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from dovetail.backends.sharding import Precision
+from dovetail.backends.sharding import Precision, is_meta
 from dovetail.backends.units import sharding_units
 from dovetail.config.fsdp import FSDPConfig
+from dovetail.models.load import initialize_buffers, materialize
+from dovetail.models.weights import load_weights
 from dovetail.parallel.mesh import ParallelMesh
 
 _PREFIX = "_fsdp_wrapped_module."
@@ -49,14 +54,32 @@ class Fsdp1Sharding:
             "device_id": device,
         }
         self._offloads = config.offload_policy
+        self._mesh = mesh.fsdp
+        # Shapes and names only: what reads checkpoint files needs the model as it was before wrapping.
+        self._shapes = copy.deepcopy(module) if is_meta(module) else None
         for unit in sharding_units(module, config.wrap_policy):
+            _allocate(unit, device)
             _replace(module, unit, FSDP(unit, **self._settings))
+        _allocate(module, device)
+        if self._shapes is not None:
+            initialize_buffers(module)
         self.module = FSDP(module, **self._settings)
         self.reduce_factor = mesh.world_size
 
+    @torch.no_grad()
+    def load_weights(self, path: Path) -> None:
+        if self._shapes is None:
+            raise ValueError("FSDP1 loads weights only into a network built on the meta device (build_meta_model)")
+        # Flat parameters cannot be filled by name. DTensors can: read into a second set of shards, then hand it over.
+        shards, self._shapes = self._shapes, None
+        fully_shard(shards, mesh=self._mesh)
+        materialize(shards, self._device)
+        load_weights(shards, path)
+        set_model_state_dict(self.module, dict(get_model_state_dict(shards)))
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():
-            yield name.replace(_PREFIX, ""), parameter
+            yield self.plain_name(name), parameter
 
     def compute_context(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -84,6 +107,9 @@ class Fsdp1Sharding:
                         # or shares with numpy.
                         yield name, tensor.clone()
 
+    def plain_name(self, name: str) -> str:
+        return name.replace(_PREFIX, "")
+
     def move_parameters(self, device: torch.device) -> None:
         if self._offloads:
             return
@@ -93,6 +119,20 @@ class Fsdp1Sharding:
                 # No public call moves a flat parameter; the local shard must stay the same storage as its data.
                 handle.flat_param_to(device, non_blocking=False)
                 handle.flat_param._local_shard = handle.flat_param.data
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Memory for the meta parameters and buffers that no inner unit manages; a tied parameter stays one."""
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                new = made.setdefault(id(parameter), nn.Parameter(empty, requires_grad=parameter.requires_grad))
+                setattr(owner, name, new)
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(owner, name, torch.empty_like(buffer, device=device))
 
 
 def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -109,4 +149,4 @@ def _own_parameters(unit: FSDP, prefix: str) -> Iterator[tuple[str, nn.Parameter
     inner = tuple(name for name, module in unit.named_modules() if isinstance(module, FSDP) and module is not unit)
     for name, parameter in nn.Module.named_parameters(unit):
         if not any(name.startswith(f"{other}.") for other in inner):
-            yield f"{prefix}.{name}".replace(_PREFIX, "").removeprefix("."), parameter
+            yield f"{prefix}.{name}".removeprefix("."), parameter

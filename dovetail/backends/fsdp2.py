@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from dovetail.backends.sharding import Precision
+from dovetail.backends.sharding import Precision, is_meta
 from dovetail.backends.units import sharding_units
 from dovetail.config.fsdp import FSDPConfig
+from dovetail.models.load import materialize
+from dovetail.models.weights import load_weights
 from dovetail.parallel.mesh import ParallelMesh
 
 
@@ -95,12 +98,18 @@ class Fsdp2Sharding:
             },
             config,
         )
+        if is_meta(module):
+            # After sharding, so that this rank allocates its shards and nothing else.
+            materialize(module, torch.device("cpu") if config.offload_policy else device)
         self.module = module
         # The reduction averages over all ranks of the mesh, also over those that share a sequence: each of them holds
         # the gradient of its own tokens only, so the sum over all ranks is what is wanted.
         self.reduce_factor = mesh.world_size
         self._device = device
         self._offloads = config.offload_policy
+
+    def load_weights(self, path: Path) -> None:
+        load_weights(self.module, path)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters()
@@ -135,6 +144,9 @@ class Fsdp2Sharding:
                 continue
             tensor = tensor.to(self._device)
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def plain_name(self, name: str) -> str:
+        return name
 
     def move_parameters(self, device: torch.device) -> None:
         if not self._offloads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -24,6 +25,11 @@ class Precision:
         return self.compute != self.master
 
 
+def is_meta(module: nn.Module) -> bool:
+    """Whether the module is shapes only, with no memory behind its parameters."""
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
 class Sharding(Protocol):
     """A module whose parameters are spread over processes, and the operations that depend on how."""
 
@@ -35,6 +41,10 @@ class Sharding(Protocol):
     @property
     def reduce_factor(self) -> int:
         """By how much the loss must be multiplied for the reduction to give the sum over ranks."""
+        ...
+
+    def load_weights(self, path: Path) -> None:
+        """Fill the parameters from a Hugging Face folder, tensor by tensor: no rank ever holds the whole model."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -58,7 +68,11 @@ class Sharding(Protocol):
         ...
 
     def full_tensors(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters (or gradients) one at a time, under the names of the module before sharding."""
+        """Whole parameters (or gradients) one at a time, under their names in ``module`` as it is now."""
+        ...
+
+    def plain_name(self, name: str) -> str:
+        """The name before sharding of a parameter of ``module``."""
         ...
 
     def move_parameters(self, device: torch.device) -> None:

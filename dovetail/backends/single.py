@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from dovetail.backends.sharding import Precision
+from dovetail.backends.sharding import Precision, is_meta
+from dovetail.models.load import materialize
+from dovetail.models.weights import load_weights
 
 
 class SingleProcess:
@@ -17,9 +20,14 @@ class SingleProcess:
     reduce_factor = 1
 
     def __init__(self, module: nn.Module, precision: Precision, device: torch.device) -> None:
+        if is_meta(module):
+            materialize(module, device)
         self.module = module.to(device)
         self._precision = precision
         self._device = device
+
+    def load_weights(self, path: Path) -> None:
+        load_weights(self.module, path)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters()
@@ -44,6 +52,9 @@ class SingleProcess:
                 yield name, parameter.detach()
             elif parameter.grad is not None:
                 yield name, parameter.grad
+
+    def plain_name(self, name: str) -> str:
+        return name
 
     def move_parameters(self, device: torch.device) -> None:
         self.module.to(device)

@@ -1,6 +1,6 @@
 """The training loop of one mini-batch for every sharding that runs a plain PyTorch module. Knows no RL.
 
-What depends on how parameters are spread is asked of a ``Sharding``; what depends on the network, of a ``NetworkCall``.
+What depends on how parameters are spread is asked of a ``Sharding``; what depends on the network, of ``network_call``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from dovetail.backends.base import (
     TrainBackend,
 )
 from dovetail.backends.device_memory import free_device_cache, memory_in_use
-from dovetail.backends.network import NetworkCall
+from dovetail.backends.network import network_call
 from dovetail.backends.schedule import LearningRateSchedule
 from dovetail.backends.sharding import Sharding
 from dovetail.checkpoint.sharded import load_sharded, save_sharded
-from dovetail.models.backbone import HF_PREFIX
+from dovetail.models.activations import activation_offload
+from dovetail.models.backbone import HF_PREFIX, TransformerBackbone
+from dovetail.models.lora import adapter_disabled, has_lora, merged_weights
+from dovetail.models.weights import to_checkpoint_tensors
 from dovetail.parallel.ulysses import ulysses_group
 from dovetail.protocol import DataProto
 
@@ -40,7 +43,7 @@ class TorchBackend(TrainBackend):
     def __init__(
         self,
         sharding: Sharding,
-        call: NetworkCall,
+        network: TransformerBackbone,
         *,
         device: torch.device,
         place: BackendPlace,
@@ -49,10 +52,13 @@ class TorchBackend(TrainBackend):
         optimizer: torch.optim.Optimizer | None = None,
         schedule: LearningRateSchedule | None = None,
         max_grad_norm: float = 1.0,
+        offload_activations: bool = False,
     ) -> None:
         super().__init__(place, device)
         self._sharding = sharding
-        self._call = call
+        self._call = network_call(network)
+        self._hf_model = network.hf_model
+        self._offloads_activations = offload_activations
         self._dp_group = dp_group
         self._sp_group = sp_group
         self._optimizer = optimizer
@@ -64,6 +70,11 @@ class TorchBackend(TrainBackend):
     def module(self) -> torch.nn.Module:
         """The network as this process holds it, sharded or not."""
         return self._sharding.module
+
+    @property
+    def hf_config(self) -> Any:
+        """The transformers configuration of the network."""
+        return self._hf_model.config
 
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
@@ -77,7 +88,8 @@ class TorchBackend(TrainBackend):
             is_last = index == len(micro_batches) - 1
             with nullcontext() if is_last else self._sharding.accumulating():
                 micro_batch = micro_batch.to(self.device)
-                loss, found = loss_fn(self._run(micro_batch, options), micro_batch)
+                with activation_offload() if self._offloads_activations else nullcontext():
+                    loss, found = loss_fn(self._run(micro_batch, options), micro_batch)
                 (loss * self._sharding.reduce_factor).backward()
             metrics.append(found)
         return metrics
@@ -86,7 +98,8 @@ class TorchBackend(TrainBackend):
     def forward(self, micro_batches: Sequence[DataProto], options: ForwardOptions = PLAIN_FORWARD) -> list[TokenOutput]:
         self._check_equal_count(len(micro_batches))
         self.module.eval()
-        outputs = [self._run(micro_batch.to(self.device), options) for micro_batch in micro_batches]
+        with nullcontext() if options.adapters else adapter_disabled(self.module):
+            outputs = [self._run(micro_batch.to(self.device), options) for micro_batch in micro_batches]
         self._sharding.after_forward()
         return outputs
 
@@ -106,11 +119,17 @@ class TorchBackend(TrainBackend):
         return StepResult(grad_norm=norm, skipped=skipped, lr=lr, num_skipped=self._num_skipped)
 
     def named_weights(self, *, merge_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._sharding.full_tensors():
-            yield name.removeprefix(HF_PREFIX), tensor
+        tensors = self._sharding.full_tensors()
+        adapted = has_lora(self.module)
+        if adapted and merge_adapters:
+            tensors = merged_weights(self.module, tensors)
+        named = ((self._sharding.plain_name(name).removeprefix(HF_PREFIX), tensor) for name, tensor in tensors)
+        # Adapters have no name on disk; with them, names in memory are all there is.
+        return named if adapted and not merge_adapters else to_checkpoint_tensors(self._hf_model, named)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return self._sharding.full_tensors(gradients=True)
+        for name, tensor in self._sharding.full_tensors(gradients=True):
+            yield self._sharding.plain_name(name).removeprefix(HF_PREFIX), tensor
 
     def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
         self._move(torch.device("cpu"), params=params, optimizer=optimizer)

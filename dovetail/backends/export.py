@@ -1,0 +1,31 @@
+"""A folder that plain transformers and vLLM load, from the weights a backend trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dovetail.backends.torch_backend import TorchBackend
+from dovetail.checkpoint.sharded import together
+from dovetail.models.save import save_hf_folder
+
+
+def export_hf_folder(
+    backend: TorchBackend, out: Path, *, tokenizer: Any | None = None, dtype: torch.dtype | None = None
+) -> Path:
+    """Write the full weights, adapters merged in, as safetensors. Rank 0 writes, tensor by tensor; collective."""
+    weights = backend.named_weights()
+
+    def write() -> None:
+        try:
+            if backend.place.rank == 0:
+                save_hf_folder(weights, backend.hf_config, tokenizer, out, dtype=dtype)
+        finally:
+            # Gathering is collective: a writer that fails half-way must not leave the other ranks waiting for it.
+            for _ in weights:
+                pass
+
+    together(write)
+    return out
