@@ -1,7 +1,7 @@
 """DataProto through Ray against a dict of raw numpy arrays of the same bytes, in the same run.
 
 Both sides take turns, so a busy machine slows both; medians are compared. A local Ray is started on loopback only.
-Run: ``python -m benchmarks.dataproto_ray [--rows 1024 --seq-len 4096 --repeats 15]``.
+Run: ``python -m benchmarks.dataproto_ray [--rows 1024 --seq-len 4096 --repeats 31]``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dovetail.protocol import DataProto
 GOAL = "at most 1.3x the time of raw numpy"
 
 
-def run(rows: int = 1024, seq_len: int = 4096, repeats: int = 15) -> list[dict[str, Any]]:
+def run(rows: int = 1024, seq_len: int = 4096, repeats: int = 31) -> list[dict[str, Any]]:
     """Measure put + get, and a call that sends the batch to an actor and back. Times are medians in seconds."""
     batch = make_batch(rows, seq_len)
     arrays = as_numpy(batch)
@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=31)
     arguments = parser.parse_args()
     for result in run(arguments.rows, arguments.seq_len, arguments.repeats):
         print(

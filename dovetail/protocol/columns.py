@@ -113,11 +113,6 @@ def describe_column(column: Column) -> str:
     return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
 
 
-def column_bytes(column: Column) -> int:
-    """Bytes of the values; object columns count their pointers only, which says nothing of what they hold."""
-    return column.nbytes
-
-
 def missing_keys_message(what: str, missing: Iterable[str], known: Iterable[str]) -> str:
     """Name the missing keys, the nearest known ones and all that is there."""
     known, parts = sorted(known), []
@@ -140,7 +135,7 @@ def _first_differing_row(left: torch.Tensor, right: torch.Tensor) -> int | None:
 
 def _first_differing_array_row(left: np.ndarray, right: np.ndarray) -> int | None:
     if left.dtype == object or right.dtype == object:
-        rows = (row for row in range(len(left)) if not _object_rows_equal(left[row], right[row]))
+        rows = (row for row in range(len(left)) if not deep_equal(left[row], right[row]))
         return next(rows, None)
     if left.dtype.kind != right.dtype.kind:
         return 0 if len(left) else None
@@ -149,11 +144,6 @@ def _first_differing_array_row(left: np.ndarray, right: np.ndarray) -> int | Non
         differs &= ~(np.isnan(left) & np.isnan(right))
     rows = np.flatnonzero(differs.reshape(len(left), -1).any(axis=1)) if len(left) else np.empty(0)
     return int(rows[0]) if len(rows) else None
-
-
-def _object_rows_equal(left: Any, right: Any) -> bool:
-    # An object column next to a numeric one: its entries are Python scalars against numpy scalars.
-    return deep_equal(left, right)
 
 
 def _shorten(value: Any, limit: int = 80) -> str:

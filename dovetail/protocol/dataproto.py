@@ -167,8 +167,9 @@ class DataProto:
                 return f"{part}: keys {sorted(map(str, left))} against {sorted(map(str, right))}"
         if len(self) != len(other):
             return f"{len(self)} rows against {len(other)}"
+        theirs = other.columns
         for name, column in self.columns.items():
-            found = col.first_difference(column, other.columns[name])
+            found = col.first_difference(column, theirs[name])
             if found:
                 return f"column {name!r}: {found}"
         for key, value in self.meta_info.items():
@@ -397,16 +398,16 @@ class DataProto:
         parts = [part for part in data if part.columns]
         if not parts:
             return cls(meta_info=meta_info)
-        names = parts[0].columns.keys()
-        for number, part in enumerate(parts):
-            if part.tensors.keys() != parts[0].tensors.keys() or part.columns.keys() != names:
-                odd = sorted(part.columns.keys() ^ names) or sorted(part.tensors.keys() ^ parts[0].tensors.keys())
-                raise ValueError(f"concat: batch {number} and the first differ in columns {odd}; select or pop them.")
-        tensors = {name: col.concat_tensors(name, [part.tensors[name] for part in parts]) for name in parts[0].tensors}
-        arrays = {
-            name: col.concat_arrays(name, [part.non_tensor_batch[name] for part in parts])
-            for name in parts[0].non_tensor_batch
-        }
+        tensors_of, arrays_of = [part.tensors for part in parts], [part.non_tensor_batch for part in parts]
+        for number, (tensors, arrays) in enumerate(zip(tensors_of, arrays_of, strict=True)):
+            odd = sorted((tensors.keys() ^ tensors_of[0].keys()) | (arrays.keys() ^ arrays_of[0].keys()))
+            if odd:
+                raise ValueError(
+                    f"concat: batch {number} and the first differ in columns {odd}; select or pop them, and keep a "
+                    f"column a tensor, or a numpy array, in all batches."
+                )
+        tensors = {name: col.concat_tensors(name, [part[name] for part in tensors_of]) for name in tensors_of[0]}
+        arrays = {name: col.concat_arrays(name, [part[name] for part in arrays_of]) for name in arrays_of[0]}
         batch = _tensordict(tensors, sum(len(part) for part in parts)) if tensors else None
         joined = cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
         return joined.without_padding()
