@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dovetail.algorithms.masked import at_least_float32
+
 GroupIds = np.ndarray | Sequence[object] | torch.Tensor
 """One id per row, of any hashable type; rows with equal ids form a group."""
 
@@ -14,15 +16,16 @@ GroupIds = np.ndarray | Sequence[object] | torch.Tensor
 class Groups:
     """Group number of every row, and sums over groups.
 
-    Statistics are float64: a group of equal rewards then has a spread of exactly 0, where float32 would leave a
-    rounding error for the division by the spread to blow up.
+    Sums are float64 and statistics are rounded to the scores' precision only at the end: a group of equal rewards
+    then has its own value as mean and a spread of exactly 0, where float32 sums would leave a rounding error for the
+    division by the spread to blow up.
     """
 
     def __init__(self, uid: GroupIds, like: torch.Tensor) -> None:
         """`like` holds one value per row; group numbers go to its device."""
         numbers = _group_numbers(uid)
-        if numbers.shape != (like.shape[0],):
-            raise ValueError(f"uid has shape {numbers.shape} for {like.shape[0]} rows; give exactly one id per row.")
+        if len(numbers) != like.shape[0]:
+            raise ValueError(f"uid has {len(numbers)} ids for {like.shape[0]} rows; give exactly one id per row.")
         self.number = torch.from_numpy(numbers).to(like.device)
         self._num_groups = int(numbers.max()) + 1 if numbers.size else 0
         self.size = torch.bincount(self.number, minlength=self._num_groups)
@@ -35,12 +38,13 @@ class Groups:
 
     def row_mean(self, values: torch.Tensor) -> torch.Tensor:
         """For every row the mean of its group; 0 for a group of one, which has nothing to compare itself with."""
-        return torch.where(self.row_size > 1, (self.sum(values) / self.size)[self.number], 0.0)
+        mean = (self.sum(values) / self.size).to(values.dtype)
+        return torch.where(self.row_size > 1, mean[self.number], 0.0)
 
     def row_std(self, values: torch.Tensor) -> torch.Tensor:
         """For every row the sample standard deviation of its group; 1 for a group of one."""
-        squares = (values.double() - self.row_mean(values)).square()
-        std = (self.sum(squares) / (self.size - 1).clamp(min=1)).sqrt()
+        squares = (values.double() - (self.sum(values) / self.size)[self.number]).square()
+        std = (self.sum(squares) / (self.size - 1).clamp(min=1)).sqrt().to(values.dtype)
         return torch.where(self.row_size > 1, std[self.number], 1.0)
 
     def rank(self, values: torch.Tensor) -> torch.Tensor:
@@ -50,11 +54,11 @@ class Groups:
 
 
 def outcome_scores(token_level_rewards: torch.Tensor) -> torch.Tensor:
-    """One float64 score per row: the sum of its token rewards. Refuses rewards that are not finite.
+    """One score per row, the sum of its token rewards, in at least float32. Refuses rewards that are not finite.
 
     One NaN would spread to every row of its group, or through whitening to the whole batch, as a silent poison.
     """
-    scores = token_level_rewards.sum(dim=-1).double()
+    scores = at_least_float32(token_level_rewards).sum(dim=-1)
     check_finite_rows(scores)
     return scores
 
@@ -70,16 +74,26 @@ def check_finite_rows(scores: torch.Tensor) -> None:
         )
 
 
-def spread_over_tokens(scores: torch.Tensor, token_level_rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Give every kept token of a row the row's score, in the precision of the rewards (at least float32)."""
-    dtype = torch.promote_types(token_level_rewards.dtype, torch.float32)
-    return scores.to(dtype).unsqueeze(-1) * mask
+def spread_over_tokens(row_advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Give every kept token the advantage of its row."""
+    column = row_advantages.unsqueeze(-1)
+    out = _empty(response_mask.shape, row_advantages)
+    if response_mask.dtype == row_advantages.dtype:
+        return torch.mul(column, response_mask, out=out)
+    # Multiplying by an integer mask would first convert it, which costs more than the product.
+    return torch.where(response_mask.bool(), column, row_advantages.new_zeros(()), out=out)
+
+
+def _empty(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+    """Uninitialised memory. On the CPU from numpy, which asks for huge pages: half of the time of writing 128 MiB
+    into fresh memory goes into page faults."""
+    if like.device.type != "cpu":
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return torch.from_numpy(np.empty(shape, dtype=np.float64 if like.dtype == torch.float64 else np.float32))
 
 
 def _group_numbers(uid: GroupIds) -> np.ndarray:
-    ids = uid.detach().cpu().numpy() if isinstance(uid, torch.Tensor) else np.asarray(uid)
-    try:
-        return np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
-    except TypeError:  # ids of mixed types have no order; their hashes do as well
-        seen: dict[object, int] = {}
-        return np.array([seen.setdefault(i, len(seen)) for i in ids.tolist()], dtype=np.int64)
+    """Number the ids in order of first appearance. By hash, not by order: ids may be of mixed types."""
+    ids: list[object] = uid.tolist() if isinstance(uid, torch.Tensor | np.ndarray) else list(uid)
+    number_of = {distinct: number for number, distinct in enumerate(dict.fromkeys(ids))}
+    return np.fromiter(map(number_of.__getitem__, ids), dtype=np.int64, count=len(ids))

@@ -21,5 +21,5 @@ def compute_gpg_outcome_advantage(
     scores = outcome_scores(token_level_rewards)
     alpha = scores.shape[0] / torch.count_nonzero(scores).clamp(min=1)
     row_advantages = alpha * (scores - Groups(uid, scores).row_mean(scores)) / f_norm
-    advantages = spread_over_tokens(row_advantages, token_level_rewards, response_mask)
+    advantages = spread_over_tokens(row_advantages, response_mask)
     return advantages, advantages

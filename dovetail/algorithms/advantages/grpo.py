@@ -28,5 +28,5 @@ def compute_grpo_outcome_advantage(
     centered = scores - groups.row_mean(scores)
     if norm_adv_by_std_in_grpo:
         centered = centered / (groups.row_std(scores) + epsilon)
-    advantages = spread_over_tokens(centered, token_level_rewards, response_mask)
+    advantages = spread_over_tokens(centered, response_mask)
     return advantages, advantages

@@ -33,5 +33,5 @@ def compute_grpo_passk_outcome_advantage(
     if norm_adv_by_std_in_grpo:
         lead = lead / (groups.row_std(scores)[best] + epsilon)
     row_advantages = torch.zeros_like(scores).index_copy_(0, best, lead)
-    advantages = spread_over_tokens(row_advantages, token_level_rewards, response_mask)
+    advantages = spread_over_tokens(row_advantages, response_mask)
     return advantages, advantages

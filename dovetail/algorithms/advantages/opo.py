@@ -19,9 +19,9 @@ def compute_opo_outcome_advantage(
     """A = R - sum(length R) / sum(length) over the group; a group of one keeps its score."""
     scores = outcome_scores(token_level_rewards)
     groups = Groups(uid, scores)
-    lengths = response_mask.sum(dim=-1).double()
+    lengths = response_mask.sum(dim=-1)
     # A group whose answers are all masked out has no length; its tokens carry no advantage either way.
-    baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1.0)
+    baseline = (groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1.0)).to(scores.dtype)
     row_advantages = scores - torch.where(groups.row_size > 1, baseline[groups.number], 0.0)
-    advantages = spread_over_tokens(row_advantages, token_level_rewards, response_mask)
+    advantages = spread_over_tokens(row_advantages, response_mask)
     return advantages, advantages

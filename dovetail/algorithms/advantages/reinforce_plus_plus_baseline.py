@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from dovetail.algorithms.groups import GroupIds, Groups, outcome_scores, spread_over_tokens
-from dovetail.algorithms.masked import masked_whiten
 from dovetail.algorithms.registry import register_adv_est
 
 
@@ -20,6 +19,11 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     """A = whiten(R - mean of group), mean and variance taken over all kept tokens of the batch."""
     scores = outcome_scores(token_level_rewards)
     centered = scores - Groups(uid, scores).row_mean(scores)
-    spread = spread_over_tokens(centered, token_level_rewards, response_mask)
-    advantages = masked_whiten(spread, response_mask) * response_mask
+    # All tokens of a row are equal, so moments over tokens are moments over rows weighted by length.
+    lengths = response_mask.sum(dim=-1).double()
+    num_tokens = lengths.sum()
+    mean = (lengths * centered).sum() / num_tokens.clamp(min=1)
+    variance = (lengths * (centered - mean).square()).sum() / (num_tokens - 1).clamp(min=1)
+    whitened = (centered - mean) * torch.rsqrt(variance + 1e-8)
+    advantages = spread_over_tokens(whitened.to(scores.dtype), response_mask)
     return advantages, advantages

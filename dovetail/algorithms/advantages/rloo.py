@@ -21,5 +21,5 @@ def compute_rloo_outcome_advantage(
     groups = Groups(uid, scores)
     leave_one_out = groups.row_size / (groups.row_size - 1).clamp(min=1)
     row_advantages = (scores - groups.row_mean(scores)) * leave_one_out
-    advantages = spread_over_tokens(row_advantages, token_level_rewards, response_mask)
+    advantages = spread_over_tokens(row_advantages, response_mask)
     return advantages, advantages
