@@ -101,6 +101,8 @@ class Fsdp1Sharding:
             with FSDP.summon_full_params(unit, recurse=False, writeback=False, with_grads=gradients):
                 for name, parameter in _own_parameters(unit, prefix):
                     tensor = parameter.grad if gradients else parameter.detach()
+                    if gradients and not parameter.requires_grad:
+                        continue  # a part of the unit's flat gradient, with zeros in it
                     if name not in seen and tensor is not None:
                         seen.add(name)
                         # A copy: the gathered storage is freed below, and must not be a view that a consumer keeps

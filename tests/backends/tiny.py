@@ -11,6 +11,7 @@ from torch import Tensor
 from dovetail.backends.base import BackendPlace, LossFn, TokenOutput
 from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.config.optim import OptimConfig
+from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.protocol import DataProto
 
@@ -22,7 +23,12 @@ OPTIM = OptimConfig(lr=1e-2, eps=1e-4, weight_decay=0.1)
 
 
 def tiny_policy(
-    *, tied: bool = True, checkpointing: bool = False, remove_padding: bool = False, fused: bool = False
+    *,
+    tied: bool = True,
+    checkpointing: bool = False,
+    remove_padding: bool = False,
+    fused: bool = False,
+    lora: bool = False,
 ) -> PolicyModel:
     """A Llama of two layers with equal weights on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -35,6 +41,8 @@ def tiny_policy(
     model = LlamaForCausalLM(config)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if lora:
+        add_lora(model, rank=4, alpha=8.0)
     return PolicyModel(model, use_remove_padding=remove_padding, use_fused_kernels=fused)
 
 
