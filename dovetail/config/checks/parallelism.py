@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from dovetail.config.checks.finding import ACTOR, MODEL, REF, Checked, Finding, divides, error, nearest_divisor, warning
@@ -54,7 +55,9 @@ def expert_parallel_sizes_fit(run: Checked) -> Iterator[Finding]:
                 key, f"{key}={layout.expert_parallel}, but {run.shape.model_type} has no experts to share; use 1."
             )
         elif run.shape and run.shape.num_experts % layout.expert_parallel:
-            best = nearest_divisor(run.shape.num_experts, layout.expert_parallel)
+            # The fix must divide the devices of a stage as well.
+            common = math.gcd(run.shape.num_experts, per_stage // layout.expert_tensor_parallel)
+            best = nearest_divisor(common, layout.expert_parallel)
             yield error(
                 key,
                 f"{key}={layout.expert_parallel} does not divide the model's {run.shape.num_experts} experts; "
@@ -72,7 +75,7 @@ def pipeline_stages_share_the_layers(run: Checked) -> Iterator[Finding]:
                 f"{virtual}={layout.virtual_pipeline} needs pipeline stages to interleave and {key}=1; "
                 f"set {key}=2 or more, or {virtual}=null.",
             )
-        elif run.shape is not None:
+        elif run.shape is not None and divides(layout):
             yield from _stage_problem(run.shape.num_layers, layout, prefix, key)
 
 
@@ -80,11 +83,12 @@ def _stage_problem(num_layers: int, layout: RoleLayout, prefix: str, key: str) -
     try:
         layout.stages(num_layers)
     except ValueError as problem:
+        common = math.gcd(num_layers, layout.world_size // (layout.tensor_parallel * layout.context_parallel))
+        best = nearest_divisor(common, layout.pipeline_parallel)
         option = f"{prefix}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage"
         yield error(
             key,
-            f"{key}={layout.pipeline_parallel}: {problem}; use "
-            f"{nearest_divisor(num_layers, layout.pipeline_parallel)}, "
+            f"{key}={layout.pipeline_parallel}: {problem}; use {best}, "
             f"or give the end stages their own share of the {num_layers} layers with +{option} "
             "and num_layers_in_last_pipeline_stage.",
         )
@@ -95,7 +99,8 @@ def tensor_parallel_size_divides_the_heads(run: Checked) -> Iterator[Finding]:
         return
     for layout, prefix in _megatron_roles(run):
         key = f"{prefix}.megatron.tensor_model_parallel_size"
-        yield from _head_problem(run, key, layout.tensor_parallel)
+        if divides(layout):
+            yield from _head_problem(run, key, layout.tensor_parallel, layout.world_size)
 
 
 def sequence_parallel_size_fits(run: Checked) -> Iterator[Finding]:
@@ -112,7 +117,7 @@ def sequence_parallel_size_fits(run: Checked) -> Iterator[Finding]:
             )
             continue
         if run.shape is not None:
-            yield from _head_problem(run, key, size)
+            yield from _head_problem(run, key, size, layout.world_size)
 
 
 def sequence_parallel_needs_packing(run: Checked) -> Iterator[Finding]:
@@ -199,18 +204,19 @@ def _cuts(megatron: MegatronConfig) -> str | None:
     return next((key for key in keys if getattr(megatron, key) > 1), None)
 
 
-def _head_problem(run: Checked, key: str, size: int) -> Iterator[Finding]:
+def _head_problem(run: Checked, key: str, size: int, world: int) -> Iterator[Finding]:
     shape = run.shape
     if shape is None or size == 1:
         return
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    shares_keys = [s for s in range(1, size + 1) if kv_heads % s == 0 or s % kv_heads == 0]
+    best = max(s for s in shares_keys if heads % s == 0 and world % s == 0)
     if heads % size:
         yield error(
             key,
-            f"{key}={size} does not divide the model's {heads} attention heads; use {nearest_divisor(heads, size)}.",
+            f"{key}={size} does not divide the model's {heads} attention heads; use {best}.",
         )
     elif shape.latent_cache_width is None and kv_heads % size and size % kv_heads:
-        best = next(s for s in range(size, 0, -1) if heads % s == 0 and (kv_heads % s == 0 or s % kv_heads == 0))
         yield error(
             key,
             f"{key}={size} neither divides the model's {kv_heads} key-value heads nor is a multiple of them; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from dovetail.config.checks.finding import ROLLOUT, Checked, Finding, error, nearest_divisor, warning
@@ -22,13 +23,14 @@ def engines_divide_the_world(run: Checked) -> Iterator[Finding]:
 
 
 def engine_splits_the_heads(run: Checked) -> Iterator[Finding]:
-    size = run.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if run.shape is not None and run.shape.num_heads % size:
+    rollout, world = run.config.actor_rollout_ref.rollout, run.layouts["rollout"].world_size
+    size = rollout.tensor_model_parallel_size
+    if run.shape is not None and run.shape.num_heads % size and world % rollout.engine_world_size == 0:
         key = f"{ROLLOUT}.tensor_model_parallel_size"
         yield error(
             key,
             f"{key}={size} does not divide the model's {run.shape.num_heads} attention heads; "
-            f"use {nearest_divisor(run.shape.num_heads, size)}.",
+            f"use {nearest_divisor(math.gcd(run.shape.num_heads, world), size)}.",
         )
 
 

@@ -1,0 +1,128 @@
+"""`dovetail` and `dovetail check` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dovetail.cli.main import main
+from tests.config.plan import known_models as known
+
+pytestmark = pytest.mark.unit
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.fixture
+def launch_list(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(known.QWEN2_5_7B))
+    path = tmp_path / "launch.txt"
+    lines = (
+        "# launch lines:",
+        "data.train_files=train.parquet",
+        "data.train_batch_size=64",
+        f"{A}.ppo_mini_batch_size=16",
+        f"{A}.ppo_micro_batch_size_per_gpu=2",
+        f"{A}.fsdp_config.param_offload=True",
+        f"{A}.fsdp_config.optimizer_offload=True",
+        f"{R}.n=8",
+        f"{R}.name=vllm",
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={tmp_path}",
+    )
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_valid_configuration_exits_0_and_shows_the_plan(
+    launch_list: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--overrides-file", str(launch_list)]) == 0
+    out = capsys.readouterr().out
+    assert "64 prompts x 8 answers = 512 sequences" in out
+    assert "weights cut over 8" in out
+    assert "update actor" in out
+    assert out.rstrip().splitlines()[-1].startswith("valid; it fits")
+
+
+def test_piped_output_is_plain_text_of_100_columns(launch_list: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "--overrides-file", str(launch_list), f"{R}.top_p=0.9", "reward_model.reward_manager=dapo"])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.isascii()
+    assert all(len(line) <= 100 and line == line.rstrip() for line in out.splitlines())
+
+
+def test_an_invalid_combination_exits_2_and_names_the_fix(
+    launch_list: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{R}.n=1", "--overrides-file", str(launch_list)]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "actor_rollout_ref.rollout.n=1 leaves algorithm.adv_estimator=grpo nothing to compare" in out
+    assert out.endswith("invalid: 1 error")
+
+
+def test_an_unknown_key_exits_2_with_the_nearest_key(launch_list: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--overrides-file", str(launch_list), f"{A}.clip_ratio_hgih=0.28"]) == 2
+    assert "clip_ratio_high" in capsys.readouterr().out
+
+
+def test_files_and_overrides_mix_in_any_order(tmp_path: Path, launch_list: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("trainer:\n  nnodes: 2\n")
+    arguments = ["data.train_batch_size=128", str(recipe), "--format", "json", f"{R}.n=4"]
+    assert main(["check", "--overrides-file", str(launch_list), *arguments]) == 0
+
+
+def test_json_holds_problems_notices_and_plan(launch_list: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "--overrides-file", str(launch_list), "--format", "json", f"{R}.top_p=0.9"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["valid"] is True
+    assert [problem["severity"] for problem in answer["problems"]] == ["warning"]
+    assert answer["plan"]["batches"]["sequences"] == 512
+    assert answer["plan"]["memory"]["fits"] is True
+
+
+def test_less_device_memory_changes_the_verdict_but_not_the_exit_code(
+    launch_list: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--overrides-file", str(launch_list), "--device-memory-gib", "16"]) == 0
+    assert "does not fit in 16.0 GiB" in capsys.readouterr().out
+
+
+def test_a_missing_model_folder_is_a_notice(launch_list: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--overrides-file", str(launch_list), "actor_rollout_ref.model.path=/no/such"]) == 0
+    out = capsys.readouterr().out
+    assert "no memory part" in " ".join(out.split())
+    assert "memory not planned" in out
+
+
+def test_an_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["chek"])
+    assert stopped.value.code == 2
+    assert "did you mean check?" in capsys.readouterr().err
+
+
+def test_the_demo_plans_its_recipe_without_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert "Warnings" not in out
+    assert "134.5 M parameters" in out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["check", "trainer.nnodes=2"]])
+def test_neither_torch_nor_ray_is_imported(arguments: list[str]) -> None:
+    code = (
+        "import sys; from dovetail.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'ray', 'transformers', 'tensordict', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
