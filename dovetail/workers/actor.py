@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class DataParallelPPOActor:
     """Log-probs and updates of one policy.
 
     `mini_batch_rows` is what this rank holds of one mini-batch, in sequences; `loss_scale_factor` divides
-    `seq-mean-token-sum-norm`. The reference policy is the same class with a backend that has no optimizer.
+    `seq-mean-token-sum-norm`. The reference policy is the same class over a backend without optimizer, or over the
+    actor's own with `adapters=False` (LoRA switched off).
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class DataParallelPPOActor:
         log_prob_limit: MicroBatchLimit,
         loss_scale_factor: float | None = None,
         seed: int = 0,
+        adapters: bool = True,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -54,13 +57,15 @@ class DataParallelPPOActor:
         self._loss_scale_factor = loss_scale_factor
         self._policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
         self._select_tokens = get_policy_loss_selector(config.policy_loss.loss_mode)
-        self._num_updates = 0
         self._seed = seed
+        self._adapters = adapters
+        self.num_updates = 0
+        """Updates so far; part of a checkpoint, because the order of a shuffle follows from it."""
 
     def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probs of the responses (and entropies) under the current weights, rows in the order given, on the CPU."""
-        options = ForwardOptions(temperature=sampling_temperature(data), entropy=calculate_entropy)
         batch = take_columns(data, MODEL_INPUTS)
+        options = self._options(data, entropy=calculate_entropy)
         plan = plan_micro_batches(batch, self._log_prob_limit, self.backend)
         outputs = self.backend.forward(cut(batch, plan), options)
         width = response_width(batch)
@@ -75,8 +80,8 @@ class DataParallelPPOActor:
         Without a column `old_log_probs` the update is on-policy: the ratio is 1 and its gradient that of log-probs, so
         no second forward is needed. That holds for the first optimizer step only, so it must be the only one.
         """
-        options = ForwardOptions(temperature=sampling_temperature(data), entropy=self.config.needs_entropy)
         batch = self._training_columns(data)
+        options = self._options(data, entropy=self.config.needs_entropy)
         log = StepLog("actor")
         steps = list(self._optimizer_steps(batch))
         for index, mini_batch in enumerate(steps):
@@ -88,11 +93,19 @@ class DataParallelPPOActor:
             # The schedule counts training steps, as users set it, not the optimizer steps inside one.
             step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
             log.add(add_shares(parts, self.backend), step)
-        self._num_updates += 1
+        self.num_updates += 1
         return log.result()
 
+    def _options(self, data: DataProto, *, entropy: bool) -> ForwardOptions:
+        return ForwardOptions(
+            temperature=sampling_temperature(data),
+            entropy=entropy,
+            last_tokens=response_width(data),
+            adapters=self._adapters,
+        )
+
     def _optimizer_steps(self, batch: DataProto) -> Iterator[DataProto]:
-        seed = self._seed + self._num_updates
+        seed = self._seed + self.num_updates
         for epoch in range(self.config.ppo_epochs):
             shuffle_seed = seed * 1009 + epoch if self.config.shuffle else None
             yield from mini_batches(batch, self._mini_batch_rows, shuffle_seed=shuffle_seed)
@@ -166,13 +179,13 @@ class DataParallelPPOActor:
         assert self._select_tokens is not None, "only called for losses that select tokens"
         columns = mini_batch.tensors
         plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
-        outputs = self.backend.forward(cut(mini_batch, plan), ForwardOptions(temperature=options.temperature))
+        outputs = self.backend.forward(cut(mini_batch, plan), replace(options, entropy=False))
         width = response_width(mini_batch)
         log_prob = restore([at_responses(output.log_probs, width) for output in outputs], plan).float()
         old_log_prob = columns.get("old_log_probs", log_prob).to(log_prob.device)
         own = [old_log_prob, log_prob, columns["advantages"].to(log_prob), columns["response_mask"].to(log_prob)]
         whole = [_gather_rows(column, self.backend.dp_group) for column in own]
-        selection = self._select_tokens(*whole, seed=self._seed + self._num_updates, **self._loss_settings())
+        selection = self._select_tokens(*whole, seed=self._seed + self.num_updates, **self._loss_settings())
         first = self.backend.place.dp_rank * len(mini_batch)
         own_rows = selection[first : first + len(mini_batch)].cpu()
         return mini_batch.union(DataProto.from_dict({"loss_selection": own_rows}))

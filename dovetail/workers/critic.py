@@ -13,7 +13,7 @@ from dovetail.config.critic import CriticConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
 from dovetail.workers.mini_batches import mini_batches
-from dovetail.workers.response_columns import MODEL_INPUTS, before_responses, response_width, take_columns
+from dovetail.workers.response_columns import MODEL_INPUTS, at_responses, response_width, take_columns
 from dovetail.workers.shares import StepLog, add_shares, global_counts
 
 
@@ -41,8 +41,9 @@ class DataParallelPPOCritic:
             config.use_dynamic_bsz, config.forward_micro_batch_size or mini_batch_rows, config.forward_max_token_len
         )
         self._loss_scale_factor = loss_scale_factor
-        self._num_updates = 0
         self._seed = seed
+        self.num_updates = 0
+        """Updates so far; part of a checkpoint, because the order of a shuffle follows from it."""
 
     def compute_values(self, data: DataProto) -> Tensor:
         """The value before each response token, 0 outside the response mask, rows in the order given, on the CPU."""
@@ -50,7 +51,7 @@ class DataParallelPPOCritic:
         plan = plan_micro_batches(batch, self._forward_limit, self.backend)
         outputs = self.backend.forward(cut(batch, plan))
         width = response_width(batch)
-        values = restore([before_responses(output.values, width) for output in outputs], plan).float().cpu()
+        values = restore([at_responses(output.values, width) for output in outputs], plan).float().cpu()
         mask = data.tensors.get("response_mask", data.tensors["attention_mask"][:, -width:])
         return values * mask.to(values)
 
@@ -65,11 +66,11 @@ class DataParallelPPOCritic:
             parts = self.backend.forward_backward(cut(mini_batch, plan), self._loss_fn(counts))
             step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
             log.add(add_shares(parts, self.backend), step)
-        self._num_updates += 1
+        self.num_updates += 1
         return log.result()
 
     def _optimizer_steps(self, batch: DataProto) -> Iterator[DataProto]:
-        seed = self._seed + self._num_updates
+        seed = self._seed + self.num_updates
         for epoch in range(self.config.ppo_epochs):
             shuffle_seed = seed * 1009 + epoch if self.config.shuffle else None
             yield from mini_batches(batch, self._mini_batch_rows, shuffle_seed=shuffle_seed)
@@ -78,7 +79,7 @@ class DataParallelPPOCritic:
         def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
             columns = micro_batch.tensors
             mask = columns["response_mask"]
-            vpreds = before_responses(output.values, response_width(micro_batch))
+            vpreds = at_responses(output.values, response_width(micro_batch))
             loss, clipfrac = compute_value_loss(
                 vpreds,
                 columns["returns"],

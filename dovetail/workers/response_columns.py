@@ -37,15 +37,6 @@ def response_width(data: DataProto) -> int:
 
 
 def at_responses(tokens: Tensor | None, width: int) -> Tensor:
-    """Results that sit on the response tokens: log-probs, entropies."""
-    return _present(tokens)[:, -width:]
-
-
-def before_responses(tokens: Tensor | None, width: int) -> Tensor:
-    """Results read before each response token is written: the value of the state in which it is chosen."""
-    return _present(tokens)[:, -width - 1 : -1]
-
-
-def _present(tokens: Tensor | None) -> Tensor:
+    """The results about the response tokens: log-probs, entropies, values of the state each was written in."""
     assert tokens is not None, "the backend returns what its model computes and the options ask for"
-    return tokens
+    return tokens[:, -width:]

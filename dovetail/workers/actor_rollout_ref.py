@@ -1,0 +1,193 @@
+"""`ActorRolloutRefWorker`: the policy in one process, in any of its three roles: trained, generating, frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from dovetail.backends.base import TrainBackend
+from dovetail.backends.export import export_hf_folder
+from dovetail.config.root import DovetailConfig
+from dovetail.controller import Dispatch, register
+from dovetail.models.load import load_tokenizer
+from dovetail.protocol import DataProto
+from dovetail.workers.actor import DataParallelPPOActor
+from dovetail.workers.build import build_policy
+from dovetail.workers.hybrid_engine import HybridEngine
+from dovetail.workers.micro_batches import MicroBatchLimit
+from dovetail.workers.training_role import TrainingRole, loaded
+
+T = TypeVar("T")
+
+ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+
+
+class ActorRolloutRefWorker(TrainingRole):
+    """`role` names what this process does: any of actor, rollout and ref, joined with underscores.
+
+    With LoRA the reference is the actor with its adapter off, and no second model is held.
+    """
+
+    def __init__(self, config: DovetailConfig, role: str = "actor_rollout_ref") -> None:
+        super().__init__()
+        if role not in ROLES:
+            raise ValueError(f"role={role!r} is not one of {', '.join(ROLES)}.")
+        self.config = config
+        self._is_actor, self._is_rollout, self._is_ref = (
+            part in role.split("_") for part in ("actor", "rollout", "ref")
+        )
+        self.actor: DataParallelPPOActor | None = None
+        self.ref: DataParallelPPOActor | None = None
+        self.hybrid: HybridEngine | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_training_steps: int = -1) -> None:
+        """Build what the role needs. `total_training_steps` is the length of the learning-rate schedule."""
+        policy = self.config.actor_rollout_ref
+        self.join_group(timeout_seconds=policy.nccl_timeout)
+        actor_backend: TrainBackend | None = None
+        if self._is_actor:
+            optim = policy.actor.optim
+            if optim.total_training_steps <= 0:
+                optim = optim.model_copy(update={"total_training_steps": total_training_steps})
+            actor_backend = build_policy(
+                policy.model,
+                strategy=policy.actor.strategy,
+                fsdp=policy.actor.fsdp_config,
+                optim=optim,
+                grad_clip=policy.actor.grad_clip,
+                sp_size=policy.actor.ulysses_sequence_parallel_size,
+                world_size=self.world_size,
+                device=self.device,
+            )
+            self.actor = self._actor_of(actor_backend)
+            self.place_in_mesh("actor", actor_backend)
+        if self._is_ref and self.config.uses_reference:
+            self.ref = self._build_ref(actor_backend)
+            self.place_in_mesh("ref", self.ref.backend)
+        if self._is_rollout:
+            self.hybrid = HybridEngine(self.config, actor_backend, device=self.device, rank=self.rank)
+            self._register_dispatch_collect_info("rollout", self.rank, True)
+        if actor_backend is not None:
+            fsdp = policy.actor.fsdp_config
+            actor_backend.offload(params=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
+
+    @register(dispatch_mode=Dispatch.mesh("actor", pad=True))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` under the current weights."""
+        actor = self._need(self.actor, "actor")
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config):
+            log_probs, entropies = actor.compute_log_prob(data, calculate_entropy=True)
+        assert entropies is not None, "asked for with calculate_entropy=True"
+        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropies})
+
+    @register(dispatch_mode=Dispatch.mesh("ref", pad=True))
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob`: log-probs of the frozen reference."""
+        ref = self._need(self.ref, "ref")
+        with loaded(ref.backend, self._ref_fsdp):
+            log_probs, _ = ref.compute_log_prob(data)
+        return DataProto.from_dict({"ref_log_prob": log_probs})
+
+    @register(dispatch_mode=Dispatch.mesh("actor"))
+    def update_actor(self, data: DataProto) -> DataProto:
+        """One PPO update; metrics in `meta_info["metrics"]`, equal on every rank."""
+        actor = self._need(self.actor, "actor")
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config, trains=True):
+            metrics = actor.update_policy(data)
+            metrics.update(actor.backend.memory())
+        if self.hybrid is not None:
+            self.hybrid.weights_changed()
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.mesh("rollout", pad=True))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Responses for these prompts, `meta_info["n"]` of each side by side."""
+        hybrid = self._need(self.hybrid, "rollout")
+        with hybrid.generating():
+            return hybrid.generate(prompts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_mode(self) -> None:
+        """Give the device to the engine, with the current weights."""
+        self._need(self.hybrid, "rollout").rollout_mode()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def trainer_mode(self) -> None:
+        """Give the device back to training."""
+        self._need(self.hybrid, "rollout").trainer_mode()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str, extra: dict[str, Any] | None = None) -> None:
+        """Write this rank's part of weights, optimizer, schedule and random state."""
+        actor = self._need(self.actor, "actor")
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config, trains=True):
+            actor.backend.save_state(Path(local_path), extra={"num_updates": actor.num_updates, **(extra or {})})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str) -> dict[str, Any]:
+        """Read what `save_checkpoint` wrote, on any number of processes; returns its `extra`."""
+        actor = self._need(self.actor, "actor")
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config, trains=True):
+            extra = actor.backend.load_state(Path(local_path))
+        actor.num_updates = extra.pop("num_updates", 0)
+        if self.hybrid is not None:
+            self.hybrid.weights_changed()
+        return extra
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_model(self, out: str, dtype: str | None = None) -> None:
+        """Write the policy as a Hugging Face folder, adapters merged."""
+        actor = self._need(self.actor, "actor")
+        model = self.config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+        wanted = None if dtype is None else getattr(torch, dtype)
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config):
+            export_hf_folder(actor.backend, Path(out), tokenizer=tokenizer, dtype=wanted)
+
+    def _build_ref(self, actor_backend: TrainBackend | None) -> DataParallelPPOActor:
+        policy = self.config.actor_rollout_ref
+        if actor_backend is not None and policy.model.uses_lora:
+            return self._actor_of(actor_backend, is_ref=True, adapters=False)
+        backend = build_policy(
+            policy.model,
+            strategy=policy.ref.strategy,
+            fsdp=policy.ref.fsdp_config,
+            optim=None,
+            sp_size=policy.ref.ulysses_sequence_parallel_size,
+            world_size=self.world_size,
+            device=self.device,
+        )
+        backend.offload(params=policy.ref.fsdp_config.param_offload, optimizer=False)
+        return self._actor_of(backend, is_ref=True)
+
+    @property
+    def _ref_fsdp(self) -> Any:
+        policy = self.config.actor_rollout_ref
+        shares_actor = self.actor is not None and self.ref is not None and self.ref.backend is self.actor.backend
+        return policy.actor.fsdp_config if shares_actor else policy.ref.fsdp_config
+
+    def _actor_of(self, backend: TrainBackend, *, is_ref: bool = False, adapters: bool = True) -> DataParallelPPOActor:
+        policy = self.config.actor_rollout_ref
+        limits = policy.ref if is_ref else policy.rollout
+        rows = policy.actor.ppo_mini_batch_size * policy.rollout.n // backend.place.dp_size
+        return DataParallelPPOActor(
+            policy.actor,
+            backend,
+            mini_batch_rows=max(1, rows),
+            log_prob_limit=MicroBatchLimit.of(
+                limits.log_prob_use_dynamic_bsz,
+                limits.log_prob_micro_batch_size_per_gpu or max(1, rows),
+                limits.log_prob_max_token_len_per_gpu,
+            ),
+            loss_scale_factor=self.config.loss_scale_factor,
+            seed=self.config.trainer.seed,
+            adapters=adapters,
+        )
+
+    def _need(self, part: T | None, name: str) -> T:
+        if part is None:
+            raise RuntimeError(f"{self.role} was not built as {name}, or init_model has not been called.")
+        return part

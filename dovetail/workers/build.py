@@ -1,0 +1,138 @@
+"""From a config section to a backend: which network, which strategy, which weights. The one place roles are built."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import torch
+
+from dovetail.backends.base import TrainBackend
+from dovetail.backends.build import build_backend, precision_of
+from dovetail.config.actor import Strategy
+from dovetail.config.fsdp import FSDPConfig
+from dovetail.config.model import ModelConfig, RewardNetworkConfig
+from dovetail.config.optim import OptimConfig
+from dovetail.models.activations import enable_gradient_checkpointing
+from dovetail.models.load import build_meta_model
+from dovetail.models.lora import add_lora
+from dovetail.models.policy import PolicyModel
+from dovetail.models.value import RewardModel, ValueModel
+
+
+def strategy_for(strategy: Strategy, world_size: int, fsdp: FSDPConfig) -> Strategy:
+    """A sharding over one process is no sharding: the plain backend does the same without the machinery."""
+    if strategy in ("fsdp", "fsdp2") and world_size == 1 and not fsdp.offload_policy:
+        return "single"
+    return strategy
+
+
+def build_policy(
+    model: ModelConfig,
+    *,
+    strategy: Strategy,
+    fsdp: FSDPConfig,
+    optim: OptimConfig | None,
+    grad_clip: float = 1.0,
+    sp_size: int = 1,
+    world_size: int = 1,
+    device: torch.device,
+) -> TrainBackend:
+    """The actor (`optim` given) or the reference. LoRA adapters go into the actor only."""
+    _import_external(model.external_lib)
+    hf_model = build_meta_model(
+        model.path,
+        "policy",
+        dtype=precision_of(fsdp, trains=optim is not None).master,
+        override_config=model.override_config,
+        trust_remote_code=model.trust_remote_code,
+    )
+    if optim is not None and model.uses_lora:
+        add_lora(
+            hf_model,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            target_modules=model.target_modules,
+            dropout=model.lora_dropout,
+            exclude_modules=model.exclude_modules,
+        )
+    if optim is not None and model.enable_gradient_checkpointing:
+        enable_gradient_checkpointing(hf_model)
+    network = PolicyModel(
+        hf_model, use_remove_padding=model.use_remove_padding, use_fused_kernels=model.use_fused_kernels
+    )
+    return build_backend(
+        strategy_for(strategy, world_size, fsdp),
+        network,
+        weights=Path(model.path).expanduser(),
+        fsdp=fsdp,
+        optim=optim,
+        max_grad_norm=grad_clip,
+        sp_size=sp_size,
+        offload_activations=optim is not None and model.enable_activation_offload,
+        device=device,
+    )
+
+
+def build_value(
+    model: ModelConfig,
+    *,
+    strategy: Strategy,
+    fsdp: FSDPConfig,
+    optim: OptimConfig,
+    grad_clip: float = 1.0,
+    sp_size: int = 1,
+    world_size: int = 1,
+    device: torch.device,
+) -> TrainBackend:
+    """The critic: the folder's network with a value head, fresh where the folder has none."""
+    _import_external(model.external_lib)
+    hf_model = build_meta_model(
+        model.path,
+        "value",
+        dtype=precision_of(fsdp, trains=True).master,
+        override_config=model.override_config,
+        trust_remote_code=model.trust_remote_code,
+    )
+    if model.enable_gradient_checkpointing:
+        enable_gradient_checkpointing(hf_model)
+    return build_backend(
+        strategy_for(strategy, world_size, fsdp),
+        ValueModel(hf_model, use_remove_padding=model.use_remove_padding),
+        weights=Path(model.path).expanduser(),
+        fsdp=fsdp,
+        optim=optim,
+        max_grad_norm=grad_clip,
+        sp_size=sp_size,
+        offload_activations=model.enable_activation_offload,
+        device=device,
+    )
+
+
+def build_reward(
+    model: RewardNetworkConfig, *, strategy: Strategy, sp_size: int = 1, world_size: int = 1, device: torch.device
+) -> TrainBackend:
+    """The reward model: inference only."""
+    if model.path is None:
+        raise ValueError("reward_model.enable=True needs reward_model.model.path: the folder of a sequence classifier.")
+    _import_external(model.external_lib)
+    hf_model = build_meta_model(
+        model.path,
+        "reward",
+        dtype=precision_of(model.fsdp_config, trains=False).master,
+        override_config=model.override_config,
+        trust_remote_code=model.trust_remote_code,
+    )
+    return build_backend(
+        strategy_for(strategy, world_size, model.fsdp_config),
+        RewardModel(hf_model, use_remove_padding=model.use_remove_padding),
+        weights=Path(model.path).expanduser(),
+        fsdp=model.fsdp_config,
+        sp_size=sp_size,
+        device=device,
+    )
+
+
+def _import_external(name: str | None) -> None:
+    if name is not None:
+        importlib.import_module(name)

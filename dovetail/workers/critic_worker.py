@@ -1,0 +1,85 @@
+"""`CriticWorker`: the value network in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dovetail.config.root import DovetailConfig
+from dovetail.controller import Dispatch, register
+from dovetail.protocol import DataProto
+from dovetail.workers.build import build_value
+from dovetail.workers.critic import DataParallelPPOCritic
+from dovetail.workers.training_role import TrainingRole, loaded
+
+
+class CriticWorker(TrainingRole):
+    """Values of responses and updates of the network that predicts them."""
+
+    def __init__(self, config: DovetailConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._critic: DataParallelPPOCritic | None = None
+
+    @property
+    def critic(self) -> DataParallelPPOCritic:
+        if self._critic is None:
+            raise RuntimeError("init_model has not been called on the critic.")
+        return self._critic
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_training_steps: int = -1) -> None:
+        """Build network, optimizer and schedule."""
+        config = self.config.critic
+        self.join_group(timeout_seconds=config.nccl_timeout or self.config.actor_rollout_ref.nccl_timeout)
+        optim = config.optim
+        if optim.total_training_steps <= 0:
+            optim = optim.model_copy(update={"total_training_steps": total_training_steps})
+        backend = build_value(
+            config.model,
+            strategy=config.strategy,
+            fsdp=config.fsdp_config,
+            optim=optim,
+            grad_clip=config.grad_clip,
+            sp_size=config.ulysses_sequence_parallel_size,
+            world_size=self.world_size,
+            device=self.device,
+        )
+        rows = config.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // backend.place.dp_size
+        self._critic = DataParallelPPOCritic(
+            config,
+            backend,
+            mini_batch_rows=max(1, rows),
+            loss_scale_factor=self.config.loss_scale_factor,
+            seed=self.config.trainer.seed,
+        )
+        self.place_in_mesh("critic", backend)
+        backend.offload(params=config.fsdp_config.param_offload, optimizer=config.fsdp_config.optimizer_offload)
+
+    @register(dispatch_mode=Dispatch.mesh("critic", pad=True))
+    def compute_values(self, data: DataProto) -> DataProto:
+        """`values` before each response token."""
+        with loaded(self.critic.backend, self.config.critic.fsdp_config):
+            return DataProto.from_dict({"values": self.critic.compute_values(data)})
+
+    @register(dispatch_mode=Dispatch.mesh("critic"))
+    def update_critic(self, data: DataProto) -> DataProto:
+        """One update; metrics in `meta_info["metrics"]`, equal on every rank."""
+        with loaded(self.critic.backend, self.config.critic.fsdp_config, trains=True):
+            return DataProto(meta_info={"metrics": self.critic.update_critic(data)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str, extra: dict[str, Any] | None = None) -> None:
+        """Write this rank's part of weights, optimizer, schedule and random state."""
+        critic = self.critic
+        with loaded(critic.backend, self.config.critic.fsdp_config, trains=True):
+            critic.backend.save_state(Path(local_path), extra={"num_updates": critic.num_updates, **(extra or {})})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str) -> dict[str, Any]:
+        """Read what `save_checkpoint` wrote, on any number of processes; returns its `extra`."""
+        critic = self.critic
+        with loaded(critic.backend, self.config.critic.fsdp_config, trains=True):
+            extra = critic.backend.load_state(Path(local_path))
+        critic.num_updates = extra.pop("num_updates", 0)
+        return extra

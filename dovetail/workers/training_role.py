@@ -1,0 +1,37 @@
+"""What every role with a backend does the same way: meet its peers, place itself, offload between calls, checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from dovetail.backends.base import TrainBackend
+from dovetail.config.fsdp import FSDPConfig
+from dovetail.controller import Worker
+
+
+class TrainingRole(Worker):
+    """A worker that holds backends. Subclasses build them in `init_model`."""
+
+    def join_group(self, *, timeout_seconds: int) -> None:
+        """Meet the other ranks. Roles that share a process share the group, so a second call finds it made."""
+        if self.world_size > 1 and not dist.is_initialized():
+            self.init_process_group(timeout=timedelta(seconds=timeout_seconds))
+
+    def place_in_mesh(self, name: str, backend: TrainBackend) -> None:
+        """Ranks that share sequences get the same rows; the first of them answers."""
+        place = backend.place
+        self._register_dispatch_collect_info(name, place.dp_rank, place.sp_rank == 0)
+
+
+@contextmanager
+def loaded(backend: TrainBackend, fsdp: FSDPConfig, *, trains: bool = False) -> Iterator[None]:
+    """The weights (and the optimizer when `trains`) are on the device inside, and back on the host after."""
+    backend.onload(params=fsdp.param_offload, optimizer=fsdp.optimizer_offload and trains)
+    try:
+        yield
+    finally:
+        backend.offload(params=fsdp.param_offload, optimizer=fsdp.optimizer_offload and trains)
