@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dovetail.config.actor import KLEstimator
 from dovetail.config.base import Section
 
+REJECTION_RULES = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
 ESTIMATORS_WITH_CRITIC = frozenset({"gae"})
 
 
@@ -53,6 +57,19 @@ class RolloutCorrectionConfig(Section):
     )
     bypass_mode: bool = Field(False, description="Take the engine's log-probs as the old log-probs.")
     loss_type: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="Loss with `bypass_mode`.")
+
+    @field_validator("rollout_rs")
+    @classmethod
+    def _rules_exist(cls, value: str | None) -> str | None:
+        unknown = [rule for rule in (value or "").split(",") if value and rule.strip() not in REJECTION_RULES]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} is no rejection rule; use {', '.join(REJECTION_RULES)}.")
+        return value
+
+    @property
+    def rejection_rules(self) -> tuple[str, ...]:
+        """The rejection rules in order."""
+        return tuple(rule.strip() for rule in self.rollout_rs.split(",")) if self.rollout_rs else ()
 
     @property
     def active(self) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from dovetail.config.keys import Key, catalogue, sections
-from dovetail.config.no_effect import NO_EFFECT
+from dovetail.config.no_effect import NO_EFFECT, UNUSED_BY_ROLE
 from dovetail.config.root import DovetailConfig
 from dovetail.config.translate import TRANSLATIONS, VALUE_SPELLINGS
 from dovetail.config.translate_groups import FLAT_KEYS, GLOBAL_MICRO_BATCHES
@@ -95,9 +95,7 @@ def _translated() -> str:
         for old, new, meaning in FLAT_KEYS
     ]
     rows += [(f"`{old}`", f"`{new}`", why) for old, new, why in _BY_RULE]
-    title = (
-        "## Other spellings\n\nEach use prints a notice. Two spellings that disagree are an error that names both.\n"
-    )
+    title = "## Other spellings\n\nEach use prints a notice. Two spellings that disagree are an error.\n"
     return title + _table(("written as", "read as", "why"), rows)
 
 
@@ -143,15 +141,16 @@ def _respelled_values() -> str:
 
 def _idle() -> str:
     rows = [(f"`{entry.pattern}`", _cell(entry.reason)) for entry in NO_EFFECT]
+    rows += [(f"`{key}`", _cell(reason)) for key, reason in UNUSED_BY_ROLE.items()]
     title = "## Keys without effect\n\nUsed elsewhere; here each use prints a notice. `*` stands for anything.\n"
     return title + _table(("key", "reason"), rows)
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n" + "\n".join(_lines(head, rows)) + "\n"
 
 
-def _lines(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+def _lines(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield "|" + "---|" * len(head)
     for row in rows:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dovetail.config.tree import Tree, merge
+from dovetail.config.errors import Problem
+from dovetail.config.tree import Tree, merge, remove
 
 
 def read_yaml(path: Path) -> Tree:
@@ -25,27 +27,32 @@ def read_yaml(path: Path) -> Tree:
     return {str(name): value for name, value in loaded.items()}
 
 
-def resolve_interpolations(tree: Tree, defaults: Tree) -> Tree:
-    """`tree` with every `${...}` replaced. Keys that the tree does not set are looked up in `defaults`.
+def resolve_interpolations(tree: Tree, defaults: Callable[[], Tree]) -> tuple[Tree, list[Problem]]:
+    """`tree` with every `${...}` replaced, and a problem for each key (taken out) that refers to nothing.
 
-    Raises ValueError that names the key whose interpolation fails.
+    Keys that the tree does not set are looked up in `defaults`.
     """
+    problems: list[Problem] = []
     if not _has_interpolation(tree):
-        return tree
+        return tree, problems
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    whole: Tree = {}
-    merge(whole, defaults)
-    merge(whole, tree)
-    try:
-        resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "?"
-        hint = "a shell variable must be replaced by its value, or written ${oc.env:NAME}"
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{key}: the interpolation cannot be resolved ({reason}); {hint}") from error
-    return _only(resolved, tree)
+    wanted: Tree = {}
+    merge(wanted, tree)
+    while True:
+        whole = defaults()
+        merge(whole, wanted)
+        try:
+            return _only(OmegaConf.to_container(OmegaConf.create(whole), resolve=True), wanted), problems
+        except OmegaConfBaseException as error:
+            key = str(getattr(error, "full_key", None) or "").partition("[")[0]
+            reason = str(error).splitlines()[0]
+            hint = "a shell variable must be replaced by its value, or written ${oc.env:NAME}"
+            problems.append(Problem(key, f"{key}: the interpolation cannot be resolved ({reason}); {hint}."))
+            # One failure hides the next, so look again without this key. A key that cannot be taken out ends it.
+            if not remove(wanted, key):
+                return {}, problems
 
 
 def _has_interpolation(value: Any) -> bool:

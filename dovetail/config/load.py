@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.config.errors import ConfigError, Notice, Problem
 from dovetail.config.files import read_yaml, resolve_interpolations
 from dovetail.config.keys import catalogue, find_key, sections
-from dovetail.config.no_effect import no_effect
+from dovetail.config.no_effect import UNUSED_BY_ROLE, NoEffect, no_effect
 from dovetail.config.overrides import Override, parse_overrides, read_overrides_file
 from dovetail.config.root import DovetailConfig
 from dovetail.config.translate import translate
@@ -95,7 +95,7 @@ class _Draft:
         self.problems += problems
         if config is None or self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
-        self._note_values(config)
+        self._note_values(config, kept)
         tree: Tree = {}
         for key, value in kept.items():
             put(tree, key, value)
@@ -119,11 +119,8 @@ class _Draft:
             self.problems.append(Problem(key, f"~{key}: there is no such key to remove{suggestion(key)}"))
 
     def _resolved(self) -> dict[str, Any]:
-        try:
-            resolved = resolve_interpolations(self.tree, default_tree())
-        except ValueError as error:
-            self.problems.append(Problem("", str(error)))
-            resolved = self.tree
+        resolved, problems = resolve_interpolations(self.tree, default_tree)
+        self.problems += problems
         values = dict(leaves(resolved))
         targets = [key for key in values if key.rpartition(".")[2] == "_target_"]
         if targets:
@@ -139,8 +136,9 @@ class _Draft:
         return values
 
     def _without_idle(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Drop the keys that have no effect here, with a notice for each that has a value."""
+        """Drop the keys that have no effect here, with one notice for each reason."""
         kept: dict[str, Any] = {}
+        idle: dict[NoEffect, list[str]] = {}
         for key, value in values.items():
             entry = None if find_key(DovetailConfig, key) else no_effect(key)
             if entry is None:
@@ -148,7 +146,11 @@ class _Draft:
             elif entry.refused is not None and value == entry.refused:
                 self.problems.append(Problem(key, f"{key}={value} is not supported: {entry.reason}; take the key out."))
             elif value is not None:
-                self.notices.append(Notice(key, f"{key}={value} has no effect here: {entry.reason}."))
+                idle.setdefault(entry, []).append(f"{key}={value}")
+        for entry, keys in idle.items():
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            message = f"{', '.join(keys[:3])}{more}: no effect here, because {entry.reason}."
+            self.notices.append(Notice(keys[0].partition("=")[0], message))
         return kept
 
     def _without_nulls(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +166,12 @@ class _Draft:
                 self.notices.append(Notice(key, f"{key}=null is read as its default, {known.default}."))
         return kept
 
-    def _note_values(self, config: DovetailConfig) -> None:
+    def _note_values(self, config: DovetailConfig, values: dict[str, Any]) -> None:
+        for key, reason in UNUSED_BY_ROLE.items():
+            # A file that resolves a whole run writes every key: only a wish that is not fulfilled is worth a notice.
+            default = catalogue(DovetailConfig)[key].default
+            if values.get(key, default) not in (None, default):
+                self.notices.append(Notice(key, f"{key}={values[key]} has no effect here, because {reason}."))
         if config.trainer.device == "npu":
             message = (
                 "trainer.device=npu: the plan is computed as for any accelerator, but no backend here runs on it, "

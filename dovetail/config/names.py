@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 
 ADV_ESTIMATORS = (
     "gae",
@@ -19,11 +20,26 @@ ADV_ESTIMATORS = (
 POLICY_LOSSES = ("vanilla", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov")
 REWARD_MANAGERS = ("naive", "dapo", "batch", "prime")
 
+_MANAGER = "reward_model.reward_manager"
+
 REGISTERED: dict[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ADV_ESTIMATORS,
     "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
-    "reward_model.reward_manager": REWARD_MANAGERS,
+    _MANAGER: REWARD_MANAGERS,
 }
+
+
+def unknown_names(values: Mapping[str, object]) -> dict[str, str]:
+    """What is wrong with the registered names among `values`, by key. Values are full keys; missing ones are fine."""
+    if values.get("trainer.import_modules"):
+        return {}
+    found: dict[str, str] = {}
+    for key in REGISTERED:
+        own_module = key == _MANAGER and values.get("reward_model.reward_manager_module.path")
+        value = values.get(key)
+        if isinstance(value, str) and not own_module and (message := unknown_name(key, value)) is not None:
+            found[key] = message
+    return found
 
 
 def unknown_name(key: str, value: str) -> str | None:

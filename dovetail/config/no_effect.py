@@ -59,7 +59,6 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("*.fsdp_config.use_torch_compile", "only the actor's and the reference's heads are compiled"),
     NoEffect("*.fsdp_config.cpu_offload", "use `param_offload`, or `offload_policy` with fsdp2"),
     NoEffect("*.fsdp_config.grad_offload", "gradients live only during an update"),
-    NoEffect("reward_model.model.fsdp_config.optimizer_offload", "a reward network has no optimizer"),
     NoEffect("*.megatron.seed", _SEEDED),
     NoEffect("*.megatron.use_mbridge", _BRIDGE),
     NoEffect("*.megatron.vanilla_mbridge", _BRIDGE),
@@ -160,7 +159,6 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("reward_model.model.use_fused_kernels", "a reward network has no vocabulary head"),
     NoEffect("reward_model.model.enable_gradient_checkpointing", "a reward network has no backward pass"),
     NoEffect("reward_model.model.megatron.*", "parallelism is in `reward_model.megatron`"),
-    NoEffect("critic.model.use_fused_kernels", "a value network has no vocabulary head"),
     NoEffect("algorithm.use_pf_ppo", "batches are not re-sampled by score"),
     NoEffect("algorithm.pf_ppo.*", "batches are not re-sampled by score"),
     NoEffect("trainer.use_legacy_worker_impl", "there is one implementation of each role"),
@@ -177,6 +175,21 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("trainer.wandb_proxy", "set HTTPS_PROXY in the environment"),
     NoEffect("trainer.scheduler", "`actor_rollout_ref.hybrid_engine` decides who generates where"),
 )
+
+
+_NO_OPTIMIZER = "the role has no optimizer"
+# Keys of a section that roles share and that this role does not use.
+UNUSED_BY_ROLE: dict[str, str] = {
+    "actor_rollout_ref.ref.fsdp_config.optimizer_offload": _NO_OPTIMIZER,
+    "actor_rollout_ref.ref.megatron.optimizer_offload": _NO_OPTIMIZER,
+    "actor_rollout_ref.ref.megatron.grad_offload": _NO_OPTIMIZER,
+    "reward_model.model.fsdp_config.optimizer_offload": _NO_OPTIMIZER,
+    "reward_model.megatron.optimizer_offload": _NO_OPTIMIZER,
+    "reward_model.megatron.grad_offload": _NO_OPTIMIZER,
+    "critic.model.use_fused_kernels": "a value network has no vocabulary head",
+    "critic.model.lora_merge": "only the policy's weights go to the engine",
+    "critic.model.custom_chat_template": "only the policy's tokenizer renders prompts",
+}
 
 
 def no_effect(key: str) -> NoEffect | None:

@@ -14,6 +14,7 @@ from dovetail.config.critic import CriticConfig
 from dovetail.config.data import DataConfig
 from dovetail.config.inherit import fill_inherited
 from dovetail.config.model import ModelConfig
+from dovetail.config.names import unknown_names
 from dovetail.config.ray_init import RayInitConfig
 from dovetail.config.ref import RefConfig
 from dovetail.config.reward import CustomRewardFunctionConfig, RewardModelConfig
@@ -53,6 +54,21 @@ class DovetailConfig(Section):
     @classmethod
     def _inherit(cls, values: Any) -> Any:
         return fill_inherited(cls, values) if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _names_are_registered(self) -> DovetailConfig:
+        messages = unknown_names(
+            {
+                "trainer.import_modules": self.trainer.import_modules,
+                "algorithm.adv_estimator": self.algorithm.adv_estimator,
+                "actor_rollout_ref.actor.policy_loss.loss_mode": self.actor_rollout_ref.actor.policy_loss.loss_mode,
+                "reward_model.reward_manager": self.reward_model.reward_manager,
+                "reward_model.reward_manager_module.path": self.reward_model.reward_manager_module.path,
+            }
+        )
+        if messages:
+            raise ValueError(" ".join(messages.values()))
+        return self
 
     @property
     def uses_critic(self) -> bool:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from dovetail.config.errors import Problem
 from dovetail.config.keys import Key, catalogue, find_key, nearest_key, sections
-from dovetail.config.names import REGISTERED, unknown_name
+from dovetail.config.names import unknown_names
 from dovetail.config.root import DovetailConfig
 from dovetail.config.tree import Tree, put
 
@@ -67,22 +67,15 @@ def _booleans_as_numbers(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _unregistered_names(values: Mapping[str, Any]) -> list[Problem]:
-    if values.get("trainer.import_modules"):
-        return []
-    problems: list[Problem] = []
-    for key in REGISTERED:
-        if key == "reward_model.reward_manager" and values.get("reward_model.reward_manager_module.path"):
-            continue
-        value = values.get(key)
-        if isinstance(value, str) and (message := unknown_name(key, value)) is not None:
-            problems.append(Problem(key, message))
-    return problems
+    return [Problem(key, message) for key, message in unknown_names(values).items()]
 
 
 def _problems_of(error: ValidationError, values: Mapping[str, Any]) -> list[Problem]:
     mine: list[Problem] = []
     inherited: list[Problem] = []
     for detail in error.errors(include_url=False, include_context=False):
+        if not detail["loc"]:
+            continue  # the root's own check of names, reported by key already
         name = ".".join(str(part) for part in detail["loc"])
         key = _known_prefix(name)
         if key is None:

@@ -1,0 +1,58 @@
+"""Whole launch lists resolve: the four known ones, and one of each family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dovetail.config import load_config
+
+pytestmark = pytest.mark.unit
+
+HERE = Path(__file__).parent
+COMPAT = sorted((HERE / "compat").glob("*.txt"))
+FAMILIES = sorted((HERE / "families").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", COMPAT + FAMILIES, ids=lambda path: path.stem)
+def test_the_list_resolves_without_an_unknown_key(path: Path) -> None:
+    loaded = load_config(overrides_files=[path])
+    assert all(notice.message for notice in loaded.notices)
+
+
+def test_all_lists_are_there() -> None:
+    assert (len(COMPAT), len(FAMILIES)) == (4, 12)
+
+
+def test_the_671b_list_is_a_megatron_run() -> None:
+    config = load_config(overrides_files=[HERE / "compat" / "test_dapo_dspk_671b_megatron_96gb.txt"]).config
+    actor = config.actor_rollout_ref.actor
+    assert (actor.strategy, actor.megatron.model_parallel_size, config.trainer.world_size) == ("megatron", 16, 512)
+    assert actor.megatron.override_transformer_config["num_layers_in_first_pipeline_stage"] == 3
+    assert config.data.val_paths == ()
+    assert config.actor_rollout_ref.model.path == "<path_to_dsv3_config>"
+
+
+def test_the_importance_sampling_list_weights_tokens() -> None:
+    config = load_config(overrides_files=[HERE / "compat" / "run_dapo_qwen2.5_32b_tis__v0.6.0.txt"]).config
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    assert config.reward_model.overlong_buffer.len == 4096
+    assert config.data.generation_batch_size == 1536
+
+
+def test_streamed_and_separate_lists_have_their_own_rollout_devices() -> None:
+    config = load_config(overrides_files=[HERE / "families" / "fully_async.txt"]).config
+    assert config.data.train_batch_size == 128
+    assert config.actor_rollout_ref.rollout.own_devices == 16
+    assert (config.trainer.total_epochs, config.trainer.test_freq) == (10, 20)
+
+
+def test_a_script_with_its_shell_still_around_it_means_the_same() -> None:
+    loaded = load_config(overrides_files=[HERE / "families" / "shell_leftovers.txt"])
+    config = loaded.config
+    assert config.actor_rollout_ref.actor.strategy == "megatron"
+    assert config.data.train_paths == ("/data/a.parquet", "/data/b.parquet")
+    assert (config.trainer.nnodes, config.trainer.project_name) == (2, "my project")
+    assert config.trainer.experiment_name == "a name with spaces"
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
