@@ -1,0 +1,96 @@
+"""The driver's own arithmetic on a batch: KL in the reward, rollout correction, advantages. Columns in, columns out."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.algorithms import (
+    KLController,
+    apply_kl_penalty,
+    compute_offpolicy_metrics,
+    compute_rollout_correction_and_rejection_mask,
+    get_adv_estimator_fn,
+)
+from dovetail.config.algorithm import AlgorithmConfig
+from dovetail.protocol import DataProto
+
+Metrics = dict[str, float]
+
+
+def add_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl_ctrl: KLController) -> tuple[DataProto, Metrics]:
+    """`token_level_rewards`: the scores, less the KL to the reference when it is part of the reward."""
+    columns = batch.tensors
+    if not algorithm.use_kl_in_reward:
+        return _with(batch, token_level_rewards=columns["token_level_scores"].clone()), {}
+    rewards, metrics = apply_kl_penalty(
+        columns["token_level_scores"],
+        columns["old_log_probs"],
+        columns["ref_log_prob"],
+        columns["response_mask"],
+        kl_ctrl,
+        algorithm.kl_penalty,
+    )
+    return _with(batch, token_level_rewards=rewards), metrics
+
+
+def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, Metrics]:
+    """Importance weights and rejection for the gap between engine and trainer, and the gap itself as metrics.
+
+    Without the engine's log-probs there is nothing to do; without a correction only the metrics are made.
+    """
+    columns = batch.tensors
+    if "rollout_log_probs" not in columns or "old_log_probs" not in columns:
+        return batch, {}
+    settings = algorithm.rollout_correction
+    if not settings.active:
+        gap = compute_offpolicy_metrics(
+            columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
+        )
+        return batch, {f"rollout_corr/{name}": value for name, value in gap.items()}
+    lower = settings.rollout_is_threshold_lower
+    threshold = settings.rollout_is_threshold if lower is None else f"{lower}_{settings.rollout_is_threshold}"
+    found = compute_rollout_correction_and_rejection_mask(
+        columns["old_log_probs"],
+        columns["rollout_log_probs"],
+        columns["response_mask"],
+        rollout_is=settings.rollout_is,
+        rollout_is_threshold=threshold,
+        rollout_is_batch_normalize=settings.rollout_is_batch_normalize,
+        rollout_rs=settings.rollout_rs,
+        rollout_rs_threshold=settings.rollout_rs_threshold,
+    )
+    batch = _with(batch, response_mask=found.response_mask)
+    if found.rollout_is_weights is not None:
+        batch = _with(batch, rollout_is_weights=found.rollout_is_weights)
+    return batch, found.metrics
+
+
+def add_advantages(batch: DataProto, algorithm: AlgorithmConfig, *, num_repeat: int) -> DataProto:
+    """`advantages` and `returns` by the chosen estimator, which takes the columns it knows and ignores the others."""
+    columns = batch.tensors
+    estimate = get_adv_estimator_fn(algorithm.adv_estimator)
+    optional = {name: columns[name] for name in ("values", "reward_baselines") if name in columns}
+    advantages, returns = estimate(
+        token_level_rewards=columns["token_level_rewards"],
+        response_mask=columns["response_mask"],
+        uid=batch.non_tensor_batch["uid"],
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        num_repeat=num_repeat,
+        **optional,
+    )
+    return _with(batch, advantages=advantages, returns=returns)
+
+
+def mask_rows(batch: DataProto, rows: torch.Tensor) -> DataProto:
+    """Take rows (boolean, one per row) out of every loss and count, by clearing their response mask."""
+    mask = batch.tensors["response_mask"].clone()
+    mask[rows] = 0
+    return _with(batch, response_mask=mask)
+
+
+def _with(batch: DataProto, **columns: torch.Tensor) -> DataProto:
+    """The batch with these columns added or replaced; the other columns are the same tensors."""
+    tensors = {**batch.tensors, **columns}
+    return DataProto.from_dict(tensors, batch.non_tensor_batch, batch.meta_info)

@@ -1,0 +1,85 @@
+"""What is reported about a step: rewards, lengths, speed. Names are the ones users already plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol import DataProto
+
+Metrics = dict[str, float]
+
+# Phases whose time is also given per token, and whether prompt tokens count (an engine is judged by what it writes).
+_PER_TOKEN = {"gen": False, "old_log_prob": True, "ref": True, "values": True, "adv": True, "update_critic": True}
+_PER_TOKEN["update_actor"] = True
+
+
+def data_metrics(batch: DataProto, *, use_critic: bool) -> Metrics:
+    """Scores, rewards, advantages, returns, values and lengths. Rows whose mask is empty (failed rewards) are left out."""
+    columns = batch.tensors
+    width = columns["responses"].shape[1]
+    attention = columns["attention_mask"].bool()
+    mask = columns["response_mask"].bool()
+    counted = mask.any(dim=1)
+    found: Metrics = {}
+    found |= _spread("critic/score", columns["token_level_scores"].sum(dim=1)[counted])
+    found |= _spread("critic/rewards", columns["token_level_rewards"].sum(dim=1)[counted])
+    found |= _spread("critic/advantages", columns["advantages"][mask])
+    found |= _spread("critic/returns", columns["returns"][mask])
+    if use_critic:
+        values, returns = columns["values"][mask], columns["returns"][mask]
+        found |= _spread("critic/values", values)
+        variance = returns.var(unbiased=False)
+        unexplained = (returns - values).var(unbiased=False)
+        found["critic/vf_explained_var"] = float(1 - unexplained / (variance + 1e-5)) if len(returns) else 0.0
+    response_lengths = attention[:, -width:].sum(dim=1).float()
+    prompt_lengths = attention[:, :-width].sum(dim=1).float()
+    found |= _spread("response_length", response_lengths)
+    found["response_length/clip_ratio"] = _share(response_lengths >= width)
+    found["response/aborted_ratio"] = _share(response_lengths == 0)
+    found |= _spread("prompt_length", prompt_lengths)
+    found["prompt_length/clip_ratio"] = _share(prompt_lengths >= attention.shape[1] - width)
+    return found
+
+
+def timing_metrics(seconds: Mapping[str, float], num_tokens: int, num_response_tokens: int) -> Metrics:
+    """`timing_s/*`, and `timing_per_token_ms/*` for the phases that work token by token."""
+    found = {f"timing_s/{name}": value for name, value in seconds.items()}
+    for name, whole in _PER_TOKEN.items():
+        tokens = num_tokens if whole else num_response_tokens
+        if name in seconds and tokens:
+            found[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / tokens
+    return found
+
+
+def throughput_metrics(seconds: float, num_tokens: int, num_devices: int) -> Metrics:
+    """Tokens per second and device over the whole step."""
+    return {
+        "perf/total_num_tokens": float(num_tokens),
+        "perf/time_per_step": seconds,
+        "perf/throughput": num_tokens / (seconds * num_devices) if seconds else 0.0,
+    }
+
+
+def token_counts(batch: DataProto) -> tuple[int, int]:
+    """Tokens of prompts and responses together, and of responses alone."""
+    attention = batch.tensors["attention_mask"]
+    width = batch.tensors["responses"].shape[1]
+    return int(attention.sum()), int(attention[:, -width:].sum())
+
+
+def _spread(name: str, values: Tensor) -> Metrics:
+    if not len(values):
+        return {}
+    values = values.float()
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def _share(flags: Tensor) -> float:
+    return float(flags.to(torch.float32).mean()) if len(flags) else 0.0
