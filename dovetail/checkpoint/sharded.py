@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -51,7 +52,10 @@ def save_sharded(
     state: dict[str, Any] = {"model": get_model_state_dict(module, options=_OPTIONS)}
     if optimizer is not None and has_optimizer:
         state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / _SHARDS), no_dist=world_size == 1)
+    try:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / _SHARDS), no_dist=world_size == 1)
+    except CheckpointException as failure:  # not an Exception: it would pass every handler on its way out
+        raise OSError(f"{folder} could not be written: {_first_failure(failure)}") from failure
 
     def write_small_files() -> None:
         torch.save(capture_rng(), folder / f"rng_{rank}.pt")
@@ -75,9 +79,15 @@ def load_sharded(
     description = read_description(folder)
     state: dict[str, Any] = {"model": get_model_state_dict(module, options=_OPTIONS)}
     if optimizer is not None and description["has_optimizer"]:
+        # From empty, the library makes all parameters' state in the same order on all ranks. What FSDP1 has after
+        # real steps lacks the parameters a rank holds nothing of, and ranks would then wait in different collectives.
         optimizer.zero_grad(set_to_none=True)
+        optimizer.state.clear()
         state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder / _SHARDS), no_dist=world_size == 1)
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder / _SHARDS), no_dist=world_size == 1)
+    except CheckpointException as failure:
+        raise BrokenCheckpoint(folder, _first_failure(failure)) from failure
     set_model_state_dict(module, state["model"], options=_OPTIONS)
     if optimizer is not None:
         if "optimizer" in state:
@@ -124,6 +134,11 @@ def together(action: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
     if failed:
         raise OSError(f"rank {failed[0][0]} could not write its part of the checkpoint: {failed[0][1]}") from error
+
+
+def _first_failure(failure: CheckpointException) -> str:
+    rank, (error, _) = next(iter(sorted(failure.failures.items(), key=lambda item: item[0])))
+    return f"rank {rank}: {type(error).__name__}: {error}"
 
 
 def _place() -> tuple[int, int]:
