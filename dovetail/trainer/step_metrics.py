@@ -17,7 +17,7 @@ _PER_TOKEN["update_actor"] = True
 
 
 def data_metrics(batch: DataProto, *, use_critic: bool) -> Metrics:
-    """Scores, rewards, advantages, returns, values and lengths. Rows whose mask is empty (failed rewards) are left out."""
+    """Scores, rewards, advantages, returns, values and lengths; rows with an empty mask (failed rewards) left out."""
     columns = batch.tensors
     width = columns["responses"].shape[1]
     attention = columns["attention_mask"].bool()
