@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.algorithms.aggregate import BatchCounts, row_share, token_share
-from dovetail.algorithms.losses.ratio import clip_range, masked_log_ratio
+from dovetail.algorithms.losses.ratio import MAX_LOG_RATIO, clip_range, masked_log_ratio
 from dovetail.algorithms.masked import masked_mean
 from dovetail.algorithms.registry import register_policy_loss
 
@@ -35,7 +35,7 @@ def compute_policy_loss_geo_mean(
     direction = torch.sign(advantages)
     pessimistic = direction * torch.minimum(direction * log_ratio, direction * within)
 
-    ratio = masked_mean(pessimistic, response_mask, dim=-1).exp()
+    ratio = masked_mean(pessimistic, response_mask, dim=-1).clamp(max=MAX_LOG_RATIO).exp()
     row_losses = -masked_mean(advantages, response_mask, dim=-1) * ratio
     if rollout_is_weights is not None:
         # One weight per sequence, the geometric mean again; the offset keeps a weight of 0 finite.
