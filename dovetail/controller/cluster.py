@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def start_ray(
         "num_gpus": num_gpus,
         "object_store_memory": object_store_memory or default_object_store_bytes(),
     }
-    _start_local(settings, attempts)
+    _start_with_retry(partial(ray.init, **settings), ray.shutdown, attempts)
 
 
 def worker_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -110,16 +110,13 @@ def _forbid_network() -> None:
         )
 
 
-def _start_local(settings: dict[str, Any], attempts: int) -> None:
-    import ray
-
+def _start_with_retry(start: Callable[[], object], clean_up: Callable[[], object], attempts: int) -> None:
     for attempt in range(1, attempts + 1):
         try:
-            ray.init(**settings)
+            start()
             return
         except Exception as error:
-            ray.shutdown()
+            clean_up()
             if attempt == attempts or "timed out" not in str(error).lower():
                 raise
             logger.warning("Ray did not start (%s); trying again.", error)
-            time.sleep(2.0)

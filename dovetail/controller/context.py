@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextvars
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Place of one worker in its group.
+    """Place of one worker in its group. ``use_gpu`` permits a GPU, it does not promise one.
 
     ``master_addr`` and ``master_port`` are the address of a key-value store that rank 0 already listens on (``None``
     for a world of one). They are an address to connect to, not a port to bind.
@@ -24,9 +24,9 @@ class WorkerContext:
     local_world_size: int = 1
     node: str = "localhost"
     single_node: bool = True
+    use_gpu: bool = True
     master_addr: str | None = None
     master_port: int | None = None
-    extra_env: Mapping[str, str] = field(default_factory=dict)
 
     def env(self) -> dict[str, str]:
         """The variables that torch and its users expect to find in the process environment."""
@@ -38,7 +38,7 @@ class WorkerContext:
         }
         if self.master_addr is not None:
             env |= {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port)}
-        return env | dict(self.extra_env)
+        return env
 
 
 @contextmanager

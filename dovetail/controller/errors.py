@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from types import TracebackType
 
 
 class WorkerError(RuntimeError):
@@ -64,9 +65,7 @@ def describe_exception(
 ) -> WorkerError:
     """Turn an exception raised by a worker's own code into the error that travels to the driver."""
     reason = "".join(traceback.format_exception_only(exception)).strip()
-    # The first frame is the controller's call site; the reader wants to start in the worker's method.
-    frames = exception.__traceback__.tb_next if exception.__traceback__ is not None else None
-    text = "".join(traceback.format_exception(type(exception), exception, frames))
+    text = "".join(traceback.format_exception(type(exception), exception, _from_the_workers_code(exception)))
     return WorkerError(
         role,
         rank,
@@ -77,6 +76,17 @@ def describe_exception(
         worker_traceback=text,
         exception=exception if _survives_pickling(exception) else None,
     )
+
+
+def _from_the_workers_code(exception: BaseException) -> TracebackType | None:
+    """The traceback without the frames that led to the worker's method: the reader knows how it was called."""
+    frames = exception.__traceback__
+    while frames is not None:
+        module = frames.tb_frame.f_globals.get("__name__", "")
+        if not module.startswith(("dovetail.controller.", "ray.")):
+            return frames
+        frames = frames.tb_next
+    return exception.__traceback__
 
 
 def _survives_pickling(exception: BaseException) -> bool:

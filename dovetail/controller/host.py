@@ -17,6 +17,7 @@ from dovetail.controller.rendezvous import serve_store
 from dovetail.controller.worker import Worker
 from dovetail.controller.worker_classes import ClassWithInitArgs
 from dovetail.controller.worker_logging import configure_worker_logging, logging_as
+from dovetail.protocol import DataProto
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ class WorkerHost:
                 result = self._loop.run_until_complete(result)
         # The other ranks of a data-parallel rank hold the same result: keeping one copy is enough.
         result = result if call.keep_result else None
-        return (result, len(result) if result is not None else 0) if call.count_rows else result
+        if not call.count_rows:
+            return result
+        return result, len(result) if isinstance(result, DataProto) else 0
 
     def _describe(self, exception: BaseException, role: str, method: str) -> WorkerError:
         context = self._context

@@ -59,15 +59,15 @@ class WorkerProcesses:
 
     def check_usable(self) -> None:
         """Raise when the group can take no more calls, or when another group has died and no call has said so yet."""
-        unreported = self.watchdog.take_unreported() if self.watchdog is not None else None
         if self.failure is not None:
             if self.watchdog is not None:
                 self.watchdog.mark_reported(self.failure)
             raise self.failure.with_traceback(None)
-        if unreported is not None:
-            raise unreported
         if self.stopped:
             raise RuntimeError(f"{self.title} was shut down; build a new group.")
+        unreported = self.watchdog.take_unreported() if self.watchdog is not None else None
+        if unreported is not None:
+            raise unreported
 
     def report_death(self, rank: int, reason: str) -> WorkerError:
         """A process is gone: remember why, stop the others. Returns the error to raise."""

@@ -52,7 +52,7 @@ class RayWorkerGroup(WorkerGroup):
         processes = WorkerProcesses(tuple(roles), actors, names, failure_grace_s)
         self._roles = roles
         try:
-            _build_workers(processes, roles)
+            _build_workers(processes, roles, resource_pool.use_gpu)
         except BaseException:
             processes.stop()
             raise
@@ -164,7 +164,7 @@ def _start_actor(slot: Slot, name: str, options: Mapping[str, Any], env: Mapping
     )
 
 
-def _build_workers(processes: WorkerProcesses, roles: Mapping[str, ClassWithInitArgs]) -> None:
+def _build_workers(processes: WorkerProcesses, roles: Mapping[str, ClassWithInitArgs], use_gpu: bool) -> None:
     """Learn where the processes are, let rank 0 bind the store, then build the workers of all ranks side by side."""
     actors, title = processes.actors, processes.title
     found = processes.start(title, "start", {rank: actor.identify.remote() for rank, actor in enumerate(actors)}).wait()
@@ -173,32 +173,27 @@ def _build_workers(processes: WorkerProcesses, roles: Mapping[str, ClassWithInit
     single_node = len(set(nodes)) == 1
     store_host = LOOPBACK if single_node else nodes[0]
     store = processes.start(title, "serve_store", {0: actors[0].serve_store.remote(store_host)}).wait()[0]
+    common = WorkerContext(
+        role=title,
+        world_size=len(actors),
+        single_node=single_node,
+        use_gpu=use_gpu,
+        master_addr=store[0],
+        master_port=store[1],
+    )
     builds = {
         rank: actors[rank].build.remote(context, dict(roles))
-        for rank, context in enumerate(_contexts(title, processes.identities, single_node, store))
+        for rank, context in enumerate(_contexts(common, processes.identities))
     }
     processes.start(title, "__init__", builds).wait()
 
 
-def _contexts(
-    title: str, identities: Sequence[ProcessIdentity], single_node: bool, store: tuple[str, int]
-) -> list[WorkerContext]:
+def _contexts(common: WorkerContext, identities: Sequence[ProcessIdentity]) -> list[WorkerContext]:
     seen: Counter[str] = Counter()
     totals = Counter(identity.node_id for identity in identities)
     contexts = []
     for rank, identity in enumerate(identities):
-        contexts.append(
-            WorkerContext(
-                role=title,
-                rank=rank,
-                world_size=len(identities),
-                local_rank=seen[identity.node_id],
-                local_world_size=totals[identity.node_id],
-                node=identity.node,
-                single_node=single_node,
-                master_addr=store[0],
-                master_port=store[1],
-            )
-        )
+        local = {"local_rank": seen[identity.node_id], "local_world_size": totals[identity.node_id]}
+        contexts.append(replace(common, rank=rank, node=identity.node, **local))
         seen[identity.node_id] += 1
     return contexts

@@ -92,9 +92,7 @@ class RayResourcePool:
         if isinstance(sizes, int):
             sizes = [sizes] * (self.world_size // max(sizes, 1))
         if sum(sizes) != self.world_size or any(size < 1 for size in sizes):
-            raise ValueError(
-                f"{self.name_prefix} has {self.world_size} slots; sizes={list(sizes)} must add up to that."
-            )
+            raise ValueError(f"{self.name_prefix}: sizes={list(sizes)} must add up to its {self.world_size} slots.")
         pools, start = [], 0
         for number, size in enumerate(sizes):
             pools.append(self._over(self.slots()[start : start + size], f"{self.name_prefix}-{number}"))

@@ -59,10 +59,10 @@ class Worker:
 
     @property
     def device(self) -> torch.device:
-        """The GPU of this process when it has one, else the CPU."""
+        """The GPU of this process when its pool has GPUs and there is one, else the CPU."""
         import torch
 
-        if not torch.cuda.is_available():
+        if not self.context.use_gpu or not torch.cuda.is_available():
             return torch.device("cpu")
         # Ray shows each actor its own GPU only; torchrun shows all of them.
         return torch.device("cuda", self.local_rank if torch.cuda.device_count() > 1 else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -25,11 +26,11 @@ from dovetail.controller import (
     registered_methods,
 )
 from dovetail.controller import dispatch as d
-from dovetail.controller.cluster import worker_environment
+from dovetail.controller.cluster import _start_with_retry, worker_environment
 from dovetail.controller.futures import BatchPart, BatchSlice
 from dovetail.controller.worker_logging import RoleFilter, logging_as
 from dovetail.protocol import DataProto
-from tests.controller.worker_examples import Calculator, batch, column
+from tests.controller.worker_examples import Calculator, Collective, batch, column
 
 pytestmark = pytest.mark.unit
 
@@ -213,6 +214,32 @@ def test_log_records_carry_the_role_of_the_running_call() -> None:
     with logging_as("critic"):
         stamp.filter(record)
     assert record.role == "critic"
+
+
+def test_a_ray_that_timed_out_is_started_again_and_other_errors_are_raised() -> None:
+    log: list[str] = []
+
+    def start(errors: list[Exception]) -> None:
+        log.append("start")
+        if errors:
+            raise errors.pop()
+
+    _start_with_retry(partial(start, [TimeoutError("node timed out during startup")]), lambda: log.append("clean"), 2)
+    assert log == ["start", "clean", "start"]
+    with pytest.raises(ValueError, match="bad argument"):
+        _start_with_retry(partial(start, [ValueError("bad argument")]), lambda: None, 2)
+    with pytest.raises(TimeoutError):
+        _start_with_retry(partial(start, [TimeoutError("timed out"), TimeoutError("timed out")]), lambda: None, 2)
+
+
+def test_a_world_of_one_needs_no_port_for_its_process_group() -> None:
+    worker = Collective()
+    worker.init_process_group("gloo")
+    try:
+        assert worker.all_reduce() == 0.0
+        assert worker.master_port is None
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_workers_get_the_variables_of_the_driver_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:

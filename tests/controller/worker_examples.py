@@ -138,8 +138,9 @@ class Calculator(Worker):
         return self.rank
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def log(self, text: str) -> None:
-        logger.info(text)
+    def log(self, text: str, rank: int) -> None:
+        if self.rank == rank:  # Ray folds equal lines of several processes into one
+            logger.info(text)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rows_seen(self) -> list[int]:
@@ -163,7 +164,7 @@ class Calculator(Worker):
         raise KeyError("upstream is broken")
 
 
-class Collective(Worker):
+class Collective(Calculator):
     """Ranks that wait for each other."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,0 +1,201 @@
+"""Four real Ray workers: every dispatch mode, meshes, futures, padding, colocated roles, process groups."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dovetail.controller import (
+    BatchFuture,
+    LocalWorkerGroup,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    merge_resource_pool,
+    split_resource_pool,
+)
+from dovetail.protocol import DataProto, DataProtoFuture
+from tests.controller.conftest import Roles
+from tests.controller.worker_examples import Calculator, add_rank, batch, column
+
+pytestmark = pytest.mark.distributed
+
+
+def test_every_simple_dispatch_mode(group: RayWorkerGroup) -> None:
+    assert group.describe("hi", mark="!") == ["hi!-0/4", "hi!-1/4", "hi!-2/4", "hi!-3/4"]
+    assert group.all_to_all([10, 11, 12, 13]) == [(0, 10), (1, 11), (2, 12), (3, 13)]
+    assert group.all_to_all("same") == [(rank, "same") for rank in range(4)]
+    assert group.multiply([1, 2, 3, 4], b=[10, 20, 30, 40]) == [10, 40, 90, 160]
+    assert group.total(batch(8)) == [1, 5, 9, 13]
+    assert group.only_rank_zero("v") == (0, "v")
+    assert group.executed_by_rank_zero([1, 2, 3, 4]) == (0, [1, 2, 3, 4])
+    assert column(group.execute_with_func_generator(add_rank, batch(4))) == [0, 101, 202, 303]
+    assert group.execute_func_rank_zero(max, 3, 5) == 5
+    assert group.wait_a_moment() == [0, 1, 2, 3]
+    assert group.execute_all_sync("not_registered") == [0, 1, 2, 3]
+    assert group.execute_rank_zero_async("not_registered").get() == 0
+
+
+def test_a_batch_is_split_padded_and_put_together_again(group: RayWorkerGroup) -> None:
+    assert column(group.plus(batch(8), amount=0.5)) == [row + 1.5 for row in range(8)]
+    assert column(group.plus(batch(6), amount=1)) == [2, 3, 4, 5, 6, 7]
+    assert [rows[-2:] for rows in group.rows_seen()] == [[2, 2]] * 4
+    assert column(group.sample_twice(batch(3))) == [0, 0, 1, 1, 2, 2]
+
+
+def test_mesh_calls_collect_one_rank_of_each_data_parallel_rank(group: RayWorkerGroup) -> None:
+    assert group.dp_size("actor") == 2
+    assert column(group.mesh_plus(batch(4), other=batch(4))) == [0, 2, 4, 6]
+    assert column(group.mesh_plus(batch(3))) == [0, 1, 2]
+    assert column(group.mesh_reversed(batch(4))) == [0, 1, 2, 3]
+    assert group.mesh_train(batch(4)).meta_info["metrics"] == {"rows": [2, 2]}
+    with pytest.raises(ValueError, match="3 rows do not divide by the data-parallel size 2"):
+        group.mesh_train(batch(3))
+    with pytest.raises(Exception, match=r"has no mesh 'nobody' \(registered: \['actor', 'reversed'\]\)"):
+        group.mesh_unknown(batch(4))
+
+
+def test_a_future_returns_at_once_and_gives_what_the_blocking_call_gives(group: RayWorkerGroup) -> None:
+    start = time.monotonic()
+    future = group.slow_plus(batch(8))
+    assert time.monotonic() - start < 0.9, "a non-blocking call must not wait for the workers"
+    assert isinstance(future, DataProtoFuture)
+    assert not future.done()
+    assert column(future.get()) == [row + 1 for row in range(8)]
+    assert future.done()
+    assert column(group.plus.submit(batch(4), 1).get()) == [2, 3, 4, 5]
+    with pytest.raises(TimeoutError, match=r"actor.slow_plus still runs on ranks \[0, 1, 2, 3\]"):
+        group.slow_plus(batch(4)).get(timeout=0.1)
+
+
+def test_futures_chain_through_calls_without_reaching_the_driver(group: RayWorkerGroup) -> None:
+    start = time.monotonic()
+    first = group.slow_plus(batch(8))
+    second = group.plus_later(first, 10)
+    third = group.mesh_plus.submit(second)  # four parts become two shares
+    assert time.monotonic() - start < 0.9
+    assert not first.done()
+    assert column(third.get()) == [row + 11 for row in range(8)]
+    assert isinstance(third, BatchFuture)
+
+
+def test_uneven_parts_are_shared_out_evenly(group: RayWorkerGroup) -> None:
+    future = group.uneven(batch(8))  # rank r makes 2 * (r + 1) rows: 20 in all
+    rows_before = [len(rows) for rows in group.rows_seen()]
+    result = group.plus(future)
+    assert column(result) == [value + 1 for value in column(future.get())]
+    assert [rows[-1] for rows in group.rows_seen()] == [5, 5, 5, 5]
+    assert [len(rows) for rows in group.rows_seen()] == [count + 1 for count in rows_before]
+
+
+def test_a_padded_future_and_a_batch_keep_their_rows_side_by_side(group: RayWorkerGroup) -> None:
+    future = group.plus_later(batch(3), 0)  # padded on its way in: only get() can drop the padding
+    assert not future.lazy
+    assert column(group.mesh_plus(batch(3), other=future)) == [0, 2, 4]
+    assert column(group.plus(future, 1)) == [2, 3, 4]
+
+
+def test_a_method_can_take_the_future_itself(group: RayWorkerGroup) -> None:
+    result = group.kind_of_argument(group.plus_later(batch(4), 1))
+    assert column(result) == [1, 2, 3, 4]
+    assert result.meta_info["kind"] == "BatchSlice"
+
+
+def test_a_future_given_to_all_ranks_arrives_whole(group: RayWorkerGroup) -> None:
+    answers = group.all_to_all(group.plus_later(batch(4), 1))
+    assert [column(data) for _, data in answers] == [[1, 2, 3, 4]] * 4
+
+
+def test_ranks_know_their_place_and_get_the_environment(group: RayWorkerGroup) -> None:
+    places = group.place()
+    assert [place["local_rank"] for place in places] == [0, 1, 2, 3]
+    assert {place["local_world_size"] for place in places} == {4}
+    assert [place["env"]["RANK"] for place in places] == ["0", "1", "2", "3"]
+    assert len({place["port"] for place in places}) == 1
+    assert {place["env"]["OMP_NUM_THREADS"] for place in places} == {"1"}
+    assert [place["pid"] for place in places] == [identity.pid for identity in group.identities]
+
+
+def test_log_lines_carry_role_and_rank(group: RayWorkerGroup, capfd: pytest.CaptureFixture[str]) -> None:
+    group.log("a word from the workers", rank=3)
+    deadline, text = time.monotonic() + 10, ""
+    while time.monotonic() < deadline and "a word" not in text:
+        time.sleep(0.2)
+        text += "".join(capfd.readouterr())
+    assert "[actor 3/4] dovetail.tests: a word from the workers" in text
+
+
+def test_colocated_roles_share_processes_on_a_pool_that_another_group_uses(roles: Roles, two: RayWorkerGroup) -> None:
+    pids = {g.role: [place["pid"] for place in g.place()] for g in (roles["actor"], roles["critic"], two)}
+    assert pids["actor"] == pids["critic"]
+    assert not set(pids["actor"]) & set(pids["pair"])
+    assert column(roles["critic"].plus(roles["actor"].plus.submit(batch(4)))) == [3, 4, 5, 6]
+    assert column(two.plus(roles["actor"].plus.submit(batch(4)))) == [1, 2, 3, 4]
+    assert roles["critic"].place()[2]["role"] == "critic"
+    assert roles["actor"].place()[0]["colocated"] == ["actor", "critic"]
+    with pytest.raises(ValueError, match="host no role 'ref'"):
+        roles["actor"].spawn(["ref"])
+
+
+def test_process_groups_of_colocated_roles_reduce_over_all_ranks(roles: Roles) -> None:
+    for role in ("actor", "critic"):
+        roles[role].init_model()
+        assert roles[role].all_reduce() == [6.0] * 4
+
+
+def test_pools_split_and_merge_over_the_same_slots(pool: RayResourcePool) -> None:
+    left, right = split_resource_pool(pool, 2)
+    assert merge_resource_pool(left, right).slots() == pool.slots()
+    with pytest.raises(ValueError, match=r"sizes=\[1, 2\] must add up to its 4 slots"):
+        pool.split([1, 2])
+
+
+def test_a_pool_larger_than_the_cluster_is_refused_at_once(ray_cluster: None) -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"needs 100 CPU, but the cluster has 8"):
+        RayResourcePool([100], use_gpu=False).slots()
+    with pytest.raises(ValueError, match=r"needs 1 GPU, but the cluster has 0"):
+        RayResourcePool([1], use_gpu=True).slots()
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 11])
+def test_colocated_processes_always_fit_into_one_slot(count: int) -> None:
+    options = RayResourcePool([1], use_gpu=True, max_colocate_count=count).actor_options()
+    assert count * options["num_gpus"] <= 1
+    assert count * options["num_cpus"] <= 1
+
+
+def test_local_and_ray_groups_give_the_same_results(ray_cluster: None) -> None:
+    pool = RayResourcePool([1], use_gpu=False)
+    spec = RayClassWithInitArgs(Calculator, offset=0.25)
+    remote, local = RayWorkerGroup(pool, spec), LocalWorkerGroup(spec)
+    try:
+        answers = [_use_every_method(group) for group in (remote, local)]
+    finally:
+        remote.shutdown()
+        pool.release()
+    assert answers[0] == answers[1]
+
+
+def _use_every_method(group: RayWorkerGroup | LocalWorkerGroup) -> list[object]:
+    group.init_mesh(1)
+    trained: DataProto = group.mesh_train(batch(3))
+    return [
+        group.describe("hi"),
+        group.all_to_all([1]),
+        group.all_to_all(1),
+        group.multiply([2], [3]),
+        column(group.plus(batch(3), 1)),
+        column(group.plus(group.plus_later(batch(3), 2), 1)),
+        column(group.mesh_plus(batch(3), other=group.plus_later(batch(3)))),
+        group.total(batch(3)),
+        group.only_rank_zero("a"),
+        group.executed_by_rank_zero([1]),
+        column(group.execute_with_func_generator(add_rank, batch(2))),
+        group.wait_a_moment(),
+        group.dp_size("actor"),
+        trained.meta_info,
+        group.execute_all_sync("not_registered"),
+    ]

@@ -1,0 +1,143 @@
+"""Failures in real Ray workers: who, where, doing what; and nobody is left hanging."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from dovetail.controller import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    WorkerDiedError,
+    WorkerError,
+)
+from dovetail.protocol import DataProto
+from tests.controller.conftest import Roles
+from tests.controller.worker_examples import Calculator, Collective, batch, column
+
+pytestmark = pytest.mark.distributed
+
+
+def test_an_exception_arrives_with_role_rank_method_and_the_workers_traceback(roles: Roles) -> None:
+    with pytest.raises(WorkerError) as caught:
+        roles["critic"].fail_on(2)
+    error = caught.value
+    assert (error.role, error.rank, error.method) == ("critic", 2, "fail_on")
+    assert error.pid == roles["critic"].identities[2].pid
+    assert isinstance(error.exception, KeyError)
+    assert isinstance(error.__cause__, KeyError)
+    text = str(error)
+    assert "critic[rank 2].fail_on failed in pid" in text
+    assert "KeyError: 'no such thing on 2'" in text
+    assert 'worker_examples.py", line' in text
+    assert 'raise KeyError(f"no such thing on {rank}")' in text
+    assert "site-packages/ray" not in text, "the reader wants the worker's frames, not Ray's"
+
+
+def test_a_group_whose_ranks_all_finished_stays_usable_after_an_exception(roles: Roles) -> None:
+    future = roles["actor"].fail_on_later(1)
+    with pytest.raises(WorkerError, match=r"actor\[rank 1\].fail_on_later"):
+        future.get()
+    assert roles["actor"].ping() == [0, 1, 2, 3]
+
+
+def test_a_failure_upstream_of_a_chain_is_reported_as_itself(roles: Roles) -> None:
+    broken = roles["actor"].fail_with_batch(batch(4))
+    with pytest.raises(WorkerError, match="upstream is broken") as caught:
+        roles["critic"].plus(broken)
+    assert (caught.value.role, caught.value.method) == ("actor", "fail_with_batch")
+    assert column(roles["critic"].plus(batch(4))) == [2, 3, 4, 5]
+
+
+def test_a_worker_that_cannot_be_built_says_why(pool: RayResourcePool) -> None:
+    with pytest.raises(WorkerError, match="ValueError: cannot be built on rank 0") as caught:
+        RayWorkerGroup(pool.split(1)[3], RayClassWithInitArgs(Calculator, fail_on_rank=0), name_prefix="ref")
+    assert (caught.value.role, caught.value.rank, caught.value.method) == ("ref", 0, "__init__")
+
+
+def test_an_exception_before_a_collective_stops_the_ranks_that_wait_in_it(two: RayWorkerGroup) -> None:
+    two.init_model()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="out of patience") as caught:
+        two.all_reduce_unless(1, "raise")
+    assert time.monotonic() - start < 10
+    assert caught.value.rank == 1
+    assert any("Ranks [0] of pair were still running and were stopped" in note for note in caught.value.__notes__)
+    assert _all_gone([identity.pid for identity in two.identities])
+    with pytest.raises(WorkerError, match="out of patience"):
+        two.ping()
+
+
+def test_a_worker_that_dies_between_calls_is_named_by_the_next_call_of_any_group(
+    two: RayWorkerGroup, roles: Roles
+) -> None:
+    victim = two.identities[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    assert _all_gone([identity.pid for identity in two.identities], within=10), "its peer is stopped too"
+    with pytest.raises(WorkerDiedError, match=rf"pair\[rank 1\] died \(pid {victim.pid} on node .*\) between calls"):
+        roles["actor"].ping()
+    assert roles["actor"].ping() == [0, 1, 2, 3], "said once; the other group goes on"
+    with pytest.raises(WorkerDiedError, match=r"pair\[rank 1\] died"):
+        two.ping()
+
+
+def test_a_wait_does_not_outlive_the_death_of_another_group(pool: RayResourcePool) -> None:
+    """Two groups may meet in one collective (weights to an engine): nobody may wait for the dead half."""
+    slots = pool.split(1)
+    trainer = RayWorkerGroup(slots[0], RayClassWithInitArgs(Collective), name_prefix="trainer", failure_grace_s=1.0)
+    engine = RayWorkerGroup(slots[1], RayClassWithInitArgs(Collective), name_prefix="engine")
+    receiving, start = engine.wait_for_ever.submit(), time.monotonic()
+    os.kill(engine.identities[0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=r"engine\[rank 0\] died .* while running 'wait_for_ever'"):
+        trainer.wait_for_ever()
+    assert time.monotonic() - start < 10
+    assert _all_gone([trainer.identities[0].pid])
+    with pytest.raises(WorkerDiedError, match=r"engine\[rank 0\] died"):
+        receiving.get()
+
+
+def test_a_method_that_returns_no_batch_is_told_so(group: RayWorkerGroup) -> None:
+    with pytest.raises(TypeError, match="must return a DataProto on every collecting rank, but one returned int"):
+        group.execute_with_func_generator(_number_of_rows, batch(4))
+
+
+def test_a_kill_in_a_collective_is_named_in_ten_seconds_and_stops_the_others(
+    roles: Roles,
+) -> None:
+    roles["actor"].init_model()
+    pids = [identity.pid for identity in roles["actor"].identities]
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError) as caught:
+        roles["actor"].all_reduce_unless(2, "kill")
+    assert time.monotonic() - start < 10
+    error = caught.value
+    assert (error.role, error.rank, error.method, error.pid) == ("actor", 2, "all_reduce_unless", pids[2])
+    assert error.node in str(error)
+    assert _all_gone(pids)
+    with pytest.raises(WorkerDiedError, match=r"actor\[rank 2\] died"):
+        roles["critic"].ping()
+
+
+def _number_of_rows(worker: Collective, data: DataProto) -> int:
+    return len(data)
+
+
+def _all_gone(pids: list[int], within: float = 5.0) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(os.path.exists(f"/proc/{pid}") and _state(pid) != "Z" for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return "Z"

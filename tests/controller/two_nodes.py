@@ -1,0 +1,41 @@
+"""A program of its own: two Ray nodes on this machine, a pool over both, an all-reduce across them. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+from dovetail.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, start_ray, stop_ray
+from tests.controller.listening import listening_addresses
+from tests.controller.worker_examples import Collective
+
+
+def main() -> None:
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "object_store_memory": 128 * 1024**2, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(**node)
+    start_ray(cluster.address, log_to_driver=False)
+    pool = RayResourcePool([2, 2], use_gpu=False)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Collective))
+    group.init_model()
+    places = group.place()
+    result = {
+        "nodes": [slot.node_id for slot in pool.slots()],
+        "worker_nodes": [identity.node_id for identity in group.identities],
+        "local_ranks": [place["local_rank"] for place in places],
+        "local_world_sizes": [place["local_world_size"] for place in places],
+        "all_reduce": group.all_reduce(),
+        "listening": listening_addresses(os.getpid()),
+    }
+    group.shutdown()
+    stop_ray()
+    cluster.shutdown()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
