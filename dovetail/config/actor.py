@@ -16,7 +16,7 @@ Strategy = Literal["single", "fsdp", "fsdp2", "megatron"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 # A trailing + takes the gradient of the unbiased k2 estimate whatever the value's estimator.
 KLEstimator = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
 ]  # fmt: skip
 
@@ -26,7 +26,7 @@ class PolicyLossConfig(Section):
 
     loss_mode: str = Field(
         "vanilla",
-        description="vanilla, gspo, cispo, geo_mean, sapo, gpg, dro, clip_cov or kl_cov; "
+        description="vanilla, reinforce, gspo, cispo, geo_mean, sapo, gpg, dro, clip_cov or kl_cov; "
         "other names need `trainer.import_modules`.",
     )
     clip_cov_ratio: float = Field(0.0002, ge=0, le=1, description="Share of tokens clipped by `clip_cov`.")

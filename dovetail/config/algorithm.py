@@ -41,7 +41,7 @@ class RolloutCorrectionConfig(Section):
     )
     rollout_is_threshold: float = Field(2.0, gt=0, description="Weights are cut at this value.")
     rollout_is_threshold_lower: float | None = Field(
-        None, gt=0, description="Lower cut of the weights. Null: none in truncation."
+        None, gt=0, description="Drop weights below this and above `rollout_is_threshold` instead. Null: cut only."
     )
     rollout_is_batch_normalize: bool = Field(False, description="Scale the weights to a mean of 1 over the batch.")
     rollout_rs: str | None = Field(
@@ -51,9 +51,6 @@ class RolloutCorrectionConfig(Section):
     )
     rollout_rs_threshold: float | str | None = Field(
         None, description="Bounds of the rejection, one per rule, comma-separated: `upper` or `lower_upper`."
-    )
-    rollout_token_veto_threshold: float | None = Field(
-        None, gt=0, description="Drop a sequence with any token ratio below this. Null: never."
     )
     bypass_mode: bool = Field(False, description="Take the engine's log-probs as the old log-probs.")
     loss_type: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="Loss with `bypass_mode`.")

@@ -116,6 +116,11 @@ _BY_RULE = (
         "",
     ),
     (
+        "algorithm.rollout_correction.rollout_token_veto_threshold",
+        "algorithm.rollout_correction.rollout_rs",
+        "one more rule, seq_max_k2 with the threshold 0.5 x log(veto)^2",
+    ),
+    (
         "algorithm.rollout_correction.use_policy_gradient",
         "algorithm.rollout_correction.loss_type=reinforce",
         "",

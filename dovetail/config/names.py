@@ -8,6 +8,7 @@ from collections.abc import Mapping
 ADV_ESTIMATORS = (
     "gae",
     "grpo",
+    "grpo_vectorized",
     "grpo_passk",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
@@ -17,7 +18,7 @@ ADV_ESTIMATORS = (
     "opo",
     "gpg",
 )
-POLICY_LOSSES = ("vanilla", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov")
+POLICY_LOSSES = ("vanilla", "reinforce", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov")
 REWARD_MANAGERS = ("naive", "dapo", "batch", "prime")
 
 _MANAGER = "reward_model.reward_manager"

@@ -110,7 +110,6 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation("critic.kl_ctrl.*", "algorithm.kl_ctrl.*"),
     Translation("algorithm.kl_ctrl.coeff", "algorithm.kl_ctrl.kl_coef"),
     Translation(f"{_ACTOR}.policy_loss.rollout_correction.*", f"{_CORRECTION}.*"),
-    Translation(f"{_CORRECTION}.rollout_is_veto_threshold", f"{_CORRECTION}.rollout_token_veto_threshold"),
     Translation(f"{_CORRECTION}.bypass_old_logprob_for_rollout", f"{_CORRECTION}.bypass_mode"),
     Translation(f"{_ACTOR}.use_fused_kernels", f"{_MODEL}.use_fused_kernels", "it is a choice of the network"),
     Translation(f"{_ACTOR}.use_remove_padding", f"{_MODEL}.use_remove_padding", "it is a choice of the network"),

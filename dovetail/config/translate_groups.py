@@ -4,6 +4,7 @@ sizes that count sequences over all devices. Each rule takes the leaf keys and s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
 # Levels of the second generation, as rejection rules of the third.
 _REJECTION = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+_VETOES = (f"{_CORRECTION}.rollout_token_veto_threshold", f"{_CORRECTION}.rollout_is_veto_threshold")
 _RATIO_CAPS = (f"{_ACTOR}.tis_imp_ratio_cap", f"{_ACTOR}.behav_imp_weight_cap")
 
 
@@ -68,12 +70,10 @@ def flat_importance_sampling(leaves: Mapping[str, Any]) -> GroupResult:
         bounds = f"{lower if lower is not None else round(1 / threshold, 6)}_{threshold}"
         result.values[f"{_CORRECTION}.rollout_rs"] = (_REJECTION[level], f"{prefix}_mode")
         result.values[f"{_CORRECTION}.rollout_rs_threshold"] = (bounds, f"{prefix}_threshold")
-    else:
-        result.values[f"{_CORRECTION}.rollout_is_threshold_lower"] = (lower, f"{prefix}_threshold_lower")
     result.values[f"{_CORRECTION}.rollout_is_threshold"] = (threshold, f"{prefix}_threshold")
-    for name in ("rollout_is_batch_normalize", "rollout_is_veto_threshold"):
-        new = "rollout_token_veto_threshold" if name.endswith("veto_threshold") else name
-        result.values[f"{_CORRECTION}.{new}"] = (values.get(name), f"algorithm.{name}")
+    normalize = "rollout_is_batch_normalize"
+    result.values[f"{_CORRECTION}.{normalize}"] = (values.get(normalize), f"algorithm.{normalize}")
+    _veto(result, values.get("rollout_is_veto_threshold"), f"{prefix}_veto_threshold")
     written = ", ".join(f"{key.rpartition('.')[2]}={value[0]}" for key, value in result.values.items() if value[0])
     result.notices.append(
         Notice(prefix, f"{prefix}* is read as {_CORRECTION}: {written or 'no importance weights, no rejection'}.")
@@ -82,22 +82,27 @@ def flat_importance_sampling(leaves: Mapping[str, Any]) -> GroupResult:
 
 
 def early_rollout_correction(leaves: Mapping[str, Any]) -> GroupResult:
-    """Third generation, first names: rejection by level, a separate lower bound, `use_policy_gradient`."""
+    """Third generation, first names: rejection by level, a separate lower bound, a veto, `use_policy_gradient`."""
     result = GroupResult()
-    rule, lower_key = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold_lower"
-    upper_key = f"{_CORRECTION}.rollout_rs_threshold"
-    name, lower, upper = leaves.get(rule), leaves.get(lower_key), leaves.get(upper_key)
-    if lower_key in leaves:
-        result.consumed.append(lower_key)
+    rule, bound = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
+    name, lower, upper = leaves.get(rule), leaves.get(f"{bound}_lower"), leaves.get(bound)
+    result.consumed += [key for key in (f"{bound}_lower", *_VETOES) if key in leaves]
     if isinstance(name, str) and name in _REJECTION:
-        result.consumed.append(rule)
-        result.values[rule] = (_REJECTION[name], f"{rule}={name}")
-        result.notices.append(Notice(rule, f"{rule}={name} is read as {_REJECTION[name]}."))
-    _early_weights(leaves, result)
-    if isinstance(upper, int | float) and isinstance(lower, int | float):
-        result.consumed.append(upper_key)
-        result.values[upper_key] = (f"{lower}_{upper}", lower_key)
-        result.notices.append(Notice(lower_key, f"{lower_key} is read as {upper_key}={lower}_{upper}."))
+        result.consumed += [rule, bound]
+        upper = leaves.get(f"{_CORRECTION}.rollout_is_threshold", 2.0) if upper is None else upper
+        bounds = upper if lower is None else f"{lower}_{upper}"
+        result.values |= {rule: (_REJECTION[name], f"{rule}={name}"), bound: (bounds, f"{bound}_lower")}
+        result.notices.append(Notice(rule, f"{rule}={name} is read as {_REJECTION[name]} with the bounds {bounds}."))
+    elif name is not None:
+        result.values |= {rule: (name, rule), bound: (upper, bound)}
+    for key in _VETOES:
+        _veto(result, leaves.get(key), key)
+    _pair_of_thresholds(leaves, result)
+    if leaves.get(f"{_CORRECTION}.rollout_is") == "geometric" and name is not None:
+        weights = f"{_CORRECTION}.rollout_is"
+        result.consumed.append(weights)
+        message = f"{weights}=geometric is read as null: a geometric mean is no importance weight; the rejection stays."
+        result.notices.append(Notice(weights, message))
     for old in ("use_policy_gradient", "use_pure_rollout_correction"):
         key = f"{_CORRECTION}.{old}"
         if key in leaves:
@@ -105,22 +110,36 @@ def early_rollout_correction(leaves: Mapping[str, Any]) -> GroupResult:
             if leaves[key]:
                 result.values[f"{_CORRECTION}.loss_type"] = ("reinforce", key)
                 result.notices.append(Notice(key, f"{key} is read as {_CORRECTION}.loss_type=reinforce."))
+    result.consumed += [key for key in result.values if key in leaves]
     return result
 
 
-def _early_weights(leaves: Mapping[str, Any], result: GroupResult) -> None:
-    """`rollout_is_threshold=lower_upper`, and `rollout_is=geometric` beside a rejection rule."""
-    key, threshold = f"{_CORRECTION}.rollout_is_threshold", leaves.get(f"{_CORRECTION}.rollout_is_threshold")
+def _pair_of_thresholds(leaves: Mapping[str, Any], result: GroupResult) -> None:
+    """`rollout_is_threshold=lower_upper` drops weights outside the two instead of cutting them."""
+    key = f"{_CORRECTION}.rollout_is_threshold"
+    threshold = leaves.get(key)
     if isinstance(threshold, str) and "_" in threshold:
         lower, _, upper = threshold.partition("_")
         result.consumed.append(key)
         result.values |= {key: (upper, key), f"{key}_lower": (lower, key)}
-        result.notices.append(Notice(key, f"{key}={threshold} is read as {upper}, with {lower} as the lower cut."))
-    weights = f"{_CORRECTION}.rollout_is"
-    if leaves.get(weights) == "geometric" and leaves.get(f"{_CORRECTION}.rollout_rs") is not None:
-        result.consumed.append(weights)
-        message = f"{weights}=geometric is read as null: a geometric mean is no importance weight; the rejection stays."
-        result.notices.append(Notice(weights, message))
+        result.notices.append(Notice(key, f"{key}={threshold} is read as {upper} with {key}_lower={lower}."))
+
+
+def _veto(result: GroupResult, threshold: Any, key: str) -> None:
+    """A veto on single tokens is one more rejection rule. That rule is symmetric: it also vetoes tokens that are as
+    much more likely."""
+    if not isinstance(threshold, int | float) or not 0 < threshold < 1:
+        return
+    rule, bound = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
+    limit = round(0.5 * math.log(threshold) ** 2, 4)
+    first, first_bound = (result.values.get(name, (None, ""))[0] for name in (rule, bound))
+    result.values[rule] = (f"{first},seq_max_k2" if first else "seq_max_k2", key)
+    result.values[bound] = (f"{first_bound},{limit}" if first else limit, key)
+    message = (
+        f"{key}={threshold} is read as the rejection rule seq_max_k2 with the bound {limit}, "
+        "which also drops sequences with a token that is as many times more likely."
+    )
+    result.notices.append(Notice(key, message))
 
 
 def implied_megatron(leaves: Mapping[str, Any]) -> GroupResult:
@@ -207,8 +226,8 @@ FLAT_KEYS = (
     ("rollout_is_level", "rollout_is", "token or sequence; geometric is a rejection rule only"),
     ("rollout_is_mode", "rollout_rs", "truncate: no rejection; mask: reject outside the bounds"),
     ("rollout_is_threshold", "rollout_is_threshold", "with mask also the upper bound of `rollout_rs_threshold`"),
-    ("rollout_is_threshold_lower", "rollout_is_threshold_lower", "with mask the lower bound; null: 1 / upper"),
-    ("rollout_is_veto_threshold", "rollout_token_veto_threshold", ""),
+    ("rollout_is_threshold_lower", "rollout_rs_threshold", "with mask the lower bound, null: 1 / upper; else unused"),
+    ("rollout_is_veto_threshold", "rollout_rs", "seq_max_k2 with the threshold 0.5 x log(veto)^2"),
     ("rollout_is_batch_normalize", "rollout_is_batch_normalize", ""),
 )
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
-_NUMBER = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+# No underscores: `2_4` is a pair of bounds, not 24.
+_INTEGER = re.compile(r"[+-]?\d+")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 

@@ -1,0 +1,66 @@
+"""Find an object in a user's code by `path` and `name`. Runs that code; call it only where a run is about to start."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PACKAGE_PREFIX = "pkg://"
+
+
+class UserCodeError(ValueError):
+    """A user's file, module or name is not there, or fails while it is imported."""
+
+
+def load_user_object(path: str, name: str, *, key: str) -> Any:
+    """The object `name` of a Python file, or of a module given as `pkg://package.module`.
+
+    `key` is the configuration key that holds the path, for the messages: `custom_reward_function.path`.
+    """
+    module = _import_module(path.removeprefix(PACKAGE_PREFIX), key) if _is_module(path) else _import_file(path, key)
+    if not hasattr(module, name):
+        public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
+        close = difflib.get_close_matches(name, public, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UserCodeError(f"{key}={path} has no {name!r}; {hint}It defines {', '.join(public) or 'nothing'}.")
+    return getattr(module, name)
+
+
+def _is_module(path: str) -> bool:
+    return path.startswith(PACKAGE_PREFIX)
+
+
+def _import_module(name: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserCodeError(f"{key}={PACKAGE_PREFIX}{name} cannot be imported: {error}") from error
+
+
+def _import_file(path: str, key: str) -> ModuleType:
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise UserCodeError(f"{key}={path}: there is no file {file}; give a Python file or {PACKAGE_PREFIX}module.")
+    # The name is made of the whole path: two files called reward.py are two modules, and one file is imported once.
+    name = f"dovetail_user_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserCodeError(f"{key}={path} is not a Python file; its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise UserCodeError(f"{key}={path} fails while it is imported: {type(error).__name__}: {error}") from error
+    return module

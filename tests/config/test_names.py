@@ -1,0 +1,27 @@
+"""Names and choices that the config lists are those that the algorithms know."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from dovetail.algorithms.kl import KL_PENALTIES
+from dovetail.algorithms.registry import adv_estimator_names, policy_loss_names
+from dovetail.algorithms.rejection import REJECTION_RULES
+from dovetail.config import algorithm, names
+from dovetail.config.actor import KLEstimator
+
+pytestmark = pytest.mark.unit
+
+
+def test_estimators_losses_and_rules_are_those_of_the_registries() -> None:
+    import dovetail.algorithms  # noqa: F401  registers them
+
+    assert set(names.ADV_ESTIMATORS) == set(adv_estimator_names())
+    assert set(names.POLICY_LOSSES) == set(policy_loss_names())
+    assert set(algorithm.REJECTION_RULES) == set(REJECTION_RULES)
+
+
+def test_kl_estimators_are_those_of_the_algorithms_with_and_without_a_plus() -> None:
+    assert set(get_args(KLEstimator)) == {*KL_PENALTIES, *(f"{name}+" for name in KL_PENALTIES)}
