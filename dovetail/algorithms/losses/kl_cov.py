@@ -44,7 +44,7 @@ def compute_policy_loss_kl_cov(
     rollout_is_weights: torch.Tensor | None = None,
     loss_selection: torch.Tensor | None = None,
     kl_cov_ratio: float = 0.0002,
-    ppo_kl_coef: float = 1.0,
+    ppo_kl_coef: float = 0.1,
     **_other_losses: object,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """-A r, plus coef |log r| for selected tokens. `actor/ppo_kl` is the mean of |log r| here."""
