@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from dovetail.config.checks import Finding, check_config
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         loaded = load_config(files, overrides, overrides_files=args.overrides_file)
     except ConfigError as error:
-        return _report(args.format, None, [], list(error.problems))
+        return _report(args.format, None, [], error.problems)
     shapes = read_shapes(loaded.config)
     notices = [*loaded.notices, *(Notice("actor_rollout_ref.model.path", text) for text in shapes.notices)]
     return report(loaded.config, shapes, notices, output=args.format, device_memory_gib=args.device_memory_gib)
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def report(
     config: DovetailConfig,
     shapes: Shapes,
-    notices: list[Notice],
+    notices: Sequence[Notice],
     *,
     output: str = "text",
     device_memory_gib: float | None = None,
@@ -65,7 +66,7 @@ def report(
     return _report(output, plan, notices, findings)
 
 
-def _report(output: str, plan: Plan | None, notices: list[Notice], problems: list[Any]) -> int:
+def _report(output: str, plan: Plan | None, notices: Sequence[Notice], problems: Sequence[Problem]) -> int:
     findings = [_as_finding(problem) for problem in problems]
     valid = all(finding.severity != "error" for finding in findings)
     if output == "json":
@@ -77,7 +78,7 @@ def _report(output: str, plan: Plan | None, notices: list[Notice], problems: lis
     return VALID if valid else INVALID
 
 
-def _as_json(valid: bool, plan: Plan | None, notices: list[Notice], findings: list[Finding]) -> dict[str, Any]:
+def _as_json(valid: bool, plan: Plan | None, notices: Sequence[Notice], findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "valid": valid,
         "problems": [{"severity": f.severity, "key": f.key, "message": f.message} for f in findings],

@@ -50,7 +50,7 @@ def _draw(console: Console, plan: Plan | None, notices: Sequence[Notice], findin
         _heading(console, "Who runs where")
         console.print(_placement(plan.layouts, console))
         _heading(console, "One training step")
-        console.print(Padding(_step(plan.batches), (0, 0, 1, 2)))
+        console.print(Padding(_step(plan.batches), (0, 0, 0, 2)))
         console.print(_passes(plan.batches.passes, console))
         if plan.memory is not None:
             size = plan.memory.device_bytes / GIB

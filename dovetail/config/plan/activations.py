@@ -8,8 +8,10 @@ from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.model_shape import ModelShape
 
 BF16 = 2
-# Rows of the vocabulary matrix product that a fused head holds at a time.
-FUSED_HEAD_TOKENS = 1024
+FP32 = 4
+# One chunk of fp32 logits of the fused head, by kind of device.
+FUSED_CHUNK_ACCELERATOR = 1 << 30
+FUSED_CHUNK_CPU = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -39,20 +41,31 @@ def layer_activations(shape: ModelShape, *, moe: bool, layout: RoleLayout) -> La
     return LayerActivations(saved=saved, boundary=BF16 * shape.hidden_size / layout.tensor_parallel)
 
 
-def training_activations(
-    shape: ModelShape, layout: RoleLayout, stage: int, tokens: float, *, checkpointing: bool
+def kept_activations(
+    shape: ModelShape,
+    layout: RoleLayout,
+    stage: int,
+    tokens: float,
+    *,
+    micro_batches: int,
+    checkpointing: bool,
+    offload: bool = False,
 ) -> float:
     """Bytes kept for backward on one device of `stage`, with `tokens` of one micro-batch on that device."""
-    layers = layout.stages(shape.num_layers)[stage]
-    kinds = [layer_activations(shape, moe=shape.layers[i].is_moe, layout=layout) for i in layers]
-    if not kinds:
-        return 0.0
+    kinds = _layers_of_stage(shape, layout, stage)
     # One-forward-one-backward: an early stage has a micro-batch in flight for each stage after it.
-    in_flight = layout.pipeline_parallel - stage
-    widest = max(kind.saved for kind in kinds)
-    if checkpointing:
-        return tokens * (in_flight * sum(kind.boundary for kind in kinds) + widest)
-    return tokens * in_flight * sum(kind.saved for kind in kinds)
+    in_flight = min(layout.pipeline_parallel - stage, micro_batches)
+    if not checkpointing:
+        return tokens * in_flight * sum(kind.saved for kind in kinds)
+    if offload:
+        # Offloaded boundaries wait on the host; one is back while its layer is recomputed.
+        return tokens * max((kind.boundary for kind in kinds), default=0.0)
+    return tokens * in_flight * sum(kind.boundary for kind in kinds)
+
+
+def recomputed_activations(shape: ModelShape, layout: RoleLayout, stage: int, tokens: float) -> float:
+    """Bytes of the widest layer while gradient checkpointing computes it again."""
+    return tokens * max((kind.saved for kind in _layers_of_stage(shape, layout, stage)), default=0.0)
 
 
 def forward_activations(shape: ModelShape, layout: RoleLayout, tokens: float) -> float:
@@ -64,9 +77,25 @@ def forward_activations(shape: ModelShape, layout: RoleLayout, tokens: float) ->
     return tokens * max(kind.saved for kind in kinds)
 
 
-def logits_bytes(shape: ModelShape, layout: RoleLayout, tokens: float, *, training: bool, fused: bool) -> float:
-    """Bytes of logits and what is computed from them, on a device that holds the head."""
-    # Training: logits in bf16 (2), in fp32 (4), and the gradient of each (2 + 4); without gradients: 2 + 4.
-    per_value = 12 if training else 6
-    rows = min(tokens, FUSED_HEAD_TOKENS) if fused else tokens
-    return rows * shape.vocab_size * per_value / layout.tensor_parallel
+def logits_bytes(shape: ModelShape, layout: RoleLayout, tokens: float, *, training: bool, entropy: bool) -> float:
+    """Bytes at the peak of the plain head: all logits and what is computed from them."""
+    # Logits in bf16, and in fp32 the scaled logits and their log-softmax; training adds the gradient of the latter.
+    per_value = BF16 + 2 * FP32 + (FP32 if training else 0)
+    # The entropy multiplies probabilities with log-probabilities: two more fp32 tensors.
+    per_value += 2 * FP32 if entropy else 0
+    return tokens * shape.vocab_size * per_value / layout.tensor_parallel
+
+
+def fused_head_bytes(
+    shape: ModelShape, layout: RoleLayout, tokens: float, *, training: bool, accelerator: bool
+) -> float:
+    """Bytes at the peak of the fused head: one chunk of logits, its working copy, and the weight's fp32 gradient."""
+    chunk = FUSED_CHUNK_ACCELERATOR if accelerator else FUSED_CHUNK_CPU
+    logits = min(chunk, tokens * shape.vocab_size * FP32 / layout.tensor_parallel)
+    gradient = shape.vocab_size * shape.hidden_size * FP32 / layout.tensor_parallel if training else 0.0
+    return 2 * logits + gradient
+
+
+def _layers_of_stage(shape: ModelShape, layout: RoleLayout, stage: int) -> list[LayerActivations]:
+    layers = layout.stages(shape.num_layers)[stage]
+    return [layer_activations(shape, moe=shape.layers[i].is_moe, layout=layout) for i in layers]

@@ -67,8 +67,9 @@ class StageParameters:
     index: int
     holds_head: bool
     largest_layer: float
-    # Embedding, head, final norm and vision tower: FSDP's root unit.
-    outside_layers: float
+    # FSDP's root unit: the head, and the embedding when it is the same weight. Otherwise that is a unit of its own.
+    root_unit: float
+    embedding_unit: float
 
     @property
     def total(self) -> float:
@@ -99,7 +100,8 @@ def stage_parameters(shape: ModelShape, layout: RoleLayout) -> list[StageParamet
                 index,
                 holds_head=index == last,
                 largest_layer=largest,
-                outside_layers=ends,
+                root_unit=shape.head + shape.final_norm + (shape.embedding if shape.tied else 0),
+                embedding_unit=0 if shape.tied else shape.embedding,
             )
         )
     return stages

@@ -54,6 +54,8 @@ def _roles(config: DovetailConfig, layouts: dict[str, RoleLayout], shapes: Shape
             optim=policy.actor.optim,
             checkpointing=checkpointing,
             fused_head=fused,
+            activation_offload=policy.model.enable_activation_offload,
+            needs_entropy=policy.actor.needs_entropy,
             lora_rank=policy.model.lora_rank,
         )
     }
@@ -77,6 +79,7 @@ def _roles(config: DovetailConfig, layouts: dict[str, RoleLayout], shapes: Shape
             optim=config.critic.optim,
             checkpointing=config.critic.model.enable_gradient_checkpointing,
             fused_head=False,
+            activation_offload=config.critic.model.enable_activation_offload,
             lora_rank=config.critic.model.lora_rank,
         )
     if "reward_model" in layouts and shapes.reward is not None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dovetail.config.plan.activations import forward_activations, logits_bytes, training_activations
+from dovetail.config.plan.activations import (
+    forward_activations,
+    fused_head_bytes,
+    kept_activations,
+    logits_bytes,
+    recomputed_activations,
+)
 from dovetail.config.plan.batches import PassBatches
 from dovetail.config.plan.devices import GIB, Device
 from dovetail.config.plan.engine_memory import EngineMemory
@@ -117,23 +123,24 @@ def _training_stage(
     states, shape, layout = active.at(stage), active.shape, active.layout
     tokens = batch.tokens_per_device
     weights = (0.0 if active.always_on_host else states.weights) + states.gathered
+    logits = _head_bytes(active, tokens, device, training=batch.trains) if states.holds_head else 0.0
     if batch.trains:
-        activations = training_activations(shape, layout, stage, tokens, checkpointing=active.checkpointing)
+        activations = _training_activations(active, stage, batch, logits)
         gradients = 0.0 if active.always_on_host else states.gradients
         # The gradient of one unit before it is cut over the ranks.
         gradients += states.largest_unit * active.reduce_bytes if layout.shard_size > 1 else 0.0
         optimizer = 0.0 if active.always_on_host else states.optimizer
     else:
-        activations = forward_activations(shape, layout, tokens)
+        # The head comes after the layers: of the two, only the larger is alive at the peak.
+        activations = max(0.0, forward_activations(shape, layout, tokens) - logits)
         gradients = states.gradients if layout.is_megatron and not active.gradients_wait_on_host else 0.0
         optimizer = 0.0 if active.optimizer_waits_on_host or active.always_on_host else states.optimizer
-    logits = logits_bytes(shape, layout, tokens, training=batch.trains, fused=active.fused_head)
     items = {
         "weights": weights,
         "gradients": gradients,
         "optimizer": optimizer,
         "activations": activations,
-        "logits": logits if states.holds_head else 0.0,
+        "logits": logits,
         "engine": rest,
         "waiting roles": _waiting(roles, skip=role, stage=stage),
         "runtime": device.runtime_bytes,
@@ -142,6 +149,30 @@ def _training_stage(
     return PhaseMemory(
         name, pool, _all_items(items), device.memory_bytes, stage=stage if layout.pipeline_parallel > 1 else None
     )
+
+
+def _training_activations(active: RoleMemory, stage: int, batch: PassBatches, logits: float) -> float:
+    tokens = batch.tokens_per_device
+    kept = kept_activations(
+        active.shape,
+        active.layout,
+        stage,
+        tokens,
+        micro_batches=batch.micro_batches,
+        checkpointing=active.checkpointing,
+        offload=active.activation_offload,
+    )
+    if not active.checkpointing:
+        return kept
+    # Backward frees the logits before it recomputes the last layer: the smaller of the two hides behind the larger.
+    return kept + max(0.0, recomputed_activations(active.shape, active.layout, stage, tokens) - logits)
+
+
+def _head_bytes(active: RoleMemory, tokens: float, device: Device, *, training: bool) -> float:
+    shape, layout = active.shape, active.layout
+    if active.fused_head:
+        return fused_head_bytes(shape, layout, tokens, training=training, accelerator=device.is_accelerator)
+    return logits_bytes(shape, layout, tokens, training=training, entropy=active.needs_entropy)
 
 
 def _waiting(roles: dict[str, RoleMemory], *, skip: str | None, stage: int | None) -> float:

@@ -42,7 +42,8 @@ def training_layout(
     """Layout of a role that runs on a training backend."""
     if section.strategy == "megatron":
         return _megatron_layout(role, section.megatron, world, pool)
-    if section.strategy == "single":
+    # A sharding over one process is no sharding: the plain backend does the same.
+    if section.strategy == "single" or (world == 1 and not fsdp.offload_policy):
         return RoleLayout(role, "single", pool, world_size=1, data_parallel=1)
     sequence = section.ulysses_sequence_parallel_size
     shard = fsdp.fsdp_size if 0 < fsdp.fsdp_size < world else world

@@ -67,8 +67,9 @@ def _sharded_states(stage: StageParameters, layout: RoleLayout, precision: Preci
     elif precision.keep_gathered:
         gathered = stage.total * precision.gathered
     else:
-        # The layer being computed, the one being fetched, and the root unit, which stays.
-        gathered = (2 * stage.largest_layer + stage.outside_layers) * precision.gathered
+        # The unit being computed, the one being fetched, and the root unit, which stays.
+        pair = stage.largest_layer + max(stage.largest_layer, stage.embedding_unit)
+        gathered = (pair + stage.root_unit) * precision.gathered
     return ModelStates(
         stage=stage.index,
         weights=held * precision.weights,
@@ -76,7 +77,7 @@ def _sharded_states(stage: StageParameters, layout: RoleLayout, precision: Preci
         gradients=trained * precision.gradients,
         optimizer=trained * precision.optimizer,
         holds_head=stage.holds_head,
-        largest_unit=max(stage.largest_layer, stage.outside_layers),
+        largest_unit=max(stage.largest_layer, stage.root_unit, stage.embedding_unit),
     )
 
 
@@ -91,5 +92,5 @@ def _megatron_states(stage: StageParameters, layout: RoleLayout, precision: Prec
         gradients=stage.total * trainable * precision.gradients,
         optimizer=spread * trainable * precision.optimizer,
         holds_head=stage.holds_head,
-        largest_unit=max(stage.largest_layer, stage.outside_layers),
+        largest_unit=max(stage.largest_layer, stage.root_unit, stage.embedding_unit),
     )

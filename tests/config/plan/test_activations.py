@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from dovetail.config.plan.activations import layer_activations, logits_bytes, training_activations
+from dovetail.config.plan.activations import (
+    fused_head_bytes,
+    kept_activations,
+    layer_activations,
+    logits_bytes,
+    recomputed_activations,
+)
 from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.model_shape import shape_from_config
 from tests.config.plan import known_models as known
@@ -70,22 +76,35 @@ def test_saved_activations_per_layer_match_autograd_within_two_percent(model_typ
 def test_checkpointing_keeps_one_boundary_per_layer_and_one_whole_layer() -> None:
     shape = shape_from_config(known.QWEN2_5_7B)
     one = layer_activations(shape, moe=False, layout=ALONE)
-    kept = training_activations(shape, ALONE, 0, 1000, checkpointing=True)
-    assert kept == pytest.approx(1000 * (28 * 2 * 3584 + one.saved))
-    assert training_activations(shape, ALONE, 0, 1000, checkpointing=False) == pytest.approx(1000 * 28 * one.saved)
+    kept = kept_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True)
+    assert kept == pytest.approx(1000 * 28 * 2 * 3584)
+    assert recomputed_activations(shape, ALONE, 0, 1000) == pytest.approx(1000 * one.saved)
+    assert kept_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=False) == pytest.approx(
+        1000 * 28 * one.saved
+    )
 
 
 def test_an_early_pipeline_stage_keeps_more_micro_batches_in_flight() -> None:
     shape = shape_from_config(known.QWEN2_5_7B)
     layout = RoleLayout("actor", "megatron", "global", 4, data_parallel=1, pipeline_parallel=4)
-    first = training_activations(shape, layout, 0, 1000, checkpointing=False)
-    last = training_activations(shape, layout, 3, 1000, checkpointing=False)
+    first = kept_activations(shape, layout, 0, 1000, micro_batches=8, checkpointing=False)
+    last = kept_activations(shape, layout, 3, 1000, micro_batches=8, checkpointing=False)
     assert first == pytest.approx(4 * last)
+    few = kept_activations(shape, layout, 0, 1000, micro_batches=2, checkpointing=False)
+    assert few == pytest.approx(2 * last)
 
 
-def test_a_fused_head_holds_no_more_than_a_chunk_of_logits() -> None:
+def test_offloaded_activations_keep_one_boundary_on_the_device() -> None:
     shape = shape_from_config(known.QWEN2_5_7B)
-    plain = logits_bytes(shape, ALONE, 32768, training=True, fused=False)
-    fused = logits_bytes(shape, ALONE, 32768, training=True, fused=True)
-    assert plain == 32768 * 152064 * 12
-    assert fused == plain / 32
+    kept = kept_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True)
+    offloaded = kept_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True, offload=True)
+    assert kept - offloaded == pytest.approx(1000 * 27 * 2 * 3584)
+
+
+def test_the_fused_head_holds_two_chunks_and_a_gradient_however_many_tokens() -> None:
+    shape = shape_from_config(known.QWEN2_5_7B)
+    assert logits_bytes(shape, ALONE, 32768, training=True, entropy=False) == 32768 * 152064 * 14
+    assert logits_bytes(shape, ALONE, 32768, training=False, entropy=True) == 32768 * 152064 * 18
+    for tokens in (32768, 131072):
+        fused = fused_head_bytes(shape, ALONE, tokens, training=True, accelerator=True)
+        assert fused == 2 * 1024**3 + 4 * 152064 * 3584
