@@ -53,6 +53,9 @@ def lengths_agree(run: Checked) -> Iterator[Finding]:
 def engine_steps_hold_a_prefill(run: Checked) -> Iterator[Finding]:
     rollout = run.config.actor_rollout_ref.rollout
     key = f"{ROLLOUT}.max_num_batched_tokens"
+    # The other engines have no such limit on a step, or ignore it.
+    if rollout.name != "vllm":
+        return
     if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.context_length:
         yield error(
             key,

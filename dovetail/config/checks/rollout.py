@@ -127,7 +127,7 @@ def validation_sampling_is_consistent(run: Checked) -> Iterator[Finding]:
     greedy = not val.do_sample or val.temperature == 0
     if val.n > 1 and greedy:
         how = "do_sample=False" if not val.do_sample else "temperature=0"
-        yield error(
+        yield warning(
             f"{key}.n",
             f"{key}.n={val.n} with {how} gives {val.n} identical greedy answers; "
             f"use {key}.do_sample=True and {key}.temperature=1.0, or n=1.",

@@ -213,7 +213,7 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
     ),
     ((f"{R}.temperature=0",), "error", f"{R}.temperature", ("=0", "identical", "temperature=1.0")),
     ((f"{R}.top_p=0.9",), "warning", f"{R}.top_p", ("=0.9", "distribution", "use 1.0")),
-    ((f"{R}.val_kwargs.n=4",), "error", f"{R}.val_kwargs.n", ("=4", "identical", "do_sample=True")),
+    ((f"{R}.val_kwargs.n=4",), "warning", f"{R}.val_kwargs.n", ("=4", "identical", "do_sample=True")),
     (
         (f"{R}.val_kwargs.temperature=0.7",),
         "warning",
