@@ -6,7 +6,6 @@ and the reward model, so weights never compete with a second copy of themselves.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from dovetail.config.root import DovetailConfig
@@ -19,8 +18,9 @@ from dovetail.controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-
-logger = logging.getLogger(__name__)
+from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
+from dovetail.workers.critic_worker import CriticWorker
+from dovetail.workers.reward_model_worker import RewardModelWorker
 
 POLICY, CRITIC, REWARD = "actor_rollout_ref", "critic", "reward_model"
 
@@ -41,11 +41,6 @@ class RoleGroups:
 
 def role_classes(config: DovetailConfig) -> dict[str, ClassWithInitArgs]:
     """The worker class of every role the config asks for."""
-    # Imported here: the driver of a Ray cluster may stand on a machine without the training libraries.
-    from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
-    from dovetail.workers.critic_worker import CriticWorker
-    from dovetail.workers.reward_model_worker import RewardModelWorker
-
     roles = {POLICY: RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role=POLICY)}
     if config.uses_critic:
         roles[CRITIC] = RayClassWithInitArgs(CriticWorker, config=config)
@@ -67,8 +62,8 @@ def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool) -> Ro
         processes = LocalWorkerGroup(together)
     else:
         raise ValueError(
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} x trainer.nnodes={config.trainer.nnodes} processes "
-            "need Ray; drop --local, or set both to 1."
+            f"trainer.n_gpus_per_node x trainer.nnodes = {config.trainer.world_size} processes need Ray; "
+            "drop --local, or set both to 1."
         )
     groups = processes.spawn(roles)
     policy = groups[POLICY]
