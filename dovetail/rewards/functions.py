@@ -1,0 +1,117 @@
+"""How a reward function is named, found and called. Torch-free: it runs inside the scoring processes.
+
+A function takes `(data_source, solution_str, ground_truth, extra_info)` by name, plus its own keyword arguments, and
+returns a number or a dict with `score` and further columns; it may be `async`. A batch function takes the plural names
+and lists, and returns a list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.config.user_code import load_user_object
+from dovetail.rewards.errors import RewardError
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A reward function by address, so that a fresh process can find it. `weight` counts in a combination."""
+
+    path: str
+    name: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    key: str = "custom_reward_function.path"
+
+
+@dataclass(frozen=True)
+class StartMessage:
+    """The first thing a scoring process is told."""
+
+    search_path: list[str]
+    specs: tuple[FunctionSpec, ...]
+    is_batch: bool
+    import_modules: tuple[str, ...]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return BATCH_ARGUMENTS if self.is_batch else ARGUMENTS
+
+
+def spec_of(function: Callable[..., Any], *, weight: float = 1.0, **kwargs: Any) -> FunctionSpec:
+    """The address of a function at the top of an importable module."""
+    if "<" in function.__qualname__ or "." in function.__qualname__ or function.__module__ == "__main__":
+        raise RewardError(
+            f"{function.__module__}.{function.__qualname__} cannot be found by another process; "
+            "move it to the top of a module that can be imported."
+        )
+    return FunctionSpec(f"pkg://{function.__module__}", function.__qualname__, kwargs, weight, key="function")
+
+
+def load_function(spec: FunctionSpec, arguments: Sequence[str] = ARGUMENTS) -> Callable[..., Any]:
+    """Import the function and check that it takes the arguments it will be given."""
+    importlib.invalidate_caches()
+    function = load_user_object(spec.path, spec.name, key=spec.key)
+    if not callable(function):
+        raise RewardError(f"{spec.name} of {spec.path} is a {type(function).__name__}, not a function.")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(arguments), **spec.kwargs)
+    except TypeError as error:
+        raise RewardError(
+            f"{spec.name} of {spec.path} cannot be called with ({', '.join([*arguments, *spec.kwargs])}): {error}. "
+            f"A reward function takes ({', '.join(arguments)}, **kwargs)."
+        ) from None
+    except ValueError:
+        pass  # Built-in callables without a signature are taken at their word.
+    return function
+
+
+def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> Any:
+    """Call a plain or an async function and wait for what it returns."""
+    result = function(**arguments)
+    return loop.run_until_complete(_await(result)) if inspect.isawaitable(result) else result
+
+
+def read_result(result: Any) -> dict[str, Any]:
+    """A returned value as `{"score": float, ...}`; raises `ValueError` for what is no finite score."""
+    columns = dict(result) if isinstance(result, Mapping) else {"score": result}
+    if "score" not in columns:
+        raise ValueError(f"the reward dict has no 'score', only {', '.join(map(str, columns)) or 'nothing'}; add one.")
+    score = columns["score"]
+    if isinstance(score, (str, bytes)) or not hasattr(score, "__float__"):
+        raise ValueError(f"the reward is {score!r}, a {type(score).__name__}; return a number or a dict with 'score'.")
+    columns["score"] = float(score)
+    if not math.isfinite(columns["score"]):
+        raise ValueError(f"the reward is {columns['score']}; return a finite number, or raise to mark a failure.")
+    return {str(name): _plain(value) for name, value in columns.items()}
+
+
+def combine_results(results: Sequence[dict[str, Any]], specs: Sequence[FunctionSpec]) -> dict[str, Any]:
+    """The weighted sum of several rewards; each one's own score stays visible as `score/<name>`."""
+    if len(results) == 1 and specs[0].weight == 1.0:
+        return results[0]
+    combined: dict[str, Any] = {"score": 0.0}
+    for result, spec in zip(results, specs, strict=True):
+        combined["score"] += spec.weight * result["score"]
+        combined[f"score/{spec.name}"] = result["score"]
+        for name, value in result.items():
+            combined.setdefault(name, value)
+    return combined
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's: the results cross a process boundary to a reader without the library."""
+    return value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value

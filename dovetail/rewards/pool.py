@@ -1,0 +1,284 @@
+"""A small pool of processes that can be killed. One call at a time each, a time limit per call, dead ones replaced.
+
+Knows nothing of batches. Processes are started as a fresh interpreter (no fork of a threaded driver, no second import
+of the user's main script) in a group of their own, so that a kill also reaches what a reward function has started.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any
+
+from dovetail.rewards.errors import Failure, RewardError
+from dovetail.rewards.functions import FunctionSpec, StartMessage
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+_LOG_LIMIT = 1 << 20
+_TAIL = 4000
+
+
+class KillablePool:
+    """Runs reward functions. `submit` never blocks and never raises for what a function does.
+
+    A future gives the function's columns (a list of them in batch mode), or a `Failure`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[FunctionSpec],
+        *,
+        num_workers: int,
+        timeout_seconds: float,
+        is_batch: bool = False,
+        import_modules: Sequence[str] = (),
+    ) -> None:
+        self._start_message = StartMessage(list(sys.path), tuple(specs), is_batch, tuple(import_modules))
+        self._timeout = timeout_seconds
+        self._waiting: collections.deque[tuple[Any, Future[Any]]] = collections.deque()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        self._workers = [self._start_worker() for _ in range(num_workers)]
+        try:
+            for worker in self._workers:
+                worker.wait_until_ready(time.monotonic() + START_SECONDS)
+        except RewardError as error:
+            self._stop_workers(Failure("crash", str(error)))
+            raise
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="reward-pool")
+        self._thread.start()
+
+    def submit(self, call: Mapping[str, Any]) -> Future[Any]:
+        """Queue one call."""
+        message = pickle.dumps(call, protocol=5)
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._closing:
+                raise RewardError("the scoring processes have been stopped; make a new runner.")
+            self._waiting.append((message, future))
+        self._wake()
+        return future
+
+    def close(self) -> None:
+        """Kill every process; calls that have not ended fail. A second call does nothing."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._wake()
+        self._thread.join()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+    def pids(self) -> list[int]:
+        """Process ids, for those who want to look."""
+        return [worker.process.pid for worker in self._workers]
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_writer, b"x")
+        except BlockingIOError:
+            pass  # The pipe is full of wake-ups: one more says nothing new.
+
+    def _start_worker(self) -> _Worker:
+        return _Worker(self._start_message)
+
+    def _serve(self) -> None:
+        """The pool's own thread. Whatever ends it, no future is left without a result."""
+        reason = "the scoring processes were stopped."
+        try:
+            while not self._closing:
+                self._turn()
+        except BaseException:
+            reason = f"the pool of scoring processes broke:\n{traceback.format_exc()}"
+            raise
+        finally:
+            with self._lock:
+                self._closing = True
+                left, self._waiting = list(self._waiting), collections.deque()
+            self._stop_workers(Failure("crash", reason))
+            for _, future in left:
+                future.set_result(Failure("crash", reason))
+
+    def _turn(self) -> None:
+        """Hand out calls, wait for something to happen, collect replies, kill what runs too long."""
+        self._hand_out()
+        active = [worker for worker in self._workers if worker.is_active]
+        deadline = min((worker.deadline for worker in active), default=None)
+        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait([self._wake_reader, *(worker.connection for worker in active)], patience)
+        if self._wake_reader in ready:
+            os.read(self._wake_reader, 4096)
+        for worker in active:
+            if worker.connection in ready:
+                self._collect(worker)
+            elif time.monotonic() >= worker.deadline:
+                self._time_out(worker)
+
+    def _hand_out(self) -> None:
+        for index, worker in enumerate(self._workers):
+            if worker.is_active:
+                continue
+            with self._lock:
+                if not self._waiting:
+                    return
+                message, future = self._waiting.popleft()
+            if worker.start_failure is None:
+                worker.begin(message, future, self._timeout)
+            else:
+                # A replacement that cannot start fails one call per try, so a broken machine ends in an error, not in
+                # a loop.
+                future.set_result(worker.start_failure)
+                self._workers[index] = self._start_worker()
+
+    def _collect(self, worker: _Worker) -> None:
+        try:
+            kind, value = worker.receive()
+        except (EOFError, OSError):
+            failure = Failure("crash", worker.last_words())
+            self._replace(worker, failure) if worker.is_ready else worker.give_up(failure)
+            return
+        if kind == "ready":
+            worker.is_ready = True
+        elif not worker.is_ready:
+            worker.give_up(Failure("crash", f"a new scoring process could not start:\n{value}"))
+        else:
+            worker.end(value if kind == "result" else Failure("exception", value))
+
+    def _time_out(self, worker: _Worker) -> None:
+        if worker.is_ready:
+            self._replace(worker, Failure("timeout", self._timeout_message(worker)))
+        else:
+            worker.give_up(Failure("timeout", f"a new scoring process did not start within {START_SECONDS:g} s."))
+
+    def _replace(self, worker: _Worker, failure: Failure) -> None:
+        worker.kill()
+        worker.end(failure)
+        self._workers[self._workers.index(worker)] = self._start_worker()
+
+    def _timeout_message(self, worker: _Worker) -> str:
+        words = worker.printed()
+        seen = f" It had printed:\n{words}" if words else ""
+        return (
+            f"the reward function ran longer than reward_model.timeout_seconds={self._timeout:g} and was killed.{seen}"
+        )
+
+    def _stop_workers(self, failure: Failure) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.end(failure)
+
+
+class _Worker:
+    """One process, its socket, and the call it is busy with."""
+
+    def __init__(self, start_message: StartMessage) -> None:
+        ours, theirs = socket.socketpair()
+        # What the function prints goes here, not into the driver's console; the end of it explains a crash.
+        self.log: IO[bytes] = tempfile.TemporaryFile(mode="a+b")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dovetail.rewards.worker_process", str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=self.log,
+            stderr=self.log,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            env=environment,
+        )
+        theirs.close()
+        self.connection = Connection(ours.detach())
+        self.connection.send(start_message)
+        self.is_ready = False
+        self.start_failure: Failure | None = None
+        self.future: Future[Any] | None = None
+        self.deadline = time.monotonic() + START_SECONDS
+
+    @property
+    def is_active(self) -> bool:
+        """Whether something is expected from it: that it is ready, or a result."""
+        return self.start_failure is None and (not self.is_ready or self.future is not None)
+
+    def receive(self) -> tuple[str, Any]:
+        message = self.connection.recv_bytes()
+        try:
+            return pickle.loads(message)
+        except Exception:  # noqa: BLE001  the process boundary: a value of a type that only the other side knows
+            return "exception", f"the result cannot be read here:\n{traceback.format_exc()}"
+
+    def wait_until_ready(self, deadline: float) -> None:
+        """Block until the functions are loaded; what goes wrong there is an error before anything is trained."""
+        if not self.connection.poll(max(0.0, deadline - time.monotonic())):
+            raise RewardError(f"a scoring process did not start within {START_SECONDS:g} s. {self.printed()}")
+        try:
+            kind, value = self.receive()
+        except (EOFError, OSError):
+            raise RewardError(f"a scoring process died while it started: {self.last_words()}") from None
+        if kind != "ready":
+            raise RewardError(f"the reward function cannot be used. {_last_line(value)}\n{value}")
+        self.is_ready = True
+
+    def begin(self, message: bytes, future: Future[Any], timeout: float) -> None:
+        if os.fstat(self.log.fileno()).st_size > _LOG_LIMIT:
+            os.ftruncate(self.log.fileno(), 0)
+        self.future = future
+        self.deadline = time.monotonic() + timeout
+        try:
+            self.connection.send_bytes(message)
+        except OSError:
+            logger.debug("a scoring process died before its next call")  # The reader sees the same and reports it.
+
+    def give_up(self, failure: Failure) -> None:
+        """It never became ready."""
+        self.kill()
+        self.start_failure = failure
+
+    def end(self, outcome: Any) -> None:
+        future, self.future = self.future, None
+        if future is not None:
+            future.set_result(outcome)
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # Dead already, with all it had started.
+        self.process.wait()
+        self.connection.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def last_words(self) -> str:
+        try:
+            code = self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        words = self.printed()
+        return f"the scoring process died ({how})." + (f" It had printed:\n{words}" if words else "")
+
+    def printed(self) -> str:
+        size = os.fstat(self.log.fileno()).st_size
+        return os.pread(self.log.fileno(), _TAIL, max(0, size - _TAIL)).decode(errors="replace").strip()
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""

@@ -1,0 +1,124 @@
+"""Which rule scores which data set. Users add their own with `register_reward`; an unknown name is an error."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+RewardFn = Callable[..., Any]
+"""`(data_source, solution_str, ground_truth, extra_info, **kwargs)`, giving a number or a dict with `score`."""
+
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+_RULES = "dovetail.rewards.rules"
+# Name -> module and function; imported on first use, so that scoring arithmetic does not load what scores code.
+RULES: dict[str, tuple[str, str]] = {
+    "gsm8k": (f"{_RULES}.gsm8k", "compute_score"),
+    "math": (f"{_RULES}.math", "compute_score"),
+    "math_signed": (f"{_RULES}.math", "compute_score_signed"),
+    "multiple_choice": (f"{_RULES}.multiple_choice", "compute_score"),
+    "exact": (f"{_RULES}.exact", "compute_score"),
+    "format": (f"{_RULES}.format", "compute_score"),
+    "countdown": (f"{_RULES}.countdown", "compute_score"),
+    "arithmetic": (f"{_RULES}.arithmetic", "compute_score"),
+    "list": (f"{_RULES}.arithmetic", "compute_list_score"),
+    "code": (f"{_RULES}.code", "compute_score"),
+}
+
+# Data source (or pattern) -> rule. The names are those of the published data sets.
+DATA_SOURCES: dict[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "hiyouga/geometry3k": "math",
+    "numina_*": "math",
+    "math": "math_signed",
+    "math_dapo": "math_signed",
+    "math_dapo_reasoning": "math_signed",
+    "aime*": "math_signed",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "searchR1_*": "exact",
+    "multiple_choice": "multiple_choice",
+    "exact": "exact",
+    "dovetail/addition": "arithmetic",
+    "dovetail/multiplication": "arithmetic",
+    "dovetail/arithmetic": "arithmetic",
+    "dovetail/letters": "arithmetic",
+    "dovetail/sorting": "list",
+    "dovetail/reversal": "exact",
+    "dovetail/countdown": "countdown",
+}
+
+_CUSTOM: dict[str, RewardFn] = {}
+
+
+def register_reward(*data_sources: str) -> Callable[[_Fn], _Fn]:
+    """Decorator: score these data sources with a function of the usual signature. Name its module in
+    `trainer.import_modules`, which the scoring processes import too.
+    """
+
+    def decorate(fn: _Fn) -> _Fn:
+        for name in data_sources:
+            if name in _CUSTOM and _CUSTOM[name] is not fn:
+                raise ValueError(f"data source {name!r} is already scored by {_CUSTOM[name]}; choose another name.")
+            _CUSTOM[name] = fn
+        return fn
+
+    return decorate
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
+) -> Any:
+    """Score an answer by the rule of its data source. `kwargs` go to the rule."""
+    if data_source in _CUSTOM:
+        return _CUSTOM[data_source](data_source, solution_str, ground_truth, extra_info, **kwargs)
+    return find_rule(rule_of(data_source))(solution_str, ground_truth, **kwargs)
+
+
+def score_by_rule(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, rule: str, **kwargs: Any
+) -> Any:
+    """Score every answer by one rule, whatever its data source."""
+    return find_rule(rule)(solution_str, ground_truth, **kwargs)
+
+
+def rule_of(data_source: str) -> str:
+    """The name of the rule for a data source."""
+    for pattern, rule in DATA_SOURCES.items():
+        if pattern == data_source or fnmatch.fnmatchcase(data_source, pattern):
+            return rule
+    raise ValueError(unknown_source_message(data_source))
+
+
+def has_rule(data_source: str) -> bool:
+    """Whether a data source can be scored without a custom function."""
+    return data_source in _CUSTOM or any(fnmatch.fnmatchcase(data_source, pattern) for pattern in DATA_SOURCES)
+
+
+def unknown_source_message(data_source: str) -> str:
+    known = sorted({*DATA_SOURCES, *_CUSTOM})
+    close = difflib.get_close_matches(str(data_source), known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return (
+        f"there is no reward rule for data_source {data_source!r}.{hint} Known: {', '.join(known)}. "
+        "Set custom_reward_function.path to score it with a function of your own."
+    )
+
+
+def find_rule(name: str) -> RewardFn:
+    """A rule by its own name."""
+    if name not in RULES:
+        close = difflib.get_close_matches(name, RULES, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"there is no reward rule {name!r}; {hint}There are {', '.join(sorted(RULES))}.")
+    module, function = RULES[name]
+    return getattr(importlib.import_module(module), function)

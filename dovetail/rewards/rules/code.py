@@ -1,0 +1,81 @@
+"""Programs: run the last code block against test cases in a sandbox; the score is the share that passes.
+
+A program that crashes, loops or prints nonsense is a wrong answer. A sandbox that cannot be reached is not: it raises.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from dovetail.rewards.sandbox import LocalSandbox, RemoteSandbox, Sandbox
+
+_BLOCK = re.compile(r"(?s)```(?:python|py)?[ \t]*\n(.*?)```")
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    sandbox: Sandbox | None = None,
+    sandbox_url: str | None = None,
+    memory_limit_mb: int = 1024,
+    seconds_per_test: float = 6.0,
+    max_tests: int | None = None,
+    all_or_nothing: bool = False,
+) -> dict[str, Any]:
+    """Truth: `{"inputs": [...], "outputs": [...]}`, with `fn_name` when a function is called instead of a program run."""
+    tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    inputs, outputs = list(tests["inputs"])[:max_tests], list(tests["outputs"])[:max_tests]
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(f"the truth has {len(inputs)} inputs and {len(outputs)} outputs; give the same number, not 0.")
+    code = extract_code(solution_str)
+    if code is None:
+        return {"score": 0.0, "acc": 0.0, "passed": 0, "tests": len(inputs)}
+    if sandbox is None:
+        sandbox = RemoteSandbox(sandbox_url) if sandbox_url else LocalSandbox()
+    passed = 0
+    for given, wanted in zip(inputs, outputs, strict=True):
+        program, stdin = _program(code, given, tests.get("fn_name"))
+        run = sandbox.run(program, stdin=stdin, timeout=seconds_per_test, memory_limit_mb=memory_limit_mb)
+        passed += run.ok and _same_output(run.stdout, wanted, is_call=bool(tests.get("fn_name")))
+    share = passed / len(inputs)
+    score = float(share == 1.0) if all_or_nothing else share
+    return {"score": score, "acc": float(share == 1.0), "passed": passed, "tests": len(inputs)}
+
+
+def extract_code(solution_str: str) -> str | None:
+    """The last fenced block, or None."""
+    blocks = _BLOCK.findall(solution_str)
+    return blocks[-1] if blocks else None
+
+
+_CALL = """
+import json as _json, sys as _sys
+_arguments = _json.loads(_sys.stdin.read())
+_target = Solution().{name} if "Solution" in globals() else {name}
+_sys.stdout.write("\\n" + _json.dumps(_target(*_arguments)))
+"""
+
+
+def _program(code: str, given: Any, fn_name: str | None) -> tuple[str, str]:
+    if not fn_name:
+        return code, given if isinstance(given, str) else "\n".join(map(str, given))
+    # Arguments as a JSON list, or as one JSON value a line.
+    arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
+    return code + "\n" + _CALL.format(name=fn_name), json.dumps(arguments)
+
+
+def _same_output(printed: str, wanted: Any, *, is_call: bool) -> bool:
+    if is_call:
+        try:
+            value = json.loads(printed.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            return False
+        truth = json.loads(wanted) if isinstance(wanted, str) else wanted
+        return value in (truth, truth[0]) if isinstance(truth, list) and len(truth) == 1 else value == truth
+    text = wanted if isinstance(wanted, str) else "\n".join(map(str, wanted))
+    return [line.split() for line in printed.strip().splitlines()] == [
+        line.split() for line in text.strip().splitlines()
+    ]

@@ -1,0 +1,34 @@
+"""Exact match after dropping case, punctuation and articles; several truths may be right."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+from typing import Any
+
+_TAG = re.compile(r"(?s)<answer>(.*?)</answer>")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, *, score: float = 1.0, normalize: bool = True
+) -> dict[str, Any]:
+    """Compares what is in the last `<answer>` tag, or the whole answer without one."""
+    tagged = _TAG.findall(solution_str)
+    answer = (tagged[-1] if tagged else solution_str).strip()
+    spell = normalize_text if normalize else str.strip
+    correct = any(spell(answer) == spell(str(truth)) for truth in _truths(ground_truth))
+    return {"score": score if correct else 0.0, "acc": float(correct), "pred": answer}
+
+
+def normalize_text(text: str) -> str:
+    """Lower case, no punctuation, no articles, single spaces."""
+    letters = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(_ARTICLES.sub(" ", letters).split())
+
+
+def _truths(ground_truth: Any) -> Sequence[Any]:
+    if isinstance(ground_truth, dict):
+        ground_truth = ground_truth.get("target", ground_truth)
+    return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]

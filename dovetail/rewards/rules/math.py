@@ -1,0 +1,62 @@
+"""Mathematics: the last `\\boxed{}` (or the `Answer:` line) against the truth, by math-verify when it is installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from typing import Any
+
+from dovetail.rewards.rules.boxed import last_boxed
+from dovetail.rewards.rules.latex import same_answer
+
+_ANSWER_LINE = re.compile(r"(?im)^\W*(?:final\s+)?answer\s*(?:is)?\s*:\s*(.+?)\s*$")
+# Long derivations end with their result, and math-verify reads every formula it is given.
+_TAIL = 1000
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    correct: float = 1.0,
+    wrong: float = 0.0,
+    use_math_verify: bool | None = None,
+) -> dict[str, Any]:
+    """`correct` or `wrong`. `use_math_verify=None` takes it when it is installed; True insists."""
+    truth = last_boxed(str(ground_truth)) or str(ground_truth)
+    answer = extract_answer(solution_str)
+    if answer is None:
+        return {"score": wrong, "acc": 0.0, "pred": ""}
+    verify = has_math_verify() if use_math_verify is None else use_math_verify
+    right = same_answer(answer, truth) or (verify and _verified(answer, truth))
+    return {"score": correct if right else wrong, "acc": float(right), "pred": answer}
+
+
+def compute_score_signed(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """+1 or -1, as DAPO trains with."""
+    return compute_score(solution_str, ground_truth, correct=1.0, wrong=-1.0)
+
+
+def extract_answer(solution_str: str) -> str | None:
+    """What the solution says its result is."""
+    tail = solution_str[-_TAIL:]
+    boxed = last_boxed(tail)
+    if boxed is not None:
+        return boxed
+    lines = _ANSWER_LINE.findall(tail)
+    return lines[-1].strip().strip("$*").strip() if lines else None
+
+
+@functools.cache
+def has_math_verify() -> bool:
+    return importlib.util.find_spec("math_verify") is not None
+
+
+def _verified(answer: str, truth: str) -> bool:
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise ImportError("use_math_verify=True needs the package math-verify; pip install math-verify.") from None
+    # Gold first: verify is not symmetric, it lets the answer be the more precise of the two.
+    return bool(verify(parse(f"\\boxed{{{truth}}}"), parse(f"\\boxed{{{answer}}}")))

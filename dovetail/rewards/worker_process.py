@@ -1,0 +1,131 @@
+"""The program of one scoring process: reads calls from a socket, runs one at a time, sends back what came out.
+
+Started as `python -m dovetail.rewards.worker_process <fd>` by `dovetail.rewards.pool`. When the other end goes away it
+kills itself with everything it started, even in the middle of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dovetail.rewards.functions import (
+    FunctionSpec,
+    StartMessage,
+    call_function,
+    combine_results,
+    load_function,
+    read_result,
+)
+
+Reply = tuple[str, Any]
+
+
+def main(fd: int) -> None:
+    """Serve until the driver closes the socket."""
+    faulthandler.enable()
+    _die_with_parent()
+    connection = Connection(fd)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        start: StartMessage = connection.recv()
+        # What the driver can import, this process can too. Set before anything of the user's is loaded.
+        sys.path[:] = list(dict.fromkeys([*start.search_path, *sys.path]))
+        for module in start.import_modules:
+            importlib.import_module(module)
+        functions = [load_function(spec, start.arguments) for spec in start.specs]
+    except Exception:  # noqa: BLE001  the process boundary: the driver raises it
+        connection.send(("exception", traceback.format_exc()))
+        return
+    connection.send(("ready", None))
+    score = _score_batch if start.is_batch else _score_one
+    while True:
+        try:
+            call = connection.recv()
+        except (EOFError, OSError):
+            return
+        reply = _reply(score, functions, start.specs, call, loop)
+        try:
+            connection.send(reply)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            connection.send(("exception", f"the reward function returned what cannot be sent: {error}"))
+
+
+def _reply(
+    score: Callable[..., Any],
+    functions: Sequence[Callable[..., Any]],
+    specs: Sequence[FunctionSpec],
+    call: Mapping[str, Any],
+    loop: asyncio.AbstractEventLoop,
+) -> Reply:
+    try:
+        return "result", score(functions, specs, call, loop)
+    except Exception:  # noqa: BLE001  the process boundary: the row is marked as failed
+        return "exception", traceback.format_exc()
+
+
+def _score_one(
+    functions: Sequence[Callable[..., Any]],
+    specs: Sequence[FunctionSpec],
+    call: Mapping[str, Any],
+    loop: asyncio.AbstractEventLoop,
+) -> dict[str, Any]:
+    results = [
+        read_result(call_function(function, {**call, **spec.kwargs}, loop))
+        for function, spec in zip(functions, specs, strict=True)
+    ]
+    return combine_results(results, specs)
+
+
+def _score_batch(
+    functions: Sequence[Callable[..., Any]],
+    specs: Sequence[FunctionSpec],
+    call: Mapping[str, Sequence[Any]],
+    loop: asyncio.AbstractEventLoop,
+) -> list[dict[str, Any] | str]:
+    """One entry per row: its columns, or a message when the value of that row is no score."""
+    rows = len(next(iter(call.values())))
+    columns: list[list[Any]] = []
+    for function, spec in zip(functions, specs, strict=True):
+        results = list(call_function(function, {**call, **spec.kwargs}, loop))
+        if len(results) != rows:
+            raise ValueError(f"{spec.name} returned {len(results)} scores for {rows} answers; return one per answer.")
+        columns.append(results)
+    return [_read_row(row, specs) for row in zip(*columns, strict=True)]
+
+
+def _read_row(results: Sequence[Any], specs: Sequence[FunctionSpec]) -> dict[str, Any] | str:
+    try:
+        return combine_results([read_result(result) for result in results], specs)
+    except ValueError as error:
+        return str(error)
+
+
+def _die_with_parent() -> None:
+    # Standard input is a pipe whose other end only the driver holds: it closes when the driver dies, however it dies.
+    # The user's code gets an empty standard input instead.
+    lifeline = os.dup(0)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="lifeline").start()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

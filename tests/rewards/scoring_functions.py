@@ -1,0 +1,62 @@
+"""Reward functions that behave, and some that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import time
+from typing import Any
+
+
+def length(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], scale: float = 1.0
+) -> float:
+    return scale * len(solution_str)
+
+
+async def slow_judge(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> dict[str, Any]:
+    await asyncio.sleep(0.01)
+    return {
+        "score": 1.0 if solution_str == ground_truth else 0.0,
+        "acc": solution_str == ground_truth,
+        "judge": "async",
+    }
+
+
+def misbehave(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
+    """Does what the answer says."""
+    if solution_str == "sleep":
+        print("going to sleep", flush=True)
+        time.sleep(3600)
+    if solution_str == "spawn":
+        child = subprocess.Popen(["sleep", "3600"])
+        with open(ground_truth, "w") as file:
+            file.write(str(child.pid))
+        time.sleep(3600)
+    if solution_str == "segfault":
+        ctypes.string_at(0)
+    if solution_str == "exit":
+        os._exit(7)
+    if solution_str == "raise":
+        raise KeyError("the judge is unreachable")
+    if solution_str == "lambda":
+        return {"score": 1.0, "fn": lambda: 0}
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0"}.get(solution_str, 0.5)
+
+
+def by_batch(
+    data_sources: list[str], solution_strs: list[str], ground_truths: list[Any], extra_infos: list[Any]
+) -> list[Any]:
+    return [{"score": float(len(text)), "rows": len(solution_strs)} for text in solution_strs]
+
+
+def too_few(
+    data_sources: list[str], solution_strs: list[str], ground_truths: list[Any], extra_infos: list[Any]
+) -> list[Any]:
+    return [1.0]
+
+
+def wrong_signature(answer: str) -> float:
+    return 0.0
