@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         return _report(args.format, None, [], error.problems)
     shapes = read_shapes(loaded.config)
-    notices = [*loaded.notices, *(Notice("actor_rollout_ref.model.path", text) for text in shapes.notices)]
+    notices = [*loaded.notices, *(Notice(text.split("=")[0], text) for text in shapes.notices)]
     return report(loaded.config, shapes, notices, output=args.format, device_memory_gib=args.device_memory_gib)
 
 

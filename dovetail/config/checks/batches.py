@@ -166,7 +166,9 @@ def generation_batches_can_fill_a_training_batch(run: Checked) -> Iterator[Findi
     data, filters = run.config.data, run.config.algorithm.filter_groups
     generated, prompts = data.generation_batch_size, data.train_batch_size
     if not filters.enable:
-        if data.gen_batch_size is not None and generated != prompts:
+        # Asynchronous recipes set it to 1: they generate prompt by prompt.
+        hybrid = run.config.actor_rollout_ref.hybrid_engine
+        if hybrid and data.gen_batch_size is not None and generated != prompts:
             yield warning(
                 "data.gen_batch_size",
                 f"data.gen_batch_size={generated} has no effect without algorithm.filter_groups.enable=True; "
