@@ -13,7 +13,7 @@ from dovetail.rollout.native.sampler import SamplingRows
 from dovetail.rollout.native.scheduler import Scheduler
 
 # Room given to a sequence before its real length is known; short responses never pay for a long limit.
-_FIRST_ROOM = 1024
+_FIRST_ROOM = 256
 
 
 @dataclass(slots=True)
@@ -40,6 +40,7 @@ class RunningBatch:
     def forget_cache(self) -> None:
         """Old entries must not be read again; running samples are prefilled anew before their next token."""
         self.scheduler.forget_cache()
+        self.cache.clear()
         self._rows_changed = True
 
     def step(self, version: int) -> bool:
@@ -92,5 +93,5 @@ class RunningBatch:
         rows = self.scheduler.rows
         needed = max(row.num_needed for row in rows) + 1
         if needed > self.cache.capacity or len(rows) > self.cache.num_slots:
-            room = max(needed, min(max(row.max_length for row in rows), max(_FIRST_ROOM, 2 * needed)))
+            room = max(needed, min(max(row.max_length for row in rows), max(_FIRST_ROOM, needed + needed // 2)))
             self.cache.reserve(len(rows), room)

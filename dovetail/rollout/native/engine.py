@@ -26,7 +26,7 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.native.batch import BatchStats, RunningBatch
 from dovetail.rollout.native.gate import StepGate
-from dovetail.rollout.native.model import load_model, share_model, stop_ids_of
+from dovetail.rollout.native.model import load_model, num_embeddings, share_model, stop_ids_of
 from dovetail.rollout.native.scheduler import Sample
 from dovetail.rollout.native.weights import WeightLoader
 
@@ -60,7 +60,7 @@ class NativeEngine(RolloutEngine):
             self._device = torch.device(device)
             self._model = load_model(self._folder, self._device, dtype)
         self._max_model_len = max_model_len or int(self._model.config.max_position_embeddings)
-        self._vocab_size = self._model.get_input_embeddings().num_embeddings
+        self._vocab_size = num_embeddings(self._model)
         self._eos_ids = stop_ids_of(self._model)
         self._shapes = [parameter.shape for parameter in self._model.parameters()]
         self._batch = RunningBatch(self._model, self._device, max_num_seqs, max_prefill_tokens)
@@ -88,7 +88,7 @@ class NativeEngine(RolloutEngine):
             self._check_usable()
             repeated = [name for name, count in ids.items() if count > 1 or name in self._live_ids]
             if repeated:
-                raise ValueError(f"request_id {repeated[0]!r} is already in use; ids of running requests must be unique.")
+                raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
             self._live_ids.update(ids)
             self._batch.scheduler.add(samples)
         try:
@@ -111,7 +111,7 @@ class NativeEngine(RolloutEngine):
                 if weights is not None:
                     loader.check_shared(weights)
             elif weights is None:
-                raise ValueError("update_weights(None) is for shared weights; this engine owns its own: send the tensors.")
+                raise ValueError("update_weights(None) is for shared weights; this engine owns its own: send them.")
             else:
                 # Until the last tensor is in, the model is a mixture of two versions.
                 self._weights_gap = f"the weight update to version {version} did not finish"
@@ -196,8 +196,8 @@ class NativeEngine(RolloutEngine):
         prompt = request.prompt_token_ids
         if request.multi_modal:
             raise UnsupportedPromptError(
-                f"request {request.request_id!r} carries {', '.join(request.multi_modal)}; the native engine reads token "
-                "ids only. Use rollout.name=vllm or sglang for multimodal prompts."
+                f"request {request.request_id!r} carries {', '.join(request.multi_modal)}; the native engine reads "
+                "token ids only. Use rollout.name=vllm or sglang for multimodal prompts."
             )
         if not 0 < len(prompt) < self._max_model_len:
             raise ValueError(
@@ -206,8 +206,8 @@ class NativeEngine(RolloutEngine):
             )
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
             raise ValueError(
-                f"request {request.request_id!r} has token ids from {min(prompt)} to {max(prompt)}; the model's vocabulary "
-                f"is 0 to {self._vocab_size - 1}."
+                f"request {request.request_id!r} has token ids from {min(prompt)} to {max(prompt)}; the model's "
+                f"vocabulary is 0 to {self._vocab_size - 1}."
             )
 
     def _restore_weights(self, folder: Path) -> None:
@@ -233,7 +233,7 @@ class NativeEngine(RolloutEngine):
         if self._asleep:
             raise EngineError(f"the engine's {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
         if self._weights_gap:
-            raise EngineError(f"the engine has no usable weights: {self._weights_gap}; call update_weights with all of them.")
+            raise EngineError(f"the engine has no usable weights: {self._weights_gap}; send all with update_weights.")
 
 
 def _checked(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:

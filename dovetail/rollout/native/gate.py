@@ -45,7 +45,7 @@ class StepGate:
             self._changed.notify_all()
 
     def drive(self, step: Callable[[], bool], finished: Callable[[], bool]) -> None:
-        """Call `step` (True: something finished that others may wait for) until `finished`, unless another thread does."""
+        """Call `step` until `finished`, or wait while another thread does. `step` says whether any result is new."""
         with self._changed:
             try:
                 while not finished():

@@ -1,7 +1,8 @@
 """Keys and values of running sequences: one slot per sequence, slots 0..R-1 dense. Knows nothing of requests.
 
-Dense slots make the decode batch a plain slice of the cache, so a decode step gathers nothing. Memory grows in slots and
-in length when more or longer sequences come; on CPU untouched pages cost nothing.
+Dense slots make the decode batch a plain slice of the cache, so a decode step gathers nothing. Memory grows in slots
+and in length when more or longer sequences come. Entries are always finite numbers: attention multiplies what lies past
+the end of a shorter sequence by zero, and zero times a stray NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class SlotKVCache:
         self.capacity = max(old_length, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
         for side in (self.keys, self.values):
             for layer, old in side.items():
-                new = old.new_empty(self.num_slots, old.shape[1], self.capacity, old.shape[3])
+                new = old.new_zeros(self.num_slots, old.shape[1], self.capacity, old.shape[3])
                 new[:old_slots, :, :old_length] = old
                 side[layer] = new
 
@@ -43,7 +44,7 @@ class SlotKVCache:
         """The layer's two tensors. `key` and `value`, (..., kv heads, tokens, head size), say their shape and dtype."""
         if index not in self.keys:
             for side, example in ((self.keys, key), (self.values, value)):
-                side[index] = example.new_empty(self.num_slots, example.shape[-3], self.capacity, example.shape[-1])
+                side[index] = example.new_zeros(self.num_slots, example.shape[-3], self.capacity, example.shape[-1])
         return self.keys[index], self.values[index]
 
     @torch.inference_mode()
@@ -54,6 +55,13 @@ class SlotKVCache:
         for side in (self.keys, self.values):
             for tensor in side.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Zero every entry, in case the weights that wrote them had diverged."""
+        for side in (self.keys, self.values):
+            for tensor in side.values():
+                tensor.zero_()
 
     def free(self) -> None:
         self.keys.clear()

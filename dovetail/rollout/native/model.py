@@ -43,8 +43,8 @@ def share_model(module: nn.Module, dtype: torch.dtype | None) -> PreTrainedModel
         )
     if dtype not in (None, module.dtype):
         raise ValueError(
-            f"dtype={dtype} differs from the shared module's {module.dtype}, and sharing cannot convert; leave dtype out, "
-            "or build the engine from a folder and send weights with update_weights."
+            f"dtype={dtype} differs from the shared module's {module.dtype}, and sharing cannot convert; leave dtype "
+            "out, or build the engine from a folder and send weights with update_weights."
         )
     config = copy.deepcopy(module.config)
     _check_supported(config)
@@ -59,7 +59,7 @@ def share_model(module: nn.Module, dtype: torch.dtype | None) -> PreTrainedModel
         owner._buffers[leaf] = buffer
     left = [name for name, t in (*twin.named_parameters(), *twin.named_buffers()) if t.is_meta]
     if left:
-        raise ValueError(f"{type(module).__name__} has no tensor for {left[0]} ({len(left)} in all); it cannot be shared.")
+        raise ValueError(f"{type(module).__name__} has no tensor for {left[0]} ({len(left)} in all) to share.")
     return twin.eval()
 
 
@@ -72,6 +72,12 @@ def stop_ids_of(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
+def num_embeddings(model: PreTrainedModel) -> int:
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding), "a causal language model looks its tokens up"
+    return embeddings.num_embeddings
+
+
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
     return root.get_submodule(path), leaf
@@ -81,11 +87,11 @@ def _check_supported(config: PreTrainedConfig) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := kinds - {"full_attention"}:
         raise NotImplementedError(
-            f"model_type={config.model_type} has {', '.join(sorted(other))} layers; the native engine computes full causal "
-            "attention only. Use rollout.name=vllm or sglang for this model."
+            f"model_type={config.model_type} has {', '.join(sorted(other))} layers; the native engine computes "
+            "full causal attention only. Use rollout.name=vllm or sglang for this model."
         )
     if not kinds and getattr(config, "sliding_window", None) is not None:
         raise NotImplementedError(
-            f"model_type={config.model_type} has sliding_window={config.sliding_window}; the native engine computes full "
-            "causal attention only. Use rollout.name=vllm or sglang for this model."
+            f"model_type={config.model_type} has sliding_window={config.sliding_window}; the native engine computes "
+            "full causal attention only. Use rollout.name=vllm or sglang for this model."
         )

@@ -3,8 +3,8 @@
 A draw is an exponential race (Gumbel-max in another form): token i wins with score weight_i / E_i, where the
 exponentials E are a function of (seed, sample, position). Unlike a walk along the cumulative sum, a race hardly notices
 the last bits of the logits: two distributions at total variation t pick different tokens with probability at most about
-4t, whatever the vocabulary, so results survive matmuls that round differently at another batch size. The race is run in two
-rounds, first among blocks of 128 tokens by their total weight, then inside the winning block. That is the same
+4t, whatever the vocabulary, so results survive matmuls that round differently at another batch size. The race is run in
+two rounds, first among blocks of 128 tokens by their total weight, then inside the winning block. That is the same
 distribution (chain rule) for V/128 + 128 random numbers a row instead of V.
 """
 

@@ -1,17 +1,19 @@
 """Put named tensors into a model that the engine owns, and account for every one of them.
 
-Takes the module's own names and, for mixture-of-experts models whose experts are stacked in memory, the one-expert-a-
-tensor names of their checkpoints. Refuses what does not fit by name; never resizes, never skips.
+Takes names in memory and names on disk, which differ where transformers stacks the experts of a mixture into one
+parameter. Refuses what does not fit by name; never resizes, never skips.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
+from dovetail.models.weights import to_checkpoint_tensors
 from dovetail.rollout.base import WeightUpdateError
 
 _MAX_NAMED = 8
@@ -23,24 +25,34 @@ class _Place:
 
     target: torch.Tensor
     pieces: frozenset[str]
+    part_of_stack: bool = False
 
 
 class WeightLoader:
     """Accepts names and shapes of one model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._places = dict(_places(model))
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._places = _places(model)
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy every tensor to its place. Raises WeightUpdateError on the first misfit, or at the end on a gap."""
-        self._walk(weights, copy=True)
+        for place, tensor in self._accounted(weights):
+            place.target.copy_(tensor)
 
     def check_shared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """For a model that shares the trainer's memory: every tensor must already be the one in place."""
-        self._walk(weights, copy=False)
+        """For a model that reads the trainer's memory: every tensor must be the one in place. Copies nothing.
 
-    def _walk(self, weights: Iterable[tuple[str, torch.Tensor]], *, copy: bool) -> None:
+        Experts under their names on disk arrive as copies of parts of the shared memory; only their shapes are checked.
+        """
+        for place, tensor in self._accounted(weights):
+            if not place.part_of_stack and tensor.data_ptr() != place.target.data_ptr():
+                raise WeightUpdateError(
+                    f"the tensor sent for {', '.join(place.pieces)} is not the memory this engine shares with the "
+                    "trainer; change the shared weights in place and call update_weights(None, version)."
+                )
+
+    def _accounted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[_Place, torch.Tensor]]:
         missing = frozenset().union(*(place.pieces for place in self._places.values()))
         for name, tensor in weights:
             place = self._places.get(name)
@@ -51,13 +63,7 @@ class WeightLoader:
                     f"tensor {name!r} has shape {tuple(tensor.shape)}; the engine's model has it with shape "
                     f"{tuple(place.target.shape)}."
                 )
-            if tensor.data_ptr() != place.target.data_ptr() or tensor.device != place.target.device:
-                if not copy:
-                    raise WeightUpdateError(
-                        f"tensor {name!r} is not the memory this engine shares with the trainer; change the shared "
-                        "weights in place and call update_weights(None, version)."
-                    )
-                place.target.copy_(tensor)
+            yield place, tensor
             missing -= place.pieces
         if missing:
             names = sorted(missing)
@@ -65,26 +71,53 @@ class WeightLoader:
             raise WeightUpdateError(f"no tensor was given for {', '.join(names[:_MAX_NAMED])}{more}.")
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
+def _places(model: PreTrainedModel) -> dict[str, _Place]:
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    parts = _parts_on_disk(model)
     first_name: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    places: dict[str, _Place] = {}
+    for name, parameter in parameters:
         # Tied parameters are one piece under two names: either completes it, both are accepted.
         own = first_name.setdefault(id(parameter), name)
-        experts = dict(_expert_slices(name, parameter.data))
-        yield name, _Place(parameter.data, frozenset(experts) or frozenset([own]))
-        for expert_name, part in experts.items():
-            yield expert_name, _Place(part, frozenset([expert_name]))
+        places[name] = _Place(parameter.data, frozenset(parts[name]) if len(parts[name]) > 1 else frozenset([own]))
+        for disk_name, target in parts[name].items():
+            pieces = frozenset([disk_name]) if len(parts[name]) > 1 else frozenset([own])
+            places.setdefault(disk_name, _Place(target, pieces, part_of_stack=len(parts[name]) > 1))
+    return places
 
 
-def _expert_slices(name: str, stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Checkpoint names of the experts inside a stacked (experts, out, in) parameter; nothing for other parameters."""
-    stem, _, leaf = name.rpartition(".")
-    if not stem.endswith(".experts") or stacked.ndim != 3:
-        return
-    for expert in range(stacked.shape[0]):
-        if leaf == "gate_up_proj":
-            half = stacked.shape[1] // 2
-            yield f"{stem}.{expert}.gate_proj.weight", stacked[expert, :half]
-            yield f"{stem}.{expert}.up_proj.weight", stacked[expert, half:]
-        elif leaf == "down_proj":
-            yield f"{stem}.{expert}.down_proj.weight", stacked[expert]
+def _parts_on_disk(model: PreTrainedModel) -> dict[str, dict[str, torch.Tensor]]:
+    """For each parameter the views of it that its checkpoint tensors fill.
+
+    transformers' own conversion is run on row numbers instead of weights; the numbers that come out under a name on
+    disk tell which rows of which parameter it holds. A conversion that does more than rename and cut gives no view, and
+    its names on disk are not taken.
+    """
+    names, probes, firsts, total = [], [], [], 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.append(name)
+        firsts.append(total)
+        probes.append((name, _row_numbers(parameter, total)))
+        total += _rows(parameter).shape[0]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
+    for disk_name, probe in to_checkpoint_tensors(model, probes):
+        numbers = probe[..., 0] if probe.ndim > 1 else probe
+        low, count = int(numbers.flatten()[0]), numbers.numel()
+        if torch.equal(numbers.flatten(), torch.arange(low, low + count)):
+            index = bisect.bisect_right(firsts, low) - 1
+            rows = _rows(parameters[names[index]].data)[low - firsts[index] :][:count]
+            parts[names[index]][disk_name] = rows.unflatten(0, numbers.shape)
+    return parts
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor
+
+
+def _row_numbers(parameter: torch.Tensor, first: int) -> torch.Tensor:
+    """`parameter` with two columns, both holding the running number of the row (one column might be squeezed away)."""
+    numbers = torch.arange(first, first + _rows(parameter).shape[0])
+    if parameter.ndim == 1:
+        return numbers
+    return numbers.view(*parameter.shape[:-1], 1).expand(*parameter.shape[:-1], 2).contiguous()

@@ -1,0 +1,127 @@
+"""Put prompts and responses, as token ids, into the one padded batch every later stage reads. Tokenises nothing.
+
+Prompts are padded on the left, responses on the right, so response token i stands in the same column in every row. A
+response may hold tokens the model did not write (tool output, the next user turn): they are attended to, but
+`response_mask` is 0 there and they have no log-prob and no weight version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dovetail.protocol import DataProto
+from dovetail.rollout.base import FinishReason, GenerationResult
+
+# Weight version of tokens the engine did not write, and of padding.
+NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Everything after the prompt, over one or more turns. `sampled[i]` says whether the model wrote token i."""
+
+    token_ids: tuple[int, ...] = ()
+    sampled: tuple[bool, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    weight_versions: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.sampled), len(self.log_probs), len(self.weight_versions)}
+        assert len(lengths) == 1, f"a response has one entry per token in every list, found lengths {sorted(lengths)}"
+
+    def with_result(self, result: GenerationResult) -> Response:
+        """The response followed by a turn the model wrote."""
+        return Response(
+            self.token_ids + tuple(result.token_ids),
+            self.sampled + (True,) * len(result.token_ids),
+            self.log_probs + tuple(result.log_probs),
+            self.weight_versions + tuple(result.weight_versions),
+            result.finish_reason,
+        )
+
+    def with_tokens(self, token_ids: Sequence[int]) -> Response:
+        """The response followed by tokens the model only reads."""
+        return Response(
+            self.token_ids + tuple(token_ids),
+            self.sampled + (False,) * len(token_ids),
+            self.log_probs + (0.0,) * len(token_ids),
+            self.weight_versions + (NO_VERSION,) * len(token_ids),
+            self.finish_reason,
+        )
+
+    def truncated(self, length: int) -> Response:
+        """At most `length` tokens; a response that loses any counts as finished by length."""
+        if len(self.token_ids) <= length:
+            return self
+        cut = slice(length)
+        return Response(
+            self.token_ids[cut], self.sampled[cut], self.log_probs[cut], self.weight_versions[cut], "length"
+        )
+
+
+def assemble(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Response | GenerationResult],
+    *,
+    pad_token_id: int,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+) -> DataProto:
+    """One row per response; `prompts[i]` is what `responses[i]` answers, so repeat a prompt for its n samples.
+
+    Widths default to the longest row. Columns: prompts, responses, input_ids, attention_mask, position_ids,
+    response_mask, rollout_log_probs, weight_version, and the numpy column finish_reason.
+    """
+    if len(prompts) != len(responses):
+        raise ValueError(f"{len(prompts)} prompts for {len(responses)} responses; give one prompt per response.")
+    whole = [r if isinstance(r, Response) else Response().with_result(r) for r in responses]
+    prompt_width = _width("prompt", prompts, prompt_length)
+    response_width = _width("response", [r.token_ids for r in whole], response_length)
+
+    prompt_ids = _pad_left(prompts, prompt_width, pad_token_id)
+    prompt_mask = _pad_left([[1] * len(p) for p in prompts], prompt_width, 0)
+    response_ids = _pad_right([r.token_ids for r in whole], response_width, pad_token_id, torch.int64)
+    real = _pad_right([[1] * len(r.token_ids) for r in whole], response_width, 0, torch.int64)
+    attention_mask = torch.cat([prompt_mask, real], dim=1)
+    return DataProto.from_dict(
+        tensors={
+            "prompts": prompt_ids,
+            "responses": response_ids,
+            "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp_(min=0),
+            "response_mask": _pad_right([r.sampled for r in whole], response_width, 0, torch.int64),
+            "rollout_log_probs": _pad_right([r.log_probs for r in whole], response_width, 0.0, torch.float32),
+            "weight_version": _pad_right([r.weight_versions for r in whole], response_width, NO_VERSION, torch.int64),
+        },
+        non_tensors={"finish_reason": [r.finish_reason for r in whole]},
+    )
+
+
+def _width(what: str, rows: Sequence[Sequence[int]], wanted: int | None) -> int:
+    longest = max((len(row) for row in rows), default=0)
+    if wanted is None:
+        return longest
+    if longest > wanted:
+        raise ValueError(f"a {what} has {longest} tokens, more than {what}_length={wanted}; truncate it first.")
+    return wanted
+
+
+def _pad_left(rows: Sequence[Sequence[int]], width: int, value: int) -> torch.Tensor:
+    out = torch.full((len(rows), width), value, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        out[i, width - len(row) :] = torch.tensor(row, dtype=torch.int64)
+    return out
+
+
+def _pad_right(
+    rows: Sequence[Sequence[int] | Sequence[float]], width: int, value: float, dtype: torch.dtype
+) -> torch.Tensor:
+    out = torch.full((len(rows), width), value, dtype=dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.tensor(row, dtype=dtype)
+    return out

