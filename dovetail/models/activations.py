@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _MIN_BYTES = 1 << 16
 
@@ -31,11 +31,11 @@ def activation_offload(min_bytes: int = _MIN_BYTES) -> Iterator[None]:
     """Around a forward pass: tensors saved for backward wait in host memory. No effect on a CPU.
 
     With gradient checkpointing what is saved is one input per layer, so this moves exactly those. Parameters are not
-    moved: they stay on the device anyway. Copies to pinned memory run beside the computation.
+    moved: they stay on the device anyway. Copies go to pinned memory in stream order, so the host never waits.
     """
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        if not tensor.is_cuda or isinstance(tensor, torch.nn.Parameter) or tensor.nbytes < min_bytes:
+        if not tensor.is_cuda or tensor.nbytes < min_bytes or _is_parameter(tensor):
             return tensor
         held = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
         held.copy_(tensor, non_blocking=True)
@@ -49,3 +49,7 @@ def activation_offload(min_bytes: int = _MIN_BYTES) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -1,0 +1,125 @@
+"""What only a GPU can show: the Triton head, the varlen kernel, offloaded activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.models.activations import activation_offload, enable_gradient_checkpointing
+from dovetail.models.attention import _sdpa_per_sequence, _torch_varlen
+from dovetail.models.head import fused_linear_log_prob, plain_log_prob_entropy
+from dovetail.models.packing import PackedSegments
+from dovetail.models.policy import PolicyModel
+from tests.models.tiny import image_batch, ragged_batch, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+
+def _loss(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    weights = torch.linspace(-1, 2, log_probs.numel(), device=log_probs.device)
+    return (log_probs * weights).sum() + (entropy * weights.flip(0)).sum()
+
+
+def test_triton_head_equals_plain_head_in_float32() -> None:
+    torch.manual_seed(0)
+    for temperature in (1.0, 0.6):
+        hidden = torch.randn(301, 96, device="cuda", requires_grad=True)
+        weight = (torch.randn(9001, 96, device="cuda") * 0.4).requires_grad_()
+        bias = torch.randn(9001, device="cuda", requires_grad=True)
+        labels = torch.randint(0, 9001, (301,), device="cuda")
+        plain = plain_log_prob_entropy(hidden @ weight.t() + bias, labels, temperature=temperature)
+        want = torch.autograd.grad(_loss(*plain), (hidden, weight, bias))
+        for use_triton in (True, False):
+            found = fused_linear_log_prob(
+                hidden,
+                weight,
+                labels,
+                bias=bias,
+                temperature=temperature,
+                need_entropy=True,
+                chunk_size=64,
+                use_triton=use_triton,
+            )
+            torch.testing.assert_close(found.log_probs, plain.log_probs, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(found.entropy, plain.entropy, atol=1e-5, rtol=1e-5)
+            for got, expected in zip(torch.autograd.grad(_loss(*found), (hidden, weight, bias)), want, strict=True):
+                torch.testing.assert_close(got, expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-4)
+
+
+def test_triton_head_without_entropy_and_with_masked_logits_stays_finite() -> None:
+    hidden = torch.randn(7, 32, device="cuda", requires_grad=True)
+    weight = torch.randn(5000, 32, device="cuda", requires_grad=True)
+    bias = torch.zeros(5000, device="cuda")
+    bias[4097:] = -float("inf")  # a whole tail of impossible words, as padded vocabularies have
+    labels = torch.randint(0, 4000, (7,), device="cuda")
+    for need_entropy in (False, True):
+        found = fused_linear_log_prob(hidden, weight, labels, bias=bias, need_entropy=need_entropy, use_triton=True)
+        total = found.log_probs.sum() if found.entropy is None else found.log_probs.sum() + found.entropy.sum()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(total, (hidden, weight)))
+
+
+def test_half_precision_heads_agree_and_are_closer_to_exact_than_the_plain_one() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    weight = (torch.randn(20000, 256, device="cuda") * 0.3).bfloat16()
+    labels = torch.randint(0, 20000, (512,), device="cuda")
+    exact = plain_log_prob_entropy(hidden.double() @ weight.double().t(), labels)
+    plain = plain_log_prob_entropy(hidden @ weight.t(), labels)
+    for use_triton in (True, False):
+        found = fused_linear_log_prob(hidden, weight, labels, need_entropy=True, use_triton=use_triton)
+        error = (found.log_probs - exact.log_probs).abs().mean()
+        assert error < 0.1 * (plain.log_probs - exact.log_probs).abs().mean()
+
+
+def test_varlen_kernel_equals_sdpa_per_sequence_with_grouped_heads() -> None:
+    lengths = (5, 130, 1, 64)
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    segments = PackedSegments(lengths, cu)
+    torch.manual_seed(0)
+    shapes = [(1, 8, sum(lengths), 64), (1, 2, sum(lengths), 64), (1, 2, sum(lengths), 64)]
+    inputs = [torch.randn(*s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in shapes]
+    results = []
+    for kernel in (_torch_varlen, _sdpa_per_sequence):
+        out = kernel(*inputs, segments, scale=0.125, dropout=0.0, window=None)
+        out_grad = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).bfloat16()
+        results.append((out, *torch.autograd.grad(out, inputs, out_grad)))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+def test_packed_equals_padded_under_autocast_with_recomputation() -> None:
+    for family in ("llama", "qwen3_moe", "qwen2_5_vl"):
+        batch = image_batch() if family == "qwen2_5_vl" else ragged_batch([33, 100, 7], total=128, side="both")
+        images = {k: v.cuda() for k, v in batch.pop("multi_modal_inputs", {}).items()}
+        batch = {k: v.cuda() for k, v in batch.items()} | {"multi_modal_inputs": images}
+        exact = PolicyModel(tiny_model(family).cuda(), use_remove_padding=False)(**batch).log_probs
+        errors = []
+        for packed in (False, True):
+            policy = PolicyModel(tiny_model(family).cuda(), use_remove_padding=packed, use_fused_kernels=packed)
+            enable_gradient_checkpointing(policy.hf_model)
+            with torch.autocast("cuda", torch.bfloat16):
+                out = policy(**batch).log_probs
+            out.sum().backward()
+            assert all(p.grad.isfinite().all() for p in policy.parameters() if p.grad is not None)
+            errors.append((out - exact).abs().mean().item())
+        assert errors[1] < 1.2 * errors[0], (family, errors)
+
+
+def test_offload_saves_device_memory_and_keeps_gradients() -> None:
+    batch = {k: v.cuda() for k, v in ragged_batch([500, 400, 511]).items()}
+    results = []
+    for offload in (False, True):
+        torch.cuda.empty_cache()
+        policy = PolicyModel(tiny_model("llama", num_hidden_layers=8).cuda(), use_fused_kernels=True)
+        before = torch.cuda.memory_allocated()
+        if offload:
+            with activation_offload():
+                loss = policy(**batch).log_probs.sum()
+        else:
+            loss = policy(**batch).log_probs.sum()
+        held = torch.cuda.memory_allocated() - before
+        loss.backward()
+        results.append((held, [p.grad for p in policy.parameters()]))
+    assert results[1][0] < 0.3 * results[0][0]
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(a, b)
