@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -85,7 +85,8 @@ class Fsdp1Sharding:
         return nullcontext()
 
     def accumulating(self) -> AbstractContextManager[object]:
-        return self.module.no_sync()
+        # Alone there is nothing to synchronise, and FSDP1 then keeps half-precision gradients it cannot give back.
+        return nullcontext() if self.reduce_factor == 1 else self.module.no_sync()
 
     def after_forward(self) -> None:
         return None
@@ -98,7 +99,10 @@ class Fsdp1Sharding:
         for prefix, unit in self.module.named_modules():
             if not isinstance(unit, FSDP):
                 continue
-            with FSDP.summon_full_params(unit, recurse=False, writeback=False, with_grads=gradients):
+            with (
+                self._on_device(unit),
+                FSDP.summon_full_params(unit, recurse=False, writeback=False, with_grads=gradients),
+            ):
                 for name, parameter in _own_parameters(unit, prefix):
                     tensor = parameter.grad if gradients else parameter.detach()
                     if gradients and not parameter.requires_grad:
@@ -116,11 +120,28 @@ class Fsdp1Sharding:
         if self._offloads:
             return
         for unit in FSDP.fsdp_modules(self.module):
-            handle = unit._handle
-            if handle is not None:
-                # No public call moves a flat parameter; the local shard must stay the same storage as its data.
-                handle.flat_param_to(device, non_blocking=False)
-                handle.flat_param._local_shard = handle.flat_param.data
+            _move_unit(unit, device)
+
+    @contextmanager
+    def _on_device(self, unit: FSDP) -> Iterator[None]:
+        """Bring an offloaded unit in for as long as it is gathered."""
+        handle = unit._handle
+        away = handle is not None and not self._offloads and handle.flat_param.device.type != self._device.type
+        if away:
+            _move_unit(unit, self._device)
+        try:
+            yield
+        finally:
+            if away:
+                _move_unit(unit, torch.device("cpu"))
+
+
+def _move_unit(unit: FSDP, device: torch.device) -> None:
+    handle = unit._handle
+    if handle is not None:
+        # No public call moves a flat parameter; the local shard must stay the same storage as its data.
+        handle.flat_param_to(device, non_blocking=False)
+        handle.flat_param._local_shard = handle.flat_param.data
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:

@@ -61,10 +61,10 @@ def fsdp2_clip_grad_norm_(
     total: Tensor | None = None
     # Replicas hold equal gradients: only the groups over which a gradient is split are added up.
     for groups, shards in _by_shard_groups(grads).items():
-        norms = torch._foreach_norm([shard.float() for shard in shards if shard.numel()], norm_type)
         part = torch.zeros((), device=device or shards[0].device)
-        if norms:
-            stacked = torch.stack([norm.to(part.device) for norm in norms])
+        held = [shard.float() for shard in shards if shard.numel()]
+        if held:  # a rank may hold nothing of small tensors
+            stacked = torch.stack([norm.to(part.device) for norm in torch._foreach_norm(held, norm_type)])
             part = stacked.max() if largest else stacked.square().sum()
         for group in groups:
             dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
