@@ -43,19 +43,20 @@ def start_ray(
     attempts: int = 2,
     **ray_init: Any,
 ) -> None:
-    """Start a local Ray, or join the cluster at ``address``. If Ray runs in this process already, it stays as it is.
+    """Start a local Ray, or join the cluster at ``address`` (or ``RAY_ADDRESS``). One that runs here stays as it is.
 
     ``num_cpus`` is a count of slots for processes, not of cores: Ray binds nothing to a core. ``env`` goes to every
     worker, after the variables of `PASSED_ON_TO_WORKERS`. A start that times out (a busy machine) is tried once more.
     Other keywords go to ``ray.init``.
     """
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        logger.info("Ray runs in this process already; using it.")
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
     if address is None:
         _forbid_network()
     import ray
 
-    if ray.is_initialized():
-        logger.info("Ray runs in this process already; using it.")
-        return
     settings: dict[str, Any] = {
         "runtime_env": {"env_vars": worker_environment(env)},
         "namespace": namespace,
@@ -99,6 +100,7 @@ def stop_ray() -> None:
 
 def _forbid_network() -> None:
     os.environ.setdefault(_ALLOW_CLUSTER, "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # the one thing a local Ray would tell the outside
     if "ray" not in sys.modules:
         return
     from ray._private import ray_constants

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -30,38 +30,51 @@ def pool(ray_cluster: None) -> RayResourcePool:
     return RayResourcePool([4], use_gpu=False, name_prefix="test", max_colocate_count=3)
 
 
-class Roles:
-    """Four processes that host an actor (adds 1) and a critic (adds 2); built again after a test has killed them."""
+Roles = dict[str, RayWorkerGroup]
+"""Groups by role, on shared processes."""
 
-    def __init__(self, pool: RayResourcePool) -> None:
-        self._pool = pool
-        self._groups: dict[str, RayWorkerGroup] = {}
 
-    def __getitem__(self, role: str) -> RayWorkerGroup:
-        return self._groups[role]
+class Revived:
+    """Groups that tests share, built again after a test has killed them."""
 
-    def revive(self) -> None:
+    def __init__(self, build: Callable[[], Roles]) -> None:
+        self._build = build
+        self._groups: Roles = {}
+
+    def get(self) -> Roles:
         try:
-            if self._groups:
-                self._groups["actor"].ping()
-                return
+            for group in self._groups.values():
+                group.ping()
         except WorkerError:
             self._groups = {}
-        classes = {role: RayClassWithInitArgs(Collective, offset) for role, offset in [("actor", 1.0), ("critic", 2.0)]}
-        group = RayWorkerGroup(self._pool, create_colocated_worker_cls(classes))
-        self._groups = group.spawn(classes)
-        self._groups["actor"].init_mesh(2)
+        self._groups = self._groups or self._build()
+        return self._groups
 
 
 @pytest.fixture(scope="session")
-def _roles(pool: RayResourcePool) -> Roles:
-    return Roles(pool)
+def _roles(pool: RayResourcePool) -> Revived:
+    def build() -> Roles:
+        classes = {role: RayClassWithInitArgs(Collective, offset) for role, offset in [("actor", 1.0), ("critic", 2.0)]}
+        groups = RayWorkerGroup(pool, create_colocated_worker_cls(classes)).spawn(classes)
+        groups["actor"].init_mesh(2)
+        return groups
+
+    return Revived(build)
+
+
+@pytest.fixture(scope="session")
+def _two(pool: RayResourcePool) -> Revived:
+    def build() -> Roles:
+        half = pool.split(2)[0]
+        return {"pair": RayWorkerGroup(half, RayClassWithInitArgs(Collective), name_prefix="pair", failure_grace_s=2.0)}
+
+    return Revived(build)
 
 
 @pytest.fixture
-def roles(_roles: Roles) -> Roles:
-    _roles.revive()
-    return _roles
+def roles(_roles: Revived) -> Roles:
+    """Four processes that host an actor (adds 1) and a critic (adds 2)."""
+    return _roles.get()
 
 
 @pytest.fixture
@@ -70,8 +83,6 @@ def group(roles: Roles) -> RayWorkerGroup:
 
 
 @pytest.fixture
-def two(pool: RayResourcePool) -> Iterator[RayWorkerGroup]:
+def two(_two: Revived) -> RayWorkerGroup:
     """Another group, on two slots of the same pool."""
-    group = RayWorkerGroup(pool.split(2)[0], RayClassWithInitArgs(Collective), name_prefix="pair", failure_grace_s=2.0)
-    yield group
-    group.shutdown()
+    return _two.get()["pair"]
