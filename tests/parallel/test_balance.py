@@ -17,7 +17,6 @@ from dovetail.parallel.balance import (
     sequence_workload,
 )
 from dovetail.parallel.micro_batches import plan_by_size, plan_by_tokens
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.unit
 
@@ -115,16 +114,3 @@ def test_token_plan_refuses_a_sequence_above_the_budget() -> None:
 
 def test_size_plan_keeps_batch_order() -> None:
     assert plan_by_size(5, 2).partitions == [[0, 1], [2, 3], [4]]
-
-
-def _plan_on_rank(rank: int, world_size: int) -> tuple[int, list[int], int]:
-    import torch.distributed as dist
-
-    lengths = [[64, 64, 64, 64], [10, 10, 10, 10]][rank]
-    plan = plan_by_tokens(lengths, 64, group=dist.group.WORLD)
-    return len(plan), sorted(plan.order), max(sum(lengths[i] for i in part) for part in plan.partitions)
-
-
-@pytest.mark.distributed
-def test_all_ranks_plan_the_same_number_of_micro_batches() -> None:
-    assert run_ranks(_plan_on_rank, 2) == [(4, [0, 1, 2, 3], 64), (4, [0, 1, 2, 3], 10)]
