@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.protocol import DataProto
@@ -23,7 +24,8 @@ class TokenOutput:
     """Results per token in the padded layout ``[rows, seq_len]``; what a model does not compute is None.
 
     ``log_probs[b, t]`` is that of the token at ``t`` given those before it, ``entropy[b, t]`` of the distribution that
-    predicted it; both are 0 at ``t = 0`` and on padding. ``values`` and ``scores`` sit on the token they were read at.
+    predicted it; ``values[b, t]`` is that of the state in which it is chosen; all are 0 at ``t = 0`` and on
+    padding. ``scores[b]`` is one number per row.
     """
 
     log_probs: Tensor | None = None
@@ -32,8 +34,8 @@ class TokenOutput:
     scores: Tensor | None = None
 
 
-LossFn = Callable[[TokenOutput, DataProto], tuple[Tensor, dict[str, float]]]
-"""Gives one micro-batch's *share* of the mini-batch loss, and metrics.
+LossFn = Callable[[TokenOutput, DataProto], tuple[Tensor, dict[str, Tensor]]]
+"""Gives one micro-batch's *share* of the mini-batch loss, and metrics as scalars on the device (no wait for it).
 
 Shares are normalised by the counts of the whole mini-batch, so that they add up to its loss over micro-batches and
 data-parallel ranks. The backend makes the gradient that of the sum, whatever its reduction does.
@@ -85,10 +87,25 @@ class TrainBackend(ABC):
         self.place = place
         self.device = device
 
+    @property
+    @abstractmethod
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that read different rows of one batch; None when there is one."""
+
+    @property
+    @abstractmethod
+    def hf_config(self) -> Any:
+        """The transformers configuration of the network."""
+
+    @abstractmethod
+    def whole_model(self, dtype: torch.dtype) -> torch.nn.Module | None:
+        """The transformers model itself when an engine may read its weights in place: whole in this process, in
+        ``dtype``, without adapters. None otherwise: stream ``named_weights`` then."""
+
     @abstractmethod
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
-    ) -> list[dict[str, float]]:
+    ) -> list[dict[str, Tensor]]:
         """Gradients of one mini-batch (one optimizer step): zeroed, accumulated, synchronised once."""
 
     @abstractmethod

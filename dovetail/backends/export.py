@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from dovetail.backends.torch_backend import TorchBackend
+from dovetail.backends.base import TrainBackend
 from dovetail.checkpoint.sharded import together
 from dovetail.models.save import save_hf_folder
 
 
 def export_hf_folder(
-    backend: TorchBackend, out: Path, *, tokenizer: Any | None = None, dtype: torch.dtype | None = None
+    backend: TrainBackend, out: Path, *, tokenizer: Any | None = None, dtype: torch.dtype | None = None
 ) -> Path:
     """Write the full weights, adapters merged in, as safetensors. Rank 0 writes, tensor by tensor; collective."""
     weights = backend.named_weights()

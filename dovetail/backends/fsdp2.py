@@ -105,6 +105,7 @@ class Fsdp2Sharding:
         # The reduction averages over all ranks of the mesh, also over those that share a sequence: each of them holds
         # the gradient of its own tokens only, so the sum over all ranks is what is wanted.
         self.reduce_factor = mesh.world_size
+        self.is_whole = False
         self._device = device
         self._offloads = config.offload_policy
 

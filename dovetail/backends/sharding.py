@@ -43,6 +43,11 @@ class Sharding(Protocol):
         """By how much the loss must be multiplied for the reduction to give the sum over ranks."""
         ...
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process holds every parameter whole, as plain tensors."""
+        ...
+
     def load_weights(self, path: Path) -> None:
         """Fill the parameters from a Hugging Face folder, tensor by tensor: no rank ever holds the whole model."""
         ...

@@ -18,6 +18,7 @@ class SingleProcess:
     """The module as it is."""
 
     reduce_factor = 1
+    is_whole = True
 
     def __init__(self, module: nn.Module, precision: Precision, device: torch.device) -> None:
         if is_meta(module):

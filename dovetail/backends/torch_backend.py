@@ -73,17 +73,25 @@ class TorchBackend(TrainBackend):
 
     @property
     def hf_config(self) -> Any:
-        """The transformers configuration of the network."""
         return self._hf_model.config
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        return self._dp_group
+
+    def whole_model(self, dtype: torch.dtype) -> torch.nn.Module | None:
+        if not self._sharding.is_whole or has_lora(self.module) or self._hf_model.dtype != dtype:
+            return None
+        return self._hf_model
 
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
-    ) -> list[dict[str, float]]:
+    ) -> list[dict[str, Tensor]]:
         optimizer, _ = self._trainable()
         self._check_equal_count(len(micro_batches))
         self.module.train()
         optimizer.zero_grad(set_to_none=True)
-        metrics: list[dict[str, float]] = []
+        metrics: list[dict[str, Tensor]] = []
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             with nullcontext() if is_last else self._sharding.accumulating():

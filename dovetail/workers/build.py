@@ -22,6 +22,11 @@ from dovetail.models.value import RewardModel, ValueModel
 
 def strategy_for(strategy: Strategy, world_size: int, fsdp: FSDPConfig) -> Strategy:
     """A sharding over one process is no sharding: the plain backend does the same without the machinery."""
+    if strategy == "single" and world_size > 1:
+        raise ValueError(
+            f"strategy=single trains in one process, but this group has {world_size}, which would drift apart; use "
+            "strategy=fsdp2, or set trainer.n_gpus_per_node=1 and trainer.nnodes=1."
+        )
     if strategy in ("fsdp", "fsdp2") and world_size == 1 and not fsdp.offload_policy:
         return "single"
     return strategy
