@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import (
-    ClassWithInitArgs,
     LocalWorkerGroup,
     RayClassWithInitArgs,
     RayResourcePool,
@@ -39,7 +38,7 @@ class RoleGroups:
         self.processes.shutdown()
 
 
-def role_classes(config: DovetailConfig) -> dict[str, ClassWithInitArgs]:
+def role_classes(config: DovetailConfig) -> dict[str, RayClassWithInitArgs]:
     """The worker class of every role the config asks for."""
     roles = {POLICY: RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role=POLICY)}
     if config.uses_critic:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -100,7 +101,7 @@ class HybridEngine:
             GenerationRequest(
                 f"{self._rank}-{self._num_calls}-{index}",
                 prompt,
-                SamplingParams(**{**sampling, "seed": None if seed is None else int(seed)}),
+                replace(sampling, seed=None if seed is None else int(seed)),
                 multi_modal=_images(prompts, index),
             )
             for index, (prompt, seed) in enumerate(zip(ids, seeds, strict=True))
@@ -113,23 +114,27 @@ class HybridEngine:
             prompt_length=self._rollout.prompt_length,
             response_length=self._rollout.response_length,
         )
-        batch.meta_info["temperature"] = sampling["temperature"]
+        batch.meta_info["temperature"] = sampling.temperature
         return batch
 
 
-def sampling_params(rollout: RolloutConfig, *, n: int, validate: bool, greedy: bool = False) -> dict:
-    """Arguments of `SamplingParams` for training or validation."""
+def sampling_params(rollout: RolloutConfig, *, n: int, validate: bool, greedy: bool = False) -> SamplingParams:
+    """How training or validation samples; the seed is each request's own."""
     source = rollout.val_kwargs if validate else rollout
     greedy = greedy or not source.do_sample
-    return {
-        "temperature": 0.0 if greedy else source.temperature,
-        "top_p": 1.0 if greedy else source.top_p,
-        "top_k": -1 if greedy else source.top_k,
-        "min_p": 0.0 if greedy else source.min_p,
-        "n": n,
-        "max_new_tokens": rollout.response_length,
-        "ignore_eos": rollout.ignore_eos,
-    }
+    if greedy or source.temperature == 0:
+        return SamplingParams(
+            temperature=0.0, n=n, max_new_tokens=rollout.response_length, ignore_eos=rollout.ignore_eos
+        )
+    return SamplingParams(
+        temperature=source.temperature,
+        top_p=source.top_p,
+        top_k=source.top_k,
+        min_p=source.min_p,
+        n=n,
+        max_new_tokens=rollout.response_length,
+        ignore_eos=rollout.ignore_eos,
+    )
 
 
 def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
