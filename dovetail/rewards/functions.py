@@ -32,6 +32,11 @@ class FunctionSpec:
     weight: float = 1.0
     key: str = "custom_reward_function.path"
 
+    @property
+    def label(self) -> str:
+        """Short name in the columns of a combination."""
+        return str(self.kwargs.get("rule", self.name))
+
 
 @dataclass(frozen=True)
 class StartMessage:
@@ -102,7 +107,7 @@ def combine_results(results: Sequence[dict[str, Any]], specs: Sequence[FunctionS
     combined: dict[str, Any] = {"score": 0.0}
     for result, spec in zip(results, specs, strict=True):
         combined["score"] += spec.weight * result["score"]
-        combined[f"score/{spec.name}"] = result["score"]
+        combined[f"score/{spec.label}"] = result["score"]
         for name, value in result.items():
             combined.setdefault(name, value)
     return combined

@@ -7,6 +7,7 @@ of the user's main script) in a group of their own, so that a kill also reaches 
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
 import pickle
@@ -92,10 +93,9 @@ class KillablePool:
         return [worker.process.pid for worker in self._workers]
 
     def _wake(self) -> None:
-        try:
+        # A pipe full of wake-ups: one more says nothing new.
+        with contextlib.suppress(BlockingIOError):
             os.write(self._wake_writer, b"x")
-        except BlockingIOError:
-            pass  # The pipe is full of wake-ups: one more says nothing new.
 
     def _start_worker(self) -> _Worker:
         return _Worker(self._start_message)
@@ -192,7 +192,7 @@ class _Worker:
     def __init__(self, start_message: StartMessage) -> None:
         ours, theirs = socket.socketpair()
         # What the function prints goes here, not into the driver's console; the end of it explains a crash.
-        self.log: IO[bytes] = tempfile.TemporaryFile(mode="a+b")
+        self.log: IO[bytes] = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115  lives as long as the worker  # noqa: SIM115  lives as long as the worker
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dovetail.rewards.worker_process", str(theirs.fileno())],
@@ -256,10 +256,8 @@ class _Worker:
             future.set_result(outcome)
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # Dead already, with all it had started.
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # Dead already, with all it had started.
         self.process.wait()
         self.connection.close()
         if self.process.stdin is not None:

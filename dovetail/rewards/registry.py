@@ -76,12 +76,22 @@ def register_reward(*data_sources: str) -> Callable[[_Fn], _Fn]:
 
 
 def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    *,
+    sandbox_url: str | None = None,
+    memory_limit_mb: int = 1024,
+    **kwargs: Any,
 ) -> Any:
     """Score an answer by the rule of its data source. `kwargs` go to the rule."""
     if data_source in _CUSTOM:
         return _CUSTOM[data_source](data_source, solution_str, ground_truth, extra_info, **kwargs)
-    return find_rule(rule_of(data_source))(solution_str, ground_truth, **kwargs)
+    rule = rule_of(data_source)
+    if rule == "code":
+        kwargs = {"sandbox_url": sandbox_url, "memory_limit_mb": memory_limit_mb, **kwargs}
+    return find_rule(rule)(solution_str, ground_truth, **kwargs)
 
 
 def score_by_rule(

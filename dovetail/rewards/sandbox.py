@@ -6,6 +6,7 @@ network. Use a remote sandbox or a container for models you do not trust.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -124,10 +125,8 @@ def _run_limited(folder: str, stdin: str, timeout: float, memory_limit_mb: int) 
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # It has ended, with all it had started.
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # It has ended, with all it had started.
             process.wait()
     return ProgramRun(process.returncode == 0 and not timed_out, _read(out), _read(err), timed_out)
 

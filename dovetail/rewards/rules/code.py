@@ -25,7 +25,7 @@ def compute_score(
     max_tests: int | None = None,
     all_or_nothing: bool = False,
 ) -> dict[str, Any]:
-    """Truth: `{"inputs": [...], "outputs": [...]}`, with `fn_name` when a function is called instead of a program run."""
+    """Truth: `{"inputs": [...], "outputs": [...]}`; with `fn_name`, that function is called, else the program run."""
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     inputs, outputs = list(tests["inputs"])[:max_tests], list(tests["outputs"])[:max_tests]
     if len(inputs) != len(outputs) or not inputs:

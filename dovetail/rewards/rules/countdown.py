@@ -14,6 +14,7 @@ from typing import Any
 from dovetail.rewards.rules.boxed import last_boxed
 
 _TAG = re.compile(r"(?s)<answer>(.*?)</answer>")
+_SIGNS = {"\u00d7": "*", "\u00f7": "/", "\u2212": "-", r"\times": "*", r"\div": "/"}
 _EXPRESSION = re.compile(r"[\d(][\d\s+\-*/().]*")
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -41,7 +42,8 @@ def extract_expression(solution_str: str) -> str | None:
     """The expression in the last `<answer>` tag or box, or the last one in the text; without `= target`."""
     tagged = _TAG.findall(solution_str)
     text = tagged[-1] if tagged else (last_boxed(solution_str) or solution_str)
-    text = text.replace("×", "*").replace("÷", "/").replace("−", "-").replace(r"\times", "*").replace(r"\div", "/")
+    for sign, plain in _SIGNS.items():
+        text = text.replace(sign, plain)
     found = [piece.strip() for piece in _EXPRESSION.findall(text)]
     with_operator = [piece for piece in found if re.search(r"\d\s*\)*\s*[+\-*/]", piece)]
     candidates = with_operator or found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import re
 from typing import Any
@@ -55,8 +56,8 @@ def has_math_verify() -> bool:
 
 def _verified(answer: str, truth: str) -> bool:
     try:
-        from math_verify import parse, verify
+        library = importlib.import_module("math_verify")
     except ImportError:
         raise ImportError("use_math_verify=True needs the package math-verify; pip install math-verify.") from None
     # Gold first: verify is not symmetric, it lets the answer be the more precise of the two.
-    return bool(verify(parse(f"\\boxed{{{truth}}}"), parse(f"\\boxed{{{answer}}}")))
+    return bool(library.verify(library.parse(f"\\boxed{{{truth}}}"), library.parse(f"\\boxed{{{answer}}}")))

@@ -15,7 +15,7 @@ def find_numbers(text: str) -> list[str]:
     for match in _NUMBER.finditer(text):
         word = match.group().replace(",", "")
         before = text[: match.start()].rstrip()
-        if word.startswith("-") and before and (before[-1].isalnum() or before[-1] == ")"):
+        if word.startswith("-") and before and (before[-1].isdigit() or before[-1] == ")"):
             word = word[1:]
         found.append(word)
     return found

@@ -1,0 +1,97 @@
+"""From configuration to a `RewardRunner`. Fails here, before anything is loaded or trained, when a name is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.config import DovetailConfig
+from dovetail.config.user_code import load_user_object
+from dovetail.rewards.answers import Decoder
+from dovetail.rewards.errors import RewardError
+from dovetail.rewards.functions import FunctionSpec
+from dovetail.rewards.managers import DAPORewardManager, RewardManager, find_reward_manager
+from dovetail.rewards.registry import find_rule
+from dovetail.rewards.runner import MAX_FAILED_SHARE, RewardRunner
+
+_REGISTRY = "pkg://dovetail.rewards.registry"
+_RUNNER_OPTIONS = ("max_failed_share", "rule_weight", "rm_weight", "rewards")
+
+
+def build_reward_runner(config: DovetailConfig, tokenizer: Decoder) -> RewardRunner:
+    """The runner of a run. `reward_model.reward_kwargs` may hold `max_failed_share`, `rule_weight`, `rm_weight` and
+    `rewards` (a weighted list); the rest goes to the reward manager.
+    """
+    section = config.reward_model
+    options = {name: section.reward_kwargs[name] for name in _RUNNER_OPTIONS if name in section.reward_kwargs}
+    manager_options = {name: value for name, value in section.reward_kwargs.items() if name not in _RUNNER_OPTIONS}
+    return RewardRunner(
+        reward_specs(config),
+        tokenizer,
+        manager=_build_manager(config, manager_options),
+        num_workers=section.num_workers,
+        timeout_seconds=section.timeout_seconds,
+        max_failed_share=float(options.get("max_failed_share", MAX_FAILED_SHARE)),
+        rule_weight=float(options.get("rule_weight", 1.0)),
+        rm_weight=float(options.get("rm_weight", 1.0)),
+        reward_fn_key=config.data.reward_fn_key,
+        import_modules=config.trainer.import_modules,
+    )
+
+
+def reward_specs(config: DovetailConfig) -> list[FunctionSpec]:
+    """The functions that score: a weighted list, the user's function, the built-in rules, or none beside a network."""
+    section, custom = config.reward_model, config.custom_reward_function
+    listed = section.reward_kwargs.get("rewards")
+    if listed:
+        return [_listed_spec(entry, number) for number, entry in enumerate(listed)]
+    if custom.path is not None:
+        return [FunctionSpec(custom.path, custom.name, dict(custom.reward_kwargs))]
+    if section.enable and "rule_weight" not in section.reward_kwargs:
+        return []
+    sandbox = section.sandbox_fusion
+    kwargs = {"sandbox_url": sandbox.url, "memory_limit_mb": sandbox.memory_limit_mb, **custom.reward_kwargs}
+    return [FunctionSpec(_REGISTRY, "default_compute_score", kwargs, key="reward rules")]
+
+
+def _listed_spec(entry: Mapping[str, Any], number: int) -> FunctionSpec:
+    key = f"reward_model.reward_kwargs.rewards[{number}]"
+    unknown = sorted(set(entry) - {"rule", "path", "name", "weight", "kwargs"})
+    if unknown or ("rule" in entry) == ("path" in entry):
+        wrong = f"has unknown entries {', '.join(unknown)}" if unknown else "needs either rule or path"
+        raise RewardError(f"{key}={dict(entry)} {wrong}; use {{rule: gsm8k, weight: 1}} or {{path: f.py, name: f}}.")
+    kwargs, weight = dict(entry.get("kwargs", {})), float(entry.get("weight", 1.0))
+    if "rule" in entry:
+        find_rule(entry["rule"])
+        return FunctionSpec(_REGISTRY, "score_by_rule", {"rule": entry["rule"], **kwargs}, weight, key=key)
+    return FunctionSpec(entry["path"], entry.get("name", "compute_score"), kwargs, weight, key=f"{key}.path")
+
+
+def _build_manager(config: DovetailConfig, options: dict[str, Any]) -> RewardManager:
+    section, module = config.reward_model, config.reward_model.reward_manager_module
+    if module.path is not None:
+        manager = load_user_object(
+            module.path, module.name or section.reward_manager, key="reward_model.reward_manager_module.path"
+        )
+        if not (isinstance(manager, type) and issubclass(manager, RewardManager)):
+            raise RewardError(
+                f"{module.name or section.reward_manager} of {module.path} must inherit from "
+                "dovetail.rewards.managers.RewardManager."
+            )
+    else:
+        manager = find_reward_manager(section.reward_manager)
+    buffer = section.overlong_buffer
+    if issubclass(manager, DAPORewardManager):
+        options = {
+            "max_response_length": config.overlong_limit,
+            "overlong_buffer_len": buffer.len if buffer.enable else 0,
+            "overlong_penalty_factor": buffer.penalty_factor,
+            "log_overlong": buffer.log,
+            **options,
+        }
+    try:
+        return manager(**options)
+    except TypeError as error:
+        raise RewardError(
+            f"reward_manager={section.reward_manager} does not take reward_model.reward_kwargs={options}: {error}"
+        ) from None

@@ -1,0 +1,181 @@
+"""`RewardRunner`: scores a batch in the background, while the driver computes log-probs. See `docs/rewards.md`.
+
+What cannot be scored is marked in `reward_failed` and counted; above a share of failures `result` raises. The trainer
+takes marked rows out by zeroing their `response_mask`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from dovetail.protocol import DataProto
+from dovetail.rewards.answers import Answer, Decoder, last_response_token, read_answers
+from dovetail.rewards.columns import (
+    add_model_scores,
+    check_failures,
+    outcome_columns,
+    place_scores,
+    reward_metrics,
+    score_batch,
+)
+from dovetail.rewards.errors import Failure, RewardError
+from dovetail.rewards.functions import BATCH_ARGUMENTS, FunctionSpec
+from dovetail.rewards.managers import NaiveRewardManager, Outcome, RewardManager
+from dovetail.rewards.pool import KillablePool
+from dovetail.rewards.registry import default_compute_score, has_rule, unknown_source_message
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """`columns` has token_level_scores, reward_failed and what the functions returned; unite it with the batch."""
+
+    columns: DataProto
+    metrics: dict[str, float]
+    failures: dict[int, Failure]
+    solution_strs: list[str]
+
+
+class RewardRunner:
+    """Owns the scoring processes. Close it, or use it in a `with` block.
+
+    Without `specs` only reward-model scores count. `rule_weight` and `rm_weight` matter when both are there.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[FunctionSpec],
+        tokenizer: Decoder,
+        *,
+        manager: RewardManager | None = None,
+        num_workers: int = 1,
+        timeout_seconds: float = 300.0,
+        max_failed_share: float = MAX_FAILED_SHARE,
+        rule_weight: float = 1.0,
+        rm_weight: float = 1.0,
+        reward_fn_key: str = "data_source",
+        import_modules: Sequence[str] = (),
+    ) -> None:
+        if not 0.0 <= max_failed_share < 1.0:
+            raise ValueError(f"max_failed_share={max_failed_share} must be at least 0 and below 1.")
+        self._specs = tuple(specs)
+        self._tokenizer = tokenizer
+        self._manager = manager or NaiveRewardManager()
+        self._max_failed_share = max_failed_share
+        self._rule_weight, self._rm_weight = rule_weight, rm_weight
+        self._reward_fn_key = reward_fn_key
+        self._pool: KillablePool | None = None
+        if self._specs:
+            self._pool = KillablePool(
+                self._specs,
+                num_workers=num_workers,
+                timeout_seconds=timeout_seconds,
+                is_batch=self._manager.scores_whole_batch,
+                import_modules=import_modules,
+            )
+
+    def check_data_sources(self, data_sources: Iterable[str]) -> None:
+        """Raise before training when the built-in rules are used and one of these names has none."""
+        if any(spec.name == default_compute_score.__name__ for spec in self._specs):
+            unknown = [source for source in dict.fromkeys(data_sources) if not has_rule(source)]
+            if unknown:
+                raise RewardError(unknown_source_message(unknown[0]))
+
+    def submit(self, batch: DataProto, *, shaped: bool = True) -> PendingRewards:
+        """Start scoring and return at once. `shaped=False` leaves out what the manager adds (for validation)."""
+        if self._pool is None and "rm_scores" not in batch:
+            raise RewardError("there is no reward function and the batch has no rm_scores; one of them must score.")
+        answers = read_answers(batch, self._tokenizer, reward_fn_key=self._reward_fn_key)
+        return PendingRewards(self, batch, answers, self._start(answers), shaped)
+
+    def score(self, batch: DataProto, *, shaped: bool = True) -> RewardResult:
+        """Score and wait."""
+        return self.submit(batch, shaped=shaped).result()
+
+    def close(self) -> None:
+        """Kill the scoring processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, answers: Sequence[Answer]) -> list[Future[Any]]:
+        if self._pool is None:
+            return []
+        calls = [self._manager.prepare(answer) for answer in answers]
+        if not self._manager.scores_whole_batch:
+            return [self._pool.submit(call) for call in calls]
+        singular = ("data_source", "solution_str", "ground_truth", "extra_info")
+        names = zip(BATCH_ARGUMENTS, singular, strict=True)
+        return [self._pool.submit({plural: [call[name] for call in calls] for plural, name in names})]
+
+    def _finish(self, batch: DataProto, answers: list[Answer], outcomes: list[Outcome], shaped: bool) -> RewardResult:
+        if shaped:
+            outcomes = self._manager.shape(answers, outcomes)
+        if "rm_scores" in batch:
+            weight = self._rule_weight if self._specs else 0.0
+            rm_scores = batch.tensors["rm_scores"].float()
+            outcomes = add_model_scores(outcomes, rm_scores, rule_weight=weight, rm_weight=self._rm_weight)
+        failures = {row: outcome for row, outcome in enumerate(outcomes) if isinstance(outcome, Failure)}
+        if failures:
+            row, first = next(iter(failures.items()))
+            logger.warning("%d of %d answers have no score; row %d: %s", len(failures), len(outcomes), row, first)
+        check_failures(outcomes, self._max_failed_share)
+        scores = [0.0 if isinstance(outcome, Failure) else outcome["score"] for outcome in outcomes]
+        placed = place_scores(scores, last_response_token(batch), batch.tensors["responses"].shape[1])
+        columns = outcome_columns(outcomes)
+        return RewardResult(
+            columns=score_batch(placed, outcomes, columns),
+            metrics=reward_metrics(outcomes, columns),
+            failures=failures,
+            solution_strs=[answer.solution_str for answer in answers],
+        )
+
+
+class PendingRewards:
+    """Scores on their way. `result` waits for them; call it once the columns are needed."""
+
+    def __init__(
+        self, runner: RewardRunner, batch: DataProto, answers: list[Answer], futures: list[Future[Any]], shaped: bool
+    ) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._answers = answers
+        self._futures = futures
+        self._shaped = shaped
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return all(future.done() for future in self._futures)
+
+    def result(self) -> RewardResult:
+        """Wait; raises `RewardError` when too many rows have no score."""
+        values = [future.result() for future in self._futures]
+        outcomes = _spread(values, len(self._answers), self._runner._manager.scores_whole_batch)
+        return self._runner._finish(self._batch, self._answers, outcomes, self._shaped)
+
+
+def _spread(values: list[Any], rows: int, is_batch: bool) -> list[Outcome]:
+    """One outcome per row, whatever the calls looked like."""
+    if not values:
+        return [{"score": 0.0} for _ in range(rows)]
+    if not is_batch:
+        return values
+    (value,) = values
+    if isinstance(value, Failure):
+        return [value] * rows
+    return [Failure("bad_value", entry) if isinstance(entry, str) else entry for entry in value]

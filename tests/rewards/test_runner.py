@@ -1,0 +1,216 @@
+"""A batch in, columns out: scores on the last token, failed rows marked, too many failures an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.config import DovetailConfig
+from dovetail.protocol import DataProto, validate_stage
+from dovetail.rewards.build import build_reward_runner
+from dovetail.rewards.errors import RewardError
+from dovetail.rewards.functions import FunctionSpec, spec_of
+from dovetail.rewards.managers import BatchRewardManager, DAPORewardManager
+from dovetail.rewards.runner import RewardRunner
+from tests.models.tiny import tiny_tokenizer
+from tests.rewards import scoring_functions as functions
+
+pytestmark = pytest.mark.unit
+
+WIDTH = 12
+
+
+def answers(*texts: str, truth: Any = "good", source: str = "toy", **columns: torch.Tensor) -> DataProto:
+    """A batch as the engine leaves it: prompts of 2 tokens, responses of `WIDTH`."""
+    tokenizer = tiny_tokenizer()
+    responses = torch.zeros(len(texts), WIDTH, dtype=torch.long)
+    mask = torch.zeros_like(responses)
+    for row, text in enumerate(texts):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        responses[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+        mask[row, : len(ids)] = 1
+    prompts = torch.full((len(texts), 2), 5)
+    return DataProto.from_dict(
+        {
+            "prompts": prompts,
+            "responses": responses,
+            "response_mask": mask,
+            "attention_mask": torch.cat([torch.ones_like(prompts), mask], dim=1),
+            **columns,
+        },
+        {
+            "data_source": [source] * len(texts),
+            "reward_model": [{"ground_truth": truth} for _ in texts],
+            "extra_info": [{"index": row} for row in range(len(texts))],
+        },
+    )
+
+
+def runner(*specs: FunctionSpec, **options: Any) -> RewardRunner:
+    return RewardRunner(specs, tiny_tokenizer(), **{"timeout_seconds": 1.0, **options})
+
+
+def test_the_score_is_on_the_last_sampled_token_and_nowhere_else() -> None:
+    batch = answers("abc", "abcdef")
+    batch.tensors["response_mask"][1, 4:] = 0  # The answer ends in tool output, which the policy did not write.
+    validate_stage(batch, "reward")
+    with runner(spec_of(functions.length, scale=2.0)) as reward:
+        result = reward.score(batch)
+    scores = result.columns.tensors["token_level_scores"]
+    assert scores[0, 2] == 6.0
+    assert scores[1, 3] == 12.0
+    assert scores.count_nonzero() == 2
+    assert result.solution_strs == ["abc", "abcdef"]
+    validate_stage(batch.union(result.columns), "reward", done=True)
+
+
+def test_a_failed_row_is_marked_and_counted_never_scored() -> None:
+    with runner(spec_of(functions.misbehave), num_workers=2, max_failed_share=0.5) as reward:
+        result = reward.score(answers("good", "raise", "good", "nan", "good", "sleep"))
+    assert result.columns.tensors["reward_failed"].tolist() == [False, True, False, True, False, True]
+    assert result.metrics["reward/failed"] == 3
+    assert result.metrics["reward/score/mean"] == 0.5
+    assert np.isnan(result.columns.non_tensor_batch["score"][[1, 3, 5]]).all()
+    assert result.failures[5].kind == "timeout"
+
+
+def test_too_many_failures_stop_the_run_with_the_first_traceback() -> None:
+    with runner(spec_of(functions.misbehave)) as reward, pytest.raises(RewardError) as error:
+        reward.score(answers("good", "raise", "raise", "good"))
+    assert "2 of 4 answers could not be scored (2 exception); at most 20%" in str(error.value)
+    assert "KeyError: 'the judge is unreachable'" in str(error.value)
+
+
+def test_an_async_function_returns_columns_of_its_own() -> None:
+    with runner(spec_of(functions.slow_judge)) as reward:
+        pending = reward.submit(answers("good", "bad"))
+        result = pending.result()
+    assert pending.done()
+    assert result.columns.non_tensor_batch["acc"].tolist() == [1.0, 0.0]
+    assert result.columns.non_tensor_batch["judge"].tolist() == ["async", "async"]
+
+
+def test_submitting_does_not_wait() -> None:
+    with runner(spec_of(functions.misbehave), max_failed_share=0.9) as reward:
+        pending = reward.submit(answers("sleep", "good"))
+        assert not pending.done()
+        assert pending.result().columns.tensors["reward_failed"].tolist() == [True, False]
+
+
+def test_the_batch_manager_gives_all_rows_to_one_call() -> None:
+    with runner(spec_of(functions.by_batch), manager=BatchRewardManager()) as reward:
+        result = reward.score(answers("a", "bb", "ccc"))
+    assert result.columns.non_tensor_batch["rows"].tolist() == [3.0, 3.0, 3.0]
+    assert result.columns.tensors["token_level_scores"].sum(-1).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_batch_function_must_return_one_score_per_row() -> None:
+    with (
+        runner(spec_of(functions.too_few), manager=BatchRewardManager()) as reward,
+        pytest.raises(RewardError, match="too_few returned 1 scores for 2 answers"),
+    ):
+        reward.score(answers("a", "b"))
+
+
+def test_dapo_punishes_length_in_training_and_leaves_accuracy_alone() -> None:
+    manager = DAPORewardManager(max_response_length=12, overlong_buffer_len=4, log_overlong=True)
+    batch = answers("a" * 8, "a" * 10, "a" * 12)
+    with runner(
+        FunctionSpec("pkg://dovetail.rewards.registry", "score_by_rule", {"rule": "exact"}), manager=manager
+    ) as r:
+        shaped, plain = r.score(batch), r.score(batch, shaped=False)
+    assert shaped.columns.non_tensor_batch["score"].tolist() == [0.0, -0.5, -1.0]
+    assert shaped.columns.non_tensor_batch["acc"].tolist() == [0.0, 0.0, 0.0]
+    assert shaped.metrics["reward/overlong/mean"] == pytest.approx(2 / 3)
+    assert plain.columns.non_tensor_batch["score"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_rewards_are_added_by_weight_and_stay_visible() -> None:
+    specs = (spec_of(functions.length, weight=0.5), spec_of(functions.slow_judge, weight=2.0))
+    with runner(*specs) as reward:
+        columns = reward.score(answers("good", "bad")).columns.non_tensor_batch
+    assert columns["score"].tolist() == [4.0, 1.5]
+    assert columns["score/length"].tolist() == [4.0, 3.0]
+    assert columns["score/slow_judge"].tolist() == [1.0, 0.0]
+
+
+def test_reward_model_scores_are_added_and_a_nan_among_them_fails_its_row() -> None:
+    rm_scores = torch.zeros(2, WIDTH)
+    rm_scores[0, 3], rm_scores[1, 2] = 2.0, float("nan")
+    batch = answers("good", "bad", rm_scores=rm_scores)
+    with runner(spec_of(functions.length), rm_weight=10.0, max_failed_share=0.5) as reward:
+        result = reward.score(batch)
+    assert result.columns.tensors["token_level_scores"][0, 3] == 24.0
+    assert result.columns.tensors["reward_failed"].tolist() == [False, True]
+    with runner(max_failed_share=0.5) as alone:
+        assert alone.score(batch).columns.tensors["token_level_scores"].sum(-1).tolist() == [2.0, 0.0]
+
+
+def test_without_any_way_to_score_there_is_an_error() -> None:
+    with runner() as reward, pytest.raises(RewardError, match="no rm_scores"):
+        reward.score(answers("good"))
+
+
+def test_a_function_may_not_write_the_columns_of_other_stages(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return {'score': 1, 'uid': 2}\n")
+    with runner(FunctionSpec(str(file), "f")) as reward, pytest.raises(RewardError, match="returned uid"):
+        reward.score(answers("good"))
+
+
+def test_the_runner_is_built_from_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dovetail.rewards.managers import NaiveRewardManager\n"
+        "class Mine(NaiveRewardManager):\n"
+        "    def __init__(self, bonus): self.bonus = bonus\n"
+        "    def shape(self, answers, outcomes):\n"
+        "        return [{**o, 'score': o['score'] + self.bonus} for o in outcomes]\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):\n"
+        "    return scale * (solution_str == ground_truth)\n"
+    )
+    config = DovetailConfig(
+        reward_model={
+            "reward_manager_module": {"path": str(file), "name": "Mine"},
+            "reward_kwargs": {"bonus": 0.25, "max_failed_share": 0.0},
+        },
+        custom_reward_function={"path": str(file), "reward_kwargs": {"scale": 3.0}},
+    )
+    with build_reward_runner(config, tiny_tokenizer()) as reward:
+        assert reward.score(answers("good", "bad")).columns.non_tensor_batch["score"].tolist() == [3.25, 0.25]
+
+
+def test_a_list_of_weighted_rewards_comes_from_the_configuration() -> None:
+    rewards = [{"rule": "exact", "weight": 1.0}, {"rule": "format", "weight": 0.5, "kwargs": {"pattern": "g.*"}}]
+    config = DovetailConfig(reward_model={"reward_kwargs": {"rewards": rewards}})
+    with build_reward_runner(config, tiny_tokenizer()) as reward:
+        columns = reward.score(answers("good", "glad", "bad")).columns.non_tensor_batch
+    assert columns["score"].tolist() == [1.5, 0.5, 0.0]
+    assert columns["score/format"].tolist() == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"custom_reward_function": {"path": "missing.py"}},
+            "path=missing.py: there is no file",
+        ),
+        ({"reward_model": {"reward_kwargs": {"rewards": [{"weight": 1}]}}}, "needs either rule or path"),
+        ({"reward_model": {"reward_kwargs": {"speed": 1}}}, "does not take .*speed"),
+    ],
+)
+def test_a_wrong_configuration_is_an_error_before_training(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(RewardError, match=words):
+        build_reward_runner(DovetailConfig(**sections), tiny_tokenizer())
+
+
+def test_unknown_data_sources_are_found_before_training() -> None:
+    with build_reward_runner(DovetailConfig(), tiny_tokenizer()) as reward:
+        reward.check_data_sources(["openai/gsm8k", "dovetail/countdown"])
+        with pytest.raises(RewardError, match="no reward rule for data_source 'my_set'"):
+            reward.check_data_sources(["openai/gsm8k", "my_set"])
