@@ -2,7 +2,7 @@
 
 512 sequences of 120 + 512 tokens (GRPO on 64 prompts x 8 answers), micro-batches of 20 k tokens, random weights, fp32
 master weights with bf16 compute. Rows differ in head, packing, recomputation and compilation; the first is what the
-others are compared with. Run on a CUDA machine: ``python -m benchmarks.gpu.update_policy [--quick]``.
+others are compared with. Run on a CUDA machine: ``python -m benchmarks.gpu.update_policy``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.micro_batches import MicroBatchLimit
 
-SHAPES = {
-    "0.5B": dict(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2
-    ),
-    "1.5B": dict(
-        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2
-    ),
-}
+# hidden size, intermediate size, layers, heads, KV heads
+SHAPES = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "7B": (3584, 18944, 28, 28, 4)}
 VOCABULARY = 151_936
 
 
@@ -73,8 +67,16 @@ def main() -> None:
 
 
 def measure(variant: Variant, shape: str, rows: int, max_tokens: int, repeats: int, rate: float) -> dict:
+    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
     config = Qwen2Config(
-        **SHAPES[shape], vocab_size=VOCABULARY, tie_word_embeddings=True, max_position_embeddings=4096, use_cache=False
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
     )
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -125,7 +127,7 @@ def measure(variant: Variant, shape: str, rows: int, max_tokens: int, repeats: i
 
 
 def make_batch(rows: int, lengths: str, *, prompt: int = 120, response: int = 512) -> DataProto:
-    """Random tokens; `log-uniform` draws whole lengths from 64 to 2048, which puts most of them far below the longest."""
+    """Random tokens; `log-uniform` draws lengths from 64 to 2048, most of them far below the longest."""
     generator = torch.Generator().manual_seed(0)
     if lengths == "fixed":
         width, sizes = prompt + response, torch.full((rows,), prompt + response)
