@@ -7,7 +7,7 @@ micro-batch) or how micro-batches overlap (pipeline parallelism).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dovetail.checkpoint.sharded import CONTENTS
 from dovetail.protocol import DataProto
 
 
@@ -136,15 +137,18 @@ class TrainBackend(ABC):
         """Bring it back. Asking for what is there already costs nothing."""
 
     @abstractmethod
-    def save_state(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
-        """Write weights, optimizer, schedule and this rank's random state into ``folder``; ``extra`` is rank 0's own.
+    def save_state(
+        self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
+    ) -> None:
+        """Write ``contents`` into ``folder``: weights, optimizer, and schedule with every rank's random state.
 
-        Atomicity is the caller's (``checkpoint.store``). An error on one rank is raised on all.
+        ``extra`` is the caller's own, taken from rank 0. Atomicity is the caller's too (``checkpoint.store``). An error
+        on one rank is raised on all.
         """
 
     @abstractmethod
-    def load_state(self, folder: Path) -> dict[str, Any]:
-        """Read what ``save_state`` wrote, on any number of processes; return ``extra``."""
+    def load_state(self, folder: Path, *, contents: Collection[str] = CONTENTS) -> dict[str, Any]:
+        """Read what ``save_state`` wrote, on any number of processes; return ``extra`` (empty when not asked for)."""
 
     @abstractmethod
     def memory(self) -> dict[str, float]:

@@ -6,8 +6,8 @@ What depends on how parameters are spread is asked of a ``Sharding``; what depen
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from dovetail.backends.device_memory import free_device_cache, memory_in_use
 from dovetail.backends.network import network_call
 from dovetail.backends.schedule import LearningRateSchedule
 from dovetail.backends.sharding import Sharding
-from dovetail.checkpoint.sharded import load_sharded, save_sharded
+from dovetail.checkpoint.sharded import CONTENTS, load_sharded, save_sharded
 from dovetail.models.activations import activation_offload
 from dovetail.models.backbone import HF_PREFIX, TransformerBackbone
 from dovetail.models.lora import adapter_disabled, has_lora, merged_weights
@@ -65,6 +65,7 @@ class TorchBackend(TrainBackend):
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
         self._num_skipped = 0
+        self._away: set[str] = set()
 
     @property
     def module(self) -> torch.nn.Module:
@@ -113,6 +114,7 @@ class TorchBackend(TrainBackend):
 
     def optim_step(self, *, advance_schedule: bool = True) -> StepResult:
         optimizer, schedule = self._trainable()
+        self._require_here("params", "optimizer")
         lr = schedule.lr
         # The norm is reduced over all ranks, so all of them take the same decision.
         norm = float(self._sharding.clip_grad_norm(self._max_grad_norm))
@@ -141,20 +143,29 @@ class TorchBackend(TrainBackend):
 
     def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
         self._move(torch.device("cpu"), params=params, optimizer=optimizer)
+        self._away |= {name for name, chosen in (("params", params), ("optimizer", optimizer)) if chosen}
         free_device_cache(self.device)
 
     def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
         self._move(self.device, params=params, optimizer=optimizer)
+        self._away -= {name for name, chosen in (("params", params), ("optimizer", optimizer)) if chosen}
 
-    def save_state(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
+    def save_state(
+        self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
+    ) -> None:
         own = {
             "schedule": self._schedule.state_dict() if self._schedule is not None else None,
             "num_skipped": self._num_skipped,
         }
-        save_sharded(folder, self.module, self._optimizer, extra={"backend": own, "extra": dict(extra or {})})
+        everything = {"backend": own, "extra": dict(extra or {})}
+        with self._brought_in():
+            save_sharded(folder, self.module, self._optimizer, extra=everything, contents=contents)
 
-    def load_state(self, folder: Path) -> dict[str, Any]:
-        saved = load_sharded(folder, self.module, self._optimizer)
+    def load_state(self, folder: Path, *, contents: Collection[str] = CONTENTS) -> dict[str, Any]:
+        with self._brought_in():
+            saved = load_sharded(folder, self.module, self._optimizer, contents=contents)
+        if saved is None:
+            return {}
         own = saved["backend"]
         if self._schedule is not None and own["schedule"] is not None:
             self._schedule.load_state_dict(own["schedule"])
@@ -172,8 +183,25 @@ class TorchBackend(TrainBackend):
         return counts
 
     def _run(self, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
+        self._require_here("params")
         with ulysses_group(self._sp_group), self._sharding.compute_context():
             return self._call(self.module, micro_batch, options)
+
+    def _require_here(self, *names: str) -> None:
+        # Checked on the CPU too, where nothing moves: a laptop run then finds the missing call before a cluster does.
+        away = sorted(self._away.intersection(names))
+        if away:
+            raise RuntimeError(f"{' and '.join(away)} are offloaded; call onload() first")
+
+    @contextmanager
+    def _brought_in(self) -> Iterator[None]:
+        away = set(self._away)
+        self.onload(params="params" in away, optimizer="optimizer" in away)
+        try:
+            yield
+        finally:
+            if away:
+                self.offload(params="params" in away, optimizer="optimizer" in away)
 
     def _trainable(self) -> tuple[torch.optim.Optimizer, LearningRateSchedule]:
         if self._optimizer is None or self._schedule is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from dovetail.checkpoint.rng import capture_rng, restore_rng
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
+CONTENTS = ("model", "optimizer", "extra")
+"""What a folder may hold, named as in ``checkpoint.save_contents``; ``extra``: schedule, random state and the rest."""
 _SHARDS = "shards"
 _DESCRIPTION = "state.json"
 _EXTRA = "extra.pt"
@@ -39,18 +41,26 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save_sharded(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, *, extra: Mapping[str, Any]
+    folder: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    extra: Mapping[str, Any],
+    contents: Collection[str] = CONTENTS,
 ) -> None:
-    """Write weights, optimizer state, every rank's random state, and ``extra`` (taken from rank 0). Collective.
+    """Write ``contents``: weights, optimizer state, and every rank's random state with ``extra`` of rank 0. Collective.
 
     An error on any rank is raised on all of them, so no rank goes on with a checkpoint that another has lost.
     """
     rank, world_size = _place()
     together(folder.mkdir, parents=True, exist_ok=True)
     # Asking a fresh optimizer for its state makes the library take an empty step first, which would count as a step.
-    has_optimizer = optimizer is not None and bool(optimizer.state)
-    state: dict[str, Any] = {"model": get_model_state_dict(module, options=_OPTIONS)}
-    if optimizer is not None and has_optimizer:
+    has_steps = optimizer is not None and bool(optimizer.state)
+    saved = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
+    state: dict[str, Any] = {}
+    if "model" in saved:
+        state["model"] = get_model_state_dict(module, options=_OPTIONS)
+    if "optimizer" in saved and optimizer is not None and has_steps:
         state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
     try:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / _SHARDS), no_dist=world_size == 1)
@@ -58,55 +68,65 @@ def save_sharded(
         raise OSError(f"{folder} could not be written: {_first_failure(failure)}") from failure
 
     def write_small_files() -> None:
-        torch.save(capture_rng(), folder / f"rng_{rank}.pt")
+        if "extra" in saved:
+            torch.save(capture_rng(), folder / f"rng_{rank}.pt")
         if rank == 0:
-            torch.save(dict(extra), folder / _EXTRA)
-            description = {"version": STATE_VERSION, "world_size": world_size, "has_optimizer": has_optimizer}
+            if "extra" in saved:
+                torch.save(dict(extra), folder / _EXTRA)
+            description = {
+                "version": STATE_VERSION, "world_size": world_size, "contents": saved, "has_steps": has_steps
+            }  # fmt: skip
             (folder / _DESCRIPTION).write_text(json.dumps(description))
 
     together(write_small_files)
 
 
 def load_sharded(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, *, restore_random_state: bool = True
-) -> dict[str, Any]:
-    """Read weights, and optimizer and random state where asked and saved; return ``extra``. Collective.
+    folder: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    contents: Collection[str] = CONTENTS,
+) -> dict[str, Any] | None:
+    """Read ``contents``; return ``extra``, or None when it is not among them. Collective.
 
     Random state is one file per rank of the run that saved; with another number of ranks there is no right one, so
     the current state is kept and this is said.
     """
-    rank, world_size = _place()
+    _, world_size = _place()
     description = read_description(folder)
-    state: dict[str, Any] = {"model": get_model_state_dict(module, options=_OPTIONS)}
-    if optimizer is not None and description["has_optimizer"]:
+    wanted = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
+    missing = [name for name in wanted if name not in description["contents"]]
+    if missing:
+        raise BrokenCheckpoint(
+            folder, f"it was saved without {', '.join(missing)}; leave that out of checkpoint.load_contents"
+        )
+    state: dict[str, Any] = {}
+    if "model" in wanted:
+        state["model"] = get_model_state_dict(module, options=_OPTIONS)
+    if "optimizer" in wanted and optimizer is not None:
         # From empty, the library makes all parameters' state in the same order on all ranks. What FSDP1 has after
         # real steps lacks the parameters a rank holds nothing of, and ranks would then wait in different collectives.
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
-        state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
+        if description["has_steps"]:
+            state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder / _SHARDS), no_dist=world_size == 1)
     except CheckpointException as failure:
         raise BrokenCheckpoint(folder, _first_failure(failure)) from failure
-    set_model_state_dict(module, state["model"], options=_OPTIONS)
-    if optimizer is not None:
-        if "optimizer" in state:
-            set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_OPTIONS)
-        else:
-            optimizer.state.clear()
-    if restore_random_state:
-        if description["world_size"] == world_size:
-            restore_rng(torch.load(folder / f"rng_{rank}.pt", weights_only=False))
-        elif rank == 0:
-            logger.warning(
-                "%s was saved by %d processes and is loaded by %d: random state is not restored",
-                folder, description["world_size"], world_size,
-            )  # fmt: skip
+    if "model" in state:
+        set_model_state_dict(module, state["model"], options=_OPTIONS)
+    if "optimizer" in state and optimizer is not None:
+        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_OPTIONS)
+    if "extra" not in wanted:
+        return None
+    _restore_random_state(folder, description["world_size"])
     return torch.load(folder / _EXTRA, weights_only=False)
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """What ``save_sharded`` noted about a folder: ``version``, ``world_size``, ``has_optimizer``."""
+    """What ``save_sharded`` noted about a folder: ``version``, ``world_size``, ``contents``, ``has_steps``."""
     try:
         description = json.loads((folder / _DESCRIPTION).read_text())
     except (OSError, ValueError) as error:
@@ -134,6 +154,17 @@ def together(action: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
     if failed:
         raise OSError(f"rank {failed[0][0]} could not write its part of the checkpoint: {failed[0][1]}") from error
+
+
+def _restore_random_state(folder: Path, saved_world_size: int) -> None:
+    rank, world_size = _place()
+    if saved_world_size == world_size:
+        restore_rng(torch.load(folder / f"rng_{rank}.pt", weights_only=False))
+    elif rank == 0:
+        logger.warning(
+            "%s was saved by %d processes and is loaded by %d: random state is not restored",
+            folder, saved_world_size, world_size,
+        )  # fmt: skip
 
 
 def _first_failure(failure: CheckpointException) -> str:

@@ -14,6 +14,7 @@ from dovetail.backends.build import build_backend
 from dovetail.backends.export import export_hf_folder
 from dovetail.backends.optimizer import build_optimizer, decayed_names
 from dovetail.backends.torch_backend import TorchBackend
+from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.models.load import build_meta_model
@@ -209,6 +210,34 @@ def test_float16_training_is_refused() -> None:
 def test_an_unknown_strategy_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="single, fsdp, fsdp2"):
         build_backend("ddp", tiny_policy(), fsdp=FP32)
+
+
+def test_offloaded_state_is_asked_for_back_by_name() -> None:
+    backend = build()
+    backend.offload(optimizer=False)
+    with pytest.raises(RuntimeError, match="params are offloaded; call onload"):
+        backend.forward([tiny_batch()])
+    backend.onload()
+    step(backend, tiny_batch())
+
+
+def test_an_offloaded_backend_saves_and_stays_offloaded(tmp_path: Path) -> None:
+    backend = build()
+    step(backend, tiny_batch())
+    backend.offload()
+    backend.save_state(tmp_path)
+    with pytest.raises(RuntimeError, match="offloaded"):
+        backend.forward([tiny_batch()])
+
+
+def test_weights_alone_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    trained, fresh = build(), build()
+    step(trained, tiny_batch())
+    trained.save_state(tmp_path, contents=["model"])
+    assert fresh.load_state(tmp_path, contents=["model"]) == {}
+    assert largest_difference(as_numpy(fresh.named_weights()), as_numpy(trained.named_weights())) == 0.0
+    with pytest.raises(BrokenCheckpoint, match="saved without optimizer, extra; leave that out"):
+        fresh.load_state(tmp_path)
 
 
 def test_memory_reports_the_host() -> None:

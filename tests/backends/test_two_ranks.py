@@ -18,10 +18,12 @@ from torch import Tensor
 from dovetail.backends.base import ForwardOptions, TokenOutput
 from dovetail.backends.build import build_backend
 from dovetail.backends.export import export_hf_folder
+from dovetail.backends.fsdp2 import fsdp2_clip_grad_norm_
 from dovetail.backends.torch_backend import TorchBackend
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.models.backbone import TransformerBackbone
 from dovetail.models.load import build_meta_model
+from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import ValueModel
 from dovetail.protocol import DataProto
@@ -134,6 +136,23 @@ def test_a_full_disk_during_export_is_an_error_on_all_ranks(strategy: str, ranks
         assert "No space left" in rank[strategy]["full disk"]
 
 
+def test_a_meta_network_with_adapters_starts_equal_on_all_ranks(ranks: list[Found]) -> None:
+    source = as_numpy(make("single", tiny_policy()).named_weights())
+    for rank in ranks:
+        merged, adapters = rank["fsdp2"]["adapters from meta"]
+        assert largest_difference(merged, source) < TOLERANCE  # B is zero, so the merged weights are the folder's
+        assert largest_difference(adapters, ranks[0]["fsdp2"]["adapters from meta"][1]) == 0.0
+        assert any(np.abs(value).max() > 0 for name, value in adapters.items() if ".lora_A." in name)
+
+
+def test_the_clip_returns_the_norm_of_the_whole_model(ranks: list[Found]) -> None:
+    for rank in ranks:
+        two, largest, message, whole = rank["fsdp2"]["norms"]
+        assert two == pytest.approx(np.sqrt(sum((value**2).sum() for value in whole.values())), rel=1e-5)
+        assert largest == pytest.approx(max(np.abs(value).max() for value in whole.values()), rel=1e-6)
+        assert "gradient norm is nan" in message
+
+
 def test_global_counts_are_sums_over_data_parallel_ranks(ranks: list[Found]) -> None:
     for rank in ranks:
         assert rank["fsdp2"]["counts"] == [3, 20]
@@ -193,6 +212,9 @@ def on_strategy(strategy: str, rank: int, folder: Path) -> Found:
     found["offload"] = tuple(offloaded(make(strategy, tiny_policy()), moves) for moves in (True, False))
     found["bfloat16"] = bfloat16(strategy)
     found["full disk"] = full_disk(make(strategy, tiny_policy()), folder / f"export-{strategy}")
+    if strategy == "fsdp2":
+        found["adapters from meta"] = adapters_from_meta(folder / "hf")
+        found["norms"] = norms(make(strategy, tiny_policy()))
     backend = make(strategy, tiny_policy())
     found["counts"] = backend.sum_over_dp(torch.tensor([1 + rank, 10])).tolist()
     return found
@@ -224,6 +246,26 @@ def from_meta(strategy: str, folder: Path) -> tuple[dict[str, np.ndarray], np.nd
     log_probs = backend.forward([tiny_batch()])[0].log_probs
     assert log_probs is not None
     return as_numpy(backend.named_weights()), log_probs.numpy()
+
+
+def adapters_from_meta(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    model = add_lora(build_meta_model(folder), rank=4, alpha=8.0)
+    backend = make("fsdp2", PolicyModel(model), weights=folder)
+    raw = as_numpy(backend.named_weights(merge_adapters=False))
+    return as_numpy(backend.named_weights()), {name: value for name, value in raw.items() if ".lora_" in name}
+
+
+def norms(backend: TorchBackend) -> tuple[float, float, str, dict[str, np.ndarray]]:
+    batch = tiny_batch()
+    backend.forward_backward([my_rows(batch, backend.place)], weighted_nll(total_weight(batch)))
+    whole = as_numpy(backend.named_gradients())
+    parameters = list(backend.module.parameters())
+    two = float(fsdp2_clip_grad_norm_(parameters, 1e9))
+    largest = float(fsdp2_clip_grad_norm_(parameters, 1e9, float("inf")))
+    fsdp2_clip_grad_norm_(parameters, float("nan"))
+    with pytest.raises(RuntimeError, match="gradient norm") as caught:
+        fsdp2_clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+    return two, largest, str(caught.value), whole
 
 
 def reference(backend: TorchBackend) -> tuple[np.ndarray, np.ndarray]:
