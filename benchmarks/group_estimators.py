@@ -1,7 +1,8 @@
 """Group estimators against a plain loop over rows, on a large batch: 16,384 answers of 2,048 tokens, 16 per prompt.
 
-Both sides compute the same advantages (checked here) from the same tensors in the same process. The goal is a ratio
-of medians of at least 10.
+Both sides compute the same advantages (checked here) from the same tensors in the same process. The goal is a ratio of
+medians of at least 10. Ours is bound by writing the 128 MiB result, so it wants a machine whose memory is not busy: the
+loop is bound by the interpreter and hardly notices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from dovetail.algorithms import get_adv_estimator_fn
 
 NUM_ROWS, WIDTH, GROUP_SIZE = 16_384, 2_048, 16
-REPEATS = 3
+REPEATS = 5
 GOAL = "at least 10 times as fast as the row loop"
 ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 
@@ -30,13 +31,14 @@ def run() -> list[dict[str, Any]]:
         estimator = get_adv_estimator_fn(name)
         ours: list[float] = []
         other: list[float] = []
-        for _ in range(REPEATS):  # in turns, so that a busy machine slows both sides
-            result, seconds = _timed(estimator, token_level_rewards=rewards, response_mask=mask, uid=uid)
-            ours.append(seconds)
-            expected, seconds = _timed(_row_loop, name, rewards, mask, uid)
-            other.append(seconds)
-            torch.testing.assert_close(result[0], expected, atol=1e-4, rtol=1e-4)
+        for turn in range(REPEATS + 1):  # in turns, so that a busy machine slows both sides
+            (result, _), our_seconds = _timed(estimator, token_level_rewards=rewards, response_mask=mask, uid=uid)
+            expected, other_seconds = _timed(_row_loop, name, rewards, mask, uid)
+            torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
             del result, expected  # 128 MiB each, freed outside the timed part
+            if turn > 0:  # the first turn warms up
+                ours.append(our_seconds)
+                other.append(other_seconds)
         ours_s, other_s = statistics.median(ours), statistics.median(other)
         results.append({"name": name, "ours_s": ours_s, "other_s": other_s, "ratio": other_s / ours_s, "goal": GOAL})
     return results
