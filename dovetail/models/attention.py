@@ -110,13 +110,18 @@ def _same_dtype(*tensors: Tensor) -> Iterator[Tensor]:
 def _kernel_for(query: Tensor, dropout: float) -> Callable[..., Tensor]:
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return _sdpa_per_sequence
-    if importlib.util.find_spec("flash_attn") is not None:
+    if _flash_attn_is_here():
         return _flash_attn
     if dropout:
         raise NotImplementedError(
             f"PyTorch's varlen kernel has no dropout ({dropout}); set attention_dropout=0 or install flash-attn."
         )
     return _torch_varlen
+
+
+@lru_cache(maxsize=1)
+def _flash_attn_is_here() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
 
 
 def _sdpa_per_sequence(
@@ -160,32 +165,22 @@ def _torch_varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    options = _varlen_options(window)
-    if query.size(1) != key.size(1) and "enable_gqa" not in options:
-        key, value = (t.repeat_interleave(query.size(1) // key.size(1), dim=1) for t in (key, value))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [N, heads, D]
     cu, longest = segments.cu_seqlens, segments.max_length
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, **options)
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, **_varlen_options(window))
     assert isinstance(out, Tensor), "only a request for the normaliser makes varlen_attn return a pair"
     return out.unsqueeze(0)
 
 
 @lru_cache(maxsize=32)
 def _varlen_options(window: int | None) -> dict[str, Any]:
-    """The causal keyword changed its name between releases, and grouped heads became a keyword."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
-    if "window_size" in known:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-        return options
-    if window is not None:
-        raise NotImplementedError(
-            f"sliding_window={window} needs a newer torch.nn.attention.varlen than torch {torch.__version__} has; "
-            "upgrade torch, install flash-attn, or set use_remove_padding=False."
-        )
-    return options | {"is_causal": True}
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    # Torch 2.11 takes fewer KV heads as they are; later releases want to be told.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    return options
 
 
 def _flash_attn(
