@@ -1,7 +1,7 @@
 """The embedded engine on a real model, SmolLM2-135M-Instruct, in float32.
 
-Where greedy tokens may differ from transformers': only at a tie, two logits closer than rounding between differently
-shaped matrix products moves them. The test allows a difference there and nowhere else, and demands that none is needed.
+Greedy tokens could differ from transformers' at a tie only: two logits closer than what another shape of the same
+matrix product rounds (about 1e-5 here). These prompts have none.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def rows() -> list[list[int]]:
 
 
 def test_greedy_tokens_equal_transformers_and_log_probs_a_plain_forward(model: Any, rows: list[list[int]]) -> None:
-    sampling = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
     results = NativeEngine(model).generate([GenerationRequest(str(i), row, sampling) for i, row in enumerate(rows)])
     gaps = []
     for row, result in zip(rows, results, strict=True):
-        assert result.token_ids == transformers_greedy(model, row, 24)
+        assert result.token_ids == transformers_greedy(model, row, 16)
         gaps.append((torch.tensor(result.log_probs) - plain_log_probs(model, row, result.token_ids)).abs())
     assert torch.cat(gaps).mean() <= 1e-5
 
 
 def test_samples_do_not_depend_on_the_batch(model: Any, rows: list[list[int]]) -> None:
-    asked = [GenerationRequest(str(i), row, SamplingParams(seed=i, max_new_tokens=12)) for i, row in enumerate(rows)]
+    asked = [GenerationRequest(str(i), row, SamplingParams(seed=i, max_new_tokens=8)) for i, row in enumerate(rows)]
     engine = NativeEngine(model)
     together = engine.generate(asked)
     assert [engine.generate([request])[0].token_ids for request in asked] == [r.token_ids for r in together]

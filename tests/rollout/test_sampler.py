@@ -85,11 +85,11 @@ def test_the_chi_square_test_itself_rejects_a_wrong_distribution() -> None:
 def test_top_p_of_a_flat_distribution_wider_than_the_candidates_is_exact() -> None:
     logits = _logits(4096) * 0.05
     params = SamplingParams(top_p=0.9)
-    tokens, _ = _draw(logits, params, 3000)
+    tokens, _ = _draw(logits, params, 1600)
     assert _exact(logits, params)[tokens].min() > 0
     kept = torch.zeros(4096, dtype=torch.bool)
     kept[tokens] = True
-    assert kept.sum() > 1500  # far more than top-k candidates alone would give
+    assert kept.sum() > 1024  # more than the sampler sorts at first
 
 
 def test_log_probs_are_under_temperature_before_truncation_by_default() -> None:

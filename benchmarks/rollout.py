@@ -1,0 +1,120 @@
+"""Generation on CPU: engines against transformers `generate` on SmolLM2-135M, 64 prompts x 128 tokens, one run.
+
+Both sides sample at temperature 1 without stopping, on the same number of threads (OMP_NUM_THREADS, default 1). Times
+are CPU seconds of the process: at one thread that is wall time on a quiet machine, and it stays comparable on a busy one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from dovetail.models.load import load_tokenizer
+from dovetail.models.smollm2 import smollm2_folder
+from dovetail.rollout import GenerationRequest, RolloutEngine, SamplingParams
+
+NUM_PROMPTS = 64
+NUM_TOKENS = 128
+GOAL = 1.5
+
+
+def _native(folder: Path, dtype: torch.dtype) -> RolloutEngine:
+    from dovetail.rollout.native.engine import NativeEngine
+
+    return NativeEngine(folder, dtype=dtype)
+
+
+# Engines measured, by name: how to build one from a folder.
+ENGINES: dict[str, Callable[[Path, torch.dtype], RolloutEngine]] = {"native": _native}
+
+
+def run() -> list[dict]:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = smollm2_folder(dtype)
+        prompts = _prompts(folder)
+        other = _cpu_seconds(lambda folder=folder, prompts=prompts, dtype=dtype: _transformers(folder, dtype, prompts))
+        for name, build in ENGINES.items():
+            with build(folder, dtype) as engine:
+                ours = _cpu_seconds(lambda engine=engine, prompts=prompts: _engine(engine, prompts))
+            rows.append(
+                {
+                    "name": f"{name} against generate, {NUM_PROMPTS} x {NUM_TOKENS} tokens, {str(dtype)[6:]}",
+                    "ours_s": ours,
+                    "other_s": other,
+                    "ratio": other / ours,
+                    "goal": f">= {GOAL}x",
+                }
+            )
+    return rows
+
+
+def _prompts(folder: Path) -> list[list[int]]:
+    tokenizer = load_tokenizer(folder)
+    texts = [f"What is {i} plus {3 * i + 1}? Explain step by step." for i in range(NUM_PROMPTS)]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for text in texts
+    ]
+
+
+def _engine(engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> Callable[[], None]:
+    def generate(num_tokens: int) -> None:
+        results = engine.generate(
+            [
+                GenerationRequest(str(i), prompt, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, seed=i))
+                for i, prompt in enumerate(prompts)
+            ]
+        )
+        assert all(len(result.token_ids) == num_tokens for result in results)
+
+    generate(2)
+    return lambda: generate(NUM_TOKENS)
+
+
+def _transformers(folder: Path, dtype: torch.dtype, prompts: Sequence[Sequence[int]]) -> Callable[[], None]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+
+    def generate(num_tokens: int) -> None:
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=num_tokens,
+            eos_token_id=[],
+            pad_token_id=0,
+        )
+        assert out.shape[1] == width + num_tokens
+
+    generate(2)
+    return lambda: generate(NUM_TOKENS)
+
+
+def _cpu_seconds(prepare: Callable[[], Callable[[], None]]) -> float:
+    """Time of what `prepare` returns; models, caches and code paths are warm by then."""
+    work = prepare()
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+if __name__ == "__main__":
+    from benchmarks.run import format_table
+
+    print(format_table(run()))
