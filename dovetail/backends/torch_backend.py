@@ -96,7 +96,7 @@ class TorchBackend(TrainBackend):
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             with nullcontext() if is_last else self._sharding.accumulating():
-                micro_batch = micro_batch.to(self.device)
+                micro_batch = self._here(micro_batch)
                 with activation_offload() if self._offloads_activations else nullcontext():
                     loss, found = loss_fn(self._run(micro_batch, options), micro_batch)
                 (loss * self._sharding.reduce_factor).backward()
@@ -108,7 +108,7 @@ class TorchBackend(TrainBackend):
         self._check_equal_count(len(micro_batches))
         self.module.eval()
         with nullcontext() if options.adapters else adapter_disabled(self.module):
-            outputs = [self._run(micro_batch.to(self.device), options) for micro_batch in micro_batches]
+            outputs = [self._run(self._here(micro_batch), options) for micro_batch in micro_batches]
         self._sharding.after_forward()
         return outputs
 
@@ -186,6 +186,12 @@ class TorchBackend(TrainBackend):
         self._require_here("params")
         with ulysses_group(self._sp_group), self._sharding.compute_context():
             return self._call(self.module, micro_batch, options)
+
+    def _here(self, micro_batch: DataProto) -> DataProto:
+        """The micro-batch on this device. The caller's own stays where it is: all of them at once may not fit."""
+        if micro_batch.batch is None:
+            return micro_batch
+        return DataProto(micro_batch.batch.to(self.device), micro_batch.non_tensor_batch, micro_batch.meta_info)
 
     def _require_here(self, *names: str) -> None:
         # Checked on the CPU too, where nothing moves: a laptop run then finds the missing call before a cluster does.

@@ -137,7 +137,7 @@ def train(case: Case) -> Trained:
     losses, norms, gradients = [], [], {}
     for _ in range(2):
         metrics = backend.forward_backward(cut(mine, case.sizes), weighted_nll(total_weight(batch)))
-        losses.append(sum(piece["loss"] for piece in metrics))
+        losses.append(sum(float(piece["loss"]) for piece in metrics))
         gradients = as_numpy(backend.named_gradients())
         norms.append(backend.optim_step().grad_norm)
     outputs = backend.forward(cut(mine, case.sizes), ForwardOptions())

@@ -45,7 +45,7 @@ def step(backend: TorchBackend, batch: DataProto) -> None:
     assert not backend.optim_step().skipped
 
 
-def broken_loss(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+def broken_loss(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
     assert output.log_probs is not None
     return output.log_probs.sum() * float("inf"), {}
 

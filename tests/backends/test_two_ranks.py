@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dovetail.backends.base import ForwardOptions, TokenOutput
 from dovetail.backends.build import build_backend
@@ -88,7 +89,8 @@ def test_a_meta_network_is_filled_shard_by_shard(strategy: str, ranks: list[Foun
     log_probs = source.forward([tiny_batch()])[0].log_probs
     assert log_probs is not None
     for rank in ranks:
-        weights, found = rank[strategy]["from meta"]
+        weights, found, num_held = rank[strategy]["from meta"]
+        assert num_held < 0.6 * sum(weight.size for weight in weights.values())
         assert largest_difference(weights, as_numpy(source.named_weights())) == 0.0
         np.testing.assert_allclose(found, log_probs.numpy(), atol=TOLERANCE)
 
@@ -181,7 +183,7 @@ def make(strategy: str, network: TransformerBackbone, fsdp: FSDPConfig = FP32, *
     return build_backend(strategy, network, fsdp=fsdp, optim=OPTIM, **options)
 
 
-def squared_values(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+def squared_values(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
     assert output.values is not None
     return ((output.values - 1) ** 2 * micro_batch.tensors["weights"]).sum() / 30, {}
 
@@ -225,7 +227,7 @@ def bad_gradient(backend: TorchBackend, rank: int) -> tuple[bool, dict[str, np.n
     train(backend)
     before = as_numpy(backend.named_weights())
 
-    def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+    def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         assert output.log_probs is not None
         return output.log_probs.sum() * (float("nan") if rank == 1 else 1.0), {}
 
@@ -240,12 +242,13 @@ def unequal(backend: TorchBackend, rank: int) -> str:
     return str(caught.value)
 
 
-def from_meta(strategy: str, folder: Path) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def from_meta(strategy: str, folder: Path) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
     network = PolicyModel(build_meta_model(folder), use_remove_padding=True)
     backend = make(strategy, network, weights=folder)
     log_probs = backend.forward([tiny_batch()])[0].log_probs
     assert log_probs is not None
-    return as_numpy(backend.named_weights()), log_probs.numpy()
+    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in backend.module.parameters()]
+    return as_numpy(backend.named_weights()), log_probs.numpy(), sum(p.numel() for p in parameters)
 
 
 def adapters_from_meta(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

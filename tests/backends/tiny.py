@@ -64,10 +64,10 @@ def tiny_batch(rows: int = 8, length: int = 12, seed: int = 1) -> DataProto:
 def weighted_nll(total: float) -> LossFn:
     """A share of the weighted mean of -log p; ``total`` is the sum of weights over the whole mini-batch."""
 
-    def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+    def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         assert output.log_probs is not None
         loss = -(output.log_probs * micro_batch.tensors["weights"]).sum() / total
-        return loss, {"loss": float(loss.detach())}
+        return loss, {"loss": loss.detach()}
 
     return loss_fn
 
