@@ -1,0 +1,131 @@
+"""What a user sees while a run goes on: a live picture in a terminal, one plain line per step elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.logging import RichHandler
+
+from dovetail.observability.console_state import ConsoleState
+from dovetail.observability.console_view import draw, plain_line
+
+_REFRESHES_PER_SECOND = 4
+
+
+class StepConsole(Protocol):
+    """What the trainer tells a console. Calls come from the driver's thread and must be cheap."""
+
+    def phase(self, name: str | None) -> None:
+        """A phase begins; None: no phase is running. Fits `PhaseTimers(on_phase=...)`."""
+
+    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None:
+        """How far the phase is; `tokens` counts those of this phase so far."""
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is over."""
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        """Something happened beside the numbers."""
+
+    def close(self) -> None: ...
+
+
+def make_console(
+    title: str, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None, live: bool | None = None
+) -> StepConsole:
+    """A live console when `stream` (standard output) is a terminal, or when `live` says so; otherwise plain lines."""
+    stream = stream or sys.stdout
+    state = ConsoleState(title=title, total_steps=total_steps, step=first_step, first_step=first_step)
+    if stream.isatty() if live is None else live:
+        return LiveConsole(state, Console(file=stream))
+    return PlainConsole(state, stream)
+
+
+class PlainConsole:
+    """One line per step and per event."""
+
+    def __init__(self, state: ConsoleState, stream: TextIO) -> None:
+        self._state = state
+        self._stream = stream
+
+    def phase(self, name: str | None) -> None:
+        self._state.phase(name)
+
+    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None:
+        self._state.progress(done, total, tokens, unit)
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._state.end_step(step, metrics)
+        self._write(plain_line(self._state))
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        self._state.event(kind, step, facts)
+        self._write(self._state.events[-1])
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+class LiveConsole:
+    """A picture that is redrawn in place. Log lines appear above it."""
+
+    def __init__(self, state: ConsoleState, console: Console) -> None:
+        self._state = state
+        self._console = console
+        self._lock = threading.Lock()
+        self._handlers = _log_through(console)
+        self._live = Live(
+            get_renderable=self._draw, console=console, refresh_per_second=_REFRESHES_PER_SECOND, transient=False
+        )
+        self._live.start()
+
+    def phase(self, name: str | None) -> None:
+        with self._lock:
+            self._state.phase(name)
+
+    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None:
+        with self._lock:
+            self._state.progress(done, total, tokens, unit)
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self._state.end_step(step, metrics)
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._state.event(kind, step, facts)
+
+    def close(self) -> None:
+        with self._lock:
+            self._state.phase(None)
+        self._live.stop()
+        for handler, stream in self._handlers:
+            logging.root.removeHandler(handler)
+            logging.root.addHandler(stream)
+
+    def _draw(self) -> Any:
+        with self._lock:
+            return draw(self._state, time.monotonic(), self._console.width)
+
+
+def _log_through(console: Console) -> list[tuple[logging.Handler, logging.Handler]]:
+    """Let log lines for the terminal pass above the picture instead of through it; undone by `close`."""
+    swapped: list[tuple[logging.Handler, logging.Handler]] = []
+    for handler in list(logging.root.handlers):
+        if type(handler) is logging.StreamHandler and handler.stream in (sys.stdout, sys.stderr):
+            above = RichHandler(console=console, show_path=False, level=handler.level)
+            logging.root.removeHandler(handler)
+            logging.root.addHandler(above)
+            swapped.append((above, handler))
+    return swapped

@@ -1,0 +1,73 @@
+"""What the console knows about a run. Plain values; draws nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+REWARD_NAMES = ("critic/score/mean", "reward/score/mean", "critic/rewards/mean")
+_HISTORY = 2000
+
+
+@dataclass
+class ConsoleState:
+    """Updated by the driver, read by the view."""
+
+    title: str
+    total_steps: int
+    step: int = 0
+    first_step: int = 0
+    clock: Callable[[], float] = time.monotonic
+    metrics: dict[str, float] = field(default_factory=dict)
+    previous: dict[str, float] = field(default_factory=dict)
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    validation: dict[str, float] = field(default_factory=dict)
+    events: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    phase_name: str | None = None
+    phase_start: float = 0.0
+    done: int = 0
+    total: int = 0
+    tokens: int = 0
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+        self.phase_start = self.started
+
+    def phase(self, name: str | None) -> None:
+        self.phase_name = name
+        self.phase_start = self.clock()
+        self.done = self.total = self.tokens = 0
+
+    def progress(self, done: int, total: int, tokens: int, unit: str) -> None:
+        self.done, self.total, self.tokens, self.unit = done, total, tokens, unit
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step = step
+        self.validation.update({name: value for name, value in metrics.items() if name.startswith("val-core/")})
+        if any(not name.startswith("val-") for name in metrics):
+            self.previous, self.metrics = self.metrics, dict(metrics)
+        reward = self.reward
+        if reward is not None and any(name in metrics for name in REWARD_NAMES):
+            self.rewards.append(reward)
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        details = ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
+        self.events.append(f"step {step}: {kind.replace('_', ' ')}" + (f" ({details})" if details else ""))
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the last step."""
+        return next((self.metrics[name] for name in REWARD_NAMES if name in self.metrics), None)
+
+    def seconds_left(self, now: float) -> float | None:
+        """From the mean time of the steps of this process."""
+        finished = self.step - self.first_step
+        return None if finished < 1 else (now - self.started) / finished * (self.total_steps - self.step)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,158 @@
+"""`RunFolder`: what a run leaves on disk, apart from its checkpoints. The dashboard reads nothing else.
+
+    config.yaml            the resolved configuration
+    plan.json              placement, batch arithmetic, memory
+    metrics.jsonl          one flat JSON object per step, with `step`
+    events.jsonl           validation, checkpoint, skipped step, resume
+    rollouts/step_N.jsonl  prompt, response, scores, advantages, log-prob gap
+    validation/step_N.jsonl
+
+Lines are appended whole; files appear whole. A process may be killed at any moment: the next start takes away half a
+line and whatever lies beyond the step it resumes from.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+AnswerKind = Literal["rollouts", "validation"]
+_ANSWER_FILE = re.compile(r"step_(\d+)\.jsonl$")
+
+
+class RunFolder:
+    """One writer per folder: the driver. Call `start` or `resume` before the first line."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def start(self) -> None:
+        """Begin a run from step 0. Lines of an earlier run here are kept as `metrics.previous.jsonl`, not continued."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, EVENTS):
+            file = self.path / name
+            if file.exists() and file.stat().st_size:
+                previous = file.with_suffix(f".previous{file.suffix}")
+                logger.warning("%s holds an earlier run; it is now %s", file, previous.name)
+                os.replace(file, previous)
+        self._remove_answers_after(-1)
+
+    def resume(self, step: int) -> None:
+        """Continue after `step`: everything recorded beyond it is taken away, because it will happen again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, EVENTS):
+            file = self.path / name
+            if file.exists():
+                kept = [line for line in read_json_lines(file) if line.get("step", 0) <= step]
+                write_text(file, "".join(_line(entry) for entry in kept))
+        self._remove_answers_after(step)
+        self.log_event("resume", step)
+
+    def write_config(self, values: Mapping[str, Any]) -> None:
+        """The resolved configuration as YAML; give `config.model_dump(mode="json")`."""
+        import yaml
+
+        write_text(self.path / "config.yaml", yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """The plan as JSON; give `plan.to_dict()`."""
+        write_text(self.path / "plan.json", json.dumps(_finite(dict(plan)), indent=1) + "\n")
+
+    def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one line. NaN and infinity become null: JSON has no words for them."""
+        _append(self.path / METRICS, {"step": step, **metrics})
+
+    def log_event(self, kind: str, step: int, **facts: Any) -> None:
+        """Append something that happened: `validation`, `checkpoint`, `skipped_step`, `resume`."""
+        _append(self.path / EVENTS, {"time": round(time.time(), 3), "kind": kind, "step": step, **facts})
+
+    def write_answers(self, step: int, rows: Iterable[Mapping[str, Any]], kind: AnswerKind = "rollouts") -> Path:
+        """Write the answers of a step, one JSON object per line. The file appears when it is whole."""
+        folder = self.path / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"step_{step}.jsonl"
+        write_text(file, "".join(_line(row) for row in rows))
+        return file
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole lines."""
+        return list(read_json_lines(self.path / METRICS))
+
+    def read_events(self) -> list[dict[str, Any]]:
+        return list(read_json_lines(self.path / EVENTS))
+
+    def _remove_answers_after(self, step: int) -> None:
+        for kind in ("rollouts", "validation"):
+            for file in (self.path / kind).glob("step_*.jsonl"):
+                match = _ANSWER_FILE.match(file.name)
+                if match and int(match.group(1)) > step:
+                    file.unlink()
+
+
+def read_json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line of a file that may still be written to. A half line at the end is left out."""
+    if not file.exists():
+        return
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError:
+            logger.warning("%s:%d is not a whole line of JSON and is left out", file, number)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replace a file so that a reader sees the old one or the whole new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _append(file: Path, entry: Mapping[str, Any]) -> None:
+    """One write call per line, so that a kill leaves the line or nothing of it; only a full disk leaves a part."""
+    line = _line(entry).encode()
+    handle = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            line = b"\n" + line  # Half a line is there: let it be one bad line, not two.
+        written = os.write(handle, line)
+        if written != len(line):
+            raise OSError(f"only {written} of {len(line)} bytes went into {file}; is the disk full?")
+    finally:
+        os.close(handle)
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(entry), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Plain JSON values. Numbers of numpy and torch become Python's."""
+    if isinstance(value, (str, bool, int)) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_finite(entry) for entry in value]
+    if hasattr(value, "tolist"):
+        return _finite(value.tolist())
+    return str(value)

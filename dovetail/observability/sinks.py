@@ -1,0 +1,180 @@
+"""Trackers that live outside the run folder: TensorBoard, W&B, MLflow, Trackio, SwanLab, ClearML.
+
+Each is imported when a run asks for it; a missing package is an error before the first step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a tracker is told about a run."""
+
+    project: str
+    experiment: str
+    config: Mapping[str, Any]
+    folder: Path
+
+
+class Sink(Protocol):
+    """Takes the numbers of each step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files in `<run>/tensorboard`. Uses the `tensorboard` package itself, not torch's wrapper of it."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        writer = need("tensorboard.summary.writer.event_file_writer", "tensorboard", "tensorboard")
+        self._event = need("tensorboard.compat.proto.event_pb2", "tensorboard", "tensorboard").Event
+        self._summary = need("tensorboard.compat.proto.summary_pb2", "tensorboard", "tensorboard").Summary
+        self._writer = writer.EventFileWriter(str(facts.folder / "tensorboard"))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A W&B run; its id is kept in the run folder, so that a resumed run continues the same curves."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._wandb = need("wandb", "wandb", "wandb")
+        file = facts.folder / "wandb.id"
+        run_id = file.read_text().strip() if file.exists() else None
+        self._run = self._wandb.init(
+            project=facts.project,
+            name=facts.experiment,
+            config=dict(facts.config),
+            dir=str(facts.folder),
+            id=run_id,
+            resume="allow",
+        )
+        file.write_text(f"{self._run.id}\n")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflowSink:
+    """An MLflow run at `MLFLOW_TRACKING_URI`."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._mlflow = need("mlflow", "mlflow", "mlflow")
+        self._mlflow.set_experiment(facts.project)
+        file = facts.folder / "mlflow.id"
+        run_id = file.read_text().strip() if file.exists() else None
+        run = self._mlflow.start_run(run_id=run_id, run_name=None if run_id else facts.experiment)
+        file.write_text(f"{run.info.run_id}\n")
+        if run_id is None:
+            self._mlflow.log_dict(dict(facts.config), "config.json")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # MLflow takes no "@" in names, and validation metrics are called mean@8.
+        self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class TrackioSink:
+    """A local Trackio project."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._trackio = need("trackio", "trackio", "trackio")
+        self._trackio.init(project=facts.project, name=facts.experiment, config=dict(facts.config))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._trackio.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+class SwanLabSink:
+    """A SwanLab experiment; `SWANLAB_MODE=local` keeps it on this machine."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._swanlab = need("swanlab", "swanlab", "swanlab")
+        self._swanlab.init(
+            project=facts.project,
+            experiment_name=facts.experiment,
+            config=dict(facts.config),
+            logdir=str(facts.folder / "swanlab"),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._swanlab.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+class ClearMLSink:
+    """A ClearML task; the part of a name before the first slash is the plot, the rest the curve."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        clearml = need("clearml", "clearml", "clearml")
+        self._task = clearml.Task.init(
+            project_name=facts.project, task_name=facts.experiment, continue_last_task=True, output_uri=False
+        )
+        self._task.connect_configuration(dict(facts.config), name="config")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            plot, _, curve = name.partition("/")
+            self._task.get_logger().report_scalar(plot, curve or plot, value, step)
+
+    def close(self) -> None:
+        self._task.close()
+
+
+SINKS: dict[str, Callable[[RunFacts], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "mlflow": MLflowSink,
+    "trackio": TrackioSink,
+    "swanlab": SwanLabSink,
+    "clearml": ClearMLSink,
+}
+
+
+def open_sinks(names: Sequence[str], facts: RunFacts) -> list[Sink]:
+    """Open them in order; when one cannot be opened, close those before it."""
+    opened: list[Sink] = []
+    try:
+        for name in names:
+            opened.append(SINKS[name](facts))
+    except BaseException:
+        for sink in opened:
+            sink.close()
+        raise
+    return opened
+
+
+def need(module: str, package: str, logger_name: str) -> Any:
+    """Import a tracker's library, or say how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"trainer.logger={logger_name} needs the package {package}: {error}. "
+            f"pip install {package}, or take {logger_name} out of trainer.logger."
+        ) from error

@@ -1,0 +1,52 @@
+"""Wall-clock time of the phases of a step, as `timing_s/<phase>` floats. Measures; decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+PhaseListener = Callable[[str | None], None]
+"""Called with the phase that begins, and with the enclosing one (or None) when it ends."""
+
+
+class PhaseTimers:
+    """`with timers("gen"): ...`. A phase entered twice in a step adds up; phases may be nested."""
+
+    def __init__(
+        self, on_phase: PhaseListener | None = None, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._on_phase = on_phase
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._open: list[str] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._open.append(name)
+        self._tell()
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._open.pop()
+            self._tell()
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count time that was measured elsewhere, by a worker for instance."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase since the last `take`, in the order the phases ended."""
+        return dict(self._seconds)
+
+    def take(self) -> dict[str, float]:
+        """`{"timing_s/gen": 1.2, ...}`, and start from zero."""
+        taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds = {}
+        return taken
+
+    def _tell(self) -> None:
+        if self._on_phase is not None:
+            self._on_phase(self._open[-1] if self._open else None)

@@ -1,0 +1,88 @@
+"""`Tracker`: takes the numbers of a step and passes them to the run folder, the console and the sinks."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from dovetail.observability.console import StepConsole
+from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.sinks import SINKS, RunFacts, open_sinks
+
+# The run folder's metrics.jsonl is always written; these names say so out loud.
+_ALWAYS = ("file", "jsonl")
+
+
+class Tracker:
+    """`trainer.logger` as an object. Without `console` among the names nothing is shown."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        folder: RunFolder,
+        *,
+        project: str,
+        experiment: str,
+        config: Mapping[str, Any],
+        console: StepConsole | None = None,
+    ) -> None:
+        check_logger_names(names)
+        self.folder = folder
+        self._console = console if "console" in names else None
+        facts = RunFacts(project, experiment, config, folder.path)
+        self._sinks = open_sinks([name for name in dict.fromkeys(names) if name in SINKS], facts)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record one step. Sinks get the finite numbers, the run folder everything."""
+        self.folder.log_metrics(step, metrics)
+        numbers = finite_numbers(metrics)
+        if self._console is not None:
+            self._console.end_step(step, numbers)
+        for sink in self._sinks:
+            sink.log(step, numbers)
+
+    def event(self, kind: str, step: int, **facts: Any) -> None:
+        """Record something that happened beside the numbers."""
+        self.folder.log_event(kind, step, **facts)
+        if self._console is not None:
+            self._console.event(kind, step, facts)
+
+    def close(self) -> None:
+        """Flush and leave the trackers; the console shows its last state."""
+        if self._console is not None:
+            self._console.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_logger_names(names: Sequence[str]) -> None:
+    """Raise for a name in `trainer.logger` that is no tracker."""
+    known = ("console", *_ALWAYS, *SINKS)
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(f"trainer.logger={name} is not known; {hint}There are {', '.join(known)}.")
+
+
+def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The entries that are finite numbers, as floats."""
+    found = {}
+    for name, value in metrics.items():
+        if isinstance(value, str) or not hasattr(value, "__float__"):
+            continue
+        number = float(value)
+        if math.isfinite(number):
+            found[name] = number
+    return found

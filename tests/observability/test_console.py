@@ -1,0 +1,126 @@
+"""What is on the screen, at every width, at every moment."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+from rich.console import Console
+
+from dovetail.observability.console import LiveConsole, PlainConsole, make_console
+from dovetail.observability.console_state import ConsoleState
+from dovetail.observability.console_view import draw, duration, number
+from dovetail.observability.sparkline import sparkline
+
+pytestmark = pytest.mark.unit
+
+METRICS = {
+    "critic/score/mean": 0.5,
+    "response_length/mean": 143.0,
+    "actor/entropy": 1.25,
+    "actor/ppo_kl": 0.00012,
+    "actor/grad_norm": 0.3,
+    "reward/failed": 2.0,
+    "timing_s/step": 8.0,
+    "timing_s/gen": 5.0,
+    "timing_s/update_actor": 3.0,
+    "perf/throughput": 2310.4,
+    "val-core/openai/gsm8k/reward/mean@4": 0.1,
+    "val-core/openai/gsm8k/acc/mean@4": 0.25,
+}
+
+
+def show(state: ConsoleState, now: float, width: int) -> str:
+    console = Console(width=width, file=io.StringIO(), force_terminal=False, color_system=None)
+    with console.capture() as captured:
+        console.print(draw(state, now, width))
+    return captured.get()
+
+
+def test_the_picture_shows_step_phase_speed_reward_times_and_metrics() -> None:
+    now = [100.0]
+    state = ConsoleState("p/e", 20, clock=lambda: now[0])
+    now[0] += 16.0
+    state.end_step(2, METRICS)
+    state.event("checkpoint", 2, {"seconds": 1.5})
+    state.phase("gen")
+    now[0] += 2.0
+    state.progress(30, 64, 5000, "answers")
+    text = show(state, now[0], 100)
+    for words in (
+        "p/e", "2/20", "30/64 answers", "2,500 tokens/s", "0.5  best 0.5", "update actor", "3.00 s", "38%",
+        "openai/gsm8k acc mean@4 0.250", "entropy", "1.20e-04", "step 2: checkpoint (seconds 1.5)",
+        "0:18 elapsed · 2:42 left",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+@pytest.mark.parametrize("width", [44, 60, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    state = ConsoleState("a project with a long name/and an experiment with a longer one", 1000)
+    for step in range(1, 300):
+        state.end_step(step, {**METRICS, "critic/score/mean": step / 300})
+    state.phase("compute_ref_log_prob")
+    state.progress(100, 1000, 10**7, "answers")
+    state.event("checkpoint", 3, {"path": "runs/" + "x" * 200})
+    assert max(map(len, show(state, state.started + 100, width).splitlines())) <= width
+
+
+def test_the_height_does_not_change_between_phases() -> None:
+    state = ConsoleState("p/e", 20)
+    state.end_step(1, METRICS)
+    heights = []
+    for phase in (None, "gen", "update_actor"):
+        state.phase(phase)
+        if phase == "gen":
+            state.progress(1, 2, 3, "answers")
+        heights.append(len(show(state, state.started + 1, 100).splitlines()))
+    assert len(set(heights)) == 1
+
+
+def test_a_run_that_has_not_begun_can_be_drawn() -> None:
+    assert "0/5" in show(ConsoleState("p/e", 5), 0.0, 80)
+
+
+def test_a_pipe_gets_one_plain_line_per_step() -> None:
+    stream = io.StringIO()
+    console = make_console("p/e", 100, stream=stream)
+    assert isinstance(console, PlainConsole)
+    console.phase("gen")
+    console.progress(1, 2, 3)
+    console.end_step(12, METRICS)
+    console.close()
+    assert stream.getvalue() == (
+        "step 12/100  reward 0.5  len 143  entropy 1.25  kl 1.20e-04  grad 0.3  failed 2  8.0 s  2,310 tokens/s  "
+        "openai/gsm8k acc mean@4 0.250\n"
+    )
+
+
+def test_the_live_console_draws_and_gives_logging_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(logging.root, "handlers", [handler])
+    console = make_console("p/e", 3, stream=stream, live=True)
+    assert isinstance(console, LiveConsole)
+    assert handler not in logging.root.handlers
+    console.phase("gen")
+    logging.getLogger("dovetail.test").warning("a line above the picture")
+    console.end_step(1, METRICS)
+    console.close()
+    assert logging.root.handlers == [handler]
+    assert "a line above the picture" in stream.getvalue()
+    assert "1/3" in stream.getvalue()
+
+
+def test_sparklines_show_the_whole_history() -> None:
+    assert sparkline([0, 1, 2, 3], 10) == "▁▃▆█"
+    assert sparkline(list(range(1000)), 4) == "▁▃▆█"
+    assert sparkline([2, 2], 10) == "▅▅"
+    assert sparkline([float("nan")], 10) == ""
+
+
+def test_numbers_and_times_are_short() -> None:
+    assert [number(value) for value in (0, 12345.6, 0.00012, 1.23456)] == ["0", "12,346", "1.20e-04", "1.235"]
+    assert [duration(value) for value in (7, 760, 11050)] == ["0:07", "12:40", "3:04:10"]

@@ -1,0 +1,110 @@
+"""The run folder survives kills, resumes and odd numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dovetail.config import DovetailConfig
+from dovetail.observability.run_folder import RunFolder, read_json_lines
+
+pytestmark = pytest.mark.unit
+
+
+def test_metrics_are_one_flat_object_per_step(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.start()
+    folder.log_metrics(1, {"actor/pg_loss": 0.1, "count": np.int64(3), "bad": float("nan")})
+    folder.log_metrics(2, {"actor/pg_loss": np.float32(0.5)})
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "actor/pg_loss": 0.1, "count": 3, "bad": None},
+        {"step": 2, "actor/pg_loss": 0.5},
+    ]
+
+
+def test_resume_forgets_what_lies_beyond_the_step(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.start()
+    for step in range(1, 6):
+        folder.log_metrics(step, {"loss": step / 10})
+        folder.write_answers(step, [{"prompt": "p", "response": "r"}])
+        folder.log_event("checkpoint", step)
+    folder.resume(3)
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    assert sorted(file.name for file in (tmp_path / "rollouts").iterdir()) == [
+        "step_1.jsonl",
+        "step_2.jsonl",
+        "step_3.jsonl",
+    ]
+    assert [(event["kind"], event["step"]) for event in folder.read_events()][-2:] == [("checkpoint", 3), ("resume", 3)]
+
+
+def test_a_resumed_file_has_the_bytes_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, broken = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+    values = [0.1 + 0.2, 1e-17, 3.0, -0.0]
+    for folder in (whole, broken):
+        folder.start()
+        for step, value in enumerate(values):
+            folder.log_metrics(step, {"x": value})
+    broken.resume(1)
+    for step in (2, 3):
+        broken.log_metrics(step, {"x": values[step]})
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == (tmp_path / "b" / "metrics.jsonl").read_bytes()
+
+
+def test_half_a_line_at_the_end_costs_only_itself(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.start()
+    folder.log_metrics(1, {"x": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "x"')
+    assert [line["step"] for line in folder.read_metrics()] == [1]
+    folder.log_metrics(3, {"x": 3.0})
+    assert [line["step"] for line in folder.read_metrics()] == [1, 3]
+    folder.resume(3)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_a_new_run_in_an_old_folder_keeps_the_old_lines_aside(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.start()
+    folder.log_metrics(1, {"x": 1.0})
+    folder.write_answers(1, [{"prompt": "p"}])
+    folder.start()
+    assert folder.read_metrics() == []
+    assert list(read_json_lines(tmp_path / "metrics.previous.jsonl")) == [{"step": 1, "x": 1.0}]
+    assert list((tmp_path / "rollouts").iterdir()) == []
+
+
+def test_answers_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.start()
+
+    def rows():
+        yield {"prompt": "2 + 2", "response": "4", "score": 1.0, "advantage": np.float32(0.5)}
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        folder.write_answers(1, rows())
+    assert list((tmp_path / "rollouts").iterdir()) == []
+    file = folder.write_answers(1, [{"prompt": "é", "advantages": np.array([0.5, np.inf])}], kind="validation")
+    assert json.loads(file.read_text()) == {"prompt": "é", "advantages": [0.5, None]}
+
+
+def test_the_configuration_can_be_read_back(tmp_path: Path) -> None:
+    import yaml
+
+    config = DovetailConfig(data={"train_files": ["a.parquet"]})
+    folder = RunFolder(tmp_path / "deep" / "er")
+    folder.start()
+    folder.write_config(config.model_dump(mode="json"))
+    folder.write_plan({"layouts": ({"role": "actor"},), "memory": None})
+    again = DovetailConfig(**yaml.safe_load((folder.path / "config.yaml").read_text()))
+    assert again == config
+    assert json.loads((folder.path / "plan.json").read_text()) == {"layouts": [{"role": "actor"}], "memory": None}
+    assert [name for name in os.listdir(folder.path) if name.startswith(".")] == []

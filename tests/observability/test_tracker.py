@@ -1,0 +1,121 @@
+"""One call per step reaches the folder, the console and every sink."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from dovetail.observability import sinks
+from dovetail.observability.console import make_console
+from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.sinks import RunFacts
+from dovetail.observability.timers import PhaseTimers
+from dovetail.observability.tracker import Tracker, finite_numbers
+
+pytestmark = pytest.mark.unit
+
+
+class ListSink:
+    def __init__(self, facts: RunFacts) -> None:
+        self.facts = facts
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.is_open = True
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def make_tracker(path: Path, names: list[str], stream: io.StringIO | None = None) -> Tracker:
+    folder = RunFolder(path)
+    folder.start()
+    console = make_console("p/e", 10, stream=stream or io.StringIO())
+    return Tracker(names, folder, project="p", experiment="e", config={"a": 1}, console=console)
+
+
+def test_a_step_reaches_folder_console_and_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[ListSink] = []
+
+    def open_sink(facts: RunFacts) -> ListSink:
+        opened.append(ListSink(facts))
+        return opened[-1]
+
+    monkeypatch.setitem(sinks.SINKS, "wandb", open_sink)
+    stream = io.StringIO()
+    with make_tracker(tmp_path, ["console", "wandb"], stream) as tracker:
+        tracker.log(1, {"critic/score/mean": 0.25, "note": "text", "bad": float("inf")})
+        tracker.event("checkpoint", 1, path="global_step_1")
+    assert tracker.folder.read_metrics() == [{"step": 1, "critic/score/mean": 0.25, "note": "text", "bad": None}]
+    assert opened[0].steps == [(1, {"critic/score/mean": 0.25})]
+    assert not opened[0].is_open
+    assert stream.getvalue() == "step 1/10  reward 0.25\nstep 1: checkpoint (path global_step_1)\n"
+
+
+def test_without_console_nothing_is_shown_and_the_folder_is_still_written(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with make_tracker(tmp_path, ["file"], stream) as tracker:
+        tracker.log(1, {"x": 1})
+    assert stream.getvalue() == ""
+    assert tracker.folder.read_metrics() == [{"step": 1, "x": 1}]
+
+
+def test_an_unknown_tracker_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.logger=wandbb is not known; did you mean wandb"):
+        make_tracker(tmp_path, ["wandbb"])
+
+
+def test_a_missing_library_is_an_error_that_says_what_to_install() -> None:
+    with pytest.raises(
+        ImportError, match="trainer.logger=mlflow needs the package mlflow-that-is-not-there.*pip install"
+    ):
+        sinks.need("mlflow_that_is_not_there", "mlflow-that-is-not-there", "mlflow")
+
+
+def test_when_one_sink_cannot_open_the_others_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ListSink(RunFacts("p", "e", {}, tmp_path))
+
+    def fail(facts: RunFacts) -> ListSink:
+        raise ImportError("not installed")
+
+    monkeypatch.setitem(sinks.SINKS, "wandb", lambda facts: first)
+    monkeypatch.setitem(sinks.SINKS, "mlflow", fail)
+    with pytest.raises(ImportError):
+        sinks.open_sinks(["wandb", "mlflow"], RunFacts("p", "e", {}, tmp_path))
+    assert not first.is_open
+
+
+def test_only_finite_numbers_go_to_sinks() -> None:
+    assert finite_numbers({"a": 1, "b": True, "c": "2", "d": float("nan"), "e": None}) == {"a": 1.0, "b": 1.0}
+
+
+def test_phases_add_up_and_report_the_enclosing_one() -> None:
+    now, seen = [0.0], []
+    timers = PhaseTimers(seen.append, clock=lambda: now[0])
+    with timers("step"):
+        for seconds in (1.0, 2.0):
+            with timers("gen"):
+                now[0] += seconds
+        now[0] += 0.5
+    timers.add("worker", 4.0)
+    assert seen == ["step", "gen", "step", "gen", "step", None]
+    assert timers.take() == {"timing_s/gen": 3.0, "timing_s/step": 3.5, "timing_s/worker": 4.0}
+    assert timers.take() == {}
+
+
+def test_a_phase_that_raises_is_still_timed() -> None:
+    now = [0.0]
+    timers = PhaseTimers(clock=lambda: now[0])
+
+    def work() -> None:
+        with timers("gen"):
+            now[0] += 2.0
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        work()
+    assert timers.seconds() == {"gen": 2.0}
