@@ -1,0 +1,183 @@
+"""The same batch gives the same metrics, gradient norm and weights, however the update is cut and spread.
+
+One process with micro-batches of 4 is the reference. Every layout runs the same sequence of updates (`SETTINGS`, and
+`LOSSES` for some) on one actor, two mini-batches each; after each of them metrics and weights are compared, to 1e-5
+(`tiny_run.TOLERANCE` says why).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.protocol import DataProto
+from dovetail.workers.actor import DataParallelPPOActor
+from dovetail.workers.build import build_policy
+from dovetail.workers.micro_batches import MicroBatchLimit
+from tests.ranks import run_ranks
+from tests.workers.tiny_run import (
+    MINI_BATCH,
+    TOLERANCE,
+    Updated,
+    as_numpy,
+    largest_difference,
+    my_rows,
+    rollout_batch,
+    run_config,
+    small_model,
+    with_old_log_probs,
+)
+
+pytestmark = pytest.mark.distributed
+
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "token-mean, two epochs": {"loss_agg_mode": "token-mean", "ppo_epochs": 2},
+    "seq-mean-token-sum": {"loss_agg_mode": "seq-mean-token-sum"},
+    "seq-mean-token-mean": {"loss_agg_mode": "seq-mean-token-mean", "kl_loss_type": "k2"},
+    "seq-mean-token-sum-norm": {"loss_agg_mode": "seq-mean-token-sum-norm"},
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "gspo": {"loss_mode": "gspo"},
+    "cispo": {"loss_mode": "cispo"},
+    "geo_mean": {"loss_mode": "geo_mean"},
+    "sapo": {"loss_mode": "sapo"},
+    "gpg": {"loss_mode": "gpg"},
+    # Shares large enough that several tokens of the mini-batch are chosen, from several ranks.
+    "clip_cov": {"loss_mode": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0},
+    "kl_cov": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 1.0},
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to do the same update. `micro_batch` counts rows, `tokens` turns dynamic micro-batches on."""
+
+    world_size: int
+    strategy: str = "fsdp2"
+    micro_batch: int = 4
+    tokens: int | None = None
+    sp_size: int = 1
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    losses: bool = False
+    like: str = "reference"
+
+
+PADDED = {"use_remove_padding": False}
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+
+LAYOUTS = {
+    "reference": Layout(1, losses=True),
+    "micro-batches of 1": Layout(1, micro_batch=1),
+    "micro-batches of 8": Layout(1, micro_batch=8),
+    "dynamic micro-batches": Layout(1, tokens=25, losses=True),
+    "padded": Layout(1, model=PADDED),
+    "fused head": Layout(1, model={"use_fused_kernels": True}),
+    "padded, fused head": Layout(1, model={**PADDED, "use_fused_kernels": True}),
+    "gradient checkpointing": Layout(1, model={"enable_gradient_checkpointing": True}),
+    "lora": Layout(1, model=LORA),
+    "fsdp2 x2": Layout(2, losses=True),
+    "fsdp2 x2, padded, micro-batches of 1": Layout(2, micro_batch=1, model=PADDED),
+    "fsdp2 x2, dynamic, fused head, gradient checkpointing": Layout(
+        2, tokens=20, model={"use_fused_kernels": True, "enable_gradient_checkpointing": True}
+    ),
+    "fsdp x2": Layout(2, "fsdp"),
+    "fsdp x2, dynamic": Layout(2, "fsdp", tokens=20),
+    "ulysses 2": Layout(2, sp_size=2),
+    "ulysses 2, dynamic, fused head": Layout(2, sp_size=2, tokens=12, model={"use_fused_kernels": True}, losses=True),
+    "lora, fsdp2 x2": Layout(2, model=LORA, like="lora"),
+    "fsdp2 x4": Layout(4, micro_batch=1, losses=True),
+    "fsdp2 hybrid 2x2": Layout(4, micro_batch=2, fsdp={"fsdp_size": 2}),
+    "ulysses 4 over 2 key-value heads": Layout(4, sp_size=4),
+    "fsdp2 hybrid 2x2, ulysses 2, dynamic": Layout(4, sp_size=2, tokens=14, fsdp={"fsdp_size": 2}),
+}
+
+Found = dict[str, dict[str, Updated]]
+"""Layout, then setting."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Updated]]]:
+    """By layout, what each rank found. All layouts of a world size share one start of its processes."""
+    folder = small_model(tmp_path_factory.mktemp("policy"))
+    plain = rollout_batch()
+    actor = build_actor(folder, LAYOUTS["reference"], {})
+    batch = with_old_log_probs(plain, actor.compute_log_prob(plain)[0])
+    by_size = {1: [train_all(0, 1, folder, batch)]}
+    for size in (2, 4):
+        by_size[size] = run_ranks(train_all, size, folder, batch, timeout=600.0)
+    return {name: [found[name] for found in by_size[layout.world_size]] for name, layout in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if name not in ("reference", "lora")])
+def test_an_update_does_not_depend_on_its_layout(name: str, trained: dict[str, list[dict[str, Updated]]]) -> None:
+    reference = trained[LAYOUTS[name].like][0]
+    for rank, found in enumerate(trained[name]):
+        for setting, updated in found.items():
+            expected = reference[setting]
+            assert updated.metrics == pytest.approx(expected.metrics, abs=TOLERANCE, rel=TOLERANCE), (setting, rank)
+            assert largest_difference(updated.weights, expected.weights) < TOLERANCE, (setting, rank)
+
+
+def test_the_updates_that_are_compared_move_the_weights_and_clip(trained: dict[str, list[dict[str, Updated]]]) -> None:
+    found = list(trained["reference"][0].values())
+    for before, after in zip(found, found[1:], strict=False):
+        assert largest_difference(before.weights, after.weights) > 100 * TOLERANCE
+    assert 0.05 < found[0].metrics["actor/pg_clipfrac"] < 0.95
+    assert found[0].metrics["actor/kl_loss"] > 0.01
+    assert found[0].metrics["actor/grad_norm"] > 0.1
+    assert set(SETTINGS) | set(LOSSES) == set(trained["reference"][0])
+
+
+def train_all(rank: int, world_size: int, folder: Path, batch: DataProto) -> Found:
+    chosen = {name: layout for name, layout in LAYOUTS.items() if layout.world_size == world_size}
+    return {name: train(folder, layout, batch) for name, layout in chosen.items()}
+
+
+def train(folder: Path, layout: Layout, batch: DataProto) -> dict[str, Updated]:
+    actor = build_actor(folder, layout, {})
+    mine = my_rows(batch, actor.backend.place)
+    settings = {**SETTINGS, **({name: {"policy_loss": loss} for name, loss in LOSSES.items()} if layout.losses else {})}
+    found: dict[str, Updated] = {}
+    for name, setting in settings.items():
+        actor = build_actor(folder, layout, setting, like=actor)
+        metrics = actor.update_policy(mine)
+        found[name] = Updated(metrics, as_numpy(actor.backend.named_weights()))
+    return found
+
+
+def build_actor(
+    folder: Path, layout: Layout, setting: dict[str, Any], *, like: DataParallelPPOActor | None = None
+) -> DataParallelPPOActor:
+    """A new actor, or one with another loss on the backend of `like`."""
+    changes: dict[str, Any] = {
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.kl_loss_coef": 0.1,
+        f"{ACTOR}.entropy_coeff": 0.01,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": layout.micro_batch,
+        f"{ACTOR}.use_dynamic_bsz": layout.tokens is not None,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": layout.tokens or 1,
+        f"{ACTOR}.fsdp_config": layout.fsdp,
+        **{f"{ACTOR}.{key}": value for key, value in setting.items()},
+        **{f"{MODEL}.{key}": value for key, value in layout.model.items()},
+    }
+    config = run_config(folder, changes)
+    policy = config.actor_rollout_ref
+    backend = like.backend if like is not None else build_policy(
+        policy.model, strategy=layout.strategy, fsdp=policy.actor.fsdp_config, optim=policy.actor.optim,
+        grad_clip=policy.actor.grad_clip, sp_size=layout.sp_size, world_size=layout.world_size,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    return DataParallelPPOActor(
+        policy.actor,
+        backend,
+        mini_batch_rows=MINI_BATCH // backend.place.dp_size,
+        log_prob_limit=MicroBatchLimit(rows=layout.micro_batch),
+        loss_scale_factor=config.loss_scale_factor,
+    )
