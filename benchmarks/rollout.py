@@ -1,7 +1,7 @@
 """Generation on CPU: engines against transformers `generate` on SmolLM2-135M, 64 prompts x 128 tokens, one run.
 
 Both sides sample at temperature 1 without stopping, on the same number of threads (OMP_NUM_THREADS, default 1). Times
-are CPU seconds of the process: at one thread that is wall time on a quiet machine, and it stays comparable on a busy one.
+are CPU seconds of the process: at one thread that is wall time on a quiet machine, and stays comparable on a busy one.
 """
 
 from __future__ import annotations

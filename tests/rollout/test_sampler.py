@@ -24,7 +24,7 @@ def _logits(vocab: int, seed: int = 0) -> torch.Tensor:
 def _draw(logits: torch.Tensor, params: SamplingParams, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`count` draws from one distribution, one per position of one request."""
     rows = SamplingRows.build([params] * count, [7] * count, [0] * count, CPU)
-    return sample(logits.expand(count, -1), rows, torch.arange(count))
+    return sample(logits.repeat(count, 1), rows, torch.arange(count))
 
 
 def _exact(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -124,10 +124,10 @@ def test_rows_of_one_batch_keep_their_own_parameters() -> None:
     ]
     logits = torch.stack([_logits(70, seed) for seed in range(4)])
     positions = torch.tensor([3, 9, 4, 1])
-    tokens, log_probs = sample(logits, SamplingRows.build(params, [1, 2, 3, 4], [0, 1, 0, 2], CPU), positions)
+    tokens, log_probs = sample(logits.clone(), SamplingRows.build(params, [1, 2, 3, 4], [0, 1, 0, 2], CPU), positions)
     for row, one in enumerate(params):
         rows = SamplingRows.build([one], [row + 1], [[0, 1, 0, 2][row]], CPU)
-        alone = sample(logits[row : row + 1], rows, positions[row : row + 1])
+        alone = sample(logits[row : row + 1].clone(), rows, positions[row : row + 1])
         assert alone[0].item() == tokens[row]
         assert alone[1].item() == pytest.approx(log_probs[row].item(), abs=1e-6)
 

@@ -73,15 +73,18 @@ class SamplingRows:
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next token ids (int64) and their log-probs (float32) from logits (rows, vocab).
+    """Next token ids (int64) and their log-probs (float32) from logits (rows, vocab), which are overwritten.
 
     `positions` is the place of the new token in its whole sequence: a response continued later as a longer prompt
     goes on with the same random numbers.
     """
-    logits = logits.float()
-    scaled = logits if rows.temperature is None else logits / rows.temperature.unsqueeze(-1)
-    peak = scaled.amax(dim=-1, keepdim=True)
-    weights = (scaled - peak).exp_()
+    # One buffer from here to the weights: with a large vocabulary each fresh one costs more than what is done in it.
+    scores = logits if logits.dtype == torch.float32 else logits.float()
+    greedy_tokens = scores.argmax(dim=-1) if rows.greedy is not None else None
+    raw = scores.clone() if rows.raw is not None else None
+    if rows.temperature is not None:
+        scores.div_(rows.temperature.unsqueeze(-1))
+    weights = scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
     blocks = _block_sums(weights)
     log_total = blocks.sum(dim=-1, dtype=torch.float64).log()
 
@@ -92,21 +95,22 @@ def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) ->
         blocks[rows.cut_rows] = _block_sums(kept)
         log_kept = blocks.sum(dim=-1, dtype=torch.float64).log()
 
-    if rows.all_greedy:
-        tokens = logits.argmax(dim=-1)
+    if greedy_tokens is not None and rows.all_greedy:
+        tokens = greedy_tokens
     else:
         tokens = _race(weights, blocks, fold(rows.keys, positions))
-        if rows.greedy is not None:
-            tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)
+        if greedy_tokens is not None and rows.greedy is not None:
+            tokens = torch.where(rows.greedy, greedy_tokens, tokens)
 
     chosen = tokens.unsqueeze(-1)
-    above_peak = (scaled.gather(-1, chosen) - peak).squeeze(-1).double()
-    log_probs = above_peak - log_total
+    # A token that won a race has a weight well above the smallest float, so its logarithm is exact to rounding.
+    log_weight = weights.gather(-1, chosen).squeeze(-1).double().log()
+    log_probs = log_weight - log_total
     if rows.processed is not None:
-        log_probs = torch.where(rows.processed, above_peak - log_kept, log_probs)
-    if rows.raw is not None:
-        raw = logits.gather(-1, chosen).squeeze(-1) - logits.logsumexp(dim=-1)
-        log_probs = torch.where(rows.raw, raw.double(), log_probs)
+        log_probs = torch.where(rows.processed, log_weight - log_kept, log_probs)
+    if rows.raw is not None and raw is not None:
+        raw_log_probs = raw.gather(-1, chosen).squeeze(-1) - raw.logsumexp(dim=-1)
+        log_probs = torch.where(rows.raw, raw_log_probs.double(), log_probs)
     return tokens, log_probs.float()
 
 
