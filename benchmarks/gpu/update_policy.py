@@ -22,6 +22,7 @@ from dovetail.config.actor import ActorConfig
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.models.activations import enable_gradient_checkpointing
+from dovetail.models.compile import compile_layers
 from dovetail.models.policy import PolicyModel
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
@@ -38,12 +39,14 @@ class Variant:
     fused: bool = True
     packed: bool = True
     recompute: bool = False
+    compile: bool = False
     lengths: str = "fixed"  # fixed | log-uniform
     micro_batch_rows: int | None = None
 
 
 VARIANTS = (
     Variant("packed, fused head"),
+    Variant("packed, fused head, compiled layers", compile=True),
     Variant("packed, plain head", fused=False),
     Variant("packed, fused head, recomputation", recompute=True),
     Variant("lengths 64..2048, packed", lengths="log-uniform"),
@@ -82,6 +85,8 @@ def measure(variant: Variant, shape: str, rows: int, max_tokens: int, repeats: i
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     if variant.recompute:
         enable_gradient_checkpointing(model)
+    if variant.compile:
+        compile_layers(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     network = PolicyModel(model, use_remove_padding=variant.packed, use_fused_kernels=variant.fused)
     backend = build_backend(

@@ -57,6 +57,8 @@ def without_masks() -> Iterator[None]:
         _NO_MASKS.reset(token)
 
 
+# Its host-side segment lengths differ in every micro-batch: traced, each would compile the layer anew.
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
