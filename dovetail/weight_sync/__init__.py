@@ -1,1 +1,53 @@
-"""How weights reach an engine: sources stream full tensors, sinks take them."""
+"""How weights reach an engine: a `WeightSource` streams full tensors, a `WeightSink` takes them."""
+
+from dovetail.weight_sync.account import ExpectedWeights, WeightAccount
+from dovetail.weight_sync.broadcast import BroadcastFailedError, GroupAddress, WeightReceiver, WeightSender
+from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, iter_buckets
+from dovetail.weight_sync.checksum import (
+    ChecksummedWeights,
+    WeightMismatchError,
+    choose_sample,
+    require_equal,
+    tensor_checksum,
+    weight_checksum,
+)
+from dovetail.weight_sync.disk import DiskVersion, DiskWeights
+from dovetail.weight_sync.protocols import NamedTensors, SleepingSink, WeightSink, WeightSource
+from dovetail.weight_sync.sharding_manager import (
+    FSDPSGLangShardingManager,
+    FSDPVLLMShardingManager,
+    MegatronVLLMShardingManager,
+    ShardingManager,
+)
+from dovetail.weight_sync.shared_memory import SharedMemoryBuckets, read_bucket_file
+
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "BroadcastFailedError",
+    "Bucket",
+    "BucketEntry",
+    "ChecksummedWeights",
+    "DiskVersion",
+    "DiskWeights",
+    "ExpectedWeights",
+    "FSDPSGLangShardingManager",
+    "FSDPVLLMShardingManager",
+    "GroupAddress",
+    "MegatronVLLMShardingManager",
+    "NamedTensors",
+    "ShardingManager",
+    "SharedMemoryBuckets",
+    "SleepingSink",
+    "WeightAccount",
+    "WeightMismatchError",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightSink",
+    "WeightSource",
+    "choose_sample",
+    "iter_buckets",
+    "read_bucket_file",
+    "require_equal",
+    "tensor_checksum",
+    "weight_checksum",
+]

