@@ -1,0 +1,99 @@
+"""Shared memory and broadcast between real processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dovetail.weight_sync import (
+    BroadcastFailedError,
+    SharedMemoryBuckets,
+    WeightReceiver,
+    WeightSender,
+    read_bucket_file,
+    weight_checksum,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def _weights() -> list[tuple[str, torch.Tensor]]:
+    torch.manual_seed(3)
+    return [(f"layer.{n}", torch.randn(40, n + 1)) for n in range(12)] + [("half", torch.randn(9).bfloat16())]
+
+
+def _share(rank: int, world_size: int) -> tuple[dict[str, str], list[str]]:
+    got: list[tuple[str, torch.Tensor]] = []
+    paths: list[str] = []
+    if rank == 0:
+        with SharedMemoryBuckets(2048) as shared:
+            for path in shared.write(_weights()):
+                paths.append(str(path))
+                dist.broadcast_object_list([str(path)], src=0)
+                dist.barrier()
+        dist.broadcast_object_list([None], src=0)
+        return weight_checksum(_weights()), [path for path in paths if os.path.exists(path)]
+    while True:
+        message: list[str | None] = [None]
+        dist.broadcast_object_list(message, src=0)
+        if message[0] is None:
+            # Every file is gone by now; what was read must still be there.
+            return weight_checksum(got), []
+        got += read_bucket_file(message[0])
+        dist.barrier()
+
+
+def test_another_process_reads_every_bucket_and_keeps_it_after_the_files_are_gone() -> None:
+    (sent, left), (got, _) = run_ranks(_share, 2)
+    assert got == sent
+    assert left == []
+
+
+def _broadcast(rank: int, world_size: int, fails: bool) -> tuple[str, dict[str, str]]:
+    def source() -> object:
+        for number, item in enumerate(_weights()):
+            if fails and number == 9:
+                raise RuntimeError("no more weights")
+            yield item
+
+    sender = WeightSender(world_size - 1, timeout_s=60) if rank == 0 else None
+    address = [sender.address if sender else None]
+    dist.broadcast_object_list(address, src=0)
+    try:
+        if sender is not None:
+            sender.send(source(), 2048)
+            sender.send(source(), 1 << 20)  # a second update over the same group
+            return "", weight_checksum(_weights())
+        assert address[0] is not None
+        receiver = WeightReceiver(address[0], rank)
+        first = weight_checksum(item for bucket in receiver.buckets() for item in bucket.tensors())
+        second = weight_checksum(item for bucket in receiver.buckets() for item in bucket.tensors())
+        assert first == second
+        return "", second
+    except (BroadcastFailedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", {}
+
+
+def test_a_broadcast_reaches_every_receiver_again_and_again() -> None:
+    results = run_ranks(_broadcast, 3, False)
+    assert [checksums for _, checksums in results] == [weight_checksum(_weights())] * 3
+
+
+def test_a_source_that_fails_is_reported_to_every_receiver() -> None:
+    sender, *receivers = run_ranks(_broadcast, 3, True)
+    assert sender[0] == "RuntimeError: no more weights"
+    assert all("BroadcastFailedError" in text and "no more weights" in text for text, _ in receivers)
+
+
+def test_no_shared_memory_files_are_left_when_a_reader_fails() -> None:
+    before = set(Path("/dev/shm").glob("dovetail-weights-*"))
+    with SharedMemoryBuckets() as shared:
+        buckets = shared.write(_weights())
+        assert next(buckets).exists()
+    buckets.close()
+    assert set(Path("/dev/shm").glob("dovetail-weights-*")) <= before
