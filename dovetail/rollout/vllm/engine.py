@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -65,7 +68,8 @@ class VLLMEngine(RolloutEngine):
         self._bucket_bytes = bucket_bytes
         self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
         self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
-        self._llm = _start(settings, cpu=self._cpu)
+        with _random_state_kept():
+            self._llm = _start(settings, cpu=self._cpu)
         config = self._llm.vllm_config
         self._max_model_len = int(config.model_config.max_model_len)
         self._vocab_size = int(config.model_config.get_vocab_size())
@@ -362,6 +366,16 @@ def _start(settings: VLLMSettings, *, cpu: bool) -> Any:
         log_stats=not settings.disable_log_stats,
         multiprocess_mode=False,
     )
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM seeds python, numpy and torch when it starts; they belong to the trainer it shares the process with."""
+    python, array = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    np.random.set_state(array)
 
 
 def _checked(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:

@@ -23,8 +23,8 @@ _EVERYWHERE: Mapping[str, str] = {
     # No report about this machine to the outside.
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # The engine would log a line for every weight update and every sleep.
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    # At WARNING it reports every layer without a tensor of its own (rotary, tied heads) as "Failed to load weights".
+    "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _ON_CPU: Mapping[str, str] = {
     # vLLM would pin its threads to cores that the trainer, or another engine, uses.

@@ -1,0 +1,266 @@
+"""vLLM's asynchronous engine (`mode=async`): requests come and go one by one, weights change while they wait.
+
+Its core is a process of its own, so weights arrive through shared memory, a folder, or a group the workers join.
+An update pauses generation between two tokens ("keep": requests stay where they are), and everything computed with the
+old weights is computed again. Made to live in a Ray actor (`ray_engine.py`), but needs none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from dovetail.rollout.base import (
+    ALL_TAGS,
+    EngineError,
+    EngineHealth,
+    GenerationRequest,
+    GenerationResult,
+    LogprobsMode,
+    MemoryTag,
+)
+from dovetail.rollout.vllm import weight_calls
+from dovetail.rollout.vllm.environment import prepare
+from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
+from dovetail.rollout.vllm.requests import (
+    Sample,
+    check_logprobs,
+    check_prompt,
+    prompt_of,
+    samples_of,
+    vllm_sampling_params,
+)
+from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
+from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress, NamedTensors
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncVLLMEngine:
+    """All methods run on one event loop. `start` before anything else."""
+
+    def __init__(self, settings: VLLMSettings, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        self.settings = settings
+        self._bucket_bytes = bucket_bytes
+        self._cpu = runs_on_cpu()
+        self._llm: Any = None
+        self._version = 0
+        self._live: dict[str, Sample] = {}
+        self._serial = itertools.count()
+        self._paused = False
+        self._asleep: frozenset[MemoryTag] = frozenset()
+        self._weights_gap = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
+        self._updating = asyncio.Lock()
+
+    async def start(self) -> ExpectedWeights:
+        """Start vLLM; return what its model takes, for whoever drives updates from outside."""
+        prepare(cpu=self._cpu)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        settings = self.settings
+        self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
+        self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
+        arguments = AsyncEngineArgs(**settings.vllm_arguments(cpu=self._cpu))
+        self._llm = AsyncLLM.from_engine_args(arguments)
+        self._max_model_len = int(self._llm.model_config.max_model_len)
+        self._vocab_size = int(self._llm.model_config.get_vocab_size())
+        self._logprobs: LogprobsMode = settings.logprobs
+        if self._logprobs == "temperature" and not all(await self.call("dovetail_use_temperature_logprobs")):
+            self._logprobs = "processed"
+        self._kv_cache_bytes = sum(await self.call("dovetail_kv_cache_bytes"))
+        return self._expected
+
+    async def generate(self, request: GenerationRequest) -> list[GenerationResult]:
+        """Finish one request; its n samples, in order."""
+        check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        check_logprobs(request.sampling, self._logprobs)
+        self._check_usable()
+        if any(sample.request.request_id == request.request_id for sample in self._live.values()):
+            raise ValueError(f"request_id {request.request_id!r} is in use; ids of running requests must be unique.")
+        samples = samples_of(request, next(self._serial))
+        self._live |= {sample.vllm_id: sample for sample in samples}
+        try:
+            await asyncio.gather(*(self._run(sample) for sample in samples))
+        finally:
+            for sample in samples:
+                self._live.pop(sample.vllm_id, None)
+        if self._weights_gap:
+            raise EngineError(f"a weight update failed while {request.request_id!r} ran: {self._weights_gap}")
+        return [sample.result() for sample in samples]
+
+    def num_tokens(self) -> dict[str, int]:
+        """Tokens written so far by each running request, all its samples together."""
+        counts: dict[str, int] = {}
+        for sample in self._live.values():
+            counts[sample.request.request_id] = counts.get(sample.request.request_id, 0) + len(sample.token_ids)
+        return counts
+
+    async def update_weights(self, weights: NamedTensors, version: int) -> None:
+        """Through shared memory: the source is on this machine."""
+        await self._update(weight_calls.loads_through_shared_memory(weights, self._bucket_bytes), version)
+
+    async def update_weights_from_disk(self, found: DiskVersion) -> None:
+        await self._update(weight_calls.loads_from_disk(found), found.version)
+
+    async def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
+        await self.call(*weight_calls.join_call(address, first_rank))
+
+    async def receive_weights(self, version: int) -> None:
+        await self._update(weight_calls.loads_from_group(), version)
+
+    async def enter_update(self) -> None:
+        """For a driver that makes the calls of an update itself: hold generation between two tokens."""
+        self._check_started()
+        if "weights" in self._asleep:
+            raise EngineError("the engine's weights are asleep; call wake(['weights']) before update_weights.")
+        await self._updating.acquire()
+        if not self._paused:
+            await self._hold()
+        self._weights_gap = "a weight update did not finish"
+
+    async def call(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call every worker; one result each."""
+        self._check_started()
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await self._llm.collective_rpc(method, args=args)
+        except EngineDeadError as error:
+            raise _dead(error) from error
+
+    async def leave_update(self, version: int | None) -> None:
+        """Forget what the old weights computed and go on, under `version`; None: the update failed."""
+        try:
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+            if self._llm.model_config.is_multimodal_model:
+                await self._llm.reset_encoder_cache()
+            if version is None:
+                await self.abort()
+            else:
+                self._version, self._weights_gap = version, ""
+            if not self._paused:
+                await self._llm.resume_generation()
+        finally:
+            self._updating.release()
+
+    async def pause(self) -> None:
+        async with self._updating:
+            if not self._paused:
+                await self._hold()
+                self._paused = True
+
+    async def continue_(self) -> None:
+        async with self._updating:
+            self._paused = False
+            await self._llm.resume_generation()
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> int:
+        cut = [
+            sample
+            for sample in self._live.values()
+            if sample.finish_reason is None and (request_ids is None or sample.request.request_id in request_ids)
+        ]
+        if cut:
+            await self._llm.abort([sample.vllm_id for sample in cut])
+        return len(cut)
+
+    async def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        """As the in-process engine: the weights take the KV cache with them; on CPU no memory is given back."""
+        if self._live and not self._paused:
+            raise EngineError("requests are running; finish, abort or pause them before sleep.")
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+        if not self._cpu and self.settings.enable_sleep:
+            weights_too = "weights" in tags
+            await self._llm.sleep(level=self.settings.sleep_level if weights_too else 1, mode="keep")
+            if not weights_too:
+                await self._llm.wake_up(["weights"])
+            self._asleep |= frozenset(ALL_TAGS if weights_too else tags)
+        else:
+            self._asleep |= frozenset(tags)
+
+    async def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        wanted = frozenset(tags) & self._asleep
+        if wanted and not self._cpu and self.settings.enable_sleep:
+            await self._llm.wake_up(sorted(wanted))
+            if "weights" in wanted and self.settings.sleep_level == 2:
+                self._weights_gap = "the weights were dropped by sleep and not sent again"
+        self._asleep -= wanted
+
+    async def health(self) -> EngineHealth:
+        if self._llm is None:
+            reason = "the engine is not started, or closed"
+        else:
+            reason = "vLLM's engine process died" if self._llm.errored else self._weights_gap
+        return EngineHealth(
+            ok=not reason,
+            reason=reason,
+            weight_version=self._version,
+            num_running=len(self._live),
+            num_waiting=0,
+            paused=self._paused,
+            asleep=self._asleep,
+            kv_cache_bytes=self._kv_cache_bytes,
+        )
+
+    async def close(self) -> None:
+        if self._llm is not None:
+            await self.abort()
+            self._llm.shutdown()
+            self._llm = None
+
+    async def _run(self, sample: Sample) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        room = self._max_model_len - len(sample.request.prompt_token_ids)
+        params = vllm_sampling_params(sample, eos_ids=self._eos_ids, room=room)
+        try:
+            async for output in self._llm.generate(prompt_of(sample.request), params, sample.vllm_id):
+                sample.absorb(output.outputs[0], self._version)
+        except EngineDeadError as error:
+            raise _dead(error) from error
+
+    async def _hold(self) -> None:
+        """Pause between two tokens, and take in every token written before: it belongs to the old version."""
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        # What the core wrote before it paused has reached this process, but not yet every waiting coroutine: vLLM hands
+        # outputs on in slices, one turn of the loop each.
+        queue = getattr(self._llm.engine_core, "outputs_queue", None)
+        while queue is not None and not queue.empty():
+            await asyncio.sleep(0.001)
+        for _ in range(8 + self.settings.max_num_seqs // 16):
+            await asyncio.sleep(0)
+
+    async def _update(self, loads: Iterable[weight_calls.Call], version: int) -> None:
+        await self.enter_update()
+        done = None
+        try:
+            calls = weight_calls.update_calls(self._expected, loads)
+            try:
+                call = next(calls)
+                while True:
+                    call = calls.send(await self.call(*call))
+            except StopIteration:
+                done = version
+        finally:
+            await self.leave_update(done)
+
+    def _check_started(self) -> None:
+        if self._llm is None:
+            raise EngineError("the engine is not started, or closed; start() it.")
+
+    def _check_usable(self) -> None:
+        self._check_started()
+        if self._llm.errored:
+            raise EngineError("vLLM's engine process died; start a new engine.")
+        if self._asleep:
+            raise EngineError(f"the engine's {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
+        if self._weights_gap:
+            raise EngineError(f"the engine has no usable weights: {self._weights_gap}; send all with update_weights.")
+
+
+def _dead(error: Exception) -> EngineError:
+    return EngineError(f"vLLM's engine process died ({error}); its log says why. Start a new engine.")

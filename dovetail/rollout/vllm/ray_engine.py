@@ -1,0 +1,153 @@
+"""An asynchronous vLLM engine in a Ray actor, driven from here as a `RolloutEngine`. Restarts nothing by itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from dovetail.rollout.base import (
+    ALL_TAGS,
+    EngineError,
+    EngineHealth,
+    GenerationRequest,
+    GenerationResult,
+    MemoryTag,
+    RolloutEngine,
+    WeightUpdateError,
+)
+from dovetail.rollout.vllm import weight_calls
+from dovetail.rollout.vllm.async_engine import AsyncVLLMEngine
+from dovetail.rollout.vllm.environment import environment
+from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
+from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress
+
+logger = logging.getLogger(__name__)
+
+MAX_CONCURRENCY = 1024
+START_TIMEOUT_S = 600.0
+
+
+def vllm_actor_class(*, num_cpus: float = 1, num_gpus: float = 0, **options: Any) -> Any:
+    """`AsyncVLLMEngine` as a Ray actor class: one event loop, up to `MAX_CONCURRENCY` calls at once.
+
+    The environment variables vLLM needs are set for the actor, where the driver's own do not say otherwise.
+    """
+    import ray
+
+    env = {name: os.environ.get(name, value) for name, value in environment(cpu=runs_on_cpu()).items()}
+    actor: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MAX_CONCURRENCY}
+    return ray.remote(**actor, runtime_env={"env_vars": env}, **options)(AsyncVLLMEngine)
+
+
+class RayVLLMEngine(RolloutEngine):
+    """One actor on this machine or another; weights from this process reach it only on this machine, from elsewhere
+    use a group or a folder. `on_device` are options of the actor: num_cpus, num_gpus, scheduling_strategy."""
+
+    name = "vllm"
+    supports_multi_modal = True
+
+    def __init__(self, settings: VLLMSettings, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, **on_device: Any) -> None:
+        import ray
+
+        self._ray = ray
+        self.settings = settings
+        self._bucket_bytes = bucket_bytes
+        self.actor = vllm_actor_class(**on_device).remote(settings, bucket_bytes=bucket_bytes)
+        self._closed = False
+        self._version = 0
+        self._expected: ExpectedWeights = self._get(self.actor.start.remote(), timeout=START_TIMEOUT_S)
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def num_workers(self) -> int:
+        return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        references = [self.actor.generate.remote(request) for request in requests]
+        return [result for results in self._get(references) for result in results]
+
+    def num_tokens(self) -> dict[str, int]:
+        """Tokens written so far by each running request."""
+        return self._get(self.actor.num_tokens.remote())
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
+        if weights is None:
+            raise ValueError("update_weights(None) is for engines that share the trainer's memory; vLLM has its own.")
+        loads = weight_calls.loads_through_shared_memory(weights, self._bucket_bytes)
+        self._get(self.actor.enter_update.remote())
+        done = None
+        try:
+            calls = weight_calls.update_calls(self._expected, loads)
+            try:
+                call = next(calls)
+                while True:
+                    call = calls.send(self._get(self.actor.call.remote(*call)))
+            except StopIteration:
+                done = version
+        finally:
+            self._get(self.actor.leave_update.remote(done))
+        self._version = version
+
+    def update_weights_from_disk(self, found: DiskVersion) -> None:
+        self._get(self.actor.update_weights_from_disk.remote(found))
+        self._version = found.version
+
+    def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
+        self._get(self.actor.join_weight_group.remote(address, first_rank))
+
+    def receive_weights(self, version: int) -> None:
+        self._get(self.actor.receive_weights.remote(version))
+        self._version = version
+
+    def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        self._get(self.actor.sleep.remote(list(tags)))
+
+    def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        self._get(self.actor.wake.remote(list(tags)))
+
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
+        return self._get(self.actor.abort.remote(None if request_ids is None else list(request_ids)))
+
+    def pause(self) -> None:
+        self._get(self.actor.pause.remote())
+
+    def continue_(self) -> None:
+        self._get(self.actor.continue_.remote())
+
+    def health(self) -> EngineHealth:
+        """Never raises: a dead actor is a health too."""
+        try:
+            return self._get(self.actor.health.remote())
+        except EngineError as error:
+            return EngineHealth(False, str(error), self._version, 0, 0, False, frozenset(), 0)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        try:
+            self._get(self.actor.close.remote())
+        except EngineError as error:
+            logger.info("the engine was gone before it was closed: %s", error)
+        self._ray.kill(self.actor)
+        self._closed = True
+
+    def _get(self, references: Any, timeout: float | None = None) -> Any:
+        """Ray's errors as ours: what the engine raised with its own type, a lost actor as EngineError."""
+        if self._closed:
+            raise EngineError("the engine is closed; build a new one.")
+        try:
+            return self._ray.get(references, timeout=timeout)
+        except self._ray.exceptions.RayActorError as error:
+            raise EngineError(f"the process of the vLLM engine died: {error}") from error
+        except self._ray.exceptions.RayTaskError as error:
+            for kind in (EngineError, WeightUpdateError, ValueError):
+                if isinstance(error.cause, kind):
+                    raise kind(str(error.cause)) from error
+            raise
