@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -17,13 +18,22 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "transformers.models.llama.modeling_llama",
+        "dovetail.models.load",
+        "dovetail.models.policy",
+        "peft",
+    ]
+)
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes; return what each rank returned, by rank.
 
-    Tensors that are returned must be on the CPU. The first failing rank's traceback is raised here and the other
+    The first failing rank's traceback is raised here and the other
     ranks are killed, so a collective that waits for a dead peer cannot hang a test.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -52,7 +62,7 @@ def _collect(processes: list[Any], pipes: list[Connection], deadline: float) -> 
             if rank in results or not pipe.poll(0.02):
                 continue
             try:
-                ok, value = pipe.recv()
+                ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(5)
                 raise RuntimeError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
@@ -81,6 +91,7 @@ def _main(
         value = fn(rank, world_size, *args)
         dist.barrier()
         dist.destroy_process_group()
-        sender.send((True, value))
+        # Plain pickle copies tensors. The connection's own would send handles to memory that dies with this process.
+        sender.send_bytes(pickle.dumps((True, value)))
     except BaseException:  # noqa: BLE001  the process boundary: the test process raises it again
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))

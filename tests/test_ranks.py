@@ -33,6 +33,14 @@ def test_ranks_communicate_and_return_in_order() -> None:
     assert run_ranks(_sum_of_ranks, 2, 10) == [21.0, 21.0]
 
 
+def _tensor(rank: int, world_size: int) -> torch.Tensor:
+    return torch.full((3,), float(rank))
+
+
+def test_tensors_outlive_the_rank_that_returned_them() -> None:
+    assert [tensor.tolist() for tensor in run_ranks(_tensor, 2)] == [[0.0] * 3, [1.0] * 3]
+
+
 def test_a_failing_rank_is_named_and_the_others_do_not_hang() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*broken on purpose"):
         run_ranks(_fail_on_rank_one, 2)
