@@ -69,7 +69,7 @@ class ActorConfig(Section):
     ulysses_sequence_parallel_size: int = Field(1, ge=1, description="Devices that share each sequence (Ulysses).")
     entropy_from_logits_with_chunking: bool = Field(False, description="Compute the entropy chunk by chunk.")
     entropy_checkpointing: bool = Field(False, description="Recompute the entropy in the backward pass.")
-    use_torch_compile: bool = Field(False, description="Compile the head's log-prob and entropy with torch.compile.")
+    use_torch_compile: bool = Field(True, description="Compile the decoder layers (CUDA only; a CPU run ignores it).")
     freeze_vision_tower: bool = Field(False, description="Do not train the vision tower.")
     optim: OptimConfig = Field(OptimConfig.model_construct(), description="Optimizer.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig.model_construct(), description="Checkpoint contents.")

@@ -101,7 +101,7 @@ class RefConfig(Section):
         ge=1,
     )
     use_torch_compile: bool = inherits(
-        f"{_ACTOR}.use_torch_compile", ActorConfig, "use_torch_compile", description="Compile the head."
+        f"{_ACTOR}.use_torch_compile", ActorConfig, "use_torch_compile", description="Compile the layers."
     )
     fsdp_config: FSDPConfig = Field(FSDPConfig.model_construct(), description="Sharding with fsdp and fsdp2.")
     megatron: RefMegatronConfig = Field(RefMegatronConfig.model_construct(), description="Parallelism with megatron.")

@@ -60,6 +60,7 @@ class ActorRolloutRefWorker(TrainingRole):
                 grad_clip=policy.actor.grad_clip,
                 sp_size=policy.actor.ulysses_sequence_parallel_size,
                 world_size=self.world_size,
+                use_torch_compile=policy.actor.use_torch_compile,
                 device=self.device,
             )
             self.actor = self._actor_of(actor_backend)
@@ -158,6 +159,7 @@ class ActorRolloutRefWorker(TrainingRole):
             optim=None,
             sp_size=policy.ref.ulysses_sequence_parallel_size,
             world_size=self.world_size,
+            use_torch_compile=policy.ref.use_torch_compile,
             device=self.device,
         )
         backend.offload(params=policy.ref.fsdp_config.param_offload, optimizer=False)

@@ -14,6 +14,7 @@ from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.model import ModelConfig, RewardNetworkConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.models.activations import enable_gradient_checkpointing
+from dovetail.models.compile import compile_layers
 from dovetail.models.load import build_meta_model
 from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
@@ -41,6 +42,7 @@ def build_policy(
     grad_clip: float = 1.0,
     sp_size: int = 1,
     world_size: int = 1,
+    use_torch_compile: bool = False,
     device: torch.device,
 ) -> TrainBackend:
     """The actor (`optim` given) or the reference. LoRA adapters go into the actor only."""
@@ -63,6 +65,9 @@ def build_policy(
         )
     if optim is not None and model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(hf_model)
+    # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
+    if use_torch_compile and device.type == "cuda":
+        compile_layers(hf_model)
     network = PolicyModel(
         hf_model, use_remove_padding=model.use_remove_padding, use_fused_kernels=model.use_fused_kernels
     )
