@@ -185,10 +185,23 @@ class DataParallelPPOActor:
         old_log_prob = columns.get("old_log_probs", log_prob).to(log_prob.device)
         own = [old_log_prob, log_prob, columns["advantages"].to(log_prob), columns["response_mask"].to(log_prob)]
         whole = [_gather_rows(column, self.backend.dp_group) for column in own]
-        selection = self._select_tokens(*whole, seed=self._seed + self.num_updates, **self._loss_settings())
+        # Rows in an order of their own: a random choice must not depend on which rank holds which row.
+        keys = _gather_rows(_row_keys(columns["input_ids"]).to(log_prob.device), self.backend.dp_group)
+        order = keys.argsort(stable=True)
+        chosen = self._select_tokens(
+            *(column[order] for column in whole), seed=self._seed + self.num_updates, **self._loss_settings()
+        )
+        selection = chosen[order.argsort()]
         first = self.backend.place.dp_rank * len(mini_batch)
         own_rows = selection[first : first + len(mini_batch)].cpu()
         return mini_batch.union(DataProto.from_dict({"loss_selection": own_rows}))
+
+
+def _row_keys(input_ids: Tensor) -> Tensor:
+    """One number a row that depends on its tokens alone (a polynomial hash, modulo 2**64)."""
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(2**62, (input_ids.shape[1],), generator=generator).to(input_ids.device)
+    return (input_ids * factors).sum(dim=1)
 
 
 def _gather_rows(column: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -102,12 +102,10 @@ def rollout_batch(rows: int = NUM_ROWS, *, seed: int = 1) -> DataProto:
 
 def with_old_log_probs(batch: DataProto, log_probs: Tensor) -> DataProto:
     """`old_log_probs` and `ref_log_prob` near the model's own."""
-    columns = batch.tensors
-    return batch.union(
-        DataProto.from_dict(
-            {"old_log_probs": log_probs + columns["noise"], "ref_log_prob": log_probs + columns["ref_noise"]}
-        )
-    )
+    columns = dict(batch.tensors)
+    columns["old_log_probs"] = log_probs + columns["noise"]
+    columns["ref_log_prob"] = log_probs + columns["ref_noise"]
+    return DataProto.from_dict(columns, dict(batch.non_tensor_batch), meta_info=dict(batch.meta_info))
 
 
 def my_rows(batch: DataProto, place: BackendPlace, mini_batch: int = MINI_BATCH) -> DataProto:

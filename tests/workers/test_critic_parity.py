@@ -1,0 +1,192 @@
+"""The same batch gives the same metrics, gradient norm and weights of the critic, however the update is laid out.
+
+Built like `test_actor_parity`: one process with micro-batches of 4 is the reference, tolerance 1e-5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail.config.root import DovetailConfig
+from dovetail.protocol import DataProto
+from dovetail.workers.build import build_value
+from dovetail.workers.critic import DataParallelPPOCritic
+from tests.ranks import run_ranks
+from tests.workers.tiny_run import (
+    MINI_BATCH,
+    TOLERANCE,
+    Updated,
+    as_numpy,
+    largest_difference,
+    my_rows,
+    rollout_batch,
+    run_config,
+    small_model,
+)
+
+pytestmark = pytest.mark.distributed
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "token-mean, two epochs": {"loss_agg_mode": "token-mean", "ppo_epochs": 2},
+    "seq-mean-token-sum": {"loss_agg_mode": "seq-mean-token-sum", "cliprange_value": 0.1},
+    "seq-mean-token-mean": {"loss_agg_mode": "seq-mean-token-mean"},
+    "seq-mean-token-sum-norm": {"loss_agg_mode": "seq-mean-token-sum-norm"},
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to do the same update. `micro_batch` counts rows, `tokens` turns dynamic micro-batches on."""
+
+    world_size: int
+    strategy: str = "fsdp2"
+    micro_batch: int = 4
+    tokens: int | None = None
+    sp_size: int = 1
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+PADDED = {"use_remove_padding": False}
+
+LAYOUTS = {
+    "reference": Layout(1),
+    "micro-batches of 1": Layout(1, micro_batch=1),
+    "dynamic micro-batches": Layout(1, tokens=25),
+    "padded": Layout(1, model=PADDED),
+    "gradient checkpointing": Layout(1, model={"enable_gradient_checkpointing": True}),
+    "fsdp2 x2": Layout(2),
+    "fsdp2 x2, padded, dynamic": Layout(2, tokens=20, model=PADDED),
+    "fsdp x2": Layout(2, "fsdp", micro_batch=1),
+    "ulysses 2": Layout(2, sp_size=2),
+    "fsdp2 x4": Layout(4, micro_batch=1),
+    "fsdp2 hybrid 2x2, dynamic": Layout(4, tokens=16, fsdp={"fsdp_size": 2}),
+    "ulysses 4 over 2 key-value heads": Layout(4, sp_size=4),
+}
+
+ByLayout = dict[str, list[dict[str, Updated]]]
+"""Layout, then rank, then setting."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> ByLayout:
+    folder = small_model(tmp_path_factory.mktemp("critic"), "llama")
+    batch = rollout_batch()
+    by_size = {1: [train_all(0, 1, folder, batch)]}
+    for size in (2, 4):
+        by_size[size] = run_ranks(train_all, size, folder, batch, timeout=600.0)
+    return {name: [found[name] for found in by_size[layout.world_size]] for name, layout in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "reference"])
+def test_an_update_does_not_depend_on_its_layout(name: str, trained: ByLayout) -> None:
+    for rank, found in enumerate(trained[name]):
+        for setting, updated in found.items():
+            expected = trained["reference"][0][setting]
+            assert updated.metrics == pytest.approx(expected.metrics, abs=TOLERANCE, rel=TOLERANCE), (setting, rank)
+            assert largest_difference(updated.weights, expected.weights) < TOLERANCE, (setting, rank)
+
+
+def test_the_updates_that_are_compared_clip_values_and_train_the_head(trained: ByLayout) -> None:
+    first, second, *_ = trained["reference"][0].values()
+    assert 0.01 < first.metrics["critic/vf_clipfrac"] < 0.95
+    assert first.metrics["critic/grad_norm"] > 0.1
+    assert abs(first.weights["score.weight"] - second.weights["score.weight"]).max() > 100 * TOLERANCE
+
+
+def test_values_are_of_the_state_before_each_token_in_the_order_given(tmp_path: Path) -> None:
+    folder = small_model(tmp_path, "llama")
+    batch = rollout_batch()
+    plain = build_critic(folder, LAYOUTS["reference"], {})
+    values = plain.compute_values(batch)
+    dynamic = build_critic(folder, Layout(1, tokens=16), {})
+    torch.testing.assert_close(dynamic.compute_values(batch), values, atol=TOLERANCE, rtol=0)
+    assert not values[batch.tensors["response_mask"] == 0].any()
+
+    reversed_rows = batch.select_idxs(torch.arange(len(batch)).flip(0))
+    torch.testing.assert_close(dynamic.compute_values(reversed_rows).flip(0), values, atol=TOLERANCE, rtol=0)
+
+    # By hand: transformers' hidden state before the token, times the head.
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    head = dict(plain.backend.named_weights())["score.weight"][0]
+    row, columns = 0, batch.tensors
+    kept = columns["attention_mask"][row].bool()
+    with torch.no_grad():
+        hidden = model.model(input_ids=columns["input_ids"][row][kept][None]).last_hidden_state[0]
+    count = int(columns["response_mask"][row].sum())
+    torch.testing.assert_close(values[row, :count], (hidden @ head)[-count - 1 : -1], atol=TOLERANCE, rtol=0)
+
+
+def test_a_critic_starts_from_a_trl_value_head(tmp_path: Path) -> None:
+    folder = small_model(tmp_path, "llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["v_head.summary.weight"] = torch.linspace(-1, 1, weights["model.norm.weight"].numel())[None]
+    weights["v_head.summary.bias"] = torch.tensor([0.25])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    critic = build_critic(folder, LAYOUTS["reference"], {})
+    found = dict(critic.backend.named_weights())
+    torch.testing.assert_close(found["score.weight"], weights["v_head.summary.weight"], atol=0, rtol=0)
+    torch.testing.assert_close(found["score.bias"], weights["v_head.summary.bias"], atol=0, rtol=0)
+
+
+def train_all(rank: int, world_size: int, folder: Path, batch: DataProto) -> dict[str, dict[str, Updated]]:
+    chosen = {name: layout for name, layout in LAYOUTS.items() if layout.world_size == world_size}
+    return {name: train(folder, layout, batch) for name, layout in chosen.items()}
+
+
+def train(folder: Path, layout: Layout, batch: DataProto) -> dict[str, Updated]:
+    critic = build_critic(folder, layout, {})
+    mine = my_rows(batch, critic.backend.place)
+    found: dict[str, Updated] = {}
+    for name, setting in SETTINGS.items():
+        critic = build_critic(folder, layout, setting, like=critic)
+        metrics = critic.update_critic(with_values(mine, critic.compute_values(mine)))
+        found[name] = Updated(metrics, as_numpy(critic.backend.named_weights()))
+    return found
+
+
+def with_values(batch: DataProto, values: torch.Tensor) -> DataProto:
+    """Old values near the critic's own, so that clipping bites on some tokens."""
+    columns = batch.tensors
+    near = (values + columns["noise"]) * columns["response_mask"]
+    return DataProto.from_dict({**columns, "values": near}, meta_info=batch.meta_info)
+
+
+def critic_config(folder: Path, layout: Layout, setting: dict[str, Any]) -> DovetailConfig:
+    return run_config(
+        folder,
+        {
+            "critic.ppo_micro_batch_size_per_gpu": layout.micro_batch,
+            "critic.use_dynamic_bsz": layout.tokens is not None,
+            "critic.ppo_max_token_len_per_gpu": layout.tokens or 1,
+            "critic.fsdp_config": layout.fsdp,
+            **{f"critic.{key}": value for key, value in setting.items()},
+            **{f"critic.model.{key}": value for key, value in layout.model.items()},
+        },
+    )
+
+
+def build_critic(
+    folder: Path, layout: Layout, setting: dict[str, Any], *, like: DataParallelPPOCritic | None = None
+) -> DataParallelPPOCritic:
+    """A new critic, or one with other settings on the backend of `like`."""
+    config = critic_config(folder, layout, setting)
+    critic = config.critic
+    backend = like.backend if like is not None else build_value(
+        critic.model, strategy=layout.strategy, fsdp=critic.fsdp_config, optim=critic.optim, grad_clip=critic.grad_clip,
+        sp_size=layout.sp_size, world_size=layout.world_size, device=torch.device("cpu"),
+    )  # fmt: skip
+    return DataParallelPPOCritic(
+        critic,
+        backend,
+        mini_batch_rows=MINI_BATCH // backend.place.dp_size,
+        loss_scale_factor=config.loss_scale_factor,
+    )
