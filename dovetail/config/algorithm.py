@@ -89,6 +89,9 @@ class AlgorithmConfig(Section):
     kl_penalty: KLEstimator = Field("kl", description="Estimator of that KL.")
     kl_ctrl: KLControlConfig = Field(KLControlConfig.model_construct(), description="Coefficient of that KL.")
     filter_groups: FilterGroupsConfig = Field(FilterGroupsConfig.model_construct(), description="Dynamic sampling.")
+    filter_truncated: bool = Field(
+        False, description="Leave answers that hit the length limit out of the loss (overlong filtering)."
+    )
     rollout_correction: RolloutCorrectionConfig = Field(
         RolloutCorrectionConfig.model_construct(), description="Correction of the engine's log-probs."
     )

@@ -83,8 +83,25 @@ def add_advantages(batch: DataProto, algorithm: AlgorithmConfig, *, num_repeat: 
     return _with(batch, advantages=advantages, returns=returns)
 
 
-def mask_rows(batch: DataProto, rows: torch.Tensor) -> DataProto:
-    """Take rows (boolean, one per row) out of every loss and count, by clearing their response mask."""
+def mask_failed(batch: DataProto) -> DataProto:
+    """Take rows without a score out of every loss and count, and out of their group: their 0 is not a score."""
+    failed = batch.tensors["reward_failed"].bool()
+    if not failed.any():
+        return batch
+    uids = batch.non_tensor_batch["uid"].copy()
+    for row in failed.nonzero().flatten().tolist():
+        uids[row] = f"{uids[row]}/failed-{row}"
+    masked = _without_rows(batch, failed)
+    return DataProto.from_dict(masked.tensors, {**masked.non_tensor_batch, "uid": uids}, masked.meta_info)
+
+
+def mask_truncated(batch: DataProto) -> tuple[DataProto, float]:
+    """Overlong filtering: answers that were cut off teach nothing about their content. Also gives their share."""
+    truncated = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    return _without_rows(batch, truncated), float(truncated.float().mean())
+
+
+def _without_rows(batch: DataProto, rows: torch.Tensor) -> DataProto:
     mask = batch.tensors["response_mask"].clone()
     mask[rows] = 0
     return _with(batch, response_mask=mask)

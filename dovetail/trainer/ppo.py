@@ -1,0 +1,311 @@
+"""`RayPPOTrainer`: the driver's loop. Speaks to groups of workers; holds no model and knows no sharding or engine.
+
+GRPO, RLOO, REINFORCE++, ReMax, OPO, GPG and Dr. GRPO are configurations of this loop: the estimator is a name.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dovetail.algorithms import get_kl_controller
+from dovetail.config.root import DovetailConfig
+from dovetail.data.loader import PromptLoader
+from dovetail.observability.timers import PhaseTimers
+from dovetail.observability.tracker import Tracker
+from dovetail.protocol import DataProto
+from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
+from dovetail.trainer.answers import rollout_rows
+from dovetail.trainer.arrange import arrange_rows, imbalance
+from dovetail.trainer.batch_math import add_advantages, add_rewards, correct_rollout, mask_failed, mask_truncated
+from dovetail.trainer.checkpoints import TrainerCheckpoints
+from dovetail.trainer.groups import RoleGroups
+from dovetail.trainer.prompt_draws import PromptDraws
+from dovetail.trainer.step_metrics import data_metrics, throughput_metrics, timing_metrics, token_counts
+from dovetail.trainer.validation import validate
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+_PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+_ENGINE_COLUMNS = ("raw_prompt_ids", "sampling_seed", "multi_modal_data")
+
+
+@dataclass
+class Rollout:
+    """A batch whose answers are being scored."""
+
+    batch: DataProto
+    rewards: PendingRewards | RewardResult
+    metrics: Metrics
+
+
+class RayPPOTrainer:
+    """Call `init_workers`, then `fit`. Everything it needs is handed in, so tests hand in small things."""
+
+    def __init__(
+        self,
+        config: DovetailConfig,
+        *,
+        tokenizer: Any,
+        train_loader: PromptLoader,
+        val_loader: PromptLoader | None,
+        rewards: RewardRunner,
+        tracker: Tracker,
+        create_groups: Callable[[], RoleGroups],
+        on_phase: Callable[[str | None], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.train_loader = train_loader
+        self.val_loader = val_loader
+        self.rewards = rewards
+        self.tracker = tracker
+        self.timers = PhaseTimers(on_phase)
+        self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.draws = PromptDraws(config.trainer.seed)
+        self.checkpoints = TrainerCheckpoints(config)
+        self.global_step = 0
+        self.total_steps = total_training_steps(config, len(train_loader))
+        self._create_groups = create_groups
+        self._groups: RoleGroups | None = None
+
+    @property
+    def groups(self) -> RoleGroups:
+        if self._groups is None:
+            raise RuntimeError("init_workers has not been called.")
+        return self._groups
+
+    def init_workers(self) -> None:
+        """Start the processes and build the models in them."""
+        self._groups = self._create_groups()
+        if self._groups.critic is not None:
+            self._groups.critic.init_model(self.total_steps)
+        if self._groups.reward_model is not None:
+            self._groups.reward_model.init_model()
+        # The policy comes last, so that its engine measures what memory the other roles have left.
+        self._groups.actor_rollout.init_model(self.total_steps)
+
+    def fit(self) -> Metrics:
+        """Train to the last step; returns the last validation's metrics."""
+        settings = self.config.trainer
+        self._load_checkpoint()
+        last_validation: Metrics = {}
+        if self.global_step == 0 and (settings.val_before_train or settings.val_only):
+            last_validation = self._validate()
+            self.tracker.log(0, last_validation)
+        if settings.val_only:
+            return last_validation
+        while self.global_step < self.total_steps:
+            self.global_step += 1
+            metrics = self._train_step()
+            if self._is_due(settings.test_freq):
+                with self.timers("testing"):
+                    last_validation = self._validate()
+                metrics |= last_validation
+            if self._is_due(settings.save_freq) and settings.save_freq > 0:
+                with self.timers("save_checkpoint"):
+                    self._save_checkpoint()
+            metrics |= self.timers.take()
+            self.tracker.log(self.global_step, metrics)
+        return last_validation
+
+    def _train_step(self) -> Metrics:
+        """The phases of a step, in order. Each reads columns of one batch and adds columns."""
+        metrics: Metrics = {"training/global_step": self.global_step, "training/epoch": self.train_loader.epoch}
+        with self.timers("step"):
+            with self.timers("gen"):
+                rollout = self._rollout()
+            batch, metrics = rollout.batch, metrics | rollout.metrics
+            if self._needs_old_log_probs:
+                with self.timers("old_log_prob"):
+                    batch = self._add_old_log_probs(batch, metrics)
+            if self.groups.ref is not None:
+                with self.timers("ref"):
+                    batch = batch.union(self.groups.ref.compute_ref_log_prob(_inputs(batch)))
+            if self.groups.critic is not None:
+                with self.timers("values"):
+                    batch = batch.union(self.groups.critic.compute_values(_inputs(batch)))
+            with self.timers("reward"):
+                batch = self._take_rewards(batch, rollout.rewards, metrics)
+            with self.timers("adv"):
+                batch = self._add_advantages(batch, metrics)
+            if self.groups.critic is not None:
+                with self.timers("update_critic"):
+                    metrics |= _reported(self.groups.critic.update_critic(batch))
+            if self.global_step > self.config.trainer.critic_warmup:
+                with self.timers("update_actor"):
+                    metrics |= _reported(self.groups.actor_rollout.update_actor(batch))
+        self._report(batch, metrics)
+        return metrics
+
+    # ---- the phases ----
+
+    def _rollout(self) -> Rollout:
+        """One batch of prompts, its answers, and their scoring under way."""
+        batch, metrics = self._generate(self.draws.number(self.train_loader.next_batch()))
+        batch = self._arranged(batch, metrics)
+        return Rollout(batch, self._start_rewards(batch), metrics)
+
+    def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
+        """`rollout.n` answers to each prompt; ReMax also asks for the greedy one, whose score is the baseline."""
+        n = self.config.actor_rollout_ref.rollout.n
+        batch = self._answers(prompts, n=n)
+        if self.config.algorithm.adv_estimator == "remax":
+            greedy = self._answers(prompts, n=1, do_sample=False)
+            scored = self._finish_rewards(self._start_rewards(greedy))
+            baselines = scored.columns.tensors["token_level_scores"].sum(dim=1).repeat_interleave(n)
+            batch = batch.union(DataProto.from_dict({"reward_baselines": baselines}))
+        return batch, {}
+
+    def _answers(self, prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
+        wanted = [name for name in _ENGINE_COLUMNS if name in prompts.non_tensor_batch]
+        request = prompts.select(batch_keys=[], non_tensor_batch_keys=wanted)
+        request.meta_info = {"n": n, **sampling}
+        answers = self.groups.actor_rollout.generate_sequences(request)
+        answers.meta_info = {"temperature": answers.meta_info["temperature"]}
+        # The engine wrote these three for prompt and response together.
+        kept = [name for name in prompts.tensors if name not in _PROMPT_COLUMNS]
+        rows = prompts.select(batch_keys=kept).repeat(n, interleave=True)
+        rows.meta_info = {}
+        return rows.union(answers)
+
+    def _arranged(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """Rows in the order in which ranks take them: whole mini-batches, equal work."""
+        policy = self.config.actor_rollout_ref
+        ranks = self.groups.actor_rollout.dp_size("actor")
+        lengths = batch.tensors["attention_mask"].sum(dim=1).tolist()
+        rows = min(policy.actor.ppo_mini_batch_size * policy.rollout.n, len(batch))
+        batch.reorder(arrange_rows(lengths, ranks, rows, balance=self.config.trainer.balance_batch))
+        metrics |= imbalance(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks)
+        return batch
+
+    def _start_rewards(self, batch: DataProto) -> PendingRewards:
+        if self.groups.reward_model is not None:
+            batch = batch.union(self.groups.reward_model.compute_rm_score(batch))
+        return self.rewards.submit(batch)
+
+    def _finish_rewards(self, rewards: PendingRewards | RewardResult) -> RewardResult:
+        return rewards if isinstance(rewards, RewardResult) else rewards.result()
+
+    def _take_rewards(self, batch: DataProto, rewards: PendingRewards | RewardResult, metrics: Metrics) -> DataProto:
+        """Scores as columns. A row that could not be scored leaves every loss, count and group."""
+        found = self._finish_rewards(rewards)
+        metrics |= found.metrics
+        batch = mask_failed(batch.union(found.columns))
+        if self.config.algorithm.filter_truncated:
+            batch, share = mask_truncated(batch)
+            metrics["response/filtered_truncated_share"] = share
+        return batch
+
+    def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            return batch.union(DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()}))
+        found = self.groups.actor_rollout.compute_log_prob(_inputs(batch))
+        entropies, mask = found.tensors["entropys"], batch.tensors["response_mask"]
+        metrics["actor/entropy"] = float((entropies * mask).sum() / mask.sum().clamp(min=1))
+        return batch.union(found)
+
+    def _add_advantages(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        algorithm = self.config.algorithm
+        batch, found = correct_rollout(batch, algorithm)
+        metrics |= found
+        batch, found = add_rewards(batch, algorithm, self.kl_ctrl)
+        metrics |= found
+        return add_advantages(batch, algorithm, num_repeat=self.config.actor_rollout_ref.rollout.n)
+
+    @property
+    def _needs_old_log_probs(self) -> bool:
+        """False when the whole batch is one optimizer step: the update's own log-probs are the old ones then."""
+        actor, algorithm = self.config.actor_rollout_ref.actor, self.config.algorithm
+        one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.config.data.train_batch_size
+        return not one_step or algorithm.use_kl_in_reward or algorithm.rollout_correction.active
+
+    # ---- around the step ----
+
+    def _validate(self) -> Metrics:
+        """Scores of the validation prompts; empty without `data.val_files`."""
+        if self.val_loader is None:
+            return {}
+        found = validate(
+            self.config, self.val_loader, lambda prompts, **meta: self._answers(prompts, **meta), self.rewards
+        )
+        self.tracker.folder.write_answers(self.global_step, found.rows, "validation")
+        self.tracker.event("validation", self.global_step, **found.metrics)
+        return found.metrics
+
+    def _report(self, batch: DataProto, metrics: Metrics) -> None:
+        tokens, response_tokens = token_counts(batch)
+        seconds = self.timers.seconds()
+        metrics |= data_metrics(batch, use_critic=self.groups.critic is not None)
+        metrics |= timing_metrics(seconds, tokens, response_tokens)
+        metrics |= throughput_metrics(seconds["step"], tokens, self.config.trainer.world_size)
+        if metrics.get("actor/skipped_steps", 0) or metrics.get("critic/skipped_steps", 0):
+            self.tracker.event("skipped_step", self.global_step)
+        self.tracker.folder.write_answers(self.global_step, rollout_rows(batch, self.tokenizer))
+
+    def _is_due(self, freq: int) -> bool:
+        """Every `freq` steps, and at the last one."""
+        return self.global_step == self.total_steps or (freq > 0 and self.global_step % freq == 0)
+
+    def _save_checkpoint(self) -> None:
+        self.checkpoints.save(self.global_step, self.groups, self._driver_state())
+        self.tracker.event("checkpoint", self.global_step)
+
+    def _load_checkpoint(self) -> None:
+        found = self.checkpoints.load(self.groups)
+        if found is None:
+            self.tracker.folder.start()
+            return
+        self.global_step = found.step
+        self._load_driver_state(found.state)
+        self.tracker.folder.resume(found.step)
+        logger.info("resumed from %s at step %d", found.folder, found.step)
+
+    def _driver_state(self) -> dict[str, Any]:
+        """Everything the driver must remember. Keep it small and plain: it is written as JSON."""
+        return {
+            "loader": self.train_loader.state_dict(),
+            "kl_ctrl": self.kl_ctrl.state_dict(),
+            "num_drawn": self.draws.num_drawn,
+        }
+
+    def _load_driver_state(self, state: dict[str, Any]) -> None:
+        self.train_loader.load_state_dict(state["loader"])
+        self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        self.draws.num_drawn = state["num_drawn"]
+
+
+def total_training_steps(config: DovetailConfig, steps_per_epoch: int) -> int:
+    """Steps of the run: set, or from the epochs."""
+    total = config.trainer.total_training_steps
+    if total is None:
+        per_step = math.ceil(config.data.train_batch_size / config.data.generation_batch_size)
+        total = max(1, steps_per_epoch // max(1, per_step)) * config.trainer.total_epochs
+    return total
+
+
+def _inputs(batch: DataProto) -> DataProto:
+    """What models read: nothing else needs to travel to the workers."""
+    names = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+    images = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
+    return batch.select(batch_keys=names, non_tensor_batch_keys=images)
+
+
+def _reported(output: DataProto) -> Metrics:
+    """The metrics of an update. Ranks report equal numbers, except for memory, where the largest matters."""
+    found = output.meta_info["metrics"]
+    return {name: max(values) if isinstance(values, list) else values for name, values in found.items()}
+
+
+def groups_of(batch: DataProto) -> dict[str, torch.Tensor]:
+    """Row numbers of every group, in the order in which the groups appear."""
+    rows: dict[str, list[int]] = {}
+    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+        rows.setdefault(str(uid), []).append(row)
+    return {uid: torch.tensor(found) for uid, found in rows.items()}

@@ -1,0 +1,93 @@
+"""Answer the validation prompts and score them. Changes no model and no state of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dovetail.config.root import DovetailConfig
+from dovetail.data.loader import PromptLoader
+from dovetail.protocol import DataProto
+from dovetail.rewards.runner import RewardRunner
+from dovetail.trainer.prompt_draws import with_seeds
+from dovetail.trainer.val_metrics import validation_metrics
+
+# Columns of numbers that reward functions return beside the score are validated too.
+_NOT_VALUES = ("reward_failed", "token_level_scores")
+
+
+@dataclass(frozen=True)
+class Validation:
+    metrics: dict[str, float]
+    rows: list[dict[str, Any]]
+
+
+def validate(
+    config: DovetailConfig, loader: PromptLoader, answer: Callable[..., DataProto], rewards: RewardRunner
+) -> Validation:
+    """Every validation prompt once, `rollout.val_kwargs.n` answers each.
+
+    Seeds depend on the prompt only, so two validations differ by the weights alone. Rows that could not be scored are
+    left out and counted.
+    """
+    n = config.actor_rollout_ref.rollout.val_kwargs.n
+    rows: list[dict[str, Any]] = []
+    first = 0
+    for prompts in loader:
+        uids = [f"val-{first + index}" for index in range(len(prompts))]
+        first += len(prompts)
+        batch = answer(with_seeds(prompts, uids, config.trainer.seed), n=n, validate=True)
+        rows += _scored_rows(batch, rewards, config.data.reward_fn_key)
+    scored = [row for row in rows if not row["failed"]]
+    metrics: dict[str, float] = {"val-aux/failed": float(len(rows) - len(scored))}
+    if scored:
+        names = [name for name in scored[0]["values"] if all(name in row["values"] for row in scored)]
+        answers = [row["pred"] for row in scored] if all(row["pred"] is not None for row in scored) else None
+        metrics |= validation_metrics(
+            [row["data_source"] for row in scored],
+            [row["uid"] for row in scored],
+            {name: [row["values"][name] for row in scored] for name in names},
+            answers,
+        )
+    return Validation(metrics, rows)
+
+
+def _scored_rows(batch: DataProto, rewards: RewardRunner, source_key: str) -> list[dict[str, Any]]:
+    found = rewards.score(batch, shaped=False)
+    columns, others = batch.tensors, {**batch.non_tensor_batch, **found.columns.non_tensor_batch}
+    scores = found.columns.tensors["token_level_scores"].sum(dim=1).tolist()
+    lengths = columns["response_mask"].sum(dim=1).tolist()
+    numeric = [
+        name
+        for name, column in found.columns.non_tensor_batch.items()
+        if column.dtype != object and name not in (*_NOT_VALUES, "score")
+    ]
+    rows = []
+    for row in range(len(batch)):
+        values = {"reward": scores[row], **{name: float(others[name][row]) for name in numeric}}
+        truth = others["reward_model"][row] if "reward_model" in others else None
+        rows.append(
+            {
+                "uid": str(others["uid"][row]),
+                "data_source": str(others[source_key][row]),
+                "prompt": _last_message(others, row),
+                "response": found.solution_strs[row],
+                "ground_truth": truth.get("ground_truth") if isinstance(truth, dict) else None,
+                "values": {name: value for name, value in values.items() if np.isfinite(value)},
+                "pred": others["pred"][row] if "pred" in others else None,
+                "length": lengths[row],
+                "failed": row in found.failures,
+            }
+        )
+    return rows
+
+
+def _last_message(others: dict[str, np.ndarray], row: int) -> str | None:
+    column = others.get("raw_prompt")
+    if column is None:
+        return None
+    messages = column[row]
+    return messages if isinstance(messages, str) else str(messages[-1]["content"])
