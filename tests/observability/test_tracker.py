@@ -71,7 +71,7 @@ def test_an_unknown_tracker_is_an_error_with_the_nearest_name(tmp_path: Path) ->
 
 def test_a_missing_library_is_an_error_that_says_what_to_install() -> None:
     with pytest.raises(
-        ImportError, match="trainer.logger=mlflow needs the package mlflow-that-is-not-there.*pip install"
+        ImportError, match=r"trainer.logger=mlflow needs the package mlflow-that-is-not-there.*pip install"
     ):
         sinks.need("mlflow_that_is_not_there", "mlflow-that-is-not-there", "mlflow")
 

@@ -1,0 +1,126 @@
+"""Prepare prompts: generate a task without any download, or convert a published data set.
+
+dovetail data addition --out data/addition --levels 1 2 --train 2000 --test 200
+dovetail data gsm8k raw/gsm8k --out data/gsm8k
+dovetail data math --out data/math                       (from the hub)
+dovetail data jsonl mine.jsonl --out data/mine --data-source exact --answer-field label
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+GENERATED = ("addition", "multiplication", "arithmetic", "countdown", "letters", "sorting", "reversal")
+CONVERTED = ("gsm8k", "math", "jsonl")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to make, and where."""
+    parser.add_argument("kind", choices=(*GENERATED, *CONVERTED), help="a task to generate or a data set to convert")
+    parser.add_argument("source", nargs="?", help="local file or folder with the raw data; left out: the hub")
+    parser.add_argument("--out", required=True, help="folder for train and test files")
+    parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="kind of files")
+    parser.add_argument("--seed", type=int, default=0, help="seed of generated problems and of a split")
+    parser.add_argument("--system", help="system message of every prompt")
+    generated = parser.add_argument_group("generated tasks")
+    generated.add_argument("--levels", type=int, nargs="+", default=[1], help="difficulty, 1 is the easiest")
+    generated.add_argument("--train", type=int, default=1000, help="training problems")
+    generated.add_argument("--test", type=int, default=200, help="test problems, none of them in training")
+    converted = parser.add_argument_group("data sets")
+    converted.add_argument("--instruction", help="words after each question; '' for none")
+    converted.add_argument("--splits", nargs="+", default=["train", "test"], help="splits to convert")
+    converted.add_argument("--data-source", default="exact", help="jsonl: name that selects the reward rule")
+    converted.add_argument("--question-field", default="question", help="jsonl: field of the question")
+    converted.add_argument("--answer-field", default="answer", help="jsonl: field of the truth")
+    converted.add_argument("--test-share", type=float, default=0.1, help="jsonl: share of rows set aside for testing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the files and say what they hold. Exit code 2: the data cannot be used."""
+    from dovetail.data.errors import DataError
+
+    try:
+        splits = _generate(args) if args.kind in GENERATED else _convert(args)
+        _write(args, splits)
+    except DataError as error:
+        sys.stderr.write(f"dovetail data: {error}\n")
+        return 2
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    from dovetail.data.tasks.generate import generate_task
+
+    split = generate_task(
+        args.kind, num_train=args.train, num_test=args.test, levels=args.levels, seed=args.seed, system=args.system
+    )
+    return {"train": split.train, "test": split.test}
+
+
+def _convert(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    from dovetail.data.prepare import convert
+
+    if args.kind == "jsonl":
+        return _convert_jsonl(args)
+    made = {}
+    for split in args.splits:
+        hub = convert.GSM8K_HUB if args.kind == "gsm8k" else convert.MATH_HUB
+        raw = _raw_rows(args, split, hub)
+        options = {"system": args.system} | ({} if args.instruction is None else {"instruction": args.instruction})
+        if args.kind == "gsm8k":
+            made[split] = convert.gsm8k_rows(raw, split, **options)
+        else:
+            from dovetail.rewards.rules.boxed import last_boxed
+
+            made[split] = convert.math_rows(raw, split, last_boxed, **options)
+    return made
+
+
+def _convert_jsonl(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    import random
+
+    from dovetail.data.errors import DataError
+    from dovetail.data.prepare.convert import question_rows
+    from dovetail.data.prepare.source import local_rows
+
+    if args.source is None:
+        raise DataError("jsonl needs a file: dovetail data jsonl mine.jsonl --out data/mine.")
+    raw = local_rows(args.source, "train")
+    random.Random(args.seed).shuffle(raw)
+    num_test = round(len(raw) * args.test_share)
+    parts = {"test": raw[:num_test], "train": raw[num_test:]}
+    return {
+        split: question_rows(
+            rows,
+            split,
+            data_source=args.data_source,
+            question_field=args.question_field,
+            answer_field=args.answer_field,
+            instruction=args.instruction or "",
+            system=args.system,
+        )
+        for split, rows in parts.items()
+        if rows
+    }
+
+
+def _raw_rows(args: argparse.Namespace, split: str, hub: str) -> list[dict[str, Any]]:
+    from dovetail.data.prepare.source import hub_rows, local_rows
+
+    if args.source is not None:
+        return local_rows(args.source, split)
+    return hub_rows(hub, split, config="main" if args.kind == "gsm8k" else None)
+
+
+def _write(args: argparse.Namespace, splits: dict[str, list[dict[str, Any]]]) -> None:
+    from dovetail.data.write import write_rows
+
+    for split, rows in splits.items():
+        if not rows:
+            continue
+        file = write_rows(rows, Path(args.out) / f"{split}.{args.format}")
+        question, truth = rows[0]["prompt"][-1]["content"], rows[0]["reward_model"]["ground_truth"]
+        sys.stdout.write(f"{file}: {len(rows)} prompts, the first: {question!r} -> {truth!r}\n")

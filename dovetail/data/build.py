@@ -1,0 +1,104 @@
+"""From configuration to loaders of training and validation prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.config import DovetailConfig
+from dovetail.config.user_code import load_user_object
+from dovetail.data.errors import DataError
+from dovetail.data.loader import PromptLoader, Prompts
+from dovetail.data.prompts import PromptDataset
+from dovetail.data.sampler import PromptSampler
+
+
+def build_train_loader(
+    config: DovetailConfig, tokenizer: Any, processor: Any = None, *, weights: Sequence[float] | None = None
+) -> PromptLoader:
+    """Training prompts, `data.gen_batch_size` (or `data.train_batch_size`) at a time."""
+    data = config.data
+    dataset = _build_dataset(config, data.train_paths, data.train_max_samples, tokenizer, processor)
+    sampler = _sampler_class(config)(
+        _source_sizes(dataset),
+        batch_size=data.generation_batch_size,
+        seed=config.data_seed,
+        shuffle=data.shuffle,
+        drop_last=True,
+        weights=weights,
+        fingerprint=getattr(dataset, "fingerprint", ""),
+    )
+    return PromptLoader(dataset, sampler, prefetch=data.dataloader_num_workers > 0)
+
+
+def build_val_loader(config: DovetailConfig, tokenizer: Any, processor: Any = None) -> PromptLoader | None:
+    """Validation prompts, all of them in every epoch; None without `data.val_files`."""
+    data = config.data
+    if not data.val_paths:
+        return None
+    dataset = _build_dataset(config, data.val_paths, data.val_max_samples, tokenizer, processor)
+    sampler = PromptSampler(
+        _source_sizes(dataset),
+        batch_size=data.val_batch_size or len(dataset),
+        seed=config.data_seed,
+        shuffle=data.validation_shuffle,
+        drop_last=False,
+        fingerprint=getattr(dataset, "fingerprint", ""),
+    )
+    return PromptLoader(dataset, sampler)
+
+
+def load_tools(path: str) -> list[dict[str, Any]]:
+    """Tool schemas of a YAML file: a list of them, or `tools:` with one `tool_schema` each."""
+    import yaml
+
+    place = Path(path).expanduser()
+    if not place.is_file():
+        raise DataError(f"data.tool_config_path={path}: there is no such file.")
+    content = yaml.safe_load(place.read_text())
+    entries = content.get("tools", []) if isinstance(content, Mapping) else content
+    return [entry.get("tool_schema", entry) for entry in entries or []]
+
+
+def _build_dataset(
+    config: DovetailConfig, paths: Sequence[str], max_samples: int, tokenizer: Any, processor: Any
+) -> Prompts:
+    data = config.data
+    tool_path = data.tool_config_path or config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+    # A reward network or a user's function may score without a truth; the built-in rules cannot.
+    needs_truth = config.custom_reward_function.path is None and not config.reward_model.enable
+    kwargs: dict[str, Any] = {
+        "max_samples": max_samples,
+        "seed": config.data_seed,
+        "tools": load_tools(tool_path) if tool_path else None,
+        "requires_ground_truth": needs_truth,
+    }
+    if data.custom_cls.path is None:
+        return PromptDataset(list(paths), tokenizer, data, processor, **kwargs)
+    name = data.custom_cls.name or "Dataset"
+    cls = load_user_object(data.custom_cls.path, name, key="data.custom_cls.path")
+    if isinstance(cls, type) and issubclass(cls, PromptDataset):
+        return cls(list(paths), tokenizer, data, processor, **kwargs)
+    dataset = cls(data_files=list(paths), tokenizer=tokenizer, config=data, processor=processor)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(f"data.custom_cls: {name} of {data.custom_cls.path} needs __len__ and __getitem__.")
+    return dataset
+
+
+def _sampler_class(config: DovetailConfig) -> type[PromptSampler]:
+    sampler = config.data.sampler
+    if sampler.class_path is None:
+        return PromptSampler
+    name = sampler.class_name or "Sampler"
+    cls = load_user_object(sampler.class_path, name, key="data.sampler.class_path")
+    if not (isinstance(cls, type) and issubclass(cls, PromptSampler)):
+        raise DataError(
+            f"data.sampler: {name} of {sampler.class_path} must inherit from dovetail.data.sampler.PromptSampler "
+            "(override epoch_order)."
+        )
+    return cls
+
+
+def _source_sizes(dataset: Prompts) -> list[int]:
+    return dataset.source_sizes if isinstance(dataset, PromptDataset) else [len(dataset)]

@@ -1,0 +1,147 @@
+"""Read rows from parquet, JSON lines and folders of Hugging Face `datasets`. Knows nothing of prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dovetail.data.errors import DataError
+
+_CHUNK = 1024
+
+
+class Rows(ABC):
+    """The rows of one file, in order. `digest` changes when the content of the file does."""
+
+    path: str
+    digest: str
+    columns: tuple[str, ...]
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, row: int) -> dict[str, Any]: ...
+
+    def chunks(self, columns: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+        """All rows in order with these columns only, some at a time."""
+        for start in range(0, len(self), _CHUNK):
+            rows = (self[row] for row in range(start, min(start + _CHUNK, len(self))))
+            yield [{name: row.get(name) for name in columns} for row in rows]
+
+
+class TableRows(Rows):
+    """Rows of an Arrow table; turned into Python values one by one."""
+
+    def __init__(self, path: str, digest: str, table: pa.Table) -> None:
+        self.path, self.digest = path, digest
+        self.columns = tuple(table.column_names)
+        self._table = table
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._table.slice(row, 1).to_pylist()[0]
+
+    def chunks(self, columns: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+        for batch in self._table.select(list(columns)).to_batches(max_chunksize=_CHUNK):
+            yield batch.to_pylist()
+
+
+class ListRows(Rows):
+    """Rows that are Python values already."""
+
+    def __init__(self, path: str, digest: str, rows: list[dict[str, Any]]) -> None:
+        self.path, self.digest = path, digest
+        self.columns = tuple(dict.fromkeys(name for row in rows for name in row))
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._rows[row]
+
+
+def read_rows(path: str) -> Rows:
+    """Open one file or folder; the ending says what it is."""
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise DataError(f"there is no file {path} (looked at {place.absolute()}); `dovetail data --help` makes some.")
+    if place.is_dir():
+        return TableRows(path, _digest(sorted(place.glob("*.arrow"))), _read_dataset_folder(place))
+    if place.suffix == ".parquet":
+        return TableRows(path, _digest([place]), _read_parquet(place))
+    if place.suffix in (".jsonl", ".json", ".ndjson"):
+        return ListRows(path, _digest([place]), list(_read_json(place)))
+    raise DataError(f"{path} ends in {place.suffix!r}; use .parquet, .jsonl, or a folder of `datasets.save_to_disk`.")
+
+
+def _read_parquet(place: Path) -> pa.Table:
+    try:
+        return pq.read_table(place)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{place} is not a readable parquet file: {error}") from error
+
+
+def _read_json(place: Path) -> Iterator[dict[str, Any]]:
+    text = place.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        entries: list[tuple[int, Any]] = list(enumerate(_parse(place, 1, text), start=1))
+    else:
+        lines = enumerate(text.splitlines(), start=1)
+        entries = [(number, _parse(place, number, line)) for number, line in lines if line.strip()]
+    for number, entry in entries:
+        if not isinstance(entry, dict):
+            raise DataError(f"{place}:{number} is a {type(entry).__name__}; every line must be a JSON object.")
+        yield entry
+
+
+def _parse(place: Path, number: int, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{place}:{number} is not JSON: {error}") from error
+
+
+def _read_dataset_folder(folder: Path) -> pa.Table:
+    """The Arrow files that `Dataset.save_to_disk` lists in state.json; the `datasets` package is not needed."""
+    if (folder / "dataset_dict.json").exists():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        raise DataError(f"{folder} holds the splits {', '.join(splits)}; give one of them, {folder / splits[0]}.")
+    if not (folder / "state.json").exists():
+        raise DataError(f"{folder} has no state.json; a folder must come from `datasets.Dataset.save_to_disk`.")
+    state = json.loads((folder / "state.json").read_text())
+    names = [entry["filename"] for entry in state["_data_files"]]
+    if not names:
+        raise DataError(f"{folder} lists no data files in state.json; the dataset is empty.")
+    table = pa.concat_tables([_read_arrow(folder / name) for name in names])
+    indices = [entry["filename"] for entry in state.get("_indices_data_files") or []]
+    if indices:
+        order = pa.concat_tables([_read_arrow(folder / name) for name in indices])
+        table = table.take(order.column(0))
+    return table
+
+
+def _read_arrow(file: Path) -> pa.Table:
+    try:
+        with pa.memory_map(str(file)) as source:
+            return pa.ipc.open_stream(source).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{file} is not a readable Arrow file: {error}") from error
+
+
+def _digest(files: Sequence[Path]) -> str:
+    sums = hashlib.blake2b(digest_size=16)
+    for file in files:
+        with open(file, "rb") as content:
+            sums.update(hashlib.file_digest(content, "blake2b").digest())
+    return sums.hexdigest()

@@ -1,0 +1,1 @@
+"""Published data sets, brought into the columns that training reads."""

@@ -1,0 +1,102 @@
+"""Turn raw rows of GSM8K, MATH and any question-answer file into prompt rows. Reads and writes no files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from dovetail.data.errors import DataError
+from dovetail.data.write import prompt_row
+
+GSM8K_SOURCE, GSM8K_HUB = "openai/gsm8k", "openai/gsm8k"
+MATH_SOURCE, MATH_HUB = "DigitalLearningGmbH/MATH-lighteval", "DigitalLearningGmbH/MATH-lighteval"
+GSM8K_INSTRUCTION = 'Think step by step, then write the final number after "####".'
+MATH_INSTRUCTION = "Think step by step, then write the final answer in \\boxed{}."
+
+
+def gsm8k_rows(
+    raw: Iterable[Mapping[str, Any]], split: str, *, instruction: str = GSM8K_INSTRUCTION, system: str | None = None
+) -> list[dict[str, Any]]:
+    """`question`, `answer` with `#### number` at its end."""
+    rows = []
+    for index, row in enumerate(raw):
+        question, answer = _field(row, "question", index), _field(row, "answer", index)
+        _, mark, truth = str(answer).rpartition("####")
+        if not mark:
+            raise DataError(f"row {index} of GSM8K has no '####' in its answer: {str(answer)[-60:]!r}.")
+        info = {"split": split, "index": index, "answer": answer, "question": question}
+        rows.append(
+            prompt_row(
+                data_source=GSM8K_SOURCE,
+                question=_ask(str(question), instruction),
+                ground_truth=truth.strip().replace(",", ""),
+                ability="math",
+                extra_info=info,
+                system=system,
+            )
+        )
+    return rows
+
+
+def math_rows(
+    raw: Iterable[Mapping[str, Any]],
+    split: str,
+    extract_answer: Callable[[str], str | None],
+    *,
+    instruction: str = MATH_INSTRUCTION,
+    system: str | None = None,
+) -> list[dict[str, Any]]:
+    """`problem`, `solution` with a boxed answer; `extract_answer` finds it. Level and type go to extra_info."""
+    rows = []
+    for index, row in enumerate(raw):
+        solution = str(_field(row, "solution", index))
+        truth = extract_answer(solution)
+        if truth is None:
+            raise DataError(f"row {index} of MATH has no \\boxed answer in its solution: {solution[-60:]!r}.")
+        info = {"split": split, "index": index, "level": str(row.get("level", "")), "type": str(row.get("type", ""))}
+        rows.append(
+            prompt_row(
+                data_source=MATH_SOURCE,
+                question=_ask(str(_field(row, "problem", index)), instruction),
+                ground_truth=truth,
+                ability="math",
+                extra_info=info,
+                system=system,
+            )
+        )
+    return rows
+
+
+def question_rows(
+    raw: Iterable[Mapping[str, Any]],
+    split: str,
+    *,
+    data_source: str,
+    question_field: str = "question",
+    answer_field: str = "answer",
+    instruction: str = "",
+    ability: str = "",
+    system: str | None = None,
+) -> list[dict[str, Any]]:
+    """Any file with a question and an answer field."""
+    return [
+        prompt_row(
+            data_source=data_source,
+            question=_ask(str(_field(row, question_field, index)), instruction),
+            ground_truth=_field(row, answer_field, index),
+            ability=ability,
+            extra_info={"split": split, "index": index},
+            system=system,
+        )
+        for index, row in enumerate(raw)
+    ]
+
+
+def _ask(question: str, instruction: str) -> str:
+    return f"{question.strip()} {instruction}".strip()
+
+
+def _field(row: Mapping[str, Any], name: str, index: int) -> Any:
+    if row.get(name) is None:
+        raise DataError(f"row {index} has no {name!r}, only {', '.join(row)}.")
+    return row[name]

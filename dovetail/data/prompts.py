@@ -1,0 +1,226 @@
+"""`PromptDataset`: rows of files as prompts ready for generation, and batches of them as `DataProto`.
+
+Columns read: `prompt` (messages or text), `data_source`, `reward_model.ground_truth`; optional `extra_info`, `images`,
+`videos`; all others pass through. Prompts are left-padded to `data.max_prompt_length`. The trainer assigns `uid`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.config.data import DataConfig
+from dovetail.data.encode import Messages, PromptEncoder, truncate
+from dovetail.data.errors import DataError
+from dovetail.data.files import Rows, read_rows
+from dovetail.data.images import Loader, MediaPrompt, load_image, process_media
+from dovetail.data.overlong import prompt_lengths
+from dovetail.data.sampler import shuffled
+from dovetail.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+
+class PromptDataset:
+    """Prompts of one or more files, one after the other. A user's dataset (`data.custom_cls`) may inherit from it."""
+
+    def __init__(
+        self,
+        data_files: str | Sequence[str],
+        tokenizer: Any,
+        config: DataConfig,
+        processor: Any = None,
+        *,
+        max_samples: int = -1,
+        seed: int = 0,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        requires_ground_truth: bool = True,
+        image_loader: Loader = load_image,
+    ) -> None:
+        paths = [data_files] if isinstance(data_files, str) else list(data_files)
+        if not paths:
+            raise DataError("there are no data files; set data.train_files.")
+        self.config = config
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.encoder = PromptEncoder(tokenizer, dict(config.apply_chat_template_kwargs), tools)
+        self._load_image = image_loader
+        self._requires_ground_truth = requires_ground_truth
+        self._files = [read_rows(path) for path in paths]
+        for file in self._files:
+            self._check_columns(file)
+        self._kept = self._choose_rows(max_samples, seed)
+        self._bounds = np.cumsum([0, *(len(kept) for kept in self._kept)])
+        if len(self) == 0:
+            self._raise_empty(paths)
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    @property
+    def source_sizes(self) -> list[int]:
+        """Prompts of each file, after filters. Row numbers of a file are contiguous."""
+        return [len(kept) for kept in self._kept]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the files or the choice of rows do; a sampler's position means nothing on other data."""
+        sums = hashlib.blake2b(digest_size=16)
+        for file, kept in zip(self._files, self._kept, strict=True):
+            sums.update(file.digest.encode())
+            sums.update(np.ascontiguousarray(kept, dtype=np.int64).tobytes())
+        return sums.hexdigest()
+
+    def data_sources(self) -> list[str]:
+        """Every value of the column that selects a reward, once."""
+        key = self.config.reward_fn_key
+        return list(
+            dict.fromkeys(str(row[key]) for file in self._files for chunk in file.chunks([key]) for row in chunk)
+        )
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One prompt: tensors of width `max_prompt_length`, and plain values."""
+        row, where = self._row(index)
+        config = self.config
+        messages = self.encoder.messages(row.get(config.prompt_key), where)
+        if row.get(config.image_key) or row.get(config.video_key):
+            encoded = self._encode_media(row, messages, where)
+        else:
+            encoded = self._encode_text(messages, where)
+        taken = (config.prompt_key, config.image_key, config.video_key)
+        example = {name: value for name, value in row.items() if name not in taken}
+        example["data_source"] = str(row[config.reward_fn_key])
+        example["reward_model"] = self._ground_truth(row, where)
+        example["extra_info"] = row.get("extra_info") or {}
+        example["index"] = int(index)
+        if config.return_raw_chat:
+            example["raw_prompt"] = messages
+        return {**example, **encoded}
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
+        """Several prompts as a batch."""
+        return collate([self[int(index)] for index in indices])
+
+    def _encode_text(self, messages: Messages | str, where: str) -> dict[str, Any]:
+        text = self.encoder.render(messages, where)
+        ids = self.encoder.token_ids([text], is_chat=not isinstance(messages, str))[0]
+        ids = truncate(ids, self.config.max_prompt_length, self.config.truncation, where)
+        return self._padded(ids, text, raw_ids=ids)
+
+    def _encode_media(self, row: Mapping[str, Any], messages: Messages | str, where: str) -> dict[str, Any]:
+        prompt = self._media_prompt(row, messages, where)
+        # A cut would separate placeholders from the pixels they stand for, so it is refused whatever the setting.
+        ids = truncate(prompt.ids, self.config.max_prompt_length, "error", where)
+        # The engine widens the placeholders itself: it gets the ids of the text as written.
+        encoded = self._padded(ids, prompt.text, raw_ids=self.encoder.token_ids([prompt.text], is_chat=True)[0])
+        encoded["multi_modal_data"] = prompt.media
+        if self.config.return_multi_modal_inputs:
+            encoded["multi_modal_inputs"] = prompt.inputs
+        return encoded
+
+    def _media_prompt(self, row: Mapping[str, Any], messages: Messages | str, where: str) -> MediaPrompt:
+        if self.processor is None or isinstance(messages, str):
+            raise DataError(f"{where} has images or videos, but the model has no processor or no chat template for it.")
+        images = [self._load_image(source) for source in row.get(self.config.image_key) or []]
+        videos = list(row.get(self.config.video_key) or [])
+        return process_media(self.processor, messages, images, videos, where, **self.encoder.template_kwargs)
+
+    def _padded(self, ids: list[int], text: str, *, raw_ids: list[int]) -> dict[str, Any]:
+        width = self.config.max_prompt_length
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
+        input_ids = torch.full((width,), int(pad), dtype=torch.int64)
+        mask = torch.zeros(width, dtype=torch.int64)
+        input_ids[width - len(ids) :] = torch.tensor(ids, dtype=torch.int64)
+        mask[width - len(ids) :] = 1
+        positions = (mask.cumsum(0) - 1).clamp(min=0)
+        encoded = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, "raw_prompt_ids": raw_ids}
+        return {**encoded, "full_prompts": text} if self.config.return_full_prompt else encoded
+
+    def _row(self, index: int) -> tuple[dict[str, Any], str]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"prompt {index} is out of range for {len(self)} prompts.")
+        number = int(np.searchsorted(self._bounds, index, side="right")) - 1
+        row = int(self._kept[number][index - self._bounds[number]])
+        return self._files[number][row], f"{self._files[number].path} row {row}"
+
+    def _ground_truth(self, row: Mapping[str, Any], where: str) -> Any:
+        reward_model = row.get("reward_model")
+        if self._requires_ground_truth and not (isinstance(reward_model, Mapping) and "ground_truth" in reward_model):
+            raise DataError(f"{where}: reward_model is {reward_model!r}; it must be a dict with ground_truth.")
+        return reward_model
+
+    def _check_columns(self, file: Rows) -> None:
+        needed = {self.config.prompt_key: "data.prompt_key", self.config.reward_fn_key: "data.reward_fn_key"}
+        if self._requires_ground_truth:
+            needed["reward_model"] = ""
+        for name, key in needed.items():
+            if len(file) and name not in file.columns:
+                way_out = f"; set {key} to the column that holds it" if key else "; it holds {'ground_truth': ...}"
+                raise DataError(f"{file.path} has no column {name!r}, only {', '.join(file.columns)}{way_out}.")
+
+    def _choose_rows(self, max_samples: int, seed: int) -> list[np.ndarray]:
+        sizes = [len(file) for file in self._files]
+        chosen = np.arange(sum(sizes))
+        if 0 <= max_samples < len(chosen):
+            order = shuffled(len(chosen), seed, -1) if self.config.shuffle else chosen
+            chosen = np.sort(order[:max_samples])
+        bounds = np.cumsum([0, *sizes])
+        parts = [chosen[(chosen >= a) & (chosen < b)] - a for a, b in itertools.pairwise(bounds)]
+        if not self.config.filter_overlong_prompts:
+            return parts
+        return [self._without_overlong(file, part) for file, part in zip(self._files, parts, strict=True)]
+
+    def _without_overlong(self, file: Rows, rows: np.ndarray) -> np.ndarray:
+        config = self.config
+        if len(rows) == 0:
+            return rows
+        if self.processor is not None and (config.image_key in file.columns or config.video_key in file.columns):
+            keep = np.array([self._media_fits(file, int(row)) for row in rows])
+        else:
+            workers = config.filter_overlong_prompts_workers
+            lengths = prompt_lengths(file, self.encoder, config.prompt_key, num_workers=workers)
+            keep = lengths[rows] <= config.max_prompt_length
+        logger.info(
+            "%s: %d of %d prompts are longer than data.max_prompt_length=%d and are left out",
+            file.path, int((~keep).sum()), len(rows), config.max_prompt_length,
+        )  # fmt: skip
+        return rows[keep]
+
+    def _media_fits(self, file: Rows, row: int) -> bool:
+        where, values = f"{file.path} row {row}", file[row]
+        if values.get(self.config.image_key) or values.get(self.config.video_key):
+            messages = self.encoder.messages(values.get(self.config.prompt_key), where)
+            return len(self._media_prompt(values, messages, where).ids) <= self.config.max_prompt_length
+        return len(self.encoder.encode(values.get(self.config.prompt_key), where)) <= self.config.max_prompt_length
+
+    def _raise_empty(self, paths: Sequence[str]) -> None:
+        read = sum(len(file) for file in self._files)
+        names = ", ".join(paths)
+        if read == 0:
+            raise DataError(f"{names}: there are no rows.")
+        raise DataError(
+            f"{names}: none of {read} prompts is left; all are longer than "
+            f"data.max_prompt_length={self.config.max_prompt_length}, or data.*_max_samples is 0."
+        )
+
+
+def collate(examples: Sequence[Mapping[str, Any]]) -> DataProto:
+    """Stack tensors and line up everything else; a column that some rows lack is None there."""
+    names = dict.fromkeys(name for example in examples for name in example)
+    tensors, others = {}, {}
+    for name in names:
+        values = [example.get(name) for example in examples]
+        stackable = [value for value in values if isinstance(value, torch.Tensor)]
+        if len(stackable) == len(values):
+            tensors[name] = torch.stack(stackable)
+        elif name == "index":
+            others[name] = np.array(values, dtype=np.int64)
+        else:
+            others[name] = [{} if value is None and name.startswith("multi_modal") else value for value in values]
+    return DataProto.from_dict(tensors, others)

@@ -1,0 +1,1 @@
+"""Tasks that are generated, not downloaded, in levels of difficulty."""

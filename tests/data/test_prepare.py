@@ -1,0 +1,152 @@
+"""Generated tasks and converted data sets: disjoint, repeatable, and scored right by the rule they name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.cli.data import GENERATED
+from dovetail.cli.main import main
+from dovetail.data.errors import DataError
+from dovetail.data.files import read_rows
+from dovetail.data.prepare.convert import GSM8K_INSTRUCTION, gsm8k_rows, math_rows
+from dovetail.data.tasks.generate import TASKS, generate_task
+from dovetail.rewards.registry import default_compute_score, has_rule
+from dovetail.rewards.rules.boxed import last_boxed
+
+pytestmark = pytest.mark.unit
+
+
+def question(row: dict[str, Any]) -> str:
+    return row["prompt"][-1]["content"]
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_train_and_test_share_no_problem_and_repeat_none(name: str) -> None:
+    split = generate_task(name, num_train=60, num_test=20, levels=[2, 3], seed=1)
+    questions = [question(row) for row in split.train + split.test]
+    assert (len(split.train), len(split.test)) == (60, 20)
+    assert len(set(questions)) == 80
+    assert {row["extra_info"]["level"] for row in split.test} == {2, 3}
+
+
+def test_the_same_sum_in_another_order_counts_as_the_same_problem() -> None:
+    split = generate_task("addition", num_train=40, num_test=15, levels=[1])
+    sums = [tuple(sorted(question(row).split("?")[0].split()[2:5:2])) for row in split.train + split.test]
+    assert len(set(sums)) == 55
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_a_seed_gives_the_same_problems_and_another_one_others(name: str) -> None:
+    def made(seed: int) -> list[str]:
+        return [question(row) for row in generate_task(name, num_train=20, num_test=5, levels=[2], seed=seed).train]
+
+    assert made(3) == made(3) != made(4)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "countdown"])
+def test_the_truth_itself_is_scored_as_right_and_something_else_as_wrong(name: str) -> None:
+    for level in range(1, len(TASKS[name].levels) + 1):
+        row = generate_task(name, num_train=1, num_test=0, levels=[level]).train[0]
+        truth = row["reward_model"]["ground_truth"]
+        answer = truth if name == "reversal" else f"The answer is: {truth}"
+        assert default_compute_score(row["data_source"], answer, truth)["score"] == 1.0
+        assert default_compute_score(row["data_source"], "no", truth)["score"] == 0.0
+
+
+def test_expressions_are_worth_what_their_truth_says() -> None:
+    for row in generate_task("arithmetic", num_train=100, num_test=0, levels=[1, 2, 3, 4]).train:
+        expression = question(row).removeprefix("What is ").split("?")[0]
+        assert str(eval(expression)) == row["reward_model"]["ground_truth"], expression
+
+
+def test_every_countdown_has_a_solution_that_its_rule_accepts() -> None:
+    for row in generate_task("countdown", num_train=30, num_test=0, levels=[1, 2]).train:
+        truth = row["reward_model"]["ground_truth"]
+        solution = solve([(Fraction(n), str(n)) for n in truth["numbers"]], Fraction(truth["target"]))
+        assert solution is not None, truth
+        assert default_compute_score(row["data_source"], f"<answer>{solution}</answer>", truth)["score"] == 1.0
+
+
+def solve(values: list[tuple[Fraction, str]], target: Fraction) -> str | None:
+    if len(values) == 1:
+        return values[0][1] if values[0][0] == target else None
+    for i, j in itertools.permutations(range(len(values)), 2):
+        (a, x), (b, y) = values[i], values[j]
+        rest = [value for k, value in enumerate(values) if k not in (i, j)]
+        made = [(a + b, f"({x} + {y})"), (a - b, f"({x} - {y})"), (a * b, f"({x} * {y})")]
+        made += [(a / b, f"({x} / {y})")] if b else []
+        for value in made:
+            found = solve([*rest, value], target)
+            if found is not None:
+                return found
+    return None
+
+
+def test_asking_for_more_problems_than_there_are_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"level 1 of addition .* hardly more than 55 different problems"):
+        generate_task("addition", num_train=100, num_test=0, levels=[1])
+    with pytest.raises(DataError, match="level 9 of addition does not exist; levels are 1 to 6"):
+        generate_task("addition", num_train=1, num_test=0, levels=[9])
+
+
+def test_the_command_knows_every_task_and_every_task_has_a_rule() -> None:
+    assert set(GENERATED) == set(TASKS)
+    assert all(has_rule(task.data_source) for task in TASKS.values())
+
+
+def test_the_command_generates_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["data", "letters", "--out", str(tmp_path), "--levels", "1", "2", "--train", "8", "--test", "4"]
+    assert main(arguments) == 0
+    assert (len(read_rows(str(tmp_path / "train.parquet"))), len(read_rows(str(tmp_path / "test.parquet")))) == (8, 4)
+    assert "train.parquet: 8 prompts" in capsys.readouterr().out
+
+
+RAW = [
+    {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},
+    {"question": "A thousand and one?", "answer": "#### 1,001"},
+]
+
+
+def test_the_command_converts_gsm8k_from_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in RAW))
+    (tmp_path / "test.jsonl").write_text(json.dumps(RAW[0]))
+    assert main(["data", "gsm8k", str(tmp_path), "--out", str(tmp_path / "out"), "--format", "jsonl"]) == 0
+    made = read_rows(str(tmp_path / "out" / "train.jsonl"))
+    assert made[1]["reward_model"] == {"style": "rule", "ground_truth": "1001"}
+    assert made[0]["prompt"] == [{"role": "user", "content": f"Two and two? {GSM8K_INSTRUCTION}"}]
+    assert default_compute_score(made[1]["data_source"], RAW[1]["answer"], "1001")["score"] == 1.0
+
+
+def test_the_command_splits_any_jsonl(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(json.dumps({"q": f"q{i}", "a": f"a{i}"}) for i in range(10)))
+    fields = ["--question-field", "q", "--answer-field", "a", "--test-share", "0.2", "--instruction", "Be brief."]
+    assert main(["data", "jsonl", str(file), "--out", str(tmp_path / "out"), *fields]) == 0
+    train, test = read_rows(str(tmp_path / "out" / "train.parquet")), read_rows(str(tmp_path / "out" / "test.parquet"))
+    assert (len(train), len(test)) == (8, 2)
+    assert question(test[0]).endswith(" Be brief.")
+
+
+def test_wrong_data_ends_the_command_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "no mark"}')
+    assert main(["data", "gsm8k", str(tmp_path), "--out", str(tmp_path / "out"), "--splits", "train"]) == 2
+    assert "row 0 of GSM8K has no '####'" in capsys.readouterr().err
+    assert main(["data", "gsm8k", str(tmp_path / "missing"), "--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_math_takes_the_boxed_answer_as_truth() -> None:
+    raw = [{"problem": "Half?", "solution": r"So \boxed{\frac{1}{2}}.", "level": "Level 1", "type": "Algebra"}]
+    row = math_rows(raw, "train", last_boxed)[0]
+    assert row["reward_model"]["ground_truth"] == r"\frac{1}{2}"
+    assert row["extra_info"]["level"] == "Level 1"
+    with pytest.raises(DataError, match="row 0 has no 'problem'"):
+        math_rows([{"solution": r"\boxed{1}"}], "train", last_boxed)
+    with pytest.raises(DataError, match="row 0 has no 'question'"):
+        gsm8k_rows([{"answer": "#### 1"}], "train")

@@ -1,0 +1,247 @@
+"""Prompts from files: same prompts in every format, tokens as the chat template writes them, clear errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.data.encode import truncate
+from dovetail.data.errors import DataError
+from dovetail.protocol import validate_stage
+from tests.data.prompt_files import dataset, rows, save_dataset_folder, toy_file
+from tests.models.tiny import tiny_tokenizer
+
+pytestmark = pytest.mark.unit
+
+
+def test_every_format_gives_the_same_batch(tmp_path: Path) -> None:
+    from dovetail.data.write import write_rows
+
+    content = rows(5)
+    files = [
+        str(write_rows(content, tmp_path / "a.parquet")),
+        str(write_rows(content, tmp_path / "a.jsonl")),
+        str(save_dataset_folder(tmp_path / "folder", content)),
+        str(save_dataset_folder(tmp_path / "reversed", content[::-1], order=[4, 3, 2, 1, 0])),
+    ]
+    (tmp_path / "list.json").write_text(json.dumps(content))
+    batches = [dataset(file).batch(range(5)) for file in [*files, str(tmp_path / "list.json")]]
+    assert [batches[0].difference(batch) for batch in batches[1:]] == [None] * 4
+
+
+def test_a_batch_has_the_columns_of_the_schema(tmp_path: Path) -> None:
+    batch = dataset(toy_file(tmp_path, 3)).batch([2, 0])
+    validate_stage(batch, "dataset", done=True)
+    assert batch.non_tensor_batch["index"].tolist() == [2, 0]
+    assert [info["index"] for info in batch.non_tensor_batch["extra_info"]] == [2, 0]
+    assert batch.non_tensor_batch["reward_model"][0]["ground_truth"] == "2"
+    assert batch.non_tensor_batch["ability"].tolist() == ["math", "math"]
+
+
+def test_tokens_are_those_of_the_chat_template_padded_on_the_left(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    batch = dataset(toy_file(tmp_path, 1), return_full_prompt=True).batch([0])
+    messages = [{"role": "user", "content": "toy 0 xxxx"}]
+    wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids, mask = batch.tensors["input_ids"][0], batch.tensors["attention_mask"][0]
+    assert ids.shape == (64,)
+    assert ids[mask.bool()].tolist() == wanted == batch.non_tensor_batch["raw_prompt_ids"][0]
+    assert mask.tolist() == [0] * (64 - len(wanted)) + [1] * len(wanted)
+    assert batch.tensors["position_ids"][0, -len(wanted) :].tolist() == list(range(len(wanted)))
+    assert batch.non_tensor_batch["full_prompts"][0] == "user: toy 0 xxxx</s>assistant: "
+    assert batch.non_tensor_batch["raw_prompt"][0] == messages
+
+
+def test_a_plain_text_is_a_user_message_or_mere_text_without_a_template(tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text(json.dumps({"prompt": "hello", "data_source": "toy", "reward_model": {"ground_truth": "1"}}) + "\n")
+    bare = tiny_tokenizer()
+    bare.chat_template = None
+    assert dataset(str(file), return_full_prompt=True)[0]["full_prompts"] == "user: hello</s>assistant: "
+    assert dataset(str(file), tokenizer=bare, return_full_prompt=True)[0]["full_prompts"] == "hello"
+
+
+def test_template_arguments_and_tools_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ thinking }}|{{ tools[0].name }}|{{ messages[0].content }}"
+    made = dataset(
+        toy_file(tmp_path, 1),
+        tokenizer=tokenizer,
+        apply_chat_template_kwargs={"thinking": "off"},
+        tools=[{"name": "calc"}],
+        return_full_prompt=True,
+    )
+    assert made[0]["full_prompts"] == "off|calc|toy 0 xxxx"
+
+
+def test_truncation_cuts_where_it_says() -> None:
+    ids = list(range(10))
+    assert truncate(ids, 4, "left", "row") == [6, 7, 8, 9]
+    assert truncate(ids, 4, "right", "row") == [0, 1, 2, 3]
+    assert truncate(ids, 5, "middle", "row") == [0, 1, 7, 8, 9]
+    assert truncate(ids, 1, "middle", "row") == [9]
+    assert truncate(ids, 10, "error", "row") == ids
+
+
+def test_a_long_prompt_is_an_error_that_names_the_row_and_the_fix(tmp_path: Path) -> None:
+    file = toy_file(tmp_path, 2, length=80)
+    with pytest.raises(DataError, match=r"toy\.parquet row 1: the prompt has 104 tokens.*raise it to 104.*filter_over"):
+        dataset(file)[1]
+    assert dataset(file, truncation="left")[1]["attention_mask"].sum() == 64
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_filter_leaves_out_long_prompts_and_says_how_many(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
+    files = [toy_file(tmp_path, 3, "short.parquet"), toy_file(tmp_path, 2, "long.parquet", length=80)]
+    with caplog.at_level(logging.INFO):
+        made = dataset(files, filter_overlong_prompts=True, filter_overlong_prompts_workers=workers)
+    assert made.source_sizes == [3, 0]
+    assert "long.parquet: 2 of 2 prompts are longer" in caplog.text
+
+
+def test_several_files_stand_one_after_the_other_and_miss_columns_as_none(tmp_path: Path) -> None:
+    from dovetail.data.write import write_rows
+
+    extra = [{**row, "agent_name": "tool"} for row in rows(2, source="b")]
+    made = dataset([toy_file(tmp_path, 3), str(write_rows(extra, tmp_path / "b.jsonl"))])
+    batch = made.batch([2, 3])
+    assert batch.non_tensor_batch["data_source"].tolist() == ["toy", "b"]
+    assert batch.non_tensor_batch["agent_name"].tolist() == [None, "tool"]
+    assert made.data_sources() == ["toy", "b"]
+    with pytest.raises(IndexError, match="prompt 5"):
+        made[5]
+
+
+def test_max_samples_takes_the_first_rows_or_a_seeded_choice(tmp_path: Path) -> None:
+    file = toy_file(tmp_path, 50)
+
+    def chosen(**options: Any) -> list[int]:
+        made = dataset(file, max_samples=5, **options)
+        return [made[i]["extra_info"]["index"] for i in range(len(made))]
+
+    assert chosen(shuffle=False) == [0, 1, 2, 3, 4]
+    assert chosen(seed=1) == chosen(seed=1) != chosen(seed=2)
+
+
+def test_the_fingerprint_follows_content_and_filters(tmp_path: Path) -> None:
+    a, b = toy_file(tmp_path, 4, "a.parquet"), toy_file(tmp_path, 5, "b.parquet")
+    assert dataset(a).fingerprint == dataset(a, truncation="left").fingerprint
+    assert len({dataset(a).fingerprint, dataset(b).fingerprint, dataset(a, max_samples=3).fingerprint}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"prompt_key": "question"},
+            r"toy\.parquet has no column 'question', only data_source, prompt.*data\.prompt_key",
+        ),
+        ({"reward_fn_key": "source"}, r"no column 'source'.*data\.reward_fn_key"),
+        ({"max_samples": 0}, r"none of 3 prompts is left"),
+        ({"filter_overlong_prompts": True, "max_prompt_length": 3}, r"longer than data\.max_prompt_length=3"),
+    ],
+)
+def test_unusable_data_is_a_clear_error(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        dataset(toy_file(tmp_path, 3), **change)
+
+
+def test_unusable_files_are_clear_errors(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    (tmp_path / "list.jsonl").write_text("3\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bad.parquet").write_bytes(b"nothing")
+    (tmp_path / "dict").mkdir()
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    cases = {
+        "missing.parquet": "there is no file",
+        "bad.jsonl": r"bad\.jsonl:2 is not JSON",
+        "list.jsonl": "every line must be a JSON object",
+        "empty.jsonl": "there are no rows",
+        "bad.parquet": "not a readable parquet file",
+        "dict": "holds the splits train, test",
+    }
+    for name, words in cases.items():
+        with pytest.raises(DataError, match=words):
+            dataset(str(tmp_path / name))
+    with pytest.raises(DataError, match=r"data\.train_files"):
+        dataset([])
+
+
+def test_a_row_without_truth_or_with_a_strange_prompt_is_named(tmp_path: Path) -> None:
+    good = {"prompt": "a", "data_source": "toy", "reward_model": {"ground_truth": "1"}}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in (good, {**good, "reward_model": {}}, {**good, "prompt": 3})))
+    made = dataset(str(file))
+    with pytest.raises(DataError, match=r"row 1: reward_model is \{\}"):
+        made[1]
+    with pytest.raises(DataError, match="row 2: the prompt is 3"):
+        made[2]
+
+
+class FakeProcessor:
+    """Widens each image to as many tokens as it has pixels."""
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+        parts = [part for message in messages for part in message["content"]]
+        return "".join(part["text"] if part["type"] == "text" else "#" for part in parts)
+
+    def __call__(self, text: list[str], images: list[Any] | None = None, **_: Any) -> dict[str, torch.Tensor]:
+        sizes = [len(image) for image in images or []]
+        pieces = text[0].split("#")
+        widened = "".join(piece + "#" * size for piece, size in zip(pieces, [*sizes, 0], strict=True))
+        ids = tiny_tokenizer()(widened, add_special_tokens=False)["input_ids"]
+        pixels = torch.cat([torch.as_tensor(image, dtype=torch.float32) for image in images or []])
+        return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)), "pixel_values": pixels}
+
+
+def image_file(tmp_path: Path, prompt: str = "see <image>, compare <image>") -> str:
+    row = {
+        "prompt": [{"role": "user", "content": prompt}],
+        "data_source": "toy",
+        "reward_model": {"ground_truth": "1"},
+        "images": [{"path": "3"}, {"path": "5"}],
+    }
+    file = tmp_path / "images.jsonl"
+    file.write_text(json.dumps(row) + "\n" + json.dumps({**row, "prompt": "text only", "images": None}) + "\n")
+    return str(file)
+
+
+def load(source: dict[str, Any]) -> np.ndarray:
+    return np.ones(int(source["path"]))
+
+
+def test_images_become_placeholders_tensors_and_raw_data(tmp_path: Path) -> None:
+    made = dataset(image_file(tmp_path), processor=FakeProcessor(), image_loader=load)
+    batch = made.batch([0, 1])
+    validate_stage(batch, "dataset", done=True)
+    decode = tiny_tokenizer().decode
+    assert decode(batch.tensors["input_ids"][0], skip_special_tokens=True) == "see ###, compare #####"
+    assert decode(batch.non_tensor_batch["raw_prompt_ids"][0]) == "see #, compare #"
+    assert [len(image) for image in batch.non_tensor_batch["multi_modal_data"][0]["image"]] == [3, 5]
+    assert batch.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"].shape == (8,)
+    assert batch.non_tensor_batch["multi_modal_inputs"][1] == {}
+
+
+def test_image_prompts_are_filtered_by_their_widened_length_and_never_cut(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"processor": FakeProcessor(), "image_loader": load, "max_prompt_length": 20}
+    with pytest.raises(DataError, match="row 0: the prompt has 22 tokens"):
+        dataset(image_file(tmp_path), truncation="left", **options)[0]
+    options |= {"max_prompt_length": 30, "filter_overlong_prompts": True}
+    assert dataset(image_file(tmp_path, "<image>" + "y" * 22 + "<image>"), **options).source_sizes == [2]
+    assert dataset(image_file(tmp_path, "<image>" + "y" * 23 + "<image>"), **options).source_sizes == [1]
+
+
+def test_as_many_images_as_places_are_wanted(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="names <image> 1 times and the row has 2 images"):
+        dataset(image_file(tmp_path, "one <image>"), processor=FakeProcessor(), image_loader=load)[0]
+    with pytest.raises(DataError, match="no processor"):
+        dataset(image_file(tmp_path))[0]
