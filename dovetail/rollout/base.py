@@ -20,6 +20,8 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
+from dovetail.config.rollout import RolloutConfig
+
 FinishReason = Literal["stop", "length", "abort"]
 LogprobsMode = Literal["temperature", "processed", "raw"]
 MemoryTag = Literal["weights", "kv_cache"]
@@ -124,6 +126,21 @@ class RolloutEngine(ABC):
 
     name: ClassVar[str]
     supports_multi_modal: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def from_config(
+        cls,
+        config: RolloutConfig,
+        folder: str,
+        *,
+        device: torch.device,
+        shared: torch.nn.Module | None = None,
+    ) -> RolloutEngine:
+        """The engine that the section `rollout` describes, for the model in `folder`.
+
+        `shared` is the trainer's own model when its weights may be read in place; only the embedded engine can.
+        """
 
     @property
     @abstractmethod

@@ -81,6 +81,10 @@ class RayPPOTrainer:
             raise RuntimeError("init_workers has not been called.")
         return self._groups
 
+    @property
+    def has_workers(self) -> bool:
+        return self._groups is not None
+
     def init_workers(self) -> None:
         """Start the processes and build the models in them."""
         self._groups = self._create_groups()

@@ -40,7 +40,9 @@ class HybridEngine:
         whole = backend.whole_model(dtype) if backend is not None and self._rollout.name == "native" else None
         self.shares_weights = whole is not None
         """Whether the engine reads the trainer's own tensors: nothing is copied between them then."""
-        self.engine = _build_engine(config, whole, device, dtype)
+        folder = config.actor_rollout_ref.model.path
+        engine_class = get_engine_class(self._rollout.name)
+        self.engine: RolloutEngine = engine_class.from_config(self._rollout, folder, device=device, shared=whole)
         self._trainer_version = 1
         model = config.actor_rollout_ref.model
         tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
@@ -150,21 +152,3 @@ def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
 def _images(prompts: DataProto, index: int) -> dict | None:
     column = prompts.non_tensor_batch.get("multi_modal_data")
     return None if column is None else column[index]
-
-
-def _build_engine(
-    config: DovetailConfig, whole: torch.nn.Module | None, device: torch.device, dtype: torch.dtype
-) -> RolloutEngine:
-    rollout = config.actor_rollout_ref.rollout
-    folder = config.actor_rollout_ref.model.path
-    engine_class = get_engine_class(rollout.name)
-    if rollout.name == "native":
-        return engine_class(
-            whole if whole is not None else folder,
-            device=device,
-            dtype=dtype,
-            max_num_seqs=rollout.max_num_seqs,
-            max_prefill_tokens=rollout.max_num_batched_tokens,
-            max_model_len=rollout.context_length,
-        )
-    return engine_class.from_config(rollout, folder, device=device)

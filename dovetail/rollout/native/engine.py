@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from dovetail.config.fsdp import full_dtype
+from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
     ALL_TAGS,
     EngineError,
@@ -72,6 +74,19 @@ class NativeEngine(RolloutEngine):
         self._closed = False
         self._live_ids: set[str] = set()
         self._group_numbers = itertools.count()
+
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, folder: str, *, device: torch.device, shared: nn.Module | None = None
+    ) -> NativeEngine:
+        return cls(
+            folder if shared is None else shared,
+            device=device,
+            dtype=getattr(torch, full_dtype(config.dtype)),
+            max_num_seqs=config.max_num_seqs,
+            max_prefill_tokens=config.max_num_batched_tokens,
+            max_model_len=config.context_length,
+        )
 
     @property
     def weight_version(self) -> int:

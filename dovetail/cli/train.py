@@ -1,0 +1,41 @@
+"""Train: `dovetail train [FILE.yaml ...] key=value ...`. Runs on the GPUs of this machine, or on its CPU.
+
+With `algorithm.filter_groups.enable=True` groups without signal are generated anew (DAPO).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from dovetail.config import ConfigError, load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="*", metavar="FILE|key=value", help="YAML files and overrides")
+    parser.add_argument("--overrides-file", action="append", default=[], type=Path, metavar="F", help="a launch list")
+    parser.add_argument("--local", action="store_true", help="one process, no Ray: a debugger works")
+    parser.add_argument("--verbose", action="store_true", help="log what the parts do")
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    files = [Path(text) for text in args.inputs if "=" not in text and not text.startswith(("~", "+"))]
+    overrides = [text for text in args.inputs if Path(text) not in files]
+    try:
+        loaded = load_config(files, overrides, overrides_files=args.overrides_file)
+        for notice in loaded.notices:
+            sys.stderr.write(f"notice: {notice.key}: {notice.message}\n")
+        # Heavy imports come after the configuration is known to be right.
+        from dovetail.trainer.run import run_training
+
+        result = run_training(loaded.config, use_ray=not args.local)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{result.steps} steps done; the run is in {result.folder}\n")
+    return 0

@@ -1,0 +1,115 @@
+"""`RayDAPOTrainer`: PPO's loop with dynamic sampling (https://arxiv.org/abs/2503.14476).
+
+Groups whose answers all score the same carry no signal. They are replaced by generating more, and groups beyond what
+the batch needs are carried over to the next step instead of being thrown away. When the limit of generation rounds is
+reached the batch is filled up with groups without signal: a step with less signal instead of a crashed run.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from dovetail.protocol import DataProto
+from dovetail.rewards.runner import RewardResult
+from dovetail.trainer.ppo import Metrics, RayPPOTrainer, Rollout, groups_of
+
+logger = logging.getLogger(__name__)
+
+_SCORE_NAMES = (None, "score", "seq_reward", "seq_final_reward", "reward")
+
+
+class RayDAPOTrainer(RayPPOTrainer):
+    """Used when `algorithm.filter_groups.enable` is on; otherwise it is the PPO loop."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._surplus: DataProto | None = None
+        self._num_carried = self._num_rounds = 0
+        self._round_metrics: Metrics = {}
+
+    def _rollout(self) -> Rollout:
+        if not self.config.algorithm.filter_groups.enable:
+            return super()._rollout()
+        with_signal, without = self._fill_batch(self.config.data.train_batch_size)
+        return self._as_rollout(with_signal, without)
+
+    def _fill_batch(self, wanted: int) -> tuple[list[DataProto], list[DataProto]]:
+        """Groups with signal, at least `wanted` of them unless the limit of rounds is reached, and the others."""
+        limit = self.config.algorithm.filter_groups.max_num_gen_batches
+        with_signal = [] if self._surplus is None else _split_groups(self._surplus)
+        self._num_carried = len(with_signal)
+        self._surplus = None
+        without: list[DataProto] = []
+        rounds = 0
+        while len(with_signal) < wanted and (limit == 0 or rounds < limit):
+            rounds += 1
+            for group in _split_groups(self._scored_batch()):
+                (with_signal if self._has_signal(group) else without).append(group)
+        self._num_rounds = rounds
+        if len(with_signal) < wanted:
+            logger.warning(
+                "step %d: %d of %d groups have signal after %d generation rounds "
+                "(algorithm.filter_groups.max_num_gen_batches=%d); the rest is filled with groups without signal",
+                self.global_step, len(with_signal), wanted, rounds, limit,
+            )  # fmt: skip
+        return with_signal, without
+
+    def _scored_batch(self) -> DataProto:
+        """One generation round with its scores as columns, because filtering needs them at once."""
+        batch, _ = self._generate(self.draws.number(self.train_loader.next_batch()))
+        found = self._start_rewards(batch).result()
+        self._round_metrics = found.metrics
+        return batch.union(found.columns)
+
+    def _as_rollout(self, with_signal: list[DataProto], without: list[DataProto]) -> Rollout:
+        wanted = self.config.data.train_batch_size
+        used = with_signal[:wanted]
+        filled = without[: wanted - len(used)]
+        surplus = with_signal[wanted:]
+        self._surplus = DataProto.concat(surplus) if surplus else None
+        batch = DataProto.concat([*used, *filled])
+        metrics: Metrics = {
+            "train/num_gen_batches": float(self._num_rounds),
+            "train/groups_with_signal": float(len(used)),
+            "train/groups_without_signal": float(len(without)),
+            "train/groups_carried_in": float(self._num_carried),
+            "train/groups_carried_over": float(len(surplus)),
+        }
+        batch = self._arranged(batch, metrics)
+        scores = [name for name in batch.tensors if name in ("token_level_scores", "reward_failed")]
+        columns = batch.select(batch_keys=scores, non_tensor_batch_keys=[])
+        columns.meta_info = {}
+        return Rollout(batch, RewardResult(columns, dict(self._round_metrics), {}, []), metrics)
+
+    def _has_signal(self, group: DataProto) -> bool:
+        """Whether the answers that could be scored differ in the chosen metric."""
+        metric = self.config.algorithm.filter_groups.metric
+        if metric in _SCORE_NAMES:
+            values = group.tensors["token_level_scores"].sum(dim=1)
+        elif metric in group.non_tensor_batch:
+            values = torch.tensor([float(value) for value in group.non_tensor_batch[metric]])
+        else:
+            raise ValueError(
+                f"algorithm.filter_groups.metric={metric} is not a number that the reward returns; it returns "
+                f"{', '.join(sorted(group.non_tensor_batch))}. Use score, or return {metric} from the reward function."
+            )
+        scored = values[~group.tensors["reward_failed"].bool()]
+        return len(scored) > 1 and bool((scored != scored[0]).any())
+
+    def _driver_state(self) -> dict[str, Any]:
+        return {**super()._driver_state(), "surplus": self._surplus is not None}
+
+    def _save_checkpoint(self) -> None:
+        self.checkpoints.save(self.global_step, self.groups, self._driver_state(), surplus=self._surplus)
+        self.tracker.event("checkpoint", self.global_step)
+
+    def _load_driver_state(self, state: dict[str, Any]) -> None:
+        super()._load_driver_state(state)
+        self._surplus = self.checkpoints.load_surplus() if state.get("surplus") else None
+
+
+def _split_groups(batch: DataProto) -> list[DataProto]:
+    return [batch.select_idxs(rows) for rows in groups_of(batch).values()]

@@ -1,0 +1,119 @@
+"""From a resolved configuration to a finished run: check, plan, start, train, clean up."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.config.checks import check_config, refuse_errors
+from dovetail.config.plan import make_plan, read_shapes
+from dovetail.config.root import DovetailConfig
+from dovetail.controller import start_ray, stop_ray
+from dovetail.data.build import build_train_loader, build_val_loader
+from dovetail.models.load import load_processor, load_tokenizer
+from dovetail.observability.console import StepConsole, make_console
+from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.tracker import Tracker
+from dovetail.rewards.build import build_reward_runner
+from dovetail.trainer.dapo import RayDAPOTrainer
+from dovetail.trainer.groups import create_groups
+from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a caller may want after a run."""
+
+    folder: Path
+    steps: int
+    validation: dict[str, float]
+
+
+def run_training(
+    config: DovetailConfig,
+    *,
+    trainer_class: type[RayPPOTrainer] | None = None,
+    use_ray: bool = True,
+    console: Callable[[str, int], StepConsole] = make_console,
+) -> RunResult:
+    """Train as the configuration says. `use_ray=False` runs everything in this process, for a debugger.
+
+    Whatever can be wrong is found before a process is started: keys, files, columns, reward functions.
+    """
+    for name in config.trainer.import_modules:
+        importlib.import_module(name)
+    shapes = read_shapes(config)
+    refuse_errors(check_config(config, shapes.policy))
+    use_gpu = uses_gpu(config)
+    model = config.actor_rollout_ref.model
+    trust = model.trust_remote_code
+    tokenizer = load_tokenizer(config.data.tokenizer or model.tokenizer_source, trust_remote_code=trust)
+    processor = load_processor(model.path, trust_remote_code=trust)
+    train_loader = build_train_loader(config, tokenizer, processor)
+    val_loader = build_val_loader(config, tokenizer, processor)
+    folder = RunFolder(config.trainer.run_dir)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.write_config(config.model_dump(mode="json"))
+    folder.write_plan(make_plan(config, shapes).to_dict())
+    total = total_training_steps(config, len(train_loader))
+    settings = config.trainer
+    view = console(f"{settings.project_name}/{settings.experiment_name}", total)
+    trainer_class = trainer_class or (RayDAPOTrainer if config.algorithm.filter_groups.enable else RayPPOTrainer)
+    if use_ray:
+        _start_cluster(config, use_gpu)
+    with (
+        build_reward_runner(config, tokenizer) as rewards,
+        Tracker(
+            settings.loggers,
+            folder,
+            project=settings.project_name,
+            experiment=settings.experiment_name,
+            config=config.model_dump(mode="json"),
+            console=view,
+        ) as tracker,
+    ):
+        trainer = trainer_class(
+            config,
+            tokenizer=tokenizer,
+            train_loader=train_loader,
+            val_loader=val_loader,
+            rewards=rewards,
+            tracker=tracker,
+            create_groups=lambda: create_groups(config, use_ray=use_ray, use_gpu=use_gpu),
+            on_phase=view.phase,
+        )
+        try:
+            trainer.init_workers()
+            validation = trainer.fit()
+        finally:
+            if trainer.has_workers:
+                trainer.groups.shutdown()
+            if use_ray:
+                stop_ray()
+    return RunResult(folder.path, trainer.global_step, validation)
+
+
+def uses_gpu(config: DovetailConfig) -> bool:
+    """Whether workers get a GPU each."""
+    device = config.trainer.device
+    if device == "npu":
+        raise ValueError("trainer.device=npu: no backend runs on it; use cuda, cpu or auto.")
+    if device != "auto":
+        return device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _start_cluster(config: DovetailConfig, use_gpu: bool) -> None:
+    settings = config.ray_init
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    # A local Ray counts slots, not cores: every worker process needs one, and two are left for Ray's own helpers.
+    arguments = settings.init_arguments
+    arguments.setdefault("num_cpus", world + 2)
+    start_ray(num_gpus=world if use_gpu else 0, **arguments)
