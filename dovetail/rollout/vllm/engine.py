@@ -257,7 +257,9 @@ class VLLMEngine(RolloutEngine):
     def _step_once(self) -> bool:
         """One engine step; whether any response is complete."""
         try:
-            outputs = self._llm.step()
+            # vLLM draws from torch's own generator even for rows that have one; the trainer shares this process.
+            with torch.random.fork_rng(devices=[]):
+                outputs = self._llm.step()
         except Exception as error:
             self._broken = f"a step failed with {type(error).__name__}: {error}"
             raise EngineError(f"the vLLM engine died: {self._broken}") from error

@@ -1,0 +1,43 @@
+"""What plain transformers says, to compare engines with. float32, no cache, no batching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens, end-of-sequence ignored."""
+    output = model(torch.tensor([prompt]), use_cache=True)
+    tokens: list[int] = []
+    for _ in range(count):
+        token = output.logits[:, -1:].argmax(-1)
+        tokens.append(int(token))
+        output = model(token, past_key_values=output.past_key_values, use_cache=True)
+    return tokens
+
+
+@torch.no_grad()
+def log_probs(model: Any, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    scores = torch.log_softmax(logits.float() / temperature, -1)
+    return scores.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def top_k_top_p_log_probs(
+    model: Any, prompt: list[int], response: list[int], *, temperature: float, top_k: int, top_p: float
+) -> torch.Tensor:
+    """After the cut, renormalised."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    kept = logits.masked_fill(logits < logits.topk(top_k, -1).values[:, -1:], float("-inf"))
+    ordered, index = kept.softmax(-1).sort(-1, descending=True)
+    beyond = ordered.cumsum(-1) - ordered >= top_p
+    kept = kept.masked_fill(torch.zeros_like(beyond).scatter(1, index, beyond), float("-inf"))
+    return torch.log_softmax(kept, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def mean_gap(left: torch.Tensor, right: list[float]) -> float:
+    return (left - torch.tensor(right)).abs().mean().item()

@@ -1,0 +1,119 @@
+"""What is decided before vLLM starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dovetail.config.rollout import RolloutConfig
+from dovetail.rollout.base import EngineError, SamplingParams
+from dovetail.rollout.registry import get_engine_class
+from dovetail.rollout.vllm import VLLMEngine, VLLMSettings, vLLMRollout
+from dovetail.rollout.vllm.environment import check_version, environment, prepare
+from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
+from dovetail.rollout.vllm.requests import check_logprobs
+from tests.models.tiny import save_tiny_model
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.29.1+cu130"])
+def test_supported_versions_pass(version: str) -> None:
+    assert check_version(version) == version
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "1.0.0"])
+def test_another_version_is_refused_with_the_range(version: str) -> None:
+    with pytest.raises(EngineError, match=f"vLLM {version} is installed.*0.26 to 0.32"):
+        check_version(version)
+
+
+def test_environment_variables_are_set_only_where_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment(cpu=True):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    prepare(cpu=True)
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert os.environ["VLLM_HOST_IP"] == "127.0.0.1"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_cuda_gets_no_cpu_variables() -> None:
+    assert "VLLM_HOST_IP" not in environment(cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "has", "sampling", "ok"),
+    [
+        ("temperature", "temperature", {"temperature": 0.7, "top_p": 0.9}, True),
+        ("processed", "temperature", {"temperature": 0.7}, True),
+        ("processed", "temperature", {"top_p": 0.9}, False),
+        ("raw", "temperature", {"top_p": 0.9}, True),
+        ("raw", "temperature", {"temperature": 0.7}, False),
+        ("raw", "temperature", {"temperature": 0.0, "top_k": 3}, True),
+        ("temperature", "processed", {"temperature": 0.7}, True),
+        ("temperature", "processed", {"top_k": 5}, False),
+        ("temperature", "raw", {"top_k": 5}, True),
+        ("processed", "raw", {}, True),
+        ("processed", "raw", {"min_p": 0.1}, False),
+    ],
+)
+def test_log_probs_that_the_engine_cannot_give_are_refused(wanted: str, has: str, sampling: dict, ok: bool) -> None:
+    params = SamplingParams(**sampling, logprobs=wanted)
+    if ok:
+        check_logprobs(params, has)
+        return
+    with pytest.raises(ValueError, match=f"logprobs='{wanted}'.*gives '{has}'"):
+        check_logprobs(params, has)
+
+
+def test_engine_kwargs_reach_vllm_and_win() -> None:
+    settings = VLLMSettings("m", max_num_seqs=64, engine_kwargs={"max_num_seqs": 8, "swap": 1})
+    arguments = settings.vllm_arguments(cpu=True)
+    assert arguments["max_num_seqs"] == 8
+    assert arguments["swap"] == 1
+    assert arguments["enforce_eager"] is True
+
+
+@pytest.mark.parametrize("name", ["worker_extension_cls", "logprobs_mode"])
+def test_engine_kwargs_that_the_adapter_needs_itself_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"engine_kwargs.vllm.{name} cannot be set"):
+        VLLMSettings("m", engine_kwargs={name: "x"}).vllm_arguments(cpu=True)
+
+
+def test_the_config_maps_onto_settings() -> None:
+    config = RolloutConfig(
+        name="vllm",
+        prompt_length=100,
+        response_length=28,
+        tensor_model_parallel_size=2,
+        free_cache_engine=False,
+        engine_kwargs={"vllm": {"block_size": 32}},
+    )
+    settings = VLLMSettings.from_config(config, "some/model")
+    assert settings.max_model_len == 128
+    assert settings.tensor_parallel_size == 2
+    assert settings.logprobs == "temperature"
+    assert settings.load_format == "dummy"
+    assert settings.vllm_arguments(cpu=False)["enable_sleep_mode"] is False
+    assert settings.vllm_arguments(cpu=False)["block_size"] == 32
+
+
+def test_the_registry_finds_the_engine() -> None:
+    assert get_engine_class("vllm") is vLLMRollout is VLLMEngine
+
+
+def test_a_tied_head_is_expected_under_either_name(tmp_path: Path) -> None:
+    tied = expected_weights(save_tiny_model("llama_tied", tmp_path / "tied"))
+    plain = expected_weights(save_tiny_model("llama", tmp_path / "plain"))
+    assert tied.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert plain.ties == {}
+    assert tied.shapes == plain.shapes
+    assert stop_token_ids(tmp_path / "plain") == {2}
+
+
+def test_experts_are_expected_under_their_names_on_disk(tmp_path: Path) -> None:
+    names = expected_weights(save_tiny_model("qwen3_moe", tmp_path)).shapes
+    assert names["model.layers.0.mlp.experts.3.down_proj.weight"] == (128, 48)

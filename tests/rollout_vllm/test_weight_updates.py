@@ -1,0 +1,184 @@
+"""After an update, by whatever path, the engine is the new model: caches, tied heads and all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
+from dovetail.rollout.vllm import VLLMEngine, weight_calls, worker_extension
+from dovetail.weight_sync import DiskWeights, WeightSender, weight_checksum
+from tests.models.tiny import tiny_model
+from tests.rollout_vllm.conftest import FAMILIES, small_settings
+from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+
+pytestmark = pytest.mark.engine
+
+# Longer than the 128 tokens of one block of the KV cache, so that its beginning is in the prefix cache.
+PROMPT = list(range(3, 290))
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+
+
+def _in_place(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
+    engine.update_weights(model.named_parameters(), version)
+
+
+def _shared_memory(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
+    engine._bucket_bytes = 1 << 16  # several buckets, layers cut in two
+    engine.update_weights_through_shared_memory(model.named_parameters(), version)
+
+
+def _broadcast(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
+    sender = WeightSender(engine.num_workers, timeout_s=60)
+    thread = threading.Thread(target=sender.send, args=(model.named_parameters(), 1 << 16))
+    thread.start()
+    engine.join_weight_group(sender.address)
+    engine.receive_weights(version)
+    thread.join(60)
+
+
+def _disk(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
+    weights = DiskWeights(folder, bucket_bytes=1 << 16)
+    weights.write(model.named_parameters(), version)
+    found = weights.latest()
+    assert found is not None
+    engine.update_weights_from_disk(found)
+
+
+PATHS: dict[str, Callable[[VLLMEngine, Any, int, Path], None]] = {
+    "in place": _in_place,
+    "shared memory": _shared_memory,
+    "gloo broadcast": _broadcast,
+    "disk": _disk,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_an_update_the_engine_is_the_new_model(
+    engines: dict[str, VLLMEngine], family: str, path: str, tmp_path: Path
+) -> None:
+    engine, old, new = engines[family], tiny_model(family), tiny_model(family, seed=1)
+    engine.update_weights(old.named_parameters(), 0)
+    before = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
+    assert before.token_ids == greedy(old, PROMPT, 12)
+    PATHS[path](engine, new, 3, tmp_path)
+    after = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
+    assert after.token_ids == greedy(new, PROMPT, 12)
+    assert after.token_ids != before.token_ids
+    assert after.weight_versions == [3] * 12
+    assert mean_gap(log_probs(new, PROMPT, after.token_ids), after.log_probs) <= 1e-5
+    names = [name for name, _ in new.named_parameters()]
+    held = engine.weight_checksums(names)
+    assert {name: held[name] for name in names} == weight_checksum(new.named_parameters())
+
+
+def test_the_prompt_of_these_tests_really_sits_in_the_prefix_cache(engines: dict[str, VLLMEngine]) -> None:
+    engine, old, new = engines["llama"], tiny_model("llama"), tiny_model("llama", seed=1)
+    engine.update_weights(old.named_parameters(), 0)
+    engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+    calls = weight_calls.update_calls(engine._expected, weight_calls.loads_in_place(new.named_parameters()))
+    call: weight_calls.Call | None = next(calls)
+    while call is not None:  # an update that leaves the caches alone
+        try:
+            call = calls.send(engine._call(*call))
+        except StopIteration:
+            call = None
+    stale = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
+    assert mean_gap(log_probs(new, PROMPT, stale.token_ids), stale.log_probs) > 0.01
+
+
+def test_smollm2_greedy_tokens_follow_an_update(smollm2: tuple[VLLMEngine, Any, Any]) -> None:
+    engine, model, _ = smollm2
+    prompt = [1, 500, 600, 700] * 40
+    changed = [(name, tensor.detach() * (1.02 if "mlp" in name else 1.0)) for name, tensor in model.named_parameters()]
+    original = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    engine.generate([GenerationRequest("a", prompt, GREEDY)])
+    engine.update_weights(changed, 1)
+    try:
+        model.load_state_dict(dict(changed), strict=False)
+        result = engine.generate([GenerationRequest("a", prompt, GREEDY)])[0]
+        assert result.token_ids == greedy(model, prompt, 12)
+        assert mean_gap(log_probs(model, prompt, result.token_ids), result.log_probs) <= 1e-5
+    finally:
+        model.load_state_dict(original, strict=False)
+        engine.update_weights(original.items(), 2)
+
+
+def test_missing_misshapen_and_unknown_tensors_are_named_and_the_engine_waits_for_a_whole_update(
+    engines: dict[str, VLLMEngine],
+) -> None:
+    engine, model = engines["llama"], tiny_model("llama", seed=2)
+    weights = dict(model.named_parameters())
+    short = {name: tensor for name, tensor in weights.items() if name != "model.layers.1.self_attn.k_proj.weight"}
+    with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.layers\.1\.self_attn\.k_proj\.weight"):
+        engine.update_weights(short.items(), 5)
+    with pytest.raises(EngineError, match="version 5 did not finish"):
+        engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+    assert not engine.health().ok
+    bent = weights | {"model.norm.weight": weights["model.norm.weight"][:7]}
+    with pytest.raises(WeightUpdateError, match=r"'model\.norm\.weight' has shape \(7,\).*\(128,\)"):
+        engine.update_weights(bent.items(), 5)
+    with pytest.raises(WeightUpdateError, match=r"no tensor 'model\.extra'"):
+        engine.update_weights([*weights.items(), ("model.extra", weights["model.norm.weight"])], 5)
+    engine.update_weights(weights.items(), 6)
+    assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
+
+
+def test_every_tensor_of_the_source_is_taken_even_after_a_misfit(engines: dict[str, VLLMEngine]) -> None:
+    engine, model = engines["llama"], tiny_model("llama")
+    taken = []
+
+    def source() -> Any:
+        yield "model.extra", model.model.norm.weight
+        for name, tensor in model.named_parameters():
+            taken.append(name)
+            yield name, tensor
+
+    with pytest.raises(WeightUpdateError, match=r"model\.extra"):
+        engine.update_weights(source(), 1)
+    assert len(taken) == len(list(model.named_parameters()))
+    engine.update_weights(model.named_parameters(), 1)
+
+
+def test_reading_back_finds_a_tied_head_that_vllm_forgot_to_pack(
+    engines: dict[str, VLLMEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails once vLLM packs tied heads itself: then `_repack_heads` can go."""
+    engine, model = engines["llama_tied"], tiny_model("llama_tied", seed=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_extension, "_repack_heads", lambda model: None)
+        with pytest.raises(WeightUpdateError, match=r"differ in the vLLM engine.*lm_head\.weight"):
+            engine.update_weights(model.named_parameters(), 4)
+    engine.update_weights(model.named_parameters(), 4)
+
+
+def test_nothing_is_generated_from_dummy_weights(folders: dict[str, Path]) -> None:
+    model = tiny_model("llama", seed=6)
+    with VLLMEngine(small_settings(folders["llama"], load_format="dummy")) as engine:
+        with pytest.raises(EngineError, match="load_format=dummy"):
+            engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+        engine.update_weights(model.named_parameters(), 1)
+        assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+
+
+def test_processed_and_raw_engines_mean_what_they_say(folders: dict[str, Path]) -> None:
+    from tests.rollout_vllm.reference import top_k_top_p_log_probs
+
+    model = tiny_model("llama")
+    cut = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    for mode in ("processed", "raw"):
+        sampling = SamplingParams(max_new_tokens=16, n=3, seed=1, ignore_eos=True, logprobs=mode, **cut)
+        with VLLMEngine(small_settings(folders["llama"], logprobs=mode)) as engine:
+            for result in engine.generate([GenerationRequest("a", PROMPT, sampling)]):
+                if mode == "raw":
+                    wanted = log_probs(model, PROMPT, result.token_ids)
+                else:
+                    wanted = top_k_top_p_log_probs(model, PROMPT, result.token_ids, **cut)
+                assert mean_gap(wanted, result.log_probs) <= 1e-5
