@@ -1,0 +1,189 @@
+"""One process: what the actor computes, in which order, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.protocol import DataProto
+from dovetail.workers.actor import DataParallelPPOActor
+from dovetail.workers.build import build_policy
+from dovetail.workers.micro_batches import MicroBatchLimit
+from tests.workers.tiny_run import (
+    NUM_ROWS,
+    RESPONSE,
+    TOLERANCE,
+    as_numpy,
+    largest_difference,
+    rollout_batch,
+    run_config,
+    small_model,
+    with_old_log_probs,
+)
+
+pytestmark = pytest.mark.unit
+
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("policy"))
+
+
+def build(
+    folder: Path,
+    *,
+    limit: MicroBatchLimit | None = None,
+    mini_batch_rows: int = NUM_ROWS,
+    trains: bool = True,
+    **changes: Any,
+) -> DataParallelPPOActor:
+    """`changes` are keys of `actor`, or of `model` when they start with `model_`."""
+    sections = {
+        f"{MODEL}.{key.removeprefix('model_')}" if key.startswith("model_") else f"{ACTOR}.{key}": value
+        for key, value in changes.items()
+    }
+    policy = run_config(folder, sections).actor_rollout_ref
+    backend = build_policy(
+        policy.model,
+        strategy="single",
+        fsdp=policy.actor.fsdp_config,
+        optim=policy.actor.optim if trains else None,
+        device=torch.device("cpu"),
+    )
+    limit = limit or MicroBatchLimit(rows=4)
+    return DataParallelPPOActor(policy.actor, backend, mini_batch_rows=mini_batch_rows, log_prob_limit=limit)
+
+
+def transformers_log_probs(folder: Path, batch: DataProto, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies row by row, without padding, from plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    columns = batch.tensors
+    width = columns["responses"].shape[1]
+    log_probs, entropies = torch.zeros(len(batch), width), torch.zeros(len(batch), width)
+    for row in range(len(batch)):
+        kept = columns["attention_mask"][row].bool()
+        ids = columns["input_ids"][row][kept]
+        count = int(kept[-width:].sum())
+        with torch.no_grad():
+            log_p = (model(input_ids=ids[None]).logits[0, -count - 1 : -1] / temperature).log_softmax(-1)
+        log_probs[row, :count] = log_p.gather(-1, ids[-count:, None]).squeeze(-1)
+        entropies[row, :count] = -(log_p.exp() * log_p).sum(-1)
+    return log_probs, entropies
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_log_probs_are_transformers_own_in_the_order_of_the_rows(folder: Path, packed: bool) -> None:
+    batch = rollout_batch()
+    actor = build(folder, limit=MicroBatchLimit(tokens=20), model_use_remove_padding=packed)
+    log_probs, entropies = actor.compute_log_prob(batch, calculate_entropy=True)
+    expected, expected_entropies = transformers_log_probs(folder, batch, 0.9)
+    assert entropies is not None
+    torch.testing.assert_close(log_probs, expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(entropies, expected_entropies, atol=TOLERANCE, rtol=0)
+
+    shuffled = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+    again, none = actor.compute_log_prob(batch.select_idxs(shuffled))
+    torch.testing.assert_close(again, expected[shuffled], atol=TOLERANCE, rtol=0)
+    assert none is None
+
+
+def test_log_probs_of_a_real_model_equal_plain_transformers() -> None:
+    """1e-4: thirty layers of float32 sums in another order, and log-probs down to -20."""
+    from dovetail.models.load import load_tokenizer
+    from dovetail.models.smollm2 import smollm2_folder
+    from dovetail.rollout.assemble import Response, assemble
+
+    folder = smollm2_folder(torch.float32)
+    tokenizer = load_tokenizer(folder)
+    pairs = [
+        ("What is 12 + 30?", "The answer is 42."),
+        ("Name a colour.", "Blue"),
+        ("Hi", "Hello! How can I help you?"),
+    ]
+    prompts, responses = [], []
+    for question, answer in pairs:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        prompts.append(tokenizer.encode(text, add_special_tokens=False))
+        ids = tuple(tokenizer.encode(answer, add_special_tokens=False))
+        count = len(ids)
+        responses.append(Response(ids, (True,) * count, (0.0,) * count, (0,) * count))
+    batch = assemble(prompts, responses, pad_token_id=tokenizer.pad_token_id)
+    batch.meta_info["temperature"] = 0.7
+    actor = build(folder, limit=MicroBatchLimit(tokens=64), trains=False, model_use_fused_kernels=True)
+    log_probs, entropies = actor.compute_log_prob(batch, calculate_entropy=True)
+    assert entropies is not None
+    expected, expected_entropies = transformers_log_probs(folder, batch, 0.7)
+    torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(entropies, expected_entropies, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 25}])
+def test_an_update_without_old_log_probs_equals_one_with_the_policys_own(folder: Path, changes: dict) -> None:
+    plain = rollout_batch()
+    shortcut = build(folder, **changes)
+    two_passes = build(folder, **changes)
+    batch = with_old_log_probs(plain, torch.zeros(NUM_ROWS, RESPONSE))
+    batch.tensors["old_log_probs"].copy_(two_passes.compute_log_prob(plain)[0])
+    found, expected = shortcut.update_policy(plain), two_passes.update_policy(batch)
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+    assert found["actor/ppo_kl"] == 0
+    weights = [as_numpy(actor.backend.named_weights()) for actor in (shortcut, two_passes)]
+    assert largest_difference(*weights) < TOLERANCE
+
+
+@pytest.mark.parametrize("changes", [{"ppo_epochs": 2}, {"mini_batch_rows": NUM_ROWS // 2}])
+def test_an_update_of_several_steps_needs_old_log_probs(folder: Path, changes: dict) -> None:
+    with pytest.raises(ValueError, match=r"no column old_log_probs.*more than one optimizer step.*compute_log_prob"):
+        build(folder, **changes).update_policy(rollout_batch())
+
+
+def test_what_a_batch_lacks_is_named(folder: Path) -> None:
+    actor = build(folder, mini_batch_rows=5)
+    batch = with_old_log_probs(rollout_batch(), torch.zeros(NUM_ROWS, RESPONSE))
+    with pytest.raises(ValueError, match="16 rows on this rank do not make whole mini-batches of 5"):
+        actor.update_policy(batch)
+    with pytest.raises(ValueError, match="no column advantages; it has attention_mask"):
+        actor.update_policy(batch.select(batch_keys=[name for name in batch.tensors if name != "advantages"]))
+    del batch.meta_info["temperature"]
+    with pytest.raises(ValueError, match="meta_info has no 'temperature'"):
+        actor.compute_log_prob(batch)
+
+
+def test_shuffling_changes_the_order_with_every_update_and_again_the_same_way(folder: Path) -> None:
+    batch = with_old_log_probs(rollout_batch(), build(folder).compute_log_prob(rollout_batch())[0])
+
+    def norms(shuffle: bool) -> list[float]:
+        actor = build(folder, mini_batch_rows=4, shuffle=shuffle)
+        return [actor.update_policy(batch)["actor/grad_norm"] for _ in range(2)]
+
+    assert norms(True) == norms(True)
+    assert norms(True) != norms(False)
+
+
+def test_importance_weights_scale_the_policy_gradient(folder: Path) -> None:
+    plain = rollout_batch()
+    weighted = DataProto.from_dict(
+        {**plain.tensors, "rollout_is_weights": torch.full((NUM_ROWS, RESPONSE), 0.5)}, meta_info=plain.meta_info
+    )
+    half, whole = build(folder).update_policy(weighted), build(folder).update_policy(plain)
+    assert half["actor/grad_norm"] == pytest.approx(0.5 * whole["actor/grad_norm"], rel=TOLERANCE)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(folder: Path) -> None:
+    actor = build(folder)
+    before = as_numpy(actor.backend.named_weights())
+    batch = rollout_batch()
+    batch.tensors["advantages"][0, 0] = float("inf")
+    metrics = actor.update_policy(batch)
+    assert metrics["actor/skipped_steps"] == 1
+    assert largest_difference(as_numpy(actor.backend.named_weights()), before) == 0
