@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import re
+import time
 from typing import Any
 
 from dovetail.rewards.rules.boxed import last_boxed
@@ -14,6 +15,7 @@ from dovetail.rewards.rules.latex import same_answer
 _ANSWER_LINE = re.compile(r"(?im)^\W*(?:final\s+)?answer\s*(?:is)?\s*:\s*(.+?)\s*$")
 # Long derivations end with their result, and math-verify reads every formula it is given.
 _TAIL = 1000
+_VERIFY_SECONDS = 10
 
 
 def compute_score(
@@ -59,5 +61,12 @@ def _verified(answer: str, truth: str) -> bool:
         library = importlib.import_module("math_verify")
     except ImportError:
         raise ImportError("use_math_verify=True needs the package math-verify; pip install math-verify.") from None
+    start = time.monotonic()
+    gold = library.parse(f"\\boxed{{{truth}}}", parsing_timeout=_VERIFY_SECONDS)
+    given = library.parse(f"\\boxed{{{answer}}}", parsing_timeout=_VERIFY_SECONDS)
     # Gold first: verify is not symmetric, it lets the answer be the more precise of the two.
-    return bool(library.verify(library.parse(f"\\boxed{{{truth}}}"), library.parse(f"\\boxed{{{answer}}}")))
+    right = bool(library.verify(gold, given, timeout_seconds=_VERIFY_SECONDS))
+    # It says "different" when it runs out of time. That is no verdict on the answer.
+    if not right and time.monotonic() - start >= _VERIFY_SECONDS:
+        raise TimeoutError(f"math-verify did not decide within {_VERIFY_SECONDS} s whether {answer!r} is {truth!r}.")
+    return right
