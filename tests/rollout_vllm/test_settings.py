@@ -32,7 +32,8 @@ def test_another_version_is_refused_with_the_range(version: str) -> None:
 
 def test_environment_variables_are_set_only_where_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in environment(cpu=True):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "restored at the end")
+        monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     prepare(cpu=True)
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
@@ -40,8 +41,10 @@ def test_environment_variables_are_set_only_where_unset(monkeypatch: pytest.Monk
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
-def test_cuda_gets_no_cpu_variables() -> None:
+def test_cuda_gets_no_cpu_variables_and_a_trainers_process_may_go_on_compiling() -> None:
     assert "VLLM_HOST_IP" not in environment(cpu=False)
+    assert "TORCHDYNAMO_DISABLE" not in environment(cpu=True)
+    assert environment(cpu=True, own_process=True)["TORCHDYNAMO_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize(

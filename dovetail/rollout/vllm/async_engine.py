@@ -23,7 +23,8 @@ from dovetail.rollout.base import (
     MemoryTag,
 )
 from dovetail.rollout.vllm import weight_calls
-from dovetail.rollout.vllm.environment import prepare
+from dovetail.rollout.vllm.engine import NO_WEIGHTS
+from dovetail.rollout.vllm.environment import prepare, starting_processes
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.requests import (
     Sample,
@@ -65,7 +66,8 @@ class AsyncVLLMEngine:
         self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
         self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
         arguments = AsyncEngineArgs(**settings.vllm_arguments(cpu=self._cpu))
-        self._llm = AsyncLLM.from_engine_args(arguments)
+        with starting_processes(cpu=self._cpu):
+            self._llm = AsyncLLM.from_engine_args(arguments)
         self._max_model_len = int(self._llm.model_config.max_model_len)
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         self._logprobs: LogprobsMode = settings.logprobs
@@ -187,6 +189,7 @@ class AsyncVLLMEngine:
         if wanted and not self._cpu and self.settings.enable_sleep:
             await self._llm.wake_up(sorted(wanted))
             if "weights" in wanted and self.settings.sleep_level == 2:
+                self._version = NO_WEIGHTS
                 self._weights_gap = "the weights were dropped by sleep and not sent again"
         self._asleep -= wanted
 

@@ -13,7 +13,6 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.native.gate import StepGate
 from dovetail.rollout.vllm import weight_calls
-from dovetail.rollout.vllm.environment import prepare
+from dovetail.rollout.vllm.environment import prepare, starting_processes, without_compiling
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.requests import (
     Sample,
@@ -47,6 +46,10 @@ from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress, NamedTensors
 
 logger = logging.getLogger(__name__)
+
+_VERIFIED = 8  # tensors read back per update under rollout.verify_weights
+NO_WEIGHTS = -1
+"""`weight_version` of an engine that dropped its weights in its sleep."""
 
 
 class VLLMEngine(RolloutEngine):
@@ -68,7 +71,7 @@ class VLLMEngine(RolloutEngine):
         self._bucket_bytes = bucket_bytes
         self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
         self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
-        with _random_state_kept():
+        with _random_state_kept(), starting_processes(cpu=self._cpu), without_compiling(cpu=self._cpu):
             self._llm = _start(settings, cpu=self._cpu)
         config = self._llm.vllm_config
         self._max_model_len = int(config.model_config.max_model_len)
@@ -91,13 +94,24 @@ class VLLMEngine(RolloutEngine):
 
     @classmethod
     def from_config(
-        cls, rollout: RolloutConfig, model: str | Path, *, trust_remote_code: bool = False, seed: int = 0
-    ) -> VLLMEngine:
-        settings = VLLMSettings.from_config(rollout, model, trust_remote_code=trust_remote_code, seed=seed)
+        cls,
+        config: RolloutConfig,
+        folder: str,
+        *,
+        device: torch.device,
+        shared: torch.nn.Module | None = None,
+    ) -> RolloutEngine:
+        """`mode=sync` in this process, `mode=async` in a Ray actor. vLLM always has weights of its own."""
+        if config.mode == "async":
+            from dovetail.rollout.vllm.ray_engine import RayVLLMEngine
+
+            return RayVLLMEngine.from_config(config, folder, device=device)
+        if config.mode == "server":
+            raise ValueError("rollout.mode=server is not there for rollout.name=vllm; use sync or async.")
         return cls(
-            settings,
-            verify_weights=8 if rollout.verify_weights else 0,
-            bucket_bytes=rollout.update_weights_bucket_megabytes * 1024**2,
+            VLLMSettings.from_config(config, folder),
+            verify_weights=_VERIFIED if config.verify_weights else 0,
+            bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
         )
 
     @property
@@ -192,6 +206,7 @@ class VLLMEngine(RolloutEngine):
             if wanted and self.frees_memory:
                 self._llm.wake_up(sorted(wanted))
                 if "weights" in wanted and self.settings.sleep_level == 2:
+                    self._version = NO_WEIGHTS
                     self._weights_gap = "the weights were dropped by sleep and not sent again"
             self._asleep -= wanted
 
@@ -258,7 +273,7 @@ class VLLMEngine(RolloutEngine):
         """One engine step; whether any response is complete."""
         try:
             # vLLM draws from torch's own generator even for rows that have one; the trainer shares this process.
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), without_compiling(cpu=self._cpu):
                 outputs = self._llm.step()
         except Exception as error:
             self._broken = f"a step failed with {type(error).__name__}: {error}"

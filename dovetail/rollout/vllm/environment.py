@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from dovetail.rollout.base import EngineError
 
@@ -29,11 +30,13 @@ _EVERYWHERE: Mapping[str, str] = {
 _ON_CPU: Mapping[str, str] = {
     # vLLM would pin its threads to cores that the trainer, or another engine, uses.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # The sampler is compiled even with enforce_eager: the first sampled token would take 15 s and a C++ compiler.
-    "TORCHDYNAMO_DISABLE": "1",
     # Its sockets would bind to the address of the outer network interface.
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOOPBACK_IP": "127.0.0.1",
+}
+_IN_PROCESSES_OF_VLLM_ON_CPU: Mapping[str, str] = {
+    # The sampler is compiled even with enforce_eager: the first sampled token would take 15 s and a C++ compiler.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 
@@ -45,9 +48,36 @@ def prepare(*, cpu: bool) -> str:
     return version
 
 
-def environment(*, cpu: bool) -> dict[str, str]:
-    """The variables `prepare` sets, for processes started from here (Ray actors)."""
-    return dict(_EVERYWHERE) | (dict(_ON_CPU) if cpu else {})
+def environment(*, cpu: bool, own_process: bool = False) -> dict[str, str]:
+    """The variables a process with vLLM in it needs; `own_process`: one in which nothing else runs."""
+    own = dict(_IN_PROCESSES_OF_VLLM_ON_CPU) if cpu and own_process else {}
+    return dict(_EVERYWHERE) | (dict(_ON_CPU) if cpu else {}) | own
+
+
+@contextmanager
+def starting_processes(*, cpu: bool) -> Iterator[None]:
+    """Inside, processes that vLLM starts inherit what is meant for them alone; this process stays as it is."""
+    import torch._dynamo  # noqa: F401  reads the variable when it is imported
+
+    extra = {name: value for name, value in environment(cpu=cpu, own_process=True).items() if name not in os.environ}
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        for name in extra:
+            del os.environ[name]
+
+
+@contextmanager
+def without_compiling(*, cpu: bool) -> Iterator[None]:
+    """vLLM in this process runs as TORCHDYNAMO_DISABLE would have it, while the trainer may compile as it likes."""
+    if not cpu:
+        yield
+        return
+    import torch
+
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def check_version(version: str | None = None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
     ALL_TAGS,
     EngineError,
@@ -38,7 +39,9 @@ def vllm_actor_class(*, num_cpus: float = 1, num_gpus: float = 0, **options: Any
     """
     import ray
 
-    env = {name: os.environ.get(name, value) for name, value in environment(cpu=runs_on_cpu()).items()}
+    env = {
+        name: os.environ.get(name, value) for name, value in environment(cpu=runs_on_cpu(), own_process=True).items()
+    }
     actor: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MAX_CONCURRENCY}
     return ray.remote(**actor, runtime_env={"env_vars": env}, **options)(AsyncVLLMEngine)
 
@@ -60,6 +63,21 @@ class RayVLLMEngine(RolloutEngine):
         self._closed = False
         self._version = 0
         self._expected: ExpectedWeights = self._get(self.actor.start.remote(), timeout=START_TIMEOUT_S)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RolloutConfig,
+        folder: str,
+        *,
+        device: torch.device,
+        shared: torch.nn.Module | None = None,
+    ) -> RolloutEngine:
+        return cls(
+            VLLMSettings.from_config(config, folder),
+            bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
+            num_gpus=config.engine_world_size if device.type == "cuda" else 0,
+        )
 
     @property
     def weight_version(self) -> int:
@@ -111,6 +129,7 @@ class RayVLLMEngine(RolloutEngine):
 
     def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         self._get(self.actor.wake.remote(list(tags)))
+        self._version = self.health().weight_version
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         return self._get(self.actor.abort.remote(None if request_ids is None else list(request_ids)))

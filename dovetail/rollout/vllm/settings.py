@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from dovetail.config.fsdp import full_dtype
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import LogprobsMode
 
@@ -73,7 +74,7 @@ class VLLMSettings:
             kwargs.setdefault("enable_expert_parallel", True)
         return cls(
             model=str(model),
-            dtype=rollout.dtype,
+            dtype=full_dtype(rollout.dtype),
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             pipeline_parallel_size=rollout.pipeline_model_parallel_size,
             max_model_len=rollout.context_length,

@@ -1,0 +1,170 @@
+"""The asynchronous engine in a real Ray actor: weights change in the middle of a generation, processes die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dovetail.controller.cluster import start_ray, stop_ray
+from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
+from dovetail.rollout.vllm.ray_engine import RayVLLMEngine
+from dovetail.weight_sync import DiskWeights, WeightSender
+from tests.models.tiny import tiny_model
+from tests.rollout_vllm.conftest import small_settings
+from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+
+pytestmark = pytest.mark.engine
+
+PROMPT = list(range(3, 203))
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_new_tokens=300, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(folders: dict[str, Path]) -> Iterator[RayVLLMEngine]:
+    start_ray(num_cpus=2, object_store_memory=256 << 20)
+    with RayVLLMEngine(small_settings(folders["llama_tied"]), bucket_bytes=1 << 16) as built:
+        yield built
+    stop_ray()
+
+
+class _Running:
+    """A generation on a thread."""
+
+    def __init__(self, engine: RayVLLMEngine, request: GenerationRequest) -> None:
+        self.results: list[GenerationResult] = []
+        self.error: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, args=(engine, request))
+        self._thread.start()
+
+    def _run(self, engine: RayVLLMEngine, request: GenerationRequest) -> None:
+        try:
+            self.results = engine.generate([request])
+        except EngineError as error:
+            self.error = error
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), f"still generating after {seconds} s"
+
+
+def _wait_for_tokens(engine: RayVLLMEngine, name: str, count: int) -> None:
+    for _ in range(3000):
+        if engine.num_tokens().get(name, 0) >= count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{count} tokens of {name!r} were not written in a minute")
+
+
+def _update(engine: RayVLLMEngine, path: str, model: Any, version: int, folder: Path) -> None:
+    if path == "shared memory":
+        engine.update_weights(model.named_parameters(), version)
+    elif path == "disk":
+        engine.update_weights_from_disk(DiskWeights(folder).write(model.named_parameters(), version))
+    else:
+        sender = WeightSender(engine.num_workers, timeout_s=60)
+        thread = threading.Thread(target=sender.send, args=(model.named_parameters(), 1 << 16))
+        thread.start()
+        engine.join_weight_group(sender.address)
+        engine.receive_weights(version)
+        thread.join(60)
+
+
+@pytest.mark.parametrize("path", ["shared memory", "gloo broadcast", "disk"])
+def test_every_path_makes_the_engine_the_new_model(engine: RayVLLMEngine, path: str, tmp_path: Path) -> None:
+    version = 10 + len(path)
+    model = tiny_model("llama_tied", seed=version)
+    _update(engine, path, model, version, tmp_path)
+    (result,) = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+    assert result.token_ids == greedy(model, PROMPT, 12)
+    assert result.weight_versions == [version] * 12
+    assert engine.health().weight_version == version
+
+
+@pytest.mark.parametrize("paused_first", [True, False])
+def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights(
+    engine: RayVLLMEngine, paused_first: bool
+) -> None:
+    old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=5)
+    engine.update_weights(old.named_parameters(), 1)
+    running = _Running(engine, GenerationRequest("long", PROMPT, LONG))
+    _wait_for_tokens(engine, "long", 20)
+    if paused_first:
+        engine.pause()
+        count = engine.num_tokens()["long"]
+        time.sleep(0.3)
+        assert engine.num_tokens()["long"] == count
+    engine.update_weights(new.named_parameters(), 2)
+    if paused_first:
+        engine.continue_()
+    running.join(60)
+    (result,) = running.results
+    count = result.weight_versions.count(1)
+    assert 20 <= count < 300
+    assert result.weight_versions == [1] * count + [2] * (300 - count)
+    assert result.token_ids[:count] == greedy(old, PROMPT, count)
+    head, tail = PROMPT + result.token_ids[:count], result.token_ids[count:]
+    assert tail == greedy(new, head, 300 - count)
+    assert mean_gap(log_probs(new, head, tail), result.log_probs[count:]) <= 1e-5
+
+
+def test_abort_ends_a_request_with_what_it_wrote(engine: RayVLLMEngine) -> None:
+    running = _Running(engine, GenerationRequest("cut", PROMPT, LONG))
+    _wait_for_tokens(engine, "cut", 10)
+    assert engine.abort(["cut"]) == 1
+    running.join(30)
+    assert running.results[0].finish_reason == "abort"
+    assert 10 <= len(running.results[0].token_ids) < 300
+
+
+def test_a_misfit_is_named_and_requests_that_were_running_fail_with_the_update(engine: RayVLLMEngine) -> None:
+    model = tiny_model("llama_tied", seed=1)
+    weights = dict(model.named_parameters())
+    running = _Running(engine, GenerationRequest("doomed", PROMPT, LONG))
+    _wait_for_tokens(engine, "doomed", 5)
+    with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.norm\.weight"):
+        engine.update_weights([item for item in weights.items() if item[0] != "model.norm.weight"], 7)
+    running.join(30)
+    assert "weight update" in str(running.error)
+    with pytest.raises(EngineError, match="no usable weights"):
+        engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+    engine.update_weights(weights.items(), 8)
+    assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
+
+
+def test_many_requests_at_once_each_get_their_own_answer(engine: RayVLLMEngine) -> None:
+    model = tiny_model("llama_tied")
+    engine.update_weights(model.named_parameters(), 3)
+    prompts = [[5 + number, 9, 11] for number in range(40)]
+    sampling = SamplingParams(temperature=0, max_new_tokens=6, n=2, ignore_eos=True)
+    results = engine.generate([GenerationRequest(str(n), prompt, sampling) for n, prompt in enumerate(prompts)])
+    assert [(r.request_id, r.sample_index) for r in results[:3]] == [("0", 0), ("0", 1), ("1", 0)]
+    assert [r.token_ids for r in results[::2]] == [greedy(model, prompt, 6) for prompt in prompts]
+
+
+def test_a_killed_engine_process_is_reported_within_ten_seconds(engine: RayVLLMEngine) -> None:
+    """The last of this file: the engine is gone afterwards."""
+    import ray
+
+    pid = ray.get(engine.actor.__ray_call__.remote(lambda self: os.getpid()))
+    (core,) = [
+        child for child in psutil.Process(pid).children(recursive=True) if "EngineCore" in " ".join(child.cmdline())
+    ]
+    running = _Running(engine, GenerationRequest("lost", PROMPT, LONG))
+    _wait_for_tokens(engine, "lost", 5)
+    core.send_signal(signal.SIGKILL)
+    running.join(10)
+    assert "engine process died" in str(running.error)
+    assert not engine.health().ok
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="process of the vLLM engine died"):
+        engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+    assert not engine.health().ok
