@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 _MAX_OUTPUT = 1 << 20
+# Loaded before any fork: what runs between fork and exec must not import or lock.
+_LIBC = ctypes.CDLL(None)
 
 
 class SandboxUnavailable(RuntimeError):
@@ -103,7 +105,7 @@ def _run_limited(folder: str, stdin: str, timeout: float, memory_limit_mb: int) 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if sys.platform == "linux":
             # PR_SET_PDEATHSIG: the program has a group of its own, so a kill of the scoring process would miss it.
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+            _LIBC.prctl(1, signal.SIGKILL)
 
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
         try:

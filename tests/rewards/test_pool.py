@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +110,29 @@ def test_a_file_that_fails_while_imported_is_an_error_at_the_start(tmp_path: Pat
     file.write_text("import no_such_library\n")
     with pytest.raises(RewardError, match="No module named 'no_such_library'"):
         KillablePool([FunctionSpec(str(file), "compute_score")], num_workers=1, timeout_seconds=1)
+
+
+def test_the_processes_die_with_a_driver_that_is_killed() -> None:
+    program = (
+        "import sys, time\n"
+        "from dovetail.rewards.functions import FunctionSpec\n"
+        "from dovetail.rewards.pool import KillablePool\n"
+        "spec = FunctionSpec('pkg://tests.rewards.scoring_functions', 'misbehave')\n"
+        "pool = KillablePool([spec], num_workers=2, timeout_seconds=3600)\n"
+        "pool.submit({'data_source': '', 'solution_str': 'sleep', 'ground_truth': None, 'extra_info': None})\n"
+        "print(*pool.pids(), flush=True)\n"
+        "time.sleep(3600)\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    pids = [int(word) for word in driver.stdout.readline().split()]
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 20
+    while any(map(_is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2
+    assert not any(map(_is_running, pids))
 
 
 def _is_running(pid: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -180,6 +182,43 @@ def test_an_unreachable_sandbox_raises_instead_of_scoring() -> None:
     sandbox = RemoteSandbox("http://127.0.0.1:9/run_code", attempts=1)
     with pytest.raises(SandboxUnavailable, match=r"127\.0\.0\.1:9"):
         code.compute_score("```\nprint(1)\n```", {"inputs": [""], "outputs": ["1"]}, sandbox=sandbox)
+
+
+class FakeService(BaseHTTPRequestHandler):
+    """Answers like SandboxFusion: code that says "broken" meets a broken service, all else prints its input."""
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        reply = {
+            "status": "Success",
+            "run_result": {"status": "Finished", "return_code": 0, "stdout": request["stdin"]},
+        }
+        if "slow" in request["code"]:
+            reply = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "stdout": "", "stderr": ""}}
+        if "broken" in request["code"]:
+            reply = {"status": "SandboxError", "message": "no workers"}
+        body = json.dumps(reply).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_remote_sandbox_tells_wrong_programs_from_its_own_trouble() -> None:
+    server = HTTPServer(("127.0.0.1", 0), FakeService)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sandbox = RemoteSandbox(f"http://127.0.0.1:{server.server_port}/run_code", attempts=1)
+    tests = {"inputs": ["7"], "outputs": ["7"]}
+    try:
+        assert code.compute_score("```\nprint(input())\n```", tests, sandbox=sandbox)["score"] == 1.0
+        assert code.compute_score("```\nslow\n```", tests, sandbox=sandbox)["score"] == 0.0
+        with pytest.raises(SandboxUnavailable, match="no workers"):
+            code.compute_score("```\nbroken\n```", tests, sandbox=sandbox)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_every_rule_can_be_imported() -> None:

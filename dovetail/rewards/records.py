@@ -1,0 +1,76 @@
+"""A scored batch as plain rows, for `rollouts/step_N.jsonl`: what was asked, answered, earned. Writes no file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.protocol import COLUMNS, DataProto
+from dovetail.rewards.answers import Decoder, decode_prompts, decode_responses, response_attention
+from dovetail.rewards.columns import FAILED
+
+
+def answer_records(
+    batch: DataProto, tokenizer: Decoder, solution_strs: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """One dict per row. Columns that are not there yet (advantages, log-probs) are left out.
+
+    `logprob_gap` is the mean absolute difference between engine and trainer over the sampled tokens, `advantage` the
+    mean over them. `solution_strs` saves a second decoding (`RewardResult.solution_strs`).
+    """
+    responses = list(solution_strs) if solution_strs is not None else decode_responses(batch, tokenizer)
+    columns: dict[str, Sequence[Any]] = {
+        "prompt": decode_prompts(batch, tokenizer),
+        "response": responses,
+        "response_length": response_attention(batch).sum(-1).tolist(),
+        **_from_dataset(batch),
+        **_from_tensors(batch),
+        **_from_reward(batch),
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _from_dataset(batch: DataProto) -> dict[str, Sequence[Any]]:
+    found: dict[str, Sequence[Any]] = {}
+    for name in ("uid", "data_source", "index"):
+        if name in batch.non_tensor_batch:
+            found[name] = batch.non_tensor_batch[name].tolist()
+    if "reward_model" in batch.non_tensor_batch:
+        truths = batch.non_tensor_batch["reward_model"]
+        found["ground_truth"] = [truth.get("ground_truth") if isinstance(truth, dict) else truth for truth in truths]
+    return found
+
+
+def _from_tensors(batch: DataProto) -> dict[str, Sequence[Any]]:
+    tensors, found = batch.tensors, {}
+    mask = tensors["response_mask"].float()
+    if "token_level_scores" in tensors:
+        found["score"] = tensors["token_level_scores"].sum(-1).tolist()
+    if FAILED in tensors:
+        found[FAILED] = tensors[FAILED].tolist()
+    if "advantages" in tensors:
+        found["advantage"] = _row_means(tensors["advantages"], mask)
+    if "old_log_probs" in tensors and "rollout_log_probs" in tensors:
+        found["logprob_gap"] = _row_means((tensors["old_log_probs"] - tensors["rollout_log_probs"]).abs(), mask)
+    return found
+
+
+def _from_reward(batch: DataProto) -> dict[str, Sequence[Any]]:
+    """What the reward function returned beside the score: numbers and texts that no other stage writes."""
+    known = {*COLUMNS, "index", "score", "ability", "full_prompts"}
+    return {
+        name: column.tolist()
+        for name, column in batch.non_tensor_batch.items()
+        if name not in known and isinstance(column, np.ndarray) and all(_is_plain(entry) for entry in column.tolist())
+    }
+
+
+def _row_means(values: torch.Tensor, mask: torch.Tensor) -> list[float]:
+    return ((values.float() * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (str, int, float, bool))
