@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dovetail.backends.base import TrainBackend
+from dovetail.config.model import RewardNetworkConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
 from dovetail.models.load import load_tokenizer
@@ -37,7 +38,7 @@ class RewardModelWorker(TrainingRole):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the network, and both tokenizers when they differ."""
+        """Build the network, and keep both tokenizers when they differ."""
         config = self.config.reward_model
         self.join_group(timeout_seconds=config.nccl_timeout or self.config.actor_rollout_ref.nccl_timeout)
         self._backend = build_reward(
@@ -47,13 +48,7 @@ class RewardModelWorker(TrainingRole):
             world_size=self.world_size,
             device=self.device,
         )
-        written_by = config.model.input_tokenizer
-        if written_by is not None and config.model.path is not None and written_by != config.model.path:
-            trust = config.model.trust_remote_code
-            self._tokenizers = (
-                load_tokenizer(written_by, trust_remote_code=trust),
-                load_tokenizer(config.model.path, trust_remote_code=trust),
-            )
+        self._tokenizers = _different_tokenizers(config.model)
         self.place_in_mesh("reward_model", self._backend)
         self._backend.offload(params=config.model.fsdp_config.param_offload, optimizer=False)
 
@@ -92,6 +87,17 @@ class RewardModelWorker(TrainingRole):
             rows.append(_conversation_ids(reader, [*messages, {"role": "assistant", "content": answer}]))
         max_length = self.config.reward_model.max_length or self.config.actor_rollout_ref.rollout.context_length
         return _right_padded(rows, max_length, reader.pad_token_id or 0)
+
+
+def _different_tokenizers(model: RewardNetworkConfig) -> tuple[Any, Any] | None:
+    """The tokenizer that wrote the answers and the reward model's own; None when both give the same tokens."""
+    if model.input_tokenizer is None or model.path is None or model.input_tokenizer == model.path:
+        return None
+    written_by, reader = (
+        load_tokenizer(path, trust_remote_code=model.trust_remote_code) for path in (model.input_tokenizer, model.path)
+    )
+    alike = written_by.get_vocab() == reader.get_vocab() and written_by.chat_template == reader.chat_template
+    return None if alike else (written_by, reader)
 
 
 def _conversation_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:

@@ -15,7 +15,7 @@ from dovetail.backends.base import BackendPlace
 from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.trainer.arrange import arrange_rows
-from tests.models.tiny import save_tiny_model
+from tests.models.tiny import save_tiny_model, tiny_config
 
 TOLERANCE = 1e-5
 """float32 keeps 1e-7 of each of the few thousand terms (below 1) that a gradient adds up, in an order that differs
@@ -33,6 +33,16 @@ def small_model(folder: Path, family: str = "qwen2", **overrides: Any) -> Path:
     """Two layers, 4 heads of 16 over 2 KV heads, with a byte tokenizer."""
     shape = SMALL if family == "qwen2" else {**SMALL, "head_dim": 16}
     return save_tiny_model(family, folder, **shape, **overrides)
+
+
+def save_classifier(folder: Path) -> Path:
+    """A sequence classifier with one score, without tokenizer."""
+    from transformers import LlamaForSequenceClassification
+
+    torch.manual_seed(7)
+    config = tiny_config("llama", **SMALL, head_dim=16, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
 
 
 def run_config(folder: Path | str, changes: Mapping[str, Any] | None = None) -> DovetailConfig:
