@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.config.actor import Strategy
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
@@ -60,7 +61,7 @@ class Layout:
     """A way to do the same update. `micro_batch` counts rows, `tokens` turns dynamic micro-batches on."""
 
     world_size: int
-    strategy: str = "fsdp2"
+    strategy: Strategy = "fsdp2"
     micro_batch: int = 4
     tokens: int | None = None
     sp_size: int = 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dovetail.config.actor import Strategy
 from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_value
@@ -45,7 +46,7 @@ class Layout:
     """A way to do the same update. `micro_batch` counts rows, `tokens` turns dynamic micro-batches on."""
 
     world_size: int
-    strategy: str = "fsdp2"
+    strategy: Strategy = "fsdp2"
     micro_batch: int = 4
     tokens: int | None = None
     sp_size: int = 1

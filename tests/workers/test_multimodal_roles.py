@@ -110,6 +110,9 @@ def update(folder: Path, *, packed: bool, micro_batch: int, world_size: int = 1,
 
 
 def update_on_rank(rank: int, world_size: int, folder: Path) -> dict[str, list[Updated]]:
+    # A rank that skips the sharded tower would leave the others waiting: it must be an error before anything runs.
+    with pytest.raises(ValueError, match="micro-batches hold images on some of the 2 data-parallel ranks only"):
+        update(folder, packed=True, micro_batch=1, world_size=2)
     return {
         "fsdp2 x2": update(folder, packed=True, micro_batch=3, world_size=2),
         "ulysses 2": update(folder, packed=True, micro_batch=3, world_size=2, sp_size=2),

@@ -177,10 +177,8 @@ def test_the_reference_stays_and_the_policy_moves(here: Run) -> None:
 
 def test_roles_share_processes(two_processes: Run) -> None:
     groups = two_processes.groups
-    pids = [
-        [identity.pid for identity in group.identities]
-        for group in (groups.actor_rollout, groups.critic, groups.reward_model)
-    ]
+    roles: list[Any] = [groups.actor_rollout, groups.critic, groups.reward_model]
+    pids = [[identity.pid for identity in group.identities] for group in roles]
     assert pids[0] == pids[1] == pids[2]
     assert len(set(pids[0])) == 2
 

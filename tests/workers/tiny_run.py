@@ -26,12 +26,12 @@ PROMPT, RESPONSE = 6, 8
 NUM_ROWS, MINI_BATCH = 16, 8
 OPTIM = {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}
 FP32 = {"mixed_precision": {"param_dtype": "float32"}}
-SMALL = {"hidden_size": 64, "intermediate_size": 96}
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 
 
 def small_model(folder: Path, family: str = "qwen2", **overrides: Any) -> Path:
     """Two layers, 4 heads of 16 over 2 KV heads, with a byte tokenizer."""
-    shape = SMALL if family == "qwen2" else {**SMALL, "head_dim": 16}
+    shape: dict[str, Any] = SMALL if family == "qwen2" else {**SMALL, "head_dim": 16}
     return save_tiny_model(family, folder, **shape, **overrides)
 
 
