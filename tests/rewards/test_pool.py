@@ -80,6 +80,19 @@ def test_a_worker_killed_from_outside_is_replaced() -> None:
         pool.close()
 
 
+def test_a_process_that_cannot_be_replaced_fails_its_calls_and_hangs_none(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("import os\ndef f(data_source, solution_str, ground_truth, extra_info):\n    os._exit(1)\n")
+    pool = KillablePool([FunctionSpec(str(file), "f")], num_workers=1, timeout_seconds=30)
+    try:
+        file.unlink()
+        outcomes = [future.result(60) for future in [pool.submit(call("a")) for _ in range(3)]]
+        assert "exit code 1" in outcomes[0].detail
+        assert all("could not start" in outcome.detail for outcome in outcomes[1:])
+    finally:
+        pool.close()
+
+
 def test_closing_ends_every_process_and_every_future() -> None:
     pool = KillablePool([spec_of(scoring_functions.misbehave)], num_workers=1, timeout_seconds=100)
     pids = pool.pids()
