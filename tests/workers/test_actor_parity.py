@@ -94,8 +94,8 @@ LAYOUTS = {
     "ulysses 2": Layout(2, sp_size=2),
     "ulysses 2, dynamic, fused head": Layout(2, sp_size=2, tokens=12, model={"use_fused_kernels": True}, losses=True),
     "lora, fsdp2 x2": Layout(2, model=LORA, like="lora"),
-    "fsdp2 x4": Layout(4, micro_batch=1, losses=True),
-    "fsdp2 hybrid 2x2": Layout(4, micro_batch=2, fsdp={"fsdp_size": 2}),
+    "fsdp2 x4": Layout(4, micro_batch=2, losses=True),
+    "fsdp2 hybrid 2x2": Layout(4, micro_batch=1, fsdp={"fsdp_size": 2}),
     "ulysses 4 over 2 key-value heads": Layout(4, sp_size=4),
     "fsdp2 hybrid 2x2, ulysses 2, dynamic": Layout(4, sp_size=2, tokens=14, fsdp={"fsdp_size": 2}),
 }
