@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
+    os.environ.setdefault("DOVETAIL_LOGGING_LEVEL", "INFO" if args.verbose else "WARNING")
     files = [Path(text) for text in args.inputs if "=" not in text and not text.startswith(("~", "+"))]
     overrides = [text for text in args.inputs if Path(text) not in files]
     try:

@@ -63,7 +63,7 @@ class RewardModelConfig(Section):
     overlong_buffer: OverlongBufferConfig = Field(
         OverlongBufferConfig.model_construct(), description="Punishment of long answers."
     )
-    num_workers: int = Field(1, ge=1, description="Processes that score answers.")
+    num_workers: int = Field(2, ge=1, description="Processes that score answers.")
     timeout_seconds: float = Field(300.0, gt=0, description="Time for one score; then the worker is killed.")
     sandbox_fusion: SandboxFusionConfig = Field(SandboxFusionConfig.model_construct(), description="Code sandbox.")
     enable: bool = Field(False, description="Score with a reward network as well.")

@@ -77,8 +77,10 @@ class RolloutConfig(Section):
     enable_prefix_caching: bool = Field(True, description="Share the KV cache of equal prefixes.")
     limit_images: int | None = Field(None, ge=0, description="Most images per prompt. Null: the engine's limit.")
     load_format: str = Field("dummy", description="What the engine loads at start; dummy: the trainer sends weights.")
-    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field(
-        "processed_logprobs", description="Log-probs after temperature and top-p / top-k, or before."
+    logprobs_mode: Literal["temperature", "processed_logprobs", "raw_logprobs"] = Field(
+        "temperature",
+        description="Log-probs of sampled tokens: under the temperature before top-p / top-k cut anything (what the "
+        "trainer recomputes), after the cut, or under temperature 1.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order in which requests are served.")
     disable_log_stats: bool = Field(True, description="Silence the engine's own statistics.")

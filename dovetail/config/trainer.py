@@ -15,7 +15,7 @@ class TrainerConfig(Section):
     project_name: str = Field("dovetail", description="Project, for the trackers and the run folder.")
     experiment_name: str = Field("run", description="Run, for the trackers and the run folder.")
     default_local_dir: str | None = Field(
-        None, description="Run folder. Null: `checkpoints/<project_name>/<experiment_name>`."
+        None, description="Run folder. Null: `runs/<project_name>/<experiment_name>`."
     )
     total_epochs: int = Field(30, ge=1, description="Passes over the training prompts.")
     total_training_steps: int | None = Field(None, ge=1, description="Steps of the run. Null: from the epochs.")
@@ -51,7 +51,7 @@ class TrainerConfig(Section):
     @property
     def run_dir(self) -> str:
         """Folder of the run."""
-        return self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}"
+        return self.default_local_dir or f"runs/{self.project_name}/{self.experiment_name}"
 
     @property
     def world_size(self) -> int:

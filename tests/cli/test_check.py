@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.cli.demo import demo_overrides
 from dovetail.cli.main import main
 from tests.config.plan import known_models as known
 
@@ -108,8 +109,10 @@ def test_an_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[s
     assert "did you mean check?" in capsys.readouterr().err
 
 
-def test_the_demo_plans_its_recipe_without_problems(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo"]) == 0
+def test_the_demos_launch_list_is_valid_without_a_warning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(known.SMOLLM2_135M))
+    overrides = demo_overrides(tmp_path, tmp_path / "data", tmp_path / "run", steps=12, seed=0)
+    assert main(["check", *overrides]) == 0
     out = capsys.readouterr().out
     assert "Warnings" not in out
     assert "134.5 M parameters" in out

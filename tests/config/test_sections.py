@@ -79,7 +79,7 @@ def test_derived_values() -> None:
     assert OptimConfig(lr=1.0, min_lr_ratio=0.1).lowest_lr == pytest.approx(0.1)
     assert RolloutConfig(max_model_len=77).context_length == 77
     config = DovetailConfig.model_validate({"trainer": {"project_name": "p", "experiment_name": 42, "logger": "wandb"}})
-    assert config.trainer.run_dir == "checkpoints/p/42"
+    assert config.trainer.run_dir == "runs/p/42"
     assert config.trainer.loggers == ("wandb",)
     assert config.uses_critic
     assert not config.uses_reference
