@@ -1,54 +1,29 @@
-"""A batch as rows for people: what was asked, what was answered, how it was scored. Written to the run folder."""
+"""A batch as rows for people: each answer's record, and the numbers of its tokens. Written to the run folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from dovetail.protocol import DataProto
+from dovetail.rewards.records import answer_records
 
 
 def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """One dict per answer, with the numbers of its tokens."""
-    columns, others = batch.tensors, batch.non_tensor_batch
+    """One dict per answer: `answer_records`, and per token its id, advantage, log-prob gap and entropy."""
+    columns = batch.tensors
     width = columns["responses"].shape[1]
-    attention = columns["attention_mask"].bool()
-    scores = columns["token_level_scores"].sum(dim=1)
-    gap = None
+    kept = columns["attention_mask"][:, -width:].bool()
+    tokens = {"response_ids": columns["responses"], "token_advantages": columns["advantages"]}
     if "old_log_probs" in columns and "rollout_log_probs" in columns:
-        gap = columns["old_log_probs"] - columns["rollout_log_probs"]
-    for row in range(len(batch)):
-        prompt = columns["prompts"][row][attention[row, :-width]]
-        kept = attention[row, -width:]
-        response = columns["responses"][row][kept]
-        found = {
-            "uid": str(others["uid"][row]),
-            "prompt": tokenizer.decode(prompt),
-            "response": tokenizer.decode(response),
-            "response_ids": response.tolist(),
-            "score": float(scores[row]),
-            "length": int(kept.sum()),
-            "truncated": bool(others["finish_reason"][row] == "length") if "finish_reason" in others else None,
-            "failed": bool(columns["reward_failed"][row]) if "reward_failed" in columns else False,
-            "ground_truth": _truth(others, row),
-            "advantages": _rounded(columns["advantages"][row][kept]),
-        }
-        if gap is not None:
-            found["log_prob_gap"] = _rounded(gap[row][kept])
-        if "entropys" in columns:
-            found["entropy"] = _rounded(columns["entropys"][row][kept])
-        for name in ("acc", "pred"):
-            if name in others:
-                found[name] = others[name][row]
-        yield found
+        tokens["token_logprob_gaps"] = columns["old_log_probs"] - columns["rollout_log_probs"]
+    if "entropys" in columns:
+        tokens["token_entropies"] = columns["entropys"]
+    reasons = batch.non_tensor_batch["finish_reason"]
+    for row, record in enumerate(answer_records(batch, tokenizer)):
+        values = {name: _rounded(column[row][kept[row]].tolist()) for name, column in tokens.items()}
+        yield {**record, "truncated": reasons[row] == "length", **values}
 
 
-def _truth(others: dict[str, np.ndarray], row: int) -> Any:
-    column = others.get("reward_model")
-    return column[row].get("ground_truth") if column is not None and isinstance(column[row], dict) else None
-
-
-def _rounded(values: Any) -> list[float]:
-    return [round(value, 5) for value in values.tolist()]
+def _rounded(values: list[float]) -> list[float]:
+    return [round(value, 5) if isinstance(value, float) else value for value in values]
