@@ -21,7 +21,7 @@ NUM_TRAIN = 1000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="run folder (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=12, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, sampling and order (default: %(default)s)")
     parser.add_argument("--local", action="store_true", help="one process, without Ray")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the demo's configuration")
@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
     say("SmolLM2-135M-Instruct: converting the weights once, then from the cache ...")
     model = smollm2_folder()
     data = args.out / "data"
-    problems = generate_task("addition", levels=[2], num_train=NUM_TRAIN, num_test=NUM_TEST, seed=args.seed)
+    problems = generate_task(
+        "addition", levels=[2], num_train=NUM_TRAIN, num_test=NUM_TEST, seed=args.seed, system="Calculate."
+    )
     write_rows(problems.train, data / "train.parquet")
     write_rows(problems.test, data / "test.parquet")
     overrides = [*demo_overrides(model, data, args.out, args.steps, args.seed), *args.overrides]
@@ -54,20 +56,21 @@ def demo_overrides(model: Path, data: Path, out: Path, steps: int, seed: int) ->
     return [
         f"data.train_files={data / 'train.parquet'}",
         f"data.val_files={data / 'test.parquet'}",
-        "data.train_batch_size=16",
+        "data.train_batch_size=8",
         "data.max_prompt_length=64",
         "data.max_response_length=16",
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.rollout.dtype=float32",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
         "actor_rollout_ref.actor.optim.lr=1e-5",
         "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
         "algorithm.adv_estimator=grpo",
         "trainer.device=cpu",
+        "trainer.float32_matmul_precision=medium",
         "trainer.n_gpus_per_node=1",
         f"trainer.total_training_steps={steps}",
         "trainer.project_name=demo",

@@ -30,13 +30,17 @@ def run(args: argparse.Namespace) -> int:
     overrides = [text for text in args.inputs if Path(text) not in files]
     try:
         loaded = load_config(files, overrides, overrides_files=args.overrides_file)
-        for notice in loaded.notices:
-            sys.stderr.write(f"notice: {notice.key}: {notice.message}\n")
-        # Heavy imports come after the configuration is known to be right.
-        from dovetail.trainer.run import run_training
-
-        result = run_training(loaded.config, use_ray=not args.local)
     except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    for notice in loaded.notices:
+        sys.stderr.write(f"notice: {notice.key}: {notice.message}\n")
+    # Heavy imports come after the configuration is known to be right.
+    from dovetail.trainer.run import USER_ERRORS, run_training
+
+    try:
+        result = run_training(loaded.config, use_ray=not args.local)
+    except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write(f"{result.steps} steps done; the run is in {result.folder}\n")

@@ -26,6 +26,11 @@ class TrainerConfig(Section):
     )
     seed: int = Field(42, ge=0, description="Seed of everything: data order, sampling, weights, dropout.")
     full_determinism: bool = Field(False, description="Deterministic kernels, slower.")
+    float32_matmul_precision: Literal["highest", "high", "medium"] = Field(
+        "highest",
+        description="How float32 matrix products are computed: exactly, with TF32 (high), or with bfloat16 (medium). On a "
+        "CPU with bfloat16 units medium doubles the speed of training and generation alike.",
+    )
     balance_batch: bool = Field(True, description="Give each data-parallel rank the same number of tokens.")
     critic_warmup: int = Field(0, ge=0, description="Steps that train the critic only.")
     val_before_train: bool = Field(True, description="Validate before the first step.")

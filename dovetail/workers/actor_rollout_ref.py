@@ -46,7 +46,10 @@ class ActorRolloutRefWorker(TrainingRole):
     def init_model(self, total_training_steps: int = -1) -> None:
         """Build what the role needs. `total_training_steps` is the length of the learning-rate schedule."""
         policy = self.config.actor_rollout_ref
-        self.join_group(timeout_seconds=policy.nccl_timeout)
+        self.join_group(
+            timeout_seconds=policy.nccl_timeout,
+            float32_matmul_precision=self.config.trainer.float32_matmul_precision,
+        )
         actor_backend: TrainBackend | None = None
         if self._is_actor:
             optim = policy.actor.optim

@@ -31,7 +31,10 @@ class CriticWorker(TrainingRole):
     def init_model(self, total_training_steps: int = -1) -> None:
         """Build network, optimizer and schedule."""
         config = self.config.critic
-        self.join_group(timeout_seconds=config.nccl_timeout or self.config.actor_rollout_ref.nccl_timeout)
+        self.join_group(
+            timeout_seconds=config.nccl_timeout or self.config.actor_rollout_ref.nccl_timeout,
+            float32_matmul_precision=self.config.trainer.float32_matmul_precision,
+        )
         optim = config.optim
         if optim.total_training_steps <= 0:
             optim = optim.model_copy(update={"total_training_steps": total_training_steps})

@@ -40,7 +40,10 @@ class RewardModelWorker(TrainingRole):
     def init_model(self) -> None:
         """Build the network, and keep both tokenizers when they differ."""
         config = self.config.reward_model
-        self.join_group(timeout_seconds=config.nccl_timeout or self.config.actor_rollout_ref.nccl_timeout)
+        self.join_group(
+            timeout_seconds=config.nccl_timeout or self.config.actor_rollout_ref.nccl_timeout,
+            float32_matmul_precision=self.config.trainer.float32_matmul_precision,
+        )
         self._backend = build_reward(
             config.model,
             strategy=config.strategy,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from dovetail.backends.base import TrainBackend
@@ -16,8 +17,9 @@ from dovetail.controller import Worker
 class TrainingRole(Worker):
     """A worker that holds backends. Subclasses build them in `init_model`."""
 
-    def join_group(self, *, timeout_seconds: int) -> None:
+    def join_group(self, *, timeout_seconds: int, float32_matmul_precision: str = "highest") -> None:
         """Meet the other ranks. Roles that share a process share the group, so a second call finds it made."""
+        torch.set_float32_matmul_precision(float32_matmul_precision)
         if self.world_size > 1 and not dist.is_initialized():
             self.init_process_group(timeout=timedelta(seconds=timeout_seconds))
 
