@@ -39,15 +39,15 @@ def engine(folders: dict[str, Path]) -> Iterator[RayVLLMEngine]:
 class _Running:
     """A generation on a thread."""
 
-    def __init__(self, engine: RayVLLMEngine, request: GenerationRequest) -> None:
+    def __init__(self, engine: RayVLLMEngine, *requests: GenerationRequest) -> None:
         self.results: list[GenerationResult] = []
         self.error: EngineError | None = None
-        self._thread = threading.Thread(target=self._run, args=(engine, request))
+        self._thread = threading.Thread(target=self._run, args=(engine, requests))
         self._thread.start()
 
-    def _run(self, engine: RayVLLMEngine, request: GenerationRequest) -> None:
+    def _run(self, engine: RayVLLMEngine, requests: tuple[GenerationRequest, ...]) -> None:
         try:
-            self.results = engine.generate([request])
+            self.results = engine.generate(requests)
         except EngineError as error:
             self.error = error
 
@@ -150,21 +150,46 @@ def test_many_requests_at_once_each_get_their_own_answer(engine: RayVLLMEngine) 
     assert [r.token_ids for r in results[::2]] == [greedy(model, prompt, 6) for prompt in prompts]
 
 
-def test_a_killed_engine_process_is_reported_within_ten_seconds(engine: RayVLLMEngine) -> None:
-    """The last of this file: the engine is gone afterwards."""
+def _pids(engine: RayVLLMEngine) -> tuple[int, int]:
+    """Process ids of the actor and of vLLM's core under it."""
     import ray
 
     pid = ray.get(engine.actor.__ray_call__.remote(lambda self: os.getpid()))
-    (core,) = [
-        child for child in psutil.Process(pid).children(recursive=True) if "EngineCore" in " ".join(child.cmdline())
-    ]
+    children = psutil.Process(pid).children(recursive=True)
+    (core,) = [child.pid for child in children if "EngineCore" in " ".join(child.cmdline())]
+    return pid, core
+
+
+def test_an_engine_killed_in_mid_batch_is_replaced_and_the_batch_finished(engine: RayVLLMEngine) -> None:
+    model = tiny_model("llama_tied", seed=4)
+    engine.update_weights(model.named_parameters(), 6)
+    engine._restarts_left = 1
+    engine.reload_weights = lambda fresh: fresh.update_weights(model.named_parameters(), 6)
+    requests = [GenerationRequest(f"short {n}", [*PROMPT, 5 + n], GREEDY) for n in range(3)]
+    requests += [GenerationRequest(f"long {n}", [*PROMPT, 9 + n], LONG) for n in range(2)]
+    _, core = _pids(engine)
+    running = _Running(engine, *requests)
+    _wait_for_tokens(engine, "long 1", 40)
+    os.kill(core, signal.SIGKILL)
+    running.join(180)
+    assert running.error is None
+    assert [result.request_id for result in running.results] == [request.request_id for request in requests]
+    wanted = [greedy(model, list(r.prompt_token_ids), r.sampling.max_new_tokens) for r in requests]
+    assert [result.token_ids for result in running.results] == wanted
+    assert {version for result in running.results for version in result.weight_versions} == {6}
+    assert engine._restarts_left == 0
+
+
+def test_a_killed_engine_process_is_reported_within_ten_seconds(engine: RayVLLMEngine) -> None:
+    """The last of this file: the engine is gone afterwards."""
+    actor, core = _pids(engine)
     running = _Running(engine, GenerationRequest("lost", PROMPT, LONG))
     _wait_for_tokens(engine, "lost", 5)
-    core.send_signal(signal.SIGKILL)
+    os.kill(core, signal.SIGKILL)
     running.join(10)
     assert "engine process died" in str(running.error)
     assert not engine.health().ok
-    os.kill(pid, signal.SIGKILL)
+    os.kill(actor, signal.SIGKILL)
     with pytest.raises(EngineError, match="process of the vLLM engine died"):
         engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
     assert not engine.health().ok

@@ -168,6 +168,14 @@ def test_nothing_is_generated_from_dummy_weights(folders: dict[str, Path]) -> No
         engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
 
 
+def test_closing_one_engine_leaves_the_others_alone(engines: dict[str, VLLMEngine], folders: dict[str, Path]) -> None:
+    VLLMEngine(small_settings(folders["llama"])).close()
+    model = tiny_model("llama", seed=8)
+    engines["llama"].update_weights(model.named_parameters(), 1)
+    result = engines["llama"].generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
+    assert result.token_ids == greedy(model, PROMPT, 12)
+
+
 def test_processed_and_raw_engines_mean_what_they_say(folders: dict[str, Path]) -> None:
     from tests.rollout_vllm.reference import top_k_top_p_log_probs
 

@@ -40,6 +40,10 @@ from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeig
 logger = logging.getLogger(__name__)
 
 
+class EngineDiedError(EngineError):
+    """The engine's process is gone; what it was generating is lost. Only a new one helps."""
+
+
 class AsyncVLLMEngine:
     """All methods run on one event loop. `start` before anything else."""
 
@@ -258,12 +262,12 @@ class AsyncVLLMEngine:
     def _check_usable(self) -> None:
         self._check_started()
         if self._llm.errored:
-            raise EngineError("vLLM's engine process died; start a new engine.")
+            raise EngineDiedError("vLLM's engine process died; start a new engine.")
         if self._asleep:
             raise EngineError(f"the engine's {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
         if self._weights_gap:
             raise EngineError(f"the engine has no usable weights: {self._weights_gap}; send all with update_weights.")
 
 
-def _dead(error: Exception) -> EngineError:
-    return EngineError(f"vLLM's engine process died ({error}); its log says why. Start a new engine.")
+def _dead(error: Exception) -> EngineDiedError:
+    return EngineDiedError(f"vLLM's engine process died ({error}); its log says why. Start a new engine.")

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
@@ -32,8 +27,9 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.native.gate import StepGate
 from dovetail.rollout.vllm import weight_calls
-from dovetail.rollout.vllm.environment import prepare, starting_processes, without_compiling
+from dovetail.rollout.vllm.environment import prepare, without_compiling
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
+from dovetail.rollout.vllm.lifetime import shut_down, start_engine
 from dovetail.rollout.vllm.requests import (
     Sample,
     check_logprobs,
@@ -71,8 +67,7 @@ class VLLMEngine(RolloutEngine):
         self._bucket_bytes = bucket_bytes
         self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
         self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
-        with _random_state_kept(), starting_processes(cpu=self._cpu), without_compiling(cpu=self._cpu):
-            self._llm = _start(settings, cpu=self._cpu)
+        self._llm = start_engine(settings, cpu=self._cpu)
         config = self._llm.vllm_config
         self._max_model_len = int(config.model_config.max_model_len)
         self._vocab_size = int(config.model_config.get_vocab_size())
@@ -252,7 +247,7 @@ class VLLMEngine(RolloutEngine):
         self.abort()
         with self._gate.between_steps():
             self._closed = True
-            self._llm.engine_core.shutdown()
+            shut_down(self._llm)
             del self._llm
 
     @property
@@ -363,36 +358,6 @@ class VLLMEngine(RolloutEngine):
 
 
 vLLMRollout = VLLMEngine
-
-
-def _start(settings: VLLMSettings, *, cpu: bool) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor import Executor
-
-    placement: dict[str, Any] = {}
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        # vLLM builds its groups out of the world that is there; it reads its place in it from the environment.
-        placement["distributed_executor_backend"] = "external_launcher"
-        os.environ.setdefault("RANK", str(dist.get_rank()))
-        os.environ.setdefault("LOCAL_RANK", "0")
-    config = EngineArgs(**settings.vllm_arguments(cpu=cpu, **placement)).create_engine_config()
-    return LLMEngine(
-        config,
-        executor_class=Executor.get_class(config),
-        log_stats=not settings.disable_log_stats,
-        multiprocess_mode=False,
-    )
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """vLLM seeds python, numpy and torch when it starts; they belong to the trainer it shares the process with."""
-    python, array = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    np.random.set_state(array)
 
 
 def _checked(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -45,6 +46,10 @@ def prepare(*, cpu: bool) -> str:
     version = check_version()
     for name, value in environment(cpu=cpu).items():
         os.environ.setdefault(name, value)
+    if "ray" not in sys.modules and "RAY_ADDRESS" not in os.environ:
+        # vLLM imports ray, and ray decides at its import whether it listens on the network. A Ray that is started in
+        # this process later (`dovetail.controller.cluster`) must still be able to stay on loopback.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     return version
 
 

@@ -1,10 +1,14 @@
-"""An asynchronous vLLM engine in a Ray actor, driven from here as a `RolloutEngine`. Restarts nothing by itself."""
+"""An asynchronous vLLM engine in a Ray actor, driven from here as a `RolloutEngine`.
+
+An engine that dies is started again as often as `restarts` allows: what it had finished is kept, what it was writing
+is written anew, and nothing is counted twice.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +25,7 @@ from dovetail.rollout.base import (
     WeightUpdateError,
 )
 from dovetail.rollout.vllm import weight_calls
-from dovetail.rollout.vllm.async_engine import AsyncVLLMEngine
+from dovetail.rollout.vllm.async_engine import AsyncVLLMEngine, EngineDiedError
 from dovetail.rollout.vllm.environment import environment
 from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress
@@ -48,21 +52,36 @@ def vllm_actor_class(*, num_cpus: float = 1, num_gpus: float = 0, **options: Any
 
 class RayVLLMEngine(RolloutEngine):
     """One actor on this machine or another; weights from this process reach it only on this machine, from elsewhere
-    use a group or a folder. `on_device` are options of the actor: num_cpus, num_gpus, scheduling_strategy."""
+    use a group or a folder.
+
+    `reload_weights` is called with the engine after a restart and must bring it to the current version; without it an
+    engine whose weights have been updated cannot be restarted. `on_device` are options of the actor: num_cpus,
+    num_gpus, scheduling_strategy.
+    """
 
     name = "vllm"
     supports_multi_modal = True
 
-    def __init__(self, settings: VLLMSettings, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, **on_device: Any) -> None:
+    def __init__(
+        self,
+        settings: VLLMSettings,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        restarts: int = 0,
+        reload_weights: Callable[[RayVLLMEngine], None] | None = None,
+        **on_device: Any,
+    ) -> None:
         import ray
 
         self._ray = ray
         self.settings = settings
         self._bucket_bytes = bucket_bytes
-        self.actor = vllm_actor_class(**on_device).remote(settings, bucket_bytes=bucket_bytes)
+        self._restarts_left = restarts
+        self.reload_weights = reload_weights
+        self._on_device = on_device
         self._closed = False
         self._version = 0
-        self._expected: ExpectedWeights = self._get(self.actor.start.remote(), timeout=START_TIMEOUT_S)
+        self._expected = self._start()
 
     @classmethod
     def from_config(
@@ -76,6 +95,7 @@ class RayVLLMEngine(RolloutEngine):
         return cls(
             VLLMSettings.from_config(config, folder),
             bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
+            restarts=config.restart_engine,
             num_gpus=config.engine_world_size if device.type == "cuda" else 0,
         )
 
@@ -88,8 +108,13 @@ class RayVLLMEngine(RolloutEngine):
         return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        references = [self.actor.generate.remote(request) for request in requests]
-        return [result for results in self._get(references) for result in results]
+        finished: dict[str, list[GenerationResult]] = {}
+        while len(finished) < len(requests):
+            try:
+                self._generate([request for request in requests if request.request_id not in finished], finished)
+            except EngineDiedError as error:
+                self._restart(error)
+        return [result for request in requests for result in finished[request.request_id]]
 
     def num_tokens(self) -> dict[str, int]:
         """Tokens written so far by each running request."""
@@ -157,6 +182,43 @@ class RayVLLMEngine(RolloutEngine):
         self._ray.kill(self.actor)
         self._closed = True
 
+    def _start(self) -> ExpectedWeights:
+        self.actor = vllm_actor_class(**self._on_device).remote(self.settings, bucket_bytes=self._bucket_bytes)
+        return self._get(self.actor.start.remote(), timeout=START_TIMEOUT_S)
+
+    def _restart(self, error: EngineDiedError) -> None:
+        needs_weights = self._version != 0 or self.settings.load_format == "dummy"
+        if not self._restarts_left or (needs_weights and self.reload_weights is None):
+            raise error
+        self._restarts_left -= 1
+        logger.warning("%s Starting it again; %d restarts are left.", error, self._restarts_left)
+        self._ray.kill(self.actor)
+        self._start()
+        if needs_weights and self.reload_weights is not None:
+            self.reload_weights(self)
+
+    def _generate(self, requests: Sequence[GenerationRequest], finished: dict[str, list[GenerationResult]]) -> None:
+        """Add to `finished` what gets finished, also when the engine dies; any other failure ends the rest."""
+        ids = [request.request_id for request in requests]
+        if len(set(ids)) < len(ids):
+            raise ValueError("two requests have the same request_id; ids of running requests must be unique.")
+        waiting = {self.actor.generate.remote(request): request.request_id for request in requests}
+        death: EngineDiedError | None = None
+        try:
+            while waiting:
+                (reference, *_), _ = self._ray.wait(list(waiting), num_returns=1)
+                request_id = waiting.pop(reference)
+                try:
+                    finished[request_id] = self._get(reference)
+                except EngineDiedError as error:
+                    death = error
+        except BaseException:
+            if waiting:
+                self.abort(waiting.values())
+            raise
+        if death is not None:
+            raise death
+
     def _get(self, references: Any, timeout: float | None = None) -> Any:
         """Ray's errors as ours: what the engine raised with its own type, a lost actor as EngineError."""
         if self._closed:
@@ -164,9 +226,9 @@ class RayVLLMEngine(RolloutEngine):
         try:
             return self._ray.get(references, timeout=timeout)
         except self._ray.exceptions.RayActorError as error:
-            raise EngineError(f"the process of the vLLM engine died: {error}") from error
+            raise EngineDiedError(f"the process of the vLLM engine died: {error}") from error
         except self._ray.exceptions.RayTaskError as error:
-            for kind in (EngineError, WeightUpdateError, ValueError):
+            for kind in (EngineDiedError, EngineError, WeightUpdateError, ValueError):
                 if isinstance(error.cause, kind):
                     raise kind(str(error.cause)) from error
             raise

@@ -1,0 +1,88 @@
+"""Start vLLM's engine inside this process and take it down again without pulling the rest of the process along.
+
+vLLM takes for granted that the process is its own: it seeds every random generator, and its shutdown destroys the
+default process group, whoever made it. Here it shares the process with a trainer, and with other engines.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dovetail.rollout.vllm.environment import starting_processes, without_compiling
+from dovetail.rollout.vllm.settings import VLLMSettings
+
+
+def start_engine(settings: VLLMSettings, *, cpu: bool) -> Any:
+    """A vLLM `LLMEngine` whose core is in this process."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    placement: dict[str, Any] = {}
+    if dist.is_initialized() and not _process.groups_are_vllms and dist.get_world_size() > 1:
+        # vLLM builds its groups out of the world that is there; it reads its place in it from the environment.
+        placement["distributed_executor_backend"] = "external_launcher"
+        os.environ.setdefault("RANK", str(dist.get_rank()))
+        os.environ.setdefault("LOCAL_RANK", "0")
+    _process.groups_are_vllms |= not dist.is_initialized()
+    with _random_state_kept(), starting_processes(cpu=cpu), without_compiling(cpu=cpu):
+        config = EngineArgs(**settings.vllm_arguments(cpu=cpu, **placement)).create_engine_config()
+        llm = LLMEngine(
+            config,
+            executor_class=Executor.get_class(config),
+            log_stats=not settings.disable_log_stats,
+            multiprocess_mode=False,
+        )
+    _process.num_engines += 1
+    return llm
+
+
+def shut_down(llm: Any) -> None:
+    """End one engine. vLLM's process groups go with the last one, the trainer's never."""
+    client = llm.engine_core
+    finalizer = getattr(client, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()  # it would run vLLM's own shutdown, groups included, when the object is collected
+    core = client.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    _process.num_engines -= 1
+    if _process.num_engines:
+        return
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    if _process.groups_are_vllms:
+        destroy_distributed_environment()
+        _process.groups_are_vllms = False
+
+
+@dataclass(slots=True)
+class _Process:
+    """What vLLM has in this process. Its process groups are global, so their count must be too."""
+
+    num_engines: int = 0
+    groups_are_vllms: bool = False
+
+
+_process = _Process()
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM seeds python, numpy and torch when it starts; they belong to the trainer it shares the process with."""
+    python, array = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    np.random.set_state(array)

@@ -1,0 +1,130 @@
+"""FSDP2 on two real processes feeding vLLM, beside it and from afar; vLLM itself on two processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.backends.build import build_backend
+from dovetail.backends.torch_backend import TorchBackend
+from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
+from dovetail.models.policy import PolicyModel
+from dovetail.rollout.base import GenerationRequest, SamplingParams
+from dovetail.rollout.vllm import VLLMEngine
+from dovetail.weight_sync import FSDPVLLMShardingManager, GroupAddress, WeightSender
+from tests.models.tiny import tiny_model
+from tests.ranks import run_ranks
+from tests.rollout_vllm.conftest import small_settings
+from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+
+pytestmark = pytest.mark.engine
+
+FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32"))
+PROMPT = list(range(3, 203))
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+
+
+def _backend(family: str) -> TorchBackend:
+    return build_backend(
+        "fsdp2",
+        PolicyModel(tiny_model(family), use_remove_padding=False, use_fused_kernels=False),
+        fsdp=FP32,
+    )
+
+
+@torch.no_grad()
+def _change(parameters: Any) -> None:
+    """What a training step stands for here: every weight moves, the same way sharded or not."""
+    for parameter in parameters:
+        parameter.mul_(1.05).add_(0.003)
+
+
+def _hybrid(rank: int, world_size: int, folder: str) -> list[tuple[list[int], list[int], list[float]]]:
+    backend = _backend("llama_tied")
+    engine = VLLMEngine(small_settings(folder, load_format="dummy"), verify_weights=4)
+    manager = FSDPVLLMShardingManager(backend, engine, version=1)
+    outcome = []
+    for _ in range(2):
+        with manager:
+            (result,) = engine.generate([GenerationRequest("a", [*PROMPT, 5 + rank], GREEDY)])
+            outcome.append((result.token_ids, result.weight_versions, result.log_probs))
+        _change(backend.module.parameters())
+        manager.weights_changed()
+    engine.close()
+    return outcome
+
+
+def test_two_fsdp2_ranks_each_feed_the_engine_in_their_own_process(folders: dict[str, Path]) -> None:
+    results = run_ranks(_hybrid, 2, str(folders["llama_tied"]))
+    model = tiny_model("llama_tied")
+    for step in range(2):
+        for rank in range(2):
+            prompt = [*PROMPT, 5 + rank]
+            tokens, versions, scores = results[rank][step]
+            assert tokens == greedy(model, prompt, 12)
+            assert versions == [1 + step] * 12
+            assert mean_gap(log_probs(model, prompt, tokens), scores) <= 1e-5
+        _change(model.parameters())
+
+
+def _send(rank: int, world_size: int, num_receivers: int, file: str) -> None:
+    backend = _backend("llama")
+    _change(backend.module.parameters())
+    sender = WeightSender(num_receivers, timeout_s=120) if rank == 0 else None
+    if sender is not None:
+        address = sender.address
+        work = Path(file).with_suffix(".work")
+        work.write_text(json.dumps([address.host, address.port, address.world_size, address.backend, 120]))
+        work.rename(file)
+        sender.send(backend.named_weights(), 1 << 16)
+        return
+    for _ in backend.named_weights():  # gathering is collective
+        pass
+
+
+def _receive_from_two_ranks(engine: VLLMEngine, folder: Path, version: int) -> None:
+    file = folder / "address.json"
+    thread = threading.Thread(target=run_ranks, args=(_send, 2, engine.num_workers, str(file)))
+    thread.start()
+    while not file.exists():
+        assert thread.is_alive(), "the ranks ended before they gave an address"
+        time.sleep(0.05)
+    engine.join_weight_group(GroupAddress(*json.loads(file.read_text())))
+    engine.receive_weights(version)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_two_fsdp2_ranks_feed_an_engine_elsewhere_by_broadcast(engines: dict[str, VLLMEngine], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    _change(model.parameters())
+    _receive_from_two_ranks(engines["llama"], tmp_path, 4)
+    (result,) = engines["llama"].generate([GenerationRequest("a", PROMPT, GREEDY)])
+    assert result.token_ids == greedy(model, PROMPT, 12)
+    assert result.weight_versions == [4] * 12
+
+
+@pytest.mark.parametrize("family", ["llama_tied"])
+def test_a_tensor_parallel_engine_takes_every_path(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
+    with VLLMEngine(small_settings(folders[family], tensor_parallel_size=2)) as engine:
+        for seed in (0, 1, 2):
+            model = tiny_model(family, seed=seed)
+            if seed == 1:
+                engine.update_weights(model.named_parameters(), 1)
+            elif seed == 2:
+                sender = WeightSender(engine.num_workers, timeout_s=60)
+                thread = threading.Thread(target=sender.send, args=(model.named_parameters(), 1 << 16))
+                thread.start()
+                engine.join_weight_group(sender.address)
+                engine.receive_weights(2)
+                thread.join(60)
+            (result,) = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+            assert result.token_ids == greedy(model, PROMPT, 12)
+            assert result.weight_versions == [seed] * 12
+            assert mean_gap(log_probs(model, PROMPT, result.token_ids), result.log_probs) <= 1e-5
