@@ -14,6 +14,7 @@ import dovetail
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("dovetail.cli.check", "resolve a configuration, print its plan and say whether it can run"),
     "train": ("dovetail.cli.train", "train a policy as the configuration says"),
+    "export": ("dovetail.cli.export", "write the policy of a checkpoint as a Hugging Face folder"),
     "demo": ("dovetail.cli.demo", "train a small real model on this machine, in minutes"),
     "data": ("dovetail.cli.data", "prepare prompts: generate a task, or convert a published data set"),
 }
