@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
+from dovetail.rollout.registry import get_engine_class
 from dovetail.rollout.vllm import VLLMEngine, weight_calls, worker_extension
 from dovetail.weight_sync import DiskWeights, WeightSender, weight_checksum
 from tests.models.tiny import tiny_model
@@ -166,6 +169,23 @@ def test_nothing_is_generated_from_dummy_weights(folders: dict[str, Path]) -> No
         assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
     with pytest.raises(EngineError, match="closed"):
         engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+
+
+def test_an_engine_built_from_the_config_waits_for_the_trainers_weights(folders: dict[str, Path]) -> None:
+    config = RolloutConfig(
+        name="vllm",
+        dtype="fp32",
+        prompt_length=300,
+        response_length=20,
+        verify_weights=True,
+        engine_kwargs={"vllm": {"kv_cache_memory_bytes": 64 << 20}},
+    )
+    engine = get_engine_class("vllm").from_config(config, str(folders["llama"]), device=torch.device("cpu"))
+    model = tiny_model("llama", seed=7)
+    with engine:
+        assert "dummy" in engine.health().reason
+        engine.update_weights(model.named_parameters(), 1)
+        assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
 
 
 def test_closing_one_engine_leaves_the_others_alone(engines: dict[str, VLLMEngine], folders: dict[str, Path]) -> None:
