@@ -28,8 +28,8 @@ class TrainerConfig(Section):
     full_determinism: bool = Field(False, description="Deterministic kernels, slower.")
     float32_matmul_precision: Literal["highest", "high", "medium"] = Field(
         "highest",
-        description="How float32 matrix products are computed: exactly, with TF32 (high), or with bfloat16 (medium). On a "
-        "CPU with bfloat16 units medium doubles the speed of training and generation alike.",
+        description="How float32 matrix products are computed: exactly, with TF32 (high), or with bfloat16 (medium). "
+        "On a CPU with bfloat16 units medium doubles the speed of training and generation alike.",
     )
     balance_batch: bool = Field(True, description="Give each data-parallel rank the same number of tokens.")
     critic_warmup: int = Field(0, ge=0, description="Steps that train the critic only.")
