@@ -79,9 +79,10 @@ _STAGES = (
     Stage("update_critic", (*_MODEL, "response_mask", "values", "returns"), (), may_read=("multi_modal_inputs",)),
     Stage(
         "update_actor",
-        (*_MODEL, "response_mask", "old_log_probs", "advantages"),
+        (*_MODEL, "response_mask", "advantages"),
         (),
-        may_read=("ref_log_prob", "rollout_is_weights", "rollout_log_probs", "multi_modal_inputs"),
+        # Without old_log_probs the update is one optimizer step, whose own log-probs are the old ones.
+        may_read=("old_log_probs", "ref_log_prob", "rollout_is_weights", "rollout_log_probs", "multi_modal_inputs"),
     ),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from dovetail.algorithms import (
@@ -15,6 +17,9 @@ from dovetail.config.algorithm import AlgorithmConfig
 from dovetail.protocol import DataProto
 
 Metrics = dict[str, float]
+
+# These judge a row by itself; all others, also those a user registers, by the other answers to its prompt.
+_WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
 
 
 def add_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl_ctrl: KLController) -> tuple[DataProto, Metrics]:
@@ -66,39 +71,67 @@ def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataP
 
 
 def add_advantages(batch: DataProto, algorithm: AlgorithmConfig, *, num_repeat: int) -> DataProto:
-    """`advantages` and `returns` by the chosen estimator, which takes the columns it knows and ignores the others."""
-    columns = batch.tensors
+    """`advantages` and `returns` by the chosen estimator, which takes the columns it knows and ignores the others.
+
+    Rows without a score are not shown to the estimator, so that their 0 is nobody's baseline; they get 0.
+    """
+    compares = num_repeat > 1 and algorithm.adv_estimator not in _WITHOUT_GROUPS
+    scored = _scored_rows(batch, compares=compares)
+    seen = batch if scored.all() else batch.select_idxs(scored)
+    columns = seen.tensors
     estimate = get_adv_estimator_fn(algorithm.adv_estimator)
     optional = {name: columns[name] for name in ("values", "reward_baselines") if name in columns}
     advantages, returns = estimate(
         token_level_rewards=columns["token_level_rewards"],
         response_mask=columns["response_mask"],
-        uid=batch.non_tensor_batch["uid"],
+        uid=seen.non_tensor_batch["uid"],
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         num_repeat=num_repeat,
         **optional,
     )
-    return _with(batch, advantages=advantages, returns=returns)
+    return _with(batch, advantages=_at_rows(advantages, scored), returns=_at_rows(returns, scored))
+
+
+def with_baseline_failures(batch: DataProto) -> DataProto:
+    """Rows whose greedy answer (ReMax) could not be scored have nothing to be measured against: they fail too."""
+    columns = batch.tensors
+    if "baseline_failed" not in columns:
+        return batch
+    return _with(batch, reward_failed=columns["reward_failed"].bool() | columns["baseline_failed"].bool())
 
 
 def mask_failed(batch: DataProto) -> DataProto:
-    """Take rows without a score out of every loss and count, and out of their group: their 0 is not a score."""
+    """Take rows without a score out of every loss and count."""
     failed = batch.tensors["reward_failed"].bool()
-    if not failed.any():
-        return batch
-    uids = batch.non_tensor_batch["uid"].copy()
-    for row in failed.nonzero().flatten().tolist():
-        uids[row] = f"{uids[row]}/failed-{row}"
-    masked = _without_rows(batch, failed)
-    return DataProto.from_dict(masked.tensors, {**masked.non_tensor_batch, "uid": uids}, masked.meta_info)
+    return _without_rows(batch, failed) if failed.any() else batch
 
 
 def mask_truncated(batch: DataProto) -> tuple[DataProto, float]:
     """Overlong filtering: answers that were cut off teach nothing about their content. Also gives their share."""
     truncated = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
     return _without_rows(batch, truncated), float(truncated.float().mean())
+
+
+def _scored_rows(batch: DataProto, *, compares: bool) -> torch.Tensor:
+    """Which rows have a score and, for estimators that compare answers, another scored answer to their prompt."""
+    failed = batch.tensors.get("reward_failed")
+    scored = torch.ones(len(batch), dtype=torch.bool) if failed is None else ~failed.bool()
+    if scored.all() or not compares:
+        return scored
+    uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
+    left = Counter(uid for uid, has_score in zip(uids, scored.tolist(), strict=True) if has_score)
+    return scored & torch.tensor([left[uid] > 1 for uid in uids])
+
+
+def _at_rows(found: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`found` at these rows of a batch, 0 at the others."""
+    if rows.all():
+        return found
+    whole = found.new_zeros(len(rows), found.shape[1])
+    whole[rows] = found
+    return whole
 
 
 def _without_rows(batch: DataProto, rows: torch.Tensor) -> DataProto:

@@ -2,8 +2,8 @@
 
 global_step_N/actor      sharded weights, optimizer, schedule, random state (and huggingface/ when asked for)
 global_step_N/critic     the same of the critic
-global_step_N/trainer.json   where the data stands, the KL coefficient, the number of prompts drawn
-    global_step_N/surplus.pkl    groups that dynamic sampling carries over to the next step
+global_step_N/trainer.json   where the data stands, the KL coefficient, the number of prompts drawn, the step's metrics
+global_step_N/surplus.pkl    groups that dynamic sampling carries over to the next step
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class FoundCheckpoint:
     step: int
     folder: Path
     state: dict[str, Any]
+    metrics: dict[str, float]
 
 
 class TrainerCheckpoints:
@@ -66,7 +67,7 @@ class TrainerCheckpoints:
         groups.actor_rollout.load_checkpoint(str(folder / "actor"))
         if groups.critic is not None:
             groups.critic.load_checkpoint(str(folder / "critic"))
-        return FoundCheckpoint(int(state.pop("step")), folder, state)
+        return FoundCheckpoint(int(state.pop("step")), folder, state, state.pop("metrics"))
 
     def load_surplus(self) -> DataProto:
         """The carried-over groups of the checkpoint that was loaded."""

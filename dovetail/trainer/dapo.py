@@ -42,6 +42,8 @@ class RayDAPOTrainer(RayPPOTrainer):
         with_signal = [] if self._surplus is None else _split_groups(self._surplus)
         self._num_carried = len(with_signal)
         self._surplus = None
+        # A step that needs no generation has no scores of its own to report.
+        self._round_metrics = {}
         without: list[DataProto] = []
         rounds = 0
         while len(with_signal) < wanted and (limit == 0 or rounds < limit):
@@ -102,9 +104,8 @@ class RayDAPOTrainer(RayPPOTrainer):
     def _driver_state(self) -> dict[str, Any]:
         return {**super()._driver_state(), "surplus": self._surplus is not None}
 
-    def _save_checkpoint(self) -> None:
-        self.checkpoints.save(self.global_step, self.groups, self._driver_state(), surplus=self._surplus)
-        self.tracker.event("checkpoint", self.global_step)
+    def _carried_over(self) -> DataProto | None:
+        return self._surplus
 
     def _load_driver_state(self, state: dict[str, Any]) -> None:
         super()._load_driver_state(state)

@@ -6,9 +6,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from dovetail.config import ConfigError, load_config
+from dovetail.config import load_config
 from dovetail.trainer.ppo import RayPPOTrainer
-from dovetail.trainer.run import run_training
+from dovetail.trainer.run import USER_ERRORS, run_training
 
 
 def main(argv: Sequence[str] | None = None, trainer_class: type[RayPPOTrainer] | None = RayPPOTrainer) -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[RayPPOTrainer] |
         for notice in loaded.notices:
             logging.getLogger(__name__).info("%s: %s", notice.key, notice.message)
         run_training(loaded.config, trainer_class=trainer_class)
-    except ConfigError as error:
+    except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return 0

@@ -22,7 +22,14 @@ from dovetail.protocol import DataProto
 from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
 from dovetail.trainer.answers import rollout_rows
 from dovetail.trainer.arrange import arrange_rows, imbalance
-from dovetail.trainer.batch_math import add_advantages, add_rewards, correct_rollout, mask_failed, mask_truncated
+from dovetail.trainer.batch_math import (
+    add_advantages,
+    add_rewards,
+    correct_rollout,
+    mask_failed,
+    mask_truncated,
+    with_baseline_failures,
+)
 from dovetail.trainer.checkpoints import TrainerCheckpoints
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.prompt_draws import PromptDraws
@@ -112,10 +119,11 @@ class RayPPOTrainer:
                 with self.timers("testing"):
                     last_validation = self._validate()
                 metrics |= last_validation
+            metrics |= self.timers.take()
             if self._is_due(settings.save_freq) and settings.save_freq > 0:
                 with self.timers("save_checkpoint"):
-                    self._save_checkpoint()
-            metrics |= self.timers.take()
+                    self._save_checkpoint(metrics)
+                metrics |= self.timers.take()
             self.tracker.log(self.global_step, metrics)
         return last_validation
 
@@ -163,8 +171,13 @@ class RayPPOTrainer:
         if self.config.algorithm.adv_estimator == "remax":
             greedy = self._answers(prompts, n=1, do_sample=False)
             scored = self._finish_rewards(self._start_rewards(greedy))
-            baselines = scored.columns.tensors["token_level_scores"].sum(dim=1).repeat_interleave(n)
-            batch = batch.union(DataProto.from_dict({"reward_baselines": baselines}))
+            columns = {
+                "reward_baselines": scored.columns.tensors["token_level_scores"].sum(dim=1),
+                "baseline_failed": scored.columns.tensors["reward_failed"],
+            }
+            batch = batch.union(
+                DataProto.from_dict({name: column.repeat_interleave(n) for name, column in columns.items()})
+            )
         return batch, {}
 
     def _answers(self, prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
@@ -201,7 +214,7 @@ class RayPPOTrainer:
         """Scores as columns. A row that could not be scored leaves every loss, count and group."""
         found = self._finish_rewards(rewards)
         metrics |= found.metrics
-        batch = mask_failed(batch.union(found.columns))
+        batch = mask_failed(with_baseline_failures(batch.union(found.columns)))
         if self.config.algorithm.filter_truncated:
             batch, share = mask_truncated(batch)
             metrics["response/filtered_truncated_share"] = share
@@ -257,8 +270,10 @@ class RayPPOTrainer:
         """Every `freq` steps, and at the last one."""
         return self.global_step == self.total_steps or (freq > 0 and self.global_step % freq == 0)
 
-    def _save_checkpoint(self) -> None:
-        self.checkpoints.save(self.global_step, self.groups, self._driver_state())
+    def _save_checkpoint(self, metrics: Metrics) -> None:
+        # The step's metrics are written after its checkpoint: a run that dies in between takes them from here.
+        state = {**self._driver_state(), "metrics": metrics}
+        self.checkpoints.save(self.global_step, self.groups, state, surplus=self._carried_over())
         self.tracker.event("checkpoint", self.global_step)
 
     def _load_checkpoint(self) -> None:
@@ -269,7 +284,13 @@ class RayPPOTrainer:
         self.global_step = found.step
         self._load_driver_state(found.state)
         self.tracker.folder.resume(found.step)
+        if all(row["step"] != found.step for row in self.tracker.folder.read_metrics()):
+            self.tracker.log(found.step, found.metrics)
         logger.info("resumed from %s at step %d", found.folder, found.step)
+
+    def _carried_over(self) -> DataProto | None:
+        """Rows that are generated and wait for the next step."""
+        return None
 
     def _driver_state(self) -> dict[str, Any]:
         """Everything the driver must remember. Keep it small and plain: it is written as JSON."""

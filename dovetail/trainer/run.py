@@ -5,24 +5,33 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
+from dovetail.config.user_code import UserCodeError
 from dovetail.controller import start_ray, stop_ray
 from dovetail.data.build import build_train_loader, build_val_loader
+from dovetail.data.errors import DataError
+from dovetail.data.prompts import PromptDataset
 from dovetail.models.load import load_processor, load_tokenizer
 from dovetail.observability.console import StepConsole, make_console
 from dovetail.observability.run_folder import RunFolder
 from dovetail.observability.tracker import Tracker
 from dovetail.rewards.build import build_reward_runner
+from dovetail.rewards.errors import RewardError
 from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.groups import create_groups
 from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
 
 logger = logging.getLogger(__name__)
+
+USER_ERRORS = (ConfigError, DataError, RewardError, UserCodeError, FileNotFoundError)
+"""What a user can put right: commands show the message alone and exit with 2. Everything else keeps its traceback."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +65,33 @@ def run_training(
     processor = load_processor(model.path, trust_remote_code=trust)
     train_loader = build_train_loader(config, tokenizer, processor)
     val_loader = build_val_loader(config, tokenizer, processor)
-    folder = RunFolder(config.trainer.run_dir)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    folder.write_config(config.model_dump(mode="json"))
-    folder.write_plan(make_plan(config, shapes).to_dict())
-    total = total_training_steps(config, len(train_loader))
     settings = config.trainer
-    view = console(f"{settings.project_name}/{settings.experiment_name}", total)
     trainer_class = trainer_class or (RayDAPOTrainer if config.algorithm.filter_groups.enable else RayPPOTrainer)
-    if use_ray:
-        _start_cluster(config, use_gpu)
-    with (
-        build_reward_runner(config, tokenizer) as rewards,
-        Tracker(
-            settings.loggers,
-            folder,
-            project=settings.project_name,
-            experiment=settings.experiment_name,
-            config=config.model_dump(mode="json"),
-            console=view,
-        ) as tracker,
-    ):
+    with ExitStack() as open_things:
+        rewards = open_things.enter_context(build_reward_runner(config, tokenizer))
+        for loader in (train_loader, val_loader):
+            if loader is not None and isinstance(loader.dataset, PromptDataset):
+                rewards.check_data_sources(loader.dataset.data_sources())
+        folder = RunFolder(settings.run_dir)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.write_config(config.model_dump(mode="json"))
+        folder.write_plan(make_plan(config, shapes).to_dict())
+        view = console(
+            f"{settings.project_name}/{settings.experiment_name}", total_training_steps(config, len(train_loader))
+        )
+        tracker = open_things.enter_context(
+            Tracker(
+                settings.loggers,
+                folder,
+                project=settings.project_name,
+                experiment=settings.experiment_name,
+                config=config.model_dump(mode="json"),
+                console=view,
+            )
+        )
+        if use_ray:
+            open_things.callback(stop_ray)
+            _start_cluster(config, use_gpu)
         trainer = trainer_class(
             config,
             tokenizer=tokenizer,
@@ -93,8 +108,6 @@ def run_training(
         finally:
             if trainer.has_workers:
                 trainer.groups.shutdown()
-            if use_ray:
-                stop_ray()
     return RunResult(folder.path, trainer.global_step, validation)
 
 

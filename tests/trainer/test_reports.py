@@ -1,0 +1,180 @@
+"""Numbers about steps and validations, computed by hand; prompt numbering; length of a run; the order of stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.config.root import DovetailConfig
+from dovetail.protocol import DataProto
+from dovetail.protocol.stages import unmet_reads
+from dovetail.trainer.ppo import total_training_steps
+from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
+from dovetail.trainer.step_metrics import data_metrics, throughput_metrics, timing_metrics, token_counts
+from dovetail.trainer.val_metrics import validation_metrics
+
+pytestmark = pytest.mark.unit
+
+
+# ---- validation ----
+
+
+def test_mean_best_worst_and_majority_of_four_answers() -> None:
+    found = validation_metrics(
+        ["math"] * 8,
+        ["p"] * 4 + ["q"] * 4,
+        {"acc": [1, 0, 0, 1, 0, 0, 0, 1]},
+        ["7", "8", "8", "7", "1", "1", "1", "2"],
+    )
+    assert found["val-core/math/acc/mean@4"] == pytest.approx((0.5 + 0.25) / 2)
+    assert found["val-core/math/acc/best@4"] == 1.0
+    # p: two votes each, the first drawn (7, right) wins; q: the wrong answer has three votes.
+    assert found["val-core/math/acc/maj@4"] == 0.5
+    assert found["val-aux/math/acc/worst@4"] == 0.0
+    assert found["val-aux/math/acc/std@4"] == pytest.approx((0.5 + 3**0.5 / 4) / 2)
+    # Drawing two of four with replacement: p misses with (1/2)^2, q with (3/4)^2.
+    assert found["val-aux/math/acc/best@2"] == pytest.approx((3 / 4 + 7 / 16) / 2, abs=0.03)
+
+
+def test_sources_are_reported_apart_and_accuracy_is_the_core_value() -> None:
+    values = {"reward": [0.5, 1.5, -1.0], "acc": [0.0, 1.0, 0.0]}
+    found = validation_metrics(["a", "a", "b"], ["1", "2", "3"], values)
+    assert found == {
+        "val-aux/a/reward/mean@1": 1.0,
+        "val-core/a/acc/mean@1": 0.5,
+        "val-aux/b/reward/mean@1": -1.0,
+        "val-core/b/acc/mean@1": 0.0,
+    }
+
+
+def test_without_accuracy_the_reward_is_the_core_value() -> None:
+    assert validation_metrics(["a"], ["1"], {"reward": [2.0]}) == {"val-core/a/reward/mean@1": 2.0}
+
+
+# ---- steps ----
+
+
+def reported_batch() -> DataProto:
+    """Three rows, prompts of width 2 and responses of width 3; the last row could not be scored."""
+    attention = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
+    scores = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 3.0], [0.0, 0.0, 0.0]])
+    returns = torch.tensor([[1.0, 1.0, 0.0], [3.0, 3.0, 3.0], [0.0, 0.0, 0.0]])
+    return DataProto.from_dict(
+        {
+            "attention_mask": attention,
+            "responses": torch.zeros(3, 3, dtype=torch.long),
+            "response_mask": mask,
+            "token_level_scores": scores,
+            "token_level_rewards": scores - 0.5 * mask,
+            "advantages": returns - 2,
+            "returns": returns,
+            "values": returns,
+        }
+    )
+
+
+def test_step_metrics_are_those_of_the_scored_rows() -> None:
+    found = data_metrics(reported_batch(), use_critic=True)
+    assert found["critic/score/mean"] == 2.0
+    assert found["critic/score/min"] == 1.0
+    assert found["critic/rewards/mean"] == pytest.approx((0.0 + 1.5) / 2)
+    assert found["critic/returns/mean"] == pytest.approx((1 + 1 + 3 + 3 + 3) / 5)
+    assert found["critic/advantages/max"] == 1.0
+    assert found["critic/values/max"] == 3.0
+    assert found["critic/vf_explained_var"] == pytest.approx(1.0)
+    assert found["response_length/mean"] == 2.0
+    assert found["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert found["response/aborted_ratio"] == 0.0
+    assert found["prompt_length/mean"] == pytest.approx(5 / 3)
+    assert found["prompt_length/clip_ratio"] == pytest.approx(2 / 3)
+
+
+def test_metrics_of_values_need_a_critic() -> None:
+    assert not any("value" in name or "vf_" in name for name in data_metrics(reported_batch(), use_critic=False))
+
+
+def test_speed_counts_written_tokens_for_generation_and_all_tokens_elsewhere() -> None:
+    tokens, response_tokens = token_counts(reported_batch())
+    assert (tokens, response_tokens) == (11, 6)
+    found = timing_metrics({"gen": 0.6, "update_actor": 1.1, "reward": 5.0}, tokens, response_tokens)
+    assert found["timing_s/reward"] == 5.0
+    assert found["timing_per_token_ms/gen"] == pytest.approx(100.0)
+    assert found["timing_per_token_ms/update_actor"] == pytest.approx(100.0)
+    assert "timing_per_token_ms/reward" not in found
+    assert throughput_metrics(2.0, tokens, 2)["perf/throughput"] == pytest.approx(11 / 4)
+
+
+# ---- draws and steps ----
+
+
+def prompts(count: int) -> DataProto:
+    return DataProto.from_dict(non_tensors={"name": np.array(list("abcdefgh")[:count], dtype=object)})
+
+
+def test_numbers_and_seeds_do_not_depend_on_how_draws_are_cut_into_batches() -> None:
+    whole, parts = PromptDraws(7), PromptDraws(7)
+    together = whole.number(prompts(6))
+    apart = [parts.number(prompts(2)) for _ in range(3)]
+    for name in ("uid", "sampling_seed"):
+        cut = [value for part in apart for value in part.non_tensor_batch[name]]
+        assert together.non_tensor_batch[name].tolist() == cut
+        assert len(set(cut)) == 6
+
+
+def test_a_resumed_counter_goes_on_where_it_was() -> None:
+    first, resumed = PromptDraws(7), PromptDraws(7)
+    first.number(prompts(3))
+    resumed.num_drawn = first.num_drawn
+    expected = first.number(prompts(2)).non_tensor_batch["sampling_seed"]
+    assert resumed.number(prompts(2)).non_tensor_batch["sampling_seed"].tolist() == expected.tolist()
+
+
+def test_seeds_are_the_same_on_every_machine_and_differ_between_runs() -> None:
+    assert stable_seed(42, "draw-0") == 4476919697178323166
+    assert stable_seed(43, "draw-0") != stable_seed(42, "draw-0")
+    assert all(0 <= stable_seed(seed, "x") < 2**63 for seed in range(100))
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps_per_epoch", "expected"),
+    [
+        ({"trainer": {"total_epochs": 3}, "data": {"train_batch_size": 8}}, 5, 15),
+        ({"trainer": {"total_epochs": 3, "total_training_steps": 4}, "data": {"train_batch_size": 8}}, 5, 4),
+        # Loader batches of 4 prompts: a step takes at least two of them.
+        ({"trainer": {"total_epochs": 2}, "data": {"train_batch_size": 8, "gen_batch_size": 4}}, 10, 10),
+        ({"trainer": {"total_epochs": 2}, "data": {"train_batch_size": 8, "gen_batch_size": 4}}, 1, 2),
+    ],
+)
+def test_steps_of_a_run_are_set_or_follow_from_the_epochs(
+    keys: dict[str, Any], steps_per_epoch: int, expected: int
+) -> None:
+    assert total_training_steps(DovetailConfig(**keys), steps_per_epoch) == expected
+
+
+# ---- stages ----
+
+START = ("dataset", "assign_uid", "generate_sequences")
+LOG_PROBS = ("compute_log_prob", "compute_ref_log_prob", "compute_values")
+UPDATES = ("compute_advantage", "update_critic", "update_actor")
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param([*START, "reward", "scores_as_rewards", "compute_advantage", "update_actor"], id="one-step-grpo"),
+        pytest.param(
+            [*START, "reward_baseline", *LOG_PROBS[:1], "reward", "scores_as_rewards", *UPDATES[::2]],
+            id="remax",
+        ),
+        pytest.param(
+            [*START, *LOG_PROBS, "reward", "rollout_correction", "apply_kl_penalty", *UPDATES],
+            id="ppo-with-everything",
+        ),
+    ],
+)
+def test_every_stage_of_the_loop_reads_what_an_earlier_one_wrote(stages: list[str]) -> None:
+    assert unmet_reads(stages, writes=["rollout_log_probs"]) == []

@@ -1,0 +1,108 @@
+"""A whole run on a tiny random model with a task it can learn, for tests of the trainer.
+
+The model writes random bytes; the reward is the share of plain ASCII characters in what it wrote, so half of the
+vocabulary is right and half is wrong, whatever the prompt.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dovetail.config.root import DovetailConfig
+from dovetail.data.write import prompt_row, write_rows
+from dovetail.observability.run_folder import RunFolder
+from dovetail.trainer.run import RunResult, run_training
+from tests.models.tiny import save_tiny_model
+
+PROMPT, RESPONSE = 32, 8
+NOT_REPEATABLE = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
+"""Metrics that two equal runs need not share: clocks and memory."""
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Share of ASCII characters."""
+    return sum(ord(letter) < 128 for letter in solution_str) / max(len(solution_str), 1)
+
+
+def mostly(data_source, solution_str, ground_truth, extra_info=None):
+    """1 when most characters are ASCII: groups of equal scores happen."""
+    share = compute_score(data_source, solution_str, ground_truth)
+    return {"score": float(share >= 0.625), "acc": share >= 0.625, "pred": solution_str[:1]}
+'''
+
+
+def save_toy_model(folder: Path, *, seed: int = 0) -> Path:
+    """Two layers of width 64, vocabulary of bytes."""
+    return save_tiny_model("qwen2", folder, seed=seed, hidden_size=64, intermediate_size=96)
+
+
+def save_toy_data(folder: Path, count: int = 32) -> Path:
+    """`train.parquet`, `val.parquet` and the reward file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
+    for name, first, number in (("train", 0, count), ("val", 1000, 4)):
+        rows = [
+            prompt_row(
+                data_source="toy", question=f"say {first + i}", ground_truth="", ability="toy", extra_info={"index": i}
+            )
+            for i in range(number)
+        ]
+        write_rows(rows, folder / f"{name}.parquet")
+    return folder
+
+
+def toy_keys(model: Path, data: Path, run: Path, **changes: Any) -> dict[str, Any]:
+    """Dotted keys of a run: GRPO, 4 prompts x 4 answers, two mini-batches, float32. `__` in a name stands for a dot."""
+    keys: dict[str, Any] = {
+        "data.train_files": str(data / "train.parquet"),
+        "data.max_prompt_length": PROMPT,
+        "data.max_response_length": RESPONSE,
+        "data.train_batch_size": 4,
+        "actor_rollout_ref.model.path": str(model),
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "float32",
+        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype": "float32",
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+        "critic.optim.lr": 1e-3,
+        "critic.fsdp_config.mixed_precision.param_dtype": "float32",
+        "critic.model.enable_gradient_checkpointing": False,
+        "algorithm.adv_estimator": "grpo",
+        "custom_reward_function.path": str(data / "reward.py"),
+        "trainer.default_local_dir": str(run),
+        "trainer.total_training_steps": 3,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.device": "cpu",
+        "trainer.val_before_train": False,
+        "trainer.logger": ["file"],
+    }
+    return keys | {name.replace("__", "."): value for name, value in changes.items()}
+
+
+def toy_config(model: Path, data: Path, run: Path, **changes: Any) -> DovetailConfig:
+    """`toy_keys` as a configuration."""
+    tree: dict[str, Any] = {}
+    for key, value in toy_keys(model, data, run, **changes).items():
+        *path, leaf = key.split(".")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[leaf] = value
+    return DovetailConfig(**tree)
+
+
+def train(config: DovetailConfig, *, use_ray: bool = False) -> tuple[RunResult, list[dict[str, Any]]]:
+    """Run it in this process and read its metrics back."""
+    result = run_training(config, use_ray=use_ray)
+    return result, RunFolder(result.folder).read_metrics()
+
+
+def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without clocks and memory."""
+    return [{name: value for name, value in row.items() if not name.startswith(NOT_REPEATABLE)} for row in rows]
