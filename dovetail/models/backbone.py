@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dovetail.models.attention import PACKED_ATTENTION, register_packed_attention, without_masks
-from dovetail.models.multimodal import multimodal_position_ids
+from dovetail.models.multimodal import multimodal_position_ids, vision_tower_runs
 from dovetail.models.packing import PackedBatch, pack_batch
 from dovetail.parallel.ulysses import gather_outputs, get_ulysses_group, slice_inputs
 
@@ -81,6 +81,14 @@ class TransformerBackbone(nn.Module):
         if position_ids is None:
             position_ids = multimodal_position_ids(self.hf_model, input_ids, attention_mask, extra)
         extra.pop("mm_token_type_ids", None)  # only positions need them, and they have the padded shape
+        # An empty mapping says: images are part of this run, and these rows have none.
+        blank = multi_modal_inputs is not None and not extra
+        with vision_tower_runs(self.hf_model) if blank else nullcontext():
+            return self._forward(input_ids, attention_mask, position_ids, extra)
+
+    def _forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, extra: dict[str, Any]
+    ) -> tuple[Tensor, TokenLayout]:
         if self.use_remove_padding:
             return self._packed(input_ids, attention_mask, position_ids, extra)
         if get_ulysses_group() is not None:

@@ -1,12 +1,16 @@
-"""Position ids for models that mix images and text. Asks the model itself; knows no architecture by name."""
+"""What models that mix images and text need beside their tensors: position ids, and a blank image for rows of text.
+
+Asks the model itself; knows no architecture by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def multimodal_position_ids(
@@ -43,3 +47,44 @@ def token_types(config: Any, input_ids: Tensor) -> Tensor:
         if token is not None:
             types[input_ids == token] = kind
     return types
+
+
+@contextmanager
+def vision_tower_runs(hf_model: Any) -> Iterator[None]:
+    """Inside, a call without images runs the vision tower on a blank image and adds 0 times its features.
+
+    A sharded tower gathers its weights and reduces its gradients together with all ranks: one whose rows hold no image
+    would leave the others waiting. It runs where an image would, between the embedding and the first layer, so that
+    ranks meet in the same order. Models whose blank image is not known here are left as they are.
+    """
+    base = hf_model.base_model
+    image = _blank_image(hf_model)
+    if image is None:
+        yield
+        return
+
+    def add_nothing(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        found = base.get_image_features(**image, return_dict=True)
+        features = torch.cat(list(found.pooler_output))
+        kwargs["inputs_embeds"] = kwargs["inputs_embeds"] + 0.0 * features.sum().to(kwargs["inputs_embeds"].dtype)
+        return args, kwargs
+
+    handle = base.get_decoder().register_forward_pre_hook(add_nothing, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _blank_image(hf_model: Any) -> dict[str, Tensor] | None:
+    """The smallest image: one merged patch, in the form of the models that take patches and a grid."""
+    vision = getattr(hf_model.config, "vision_config", None)
+    names = ("patch_size", "temporal_patch_size", "spatial_merge_size")
+    sizes = [int(size) for size in (getattr(vision, name, None) for name in names) if size is not None]
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None)
+    if not hasattr(hf_model.base_model, "get_image_features") or channels is None or len(sizes) < len(names):
+        return None
+    patch, frames, merge = sizes
+    parameter = next(hf_model.parameters())
+    pixels = torch.zeros(merge * merge, channels * frames * patch * patch, device=parameter.device)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, merge, merge]], device=parameter.device)}

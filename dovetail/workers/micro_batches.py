@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dovetail.backends.base import TrainBackend
@@ -35,10 +34,13 @@ class MicroBatchLimit:
 
 def plan_micro_batches(data: DataProto, limit: MicroBatchLimit, backend: TrainBackend) -> MicroBatchPlan:
     """Which rows go together. All data-parallel ranks get the same number of micro-batches."""
-    plan = _plan(data, limit, backend)
-    if backend.place.dp_size > 1 and "multi_modal_inputs" in data.non_tensor_batch:
-        _require_images_on_all_ranks(data, plan, backend)
-    return plan
+    if limit.rows is not None:
+        return plan_by_size(len(data), limit.rows)
+    assert limit.tokens is not None, "MicroBatchLimit checks that one of its two limits is set"
+    lengths = [int(length) for length in data.tensors["attention_mask"].sum(dim=-1).tolist()]
+    # Ranks that share a sequence hold 1 / sp_size of it each, so together they take sp_size times the budget.
+    budget = limit.tokens * backend.place.sp_size
+    return plan_by_tokens(lengths, budget, group=backend.dp_group, device=backend.device)
 
 
 def cut(data: DataProto, plan: MicroBatchPlan) -> list[DataProto]:
@@ -51,27 +53,3 @@ def restore(outputs: Sequence[Tensor | None], plan: MicroBatchPlan) -> Tensor:
     found = [output for output in outputs if output is not None]
     assert len(found) == len(outputs), "the backend was asked for this output and must return it for every micro-batch"
     return plan.restore(found)
-
-
-def _plan(data: DataProto, limit: MicroBatchLimit, backend: TrainBackend) -> MicroBatchPlan:
-    if limit.rows is not None:
-        return plan_by_size(len(data), limit.rows)
-    assert limit.tokens is not None, "MicroBatchLimit checks that one of its two limits is set"
-    lengths = [int(length) for length in data.tensors["attention_mask"].sum(dim=-1).tolist()]
-    # Ranks that share a sequence hold 1 / sp_size of it each, so together they take sp_size times the budget.
-    budget = limit.tokens * backend.place.sp_size
-    return plan_by_tokens(lengths, budget, group=backend.dp_group, device=backend.device)
-
-
-def _require_images_on_all_ranks(data: DataProto, plan: MicroBatchPlan, backend: TrainBackend) -> None:
-    # A sharded vision tower gathers its weights from all ranks: one that skips it leaves the others waiting for ever.
-    images = data.non_tensor_batch["multi_modal_inputs"]
-    has_image = [int(any(len(images[row]) > 0 for row in rows)) for rows in plan.partitions]
-    counts = backend.sum_over_dp(torch.tensor(has_image)).tolist()
-    uneven = [f"{index} on {count}" for index, count in enumerate(counts) if 0 < count < backend.place.dp_size]
-    if uneven:
-        raise ValueError(
-            f"micro-batches hold images on some of the {backend.place.dp_size} data-parallel ranks only (number "
-            f"{', '.join(uneven)} ranks), but the vision tower is spread over all of them; use larger micro-batches, "
-            "or train rows without images in batches of their own."
-        )

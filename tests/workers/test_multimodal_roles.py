@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dovetail.config.actor import Strategy
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy, build_value
@@ -74,7 +75,9 @@ def positions(input_ids: Tensor, mask: Tensor, rows: list[dict[str, Tensor]]) ->
     return found
 
 
-def update(folder: Path, *, packed: bool, micro_batch: int, world_size: int = 1, sp_size: int = 1) -> list[Updated]:
+def update(
+    folder: Path, *, packed: bool, micro_batch: int, world_size: int = 1, sp_size: int = 1, strategy: Strategy = "fsdp2"
+) -> list[Updated]:
     """One step of the actor, then one of the critic."""
     keys = {
         "actor_rollout_ref.model.use_remove_padding": packed,
@@ -84,7 +87,7 @@ def update(folder: Path, *, packed: bool, micro_batch: int, world_size: int = 1,
     policy, device = config.actor_rollout_ref, torch.device("cpu")
     batch = image_rollouts()
     actor_backend = build_policy(
-        policy.model, strategy="fsdp2", fsdp=policy.actor.fsdp_config, optim=policy.actor.optim,
+        policy.model, strategy=strategy, fsdp=policy.actor.fsdp_config, optim=policy.actor.optim,
         sp_size=sp_size, world_size=world_size, device=device,
     )  # fmt: skip
     rows = len(batch) // actor_backend.place.dp_size
@@ -96,7 +99,7 @@ def update(folder: Path, *, packed: bool, micro_batch: int, world_size: int = 1,
     metrics = actor.update_policy(mine)
     metrics["log_probs"] = float(actor_backend.sum_over_dp(log_probs.sum()))
     critic_backend = build_value(
-        config.critic.model, strategy="fsdp2", fsdp=config.critic.fsdp_config, optim=config.critic.optim,
+        config.critic.model, strategy=strategy, fsdp=config.critic.fsdp_config, optim=config.critic.optim,
         sp_size=sp_size, world_size=world_size, device=device,
     )  # fmt: skip
     critic = DataParallelPPOCritic(config.critic, critic_backend, mini_batch_rows=rows)
@@ -110,11 +113,12 @@ def update(folder: Path, *, packed: bool, micro_batch: int, world_size: int = 1,
 
 
 def update_on_rank(rank: int, world_size: int, folder: Path) -> dict[str, list[Updated]]:
-    # A rank that skips the sharded tower would leave the others waiting: it must be an error before anything runs.
-    with pytest.raises(ValueError, match="micro-batches hold images on some of the 2 data-parallel ranks only"):
-        update(folder, packed=True, micro_batch=1, world_size=2)
     return {
         "fsdp2 x2": update(folder, packed=True, micro_batch=3, world_size=2),
+        "fsdp2 x2, rows of text alone on one rank": update(folder, packed=True, micro_batch=1, world_size=2),
+        "padded": update(folder, packed=False, micro_batch=1, world_size=2),
+        "fsdp1 x2": update(folder, packed=True, micro_batch=1, world_size=2, strategy="fsdp"),
+        "ulysses 2, rows apart": update(folder, packed=True, micro_batch=1, world_size=2, sp_size=2),
         "ulysses 2": update(folder, packed=True, micro_batch=3, world_size=2, sp_size=2),
     }
 
