@@ -41,7 +41,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         processes, pipes = [], []
         for rank in range(world_size):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_main, args=(fn, rank, world_size, store, timeout, sender, args), daemon=True)
+            whole = (fn, rank, world_size, store, timeout, sender, args)
+            process = _CONTEXT.Process(target=_main, args=whole, daemon=True)
             process.start()
             sender.close()
             processes.append(process)
