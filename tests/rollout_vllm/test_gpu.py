@@ -15,7 +15,7 @@ from dovetail.rollout.vllm import VLLMEngine, VLLMSettings
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = pytest.mark.gpu
 
 PROMPT = list(range(3, 203))
 

@@ -72,8 +72,8 @@ class AsyncVLLMEngine:
         arguments = AsyncEngineArgs(**settings.vllm_arguments(cpu=self._cpu))
         with starting_processes(cpu=self._cpu):
             self._llm = AsyncLLM.from_engine_args(arguments)
-        self._max_model_len = int(self._llm.model_config.max_model_len)
-        self._vocab_size = int(self._llm.model_config.get_vocab_size())
+        self._max_model_len = self._llm.model_config.max_model_len
+        self._vocab_size = self._llm.model_config.get_vocab_size()
         self._logprobs: LogprobsMode = settings.logprobs
         if self._logprobs == "temperature" and not all(await self.call("dovetail_use_temperature_logprobs")):
             self._logprobs = "processed"

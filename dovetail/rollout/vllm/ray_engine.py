@@ -221,13 +221,15 @@ class RayVLLMEngine(RolloutEngine):
 
     def _get(self, references: Any, timeout: float | None = None) -> Any:
         """Ray's errors as ours: what the engine raised with its own type, a lost actor as EngineError."""
+        from ray.exceptions import RayActorError, RayTaskError
+
         if self._closed:
             raise EngineError("the engine is closed; build a new one.")
         try:
             return self._ray.get(references, timeout=timeout)
-        except self._ray.exceptions.RayActorError as error:
+        except RayActorError as error:
             raise EngineDiedError(f"the process of the vLLM engine died: {error}") from error
-        except self._ray.exceptions.RayTaskError as error:
+        except RayTaskError as error:
             for kind in (EngineDiedError, EngineError, WeightUpdateError, ValueError):
                 if isinstance(error.cause, kind):
                     raise kind(str(error.cause)) from error

@@ -103,7 +103,7 @@ class VLLMSettings:
                 raise ValueError(f"engine_kwargs.vllm.{name} cannot be set: {reason}.")
         arguments: dict[str, Any] = {
             "model": self.model,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.dtype,
             "tensor_parallel_size": self.tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
             "max_model_len": self.max_model_len,
