@@ -44,6 +44,7 @@ class HybridEngine:
         engine_class = get_engine_class(self._rollout.name)
         self.engine: RolloutEngine = engine_class.from_config(self._rollout, folder, device=device, shared=whole)
         self._trainer_version = 1
+        self._engine_version: int | None = None  # None: the engine holds no weights of this trainer
         model = config.actor_rollout_ref.model
         tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
         self._pad_token_id = tokenizer.pad_token_id
@@ -68,10 +69,11 @@ class HybridEngine:
     def rollout_mode(self) -> None:
         """Wake the engine and bring its weights up to date; then only the engine needs the device."""
         self.engine.wake(["weights"])
-        if self._backend is not None and self.engine.weight_version != self._trainer_version:
+        if self._backend is not None and self._engine_version != self._trainer_version:
             self._backend.onload(params=True, optimizer=False)
             weights = None if self.shares_weights else self._backend.named_weights()
             self.engine.update_weights(weights, self._trainer_version)
+            self._engine_version = self._trainer_version
             if not self.shares_weights:
                 self._backend.offload(params=self._fsdp.param_offload, optimizer=False)
         self.engine.wake(["kv_cache"])
@@ -80,7 +82,11 @@ class HybridEngine:
         """Give the engine's memory back. Shared weights stay: they are the trainer's."""
         if not self._rollout.free_cache_engine:
             return
-        self.engine.sleep(["kv_cache"] if self._backend is None or self.shares_weights else ["weights", "kv_cache"])
+        if self._backend is None or self.shares_weights:
+            self.engine.sleep(["kv_cache"])
+        else:
+            self.engine.sleep(["weights", "kv_cache"])
+            self._engine_version = None
         if self._backend is not None and self.shares_weights:
             self._backend.offload(params=self._fsdp.param_offload, optimizer=False)
 
