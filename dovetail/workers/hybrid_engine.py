@@ -69,8 +69,10 @@ class HybridEngine:
     def rollout_mode(self) -> None:
         """Wake the engine and bring its weights up to date; then only the engine needs the device."""
         self.engine.wake(["weights"])
-        if self._backend is not None and self._engine_version != self._trainer_version:
+        is_stale = self._engine_version != self._trainer_version
+        if self._backend is not None and (is_stale or self.shares_weights):
             self._backend.onload(params=True, optimizer=False)
+        if self._backend is not None and is_stale:
             weights = None if self.shares_weights else self._backend.named_weights()
             self.engine.update_weights(weights, self._trainer_version)
             self._engine_version = self._trainer_version
