@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 INHERITS = "inherits"
+KEEPS_NULL = "keeps_null"
 
 
 class Section(BaseModel):
@@ -23,16 +24,24 @@ class Section(BaseModel):
     )
 
 
-def inherits(source: str, section: type[Section], name: str, *, description: str, **constraints: Any) -> Any:
-    """A field that takes the value of the key `source` when it is unset or null.
+def inherits(
+    source: str,
+    section: type[Section],
+    name: str,
+    *,
+    description: str,
+    keeps_null: bool = False,
+    **constraints: Any,
+) -> Any:
+    """A field that takes the value of the key `source` when it is unset or null; with `keeps_null` only when unset.
 
     `section` and `name` say where the default of that key is written, so that a section built alone has it too.
     The root resolves the real value (see `dovetail.config.inherit`).
     """
     return Field(
         default=section.model_fields[name].default,
-        description=f"{description} Null: same as `{source}`.",
-        json_schema_extra={INHERITS: source},
+        description=f"{description} {'Unset' if keeps_null else 'Null'}: same as `{source}`.",
+        json_schema_extra={INHERITS: source, KEEPS_NULL: keeps_null},
         **constraints,
     )
 
@@ -40,3 +49,8 @@ def inherits(source: str, section: type[Section], name: str, *, description: str
 def inherited_from(extra: object) -> str | None:
     """The key a field inherits from, given its `json_schema_extra`."""
     return extra.get(INHERITS) if isinstance(extra, dict) else None
+
+
+def keeps_null(extra: object) -> bool:
+    """Whether null is a value of its own for an inheriting field, given its `json_schema_extra`."""
+    return isinstance(extra, dict) and bool(extra.get(KEEPS_NULL))

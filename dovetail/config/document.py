@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from dovetail.config.keys import Key, catalogue, sections
 from dovetail.config.no_effect import NO_EFFECT, UNUSED_BY_ROLE
+from dovetail.config.pending import PENDING
 from dovetail.config.root import DovetailConfig
 from dovetail.config.translate import TRANSLATIONS, VALUE_SPELLINGS
 from dovetail.config.translate_groups import FLAT_KEYS, GLOBAL_MICRO_BATCHES
@@ -46,7 +47,7 @@ def document() -> str:
     parts = [_INTRODUCTION]
     for name, section in sections(DovetailConfig).items():
         parts.append(_section(name, section))
-    parts += [_translated(), _respelled_values(), _idle()]
+    parts += [_translated(), _respelled_values(), _pending(), _idle()]
     return "\n".join(parts)
 
 
@@ -142,6 +143,16 @@ def _respelled_values() -> str:
         for old, new in spellings.items()
     ]
     return "## Other spellings of values\n" + _table(("key", "written as", "read as"), rows)
+
+
+def _pending() -> str:
+    rows = [(f"`{entry.pattern}`", _cell(entry.instead)) for entry in PENDING]
+    title = (
+        "## Accepted and planned with, not acted on in this version\n\n"
+        "Setting one to something else than what happens anyway prints a notice. What would make a run wrong when passed "
+        "over is refused when the run starts.\n"
+    )
+    return title + _table(("key", "what happens instead"), rows)
 
 
 def _idle() -> str:

@@ -6,18 +6,23 @@ from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from dovetail.config.base import inherited_from
+from dovetail.config.base import inherited_from, keeps_null
 
 
 def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:
     """A copy of `tree` in which every inheriting key of `root` that is missing or null has its source's value.
+
+    Null stays where it is a value of its own (`keeps_null`).
 
     A source that is not set either leaves the key out: its default is the source's default already.
     """
     filled = _copy_sections(tree)
     for key, source in inheritance(root).items():
         if _get(tree, key) is not None or _blocked(filled, key):
+            continue
+        if key in _own_nulls(root) and _is_set(tree, key):
             continue
         value = _follow(root, tree, source)
         if value is None:
@@ -30,18 +35,23 @@ def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any
 @cache
 def inheritance(root: type[BaseModel]) -> dict[str, str]:
     """Every inheriting key of `root` with the key that it inherits from."""
-    return dict(_walk(root, ""))
+    sources = ((key, inherited_from(field.json_schema_extra)) for key, field in _walk(root, ""))
+    return {key: source for key, source in sources if source is not None}
 
 
-def _walk(section: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
+@cache
+def _own_nulls(root: type[BaseModel]) -> frozenset[str]:
+    return frozenset(key for key, field in _walk(root, "") if keeps_null(field.json_schema_extra))
+
+
+def _walk(section: type[BaseModel], prefix: str) -> list[tuple[str, FieldInfo]]:
+    found: list[tuple[str, FieldInfo]] = []
     for name, field in section.model_fields.items():
-        source = inherited_from(field.json_schema_extra)
-        if source is not None:
-            pairs.append((prefix + name, source))
+        if inherited_from(field.json_schema_extra) is not None:
+            found.append((prefix + name, field))
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            pairs.extend(_walk(field.annotation, f"{prefix}{name}."))
-    return pairs
+            found.extend(_walk(field.annotation, f"{prefix}{name}."))
+    return found
 
 
 def _follow(root: type[BaseModel], tree: dict[str, Any], key: str) -> Any:
@@ -66,6 +76,12 @@ def _get(tree: Any, key: str) -> Any:
         else:
             tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
+
+
+def _is_set(tree: dict[str, Any], key: str) -> bool:
+    section, _, leaf = key.rpartition(".")
+    node = _get(tree, section)
+    return leaf in (node.model_fields_set if isinstance(node, BaseModel) else node or ())
 
 
 def _blocked(tree: dict[str, Any], key: str) -> bool:

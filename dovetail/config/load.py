@@ -15,7 +15,9 @@ from dovetail.config.files import read_yaml, resolve_interpolations
 from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.no_effect import UNUSED_BY_ROLE, NoEffect, no_effect
 from dovetail.config.overrides import Override, parse_overrides, read_overrides_file
+from dovetail.config.pending import pending_notices
 from dovetail.config.root import DovetailConfig
+from dovetail.config.runnable import unsupported_in_runs
 from dovetail.config.translate import translate
 from dovetail.config.tree import Tree, leaves, merge, put, remove
 from dovetail.config.validate import build, default_tree, suggestion, unknown_keys
@@ -172,12 +174,10 @@ class _Draft:
             default = catalogue(DovetailConfig)[key].default
             if values.get(key, default) not in (None, default):
                 self.notices.append(Notice(key, f"{key}={values[key]} has no effect here, because {reason}."))
-        if config.trainer.device == "npu":
-            message = (
-                "trainer.device=npu: the plan is computed as for any accelerator, but no backend here runs on it, "
-                "and a run would stop at the start; use auto, cuda or cpu to train."
-            )
-            self.notices.append(Notice("trainer.device", message))
+        refused = unsupported_in_runs(config)
+        for problem in refused:
+            self.notices.append(Notice(problem.key, f"{problem.message} It is planned all the same."))
+        self.notices += pending_notices(config, values, told={problem.key for problem in refused})
 
     def _source(self, key: str) -> str:
         parts = key.split(".")

@@ -13,13 +13,15 @@ from dovetail.config.fsdp import FSDPConfig
 class FusedKernelConfig(Section):
     """Which kernel computes log-probs from hidden states."""
 
-    impl_backend: Literal["torch", "triton"] = Field("torch", description="Chunked PyTorch, or a Triton kernel (CUDA).")
+    impl_backend: Literal["auto", "torch", "triton"] = Field(
+        "auto", description="torch: chunked PyTorch; triton: a Triton kernel (CUDA); auto: triton on CUDA, else torch."
+    )
 
 
 class ModelConfig(Section):
     """The policy network."""
 
-    path: str = Field("~/models/deepseek-llm-7b-chat", description="Hugging Face folder (or hub name) of the weights.")
+    path: str = Field("", description="Hugging Face folder of the weights. Must be set.")
     hf_config_path: str | None = Field(None, description="Folder of `config.json`. Null: `path`.")
     tokenizer_path: str | None = Field(None, description="Folder of the tokenizer. Null: `path`.")
     custom_chat_template: str | None = Field(None, description="Jinja chat template. Null: the tokenizer's.")
@@ -90,7 +92,11 @@ class RewardNetworkConfig(Section):
 
     path: str | None = Field(None, description="Hugging Face folder of the reward model.")
     input_tokenizer: str | None = inherits(
-        f"{_POLICY}.path", ModelConfig, "path", description="Tokenizer that wrote the responses."
+        f"{_POLICY}.path",
+        ModelConfig,
+        "path",
+        description="Tokenizer that wrote the responses. Null: the network reads the policy's token ids as they are.",
+        keeps_null=True,
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the model.")
     external_lib: str | None = inherits(

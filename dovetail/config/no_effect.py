@@ -187,6 +187,7 @@ UNUSED_BY_ROLE: dict[str, str] = {
     "reward_model.megatron.optimizer_offload": _NO_OPTIMIZER,
     "reward_model.megatron.grad_offload": _NO_OPTIMIZER,
     "critic.model.use_fused_kernels": "a value network has no vocabulary head",
+    "critic.model.fused_kernel_options.impl_backend": "a value network has no vocabulary head",
     "critic.model.lora_merge": "only the policy's weights go to the engine",
     "critic.model.custom_chat_template": "only the policy's tokenizer renders prompts",
 }

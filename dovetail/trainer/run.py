@@ -13,6 +13,7 @@ from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
+from dovetail.config.runnable import refuse_unsupported
 from dovetail.config.user_code import UserCodeError
 from dovetail.controller import start_ray, stop_ray
 from dovetail.data.build import build_train_loader, build_val_loader
@@ -58,11 +59,16 @@ def run_training(
         importlib.import_module(name)
     shapes = read_shapes(config)
     refuse_errors(check_config(config, shapes.policy))
+    refuse_unsupported(config)
     use_gpu = uses_gpu(config)
     model = config.actor_rollout_ref.model
     trust = model.trust_remote_code
     tokenizer = load_tokenizer(config.data.tokenizer or model.tokenizer_source, trust_remote_code=trust)
     processor = load_processor(model.path, trust_remote_code=trust)
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+        if processor is not None:
+            processor.chat_template = model.custom_chat_template
     train_loader = build_train_loader(config, tokenizer, processor)
     val_loader = build_val_loader(config, tokenizer, processor)
     settings = config.trainer
@@ -114,8 +120,6 @@ def run_training(
 def uses_gpu(config: DovetailConfig) -> bool:
     """Whether workers get a GPU each."""
     device = config.trainer.device
-    if device == "npu":
-        raise ValueError("trainer.device=npu: no backend runs on it; use cuda, cpu or auto.")
     if device != "auto":
         return device == "cuda"
     import torch

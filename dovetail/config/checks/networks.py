@@ -10,6 +10,12 @@ from dovetail.config.checks.finding import ACTOR, MODEL, Checked, Finding, error
 LOW_ADAPTER_LR = 3e-6
 
 
+def policy_has_weights(run: Checked) -> Iterator[Finding]:
+    key = f"{MODEL}.path"
+    if not run.config.actor_rollout_ref.model.path:
+        yield error(key, f"{key} is not set; give the Hugging Face folder of the policy.")
+
+
 def adapters_are_trainable(run: Checked) -> Iterator[Finding]:
     policy = run.config.actor_rollout_ref
     if not policy.model.uses_lora:
@@ -34,7 +40,7 @@ def head_runs_on_the_device(run: Checked) -> Iterator[Finding]:
     if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton":
         if run.config.trainer.device == "cpu":
             key = f"{MODEL}.fused_kernel_options.impl_backend"
-            yield error(key, f"{key}=triton needs CUDA and trainer.device=cpu; use {key}=torch.")
+            yield error(key, f"{key}=triton needs CUDA and trainer.device=cpu; use {key}=auto.")
     elif not model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton":
         yield warning(
             f"{MODEL}.fused_kernel_options.impl_backend",
@@ -105,6 +111,7 @@ def frozen_tower_exists(run: Checked) -> Iterator[Finding]:
 
 
 CHECKS = (
+    policy_has_weights,
     adapters_are_trainable,
     head_runs_on_the_device,
     activations_are_checkpointed_before_they_are_offloaded,

@@ -27,6 +27,7 @@ VALID = (
     f"{R}.name=vllm",
     "algorithm.adv_estimator=grpo",
     "trainer.test_freq=5",
+    f"{M}.path=/models/policy",
 )
 DYNAMIC = (f"{A}.use_dynamic_bsz=True", f"{A}.ppo_micro_batch_size_per_gpu=null")
 MEGATRON = (f"{A}.strategy=megatron",)

@@ -1,0 +1,160 @@
+"""Keys that are accepted and planned with, and that no part of this version acts on, each with what happens instead.
+
+Setting one to something else than what happens anyway prints a notice. What would make a run wrong when passed over is
+refused at its start as well: `dovetail.config.runnable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from dovetail.config.errors import Notice
+from dovetail.config.fsdp import full_dtype
+from dovetail.config.keys import find_key
+from dovetail.config.root import DovetailConfig
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Keys that match `pattern` (`*` stands for anything) are not acted on; `instead` happens.
+
+    `when` limits this to some runs, `fulfilled` names values that are what happens anyway.
+    """
+
+    pattern: str
+    instead: str
+    when: Callable[[DovetailConfig], bool] | None = None
+    fulfilled: Callable[[Any], bool] | None = None
+
+
+def pending_notices(config: DovetailConfig, values: Mapping[str, Any], *, told: set[str]) -> list[Notice]:
+    """One notice for each reason, over the set keys `values`. Keys in `told` have a message of their own."""
+    found: dict[str, list[str]] = {}
+    for key, value in values.items():
+        entry = pending(key)
+        if entry is None or key in told or _changes_nothing(key, value) or (entry.when and not entry.when(config)):
+            continue
+        if entry.fulfilled is None or not entry.fulfilled(value):
+            found.setdefault(entry.instead, []).append(f"{key}={value}")
+    return [
+        Notice(keys[0].partition("=")[0], f"{', '.join(keys)}: not acted on in this version: {instead}.")
+        for instead, keys in found.items()
+    ]
+
+
+def pending(key: str) -> Pending | None:
+    """The entry of the table for `key`, if it is in it."""
+    return next((entry for entry in PENDING if fnmatchcase(key, entry.pattern)), None)
+
+
+def _changes_nothing(key: str, value: Any) -> bool:
+    """Whether the value is the default: a file that resolves a whole run writes every key."""
+    known = find_key(DovetailConfig, key)
+    if value is None or known is None or (known.name == key and value == known.default):
+        return True
+    # `fp32` and `float32` are one dtype.
+    return isinstance(value, str) and isinstance(known.default, str) and full_dtype(value) == full_dtype(known.default)
+
+
+def _native(config: DovetailConfig) -> bool:
+    return config.actor_rollout_ref.rollout.name == "native"
+
+
+def _not(name: str, mode: str) -> Callable[[DovetailConfig], bool]:
+    return lambda config: (config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode) != (name, mode)
+
+
+_POLICY, _ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_TURNS = f"{_ROLLOUT}.multi_turn"
+
+_MEGATRON = "there is no Megatron backend yet"
+_CONFIG_JSON = "the plan reads it, a run reads the `config.json` beside the weights; use `model.override_config`"
+_HELD_LOGITS = "the plain head holds its logits; `model.use_fused_kernels=True` computes the entropy without them"
+_WHOLE_CRITIC = "the critic is trained whole, without adapters"
+_ALL_STATE = "weights, optimizer, schedule and random state are always saved and loaded, so that a run resumes exactly"
+_ONE_TURN = "an answer is one turn"
+_SHARED_DEVICES = "the engine runs on the trainer's devices, one engine in each process"
+_REWARD_DEVICES = "the reward network runs on the trainer's devices"
+_IN_RUN_FOLDER = "answers are always written to `rollouts/` and `validation/` of the run folder"
+_TAKE_TURNS = "generation and training take turns"
+_NATIVE = "the native engine has no such setting; it is read by `rollout.name=vllm`"
+
+_ENGINE_SETTINGS = (
+    *("gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes", "enable_chunked_prefill"),
+    *("enable_prefix_caching", "limit_images", "load_format", "scheduling_policy", "disable_log_stats"),
+    *("skip_tokenizer_init", "update_weights_bucket_megabytes", "expert_parallel_size", "engine_kwargs.vllm*"),
+    *("quantization", "logprobs_mode"),
+)
+_TURN_KEYS = (
+    *("enable", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length"),
+    *("tool_response_truncate_side", "interaction_config_path", "use_inference_chat_template", "format"),
+    "num_repeat_rollouts",
+)
+
+PENDING: tuple[Pending, ...] = (
+    Pending("data.return_raw_input_ids", "the prompt's token ids are always in the batch, as `raw_prompt_ids`"),
+    Pending("data.image_patch_size", "the processor of the model knows its patch size"),
+    Pending("data.trust_remote_code", f"`{_POLICY}.trust_remote_code` decides for tokenizer and processor too"),
+    Pending("*.model.use_shm", "every process reads the weights from the folder"),
+    Pending("*.model.hf_config_path", _CONFIG_JSON),
+    Pending(f"{_POLICY}.lora_adapter_path", "adapters start fresh"),
+    Pending(f"{_POLICY}.lora_merge", "the engine always gets merged weights"),
+    Pending("critic.model.tokenizer_path", "the critic reads the policy's tokens"),
+    Pending("critic.model.lora_*", _WHOLE_CRITIC),
+    Pending("critic.model.target_modules", _WHOLE_CRITIC),
+    Pending("critic.model.exclude_modules", _WHOLE_CRITIC),
+    Pending(f"{_ACTOR}.entropy_from_logits_with_chunking", _HELD_LOGITS),
+    Pending(f"{_ACTOR}.entropy_checkpointing", _HELD_LOGITS),
+    Pending("*.checkpoint.async_save", "a save is written before training goes on"),
+    Pending("*.checkpoint.load_contents", _ALL_STATE, fulfilled=lambda value: _all_state(value)),
+    Pending(f"{_ACTOR}.checkpoint.save_contents", _ALL_STATE, fulfilled=lambda value: _all_state(value)),
+    Pending(
+        "critic.checkpoint.save_contents",
+        f"{_ALL_STATE}; no Hugging Face folder of the critic is written",
+        fulfilled=lambda value: _all_state(value) and "hf_model" not in value,
+    ),
+    Pending("*.mixed_precision.buffer_dtype", "buffers keep the dtype the model gives them, rotary tables float32"),
+    Pending("*.megatron.*", _MEGATRON),
+    Pending(f"{_ROLLOUT}.repetition_penalty", "no engine here applies it"),
+    Pending(f"{_ROLLOUT}.calculate_log_probs", "the engine's log-probs are always kept", fulfilled=lambda value: True),
+    *(Pending(f"{_TURNS}.{name}", _ONE_TURN) for name in _TURN_KEYS),
+    Pending(f"{_ROLLOUT}.agent.*", _ONE_TURN),
+    Pending("actor_rollout_ref.hybrid_engine", _SHARED_DEVICES),
+    Pending(f"{_ROLLOUT}.nnodes", _SHARED_DEVICES),
+    Pending(f"{_ROLLOUT}.n_gpus_per_node", _SHARED_DEVICES),
+    Pending(f"{_ROLLOUT}.data_parallel_size", _SHARED_DEVICES),
+    Pending(
+        f"{_ROLLOUT}.weight_sync", "weights go to the engine of the same process", fulfilled=lambda v: v == "colocated"
+    ),
+    Pending(
+        f"{_ROLLOUT}.mode", "the native engine takes the requests of a batch together in its own process", when=_native
+    ),
+    *(Pending(f"{_ROLLOUT}.{name}", _NATIVE, when=_native) for name in _ENGINE_SETTINGS),
+    Pending(f"{_ROLLOUT}.verify_weights", "only vllm with mode=sync compares checksums", when=_not("vllm", "sync")),
+    Pending(f"{_ROLLOUT}.restart_engine", "only vllm with mode=async can be restarted", when=_not("vllm", "async")),
+    Pending(f"{_ROLLOUT}.engine_kwargs.sglang*", "there is no SGLang engine yet"),
+    Pending("reward_model.sandbox_fusion.max_concurrent", "as many programs run as `reward_model.num_workers` ask for"),
+    Pending("reward_model.enable_resource_pool", _REWARD_DEVICES),
+    Pending("reward_model.nnodes", _REWARD_DEVICES),
+    Pending("reward_model.n_gpus_per_node", _REWARD_DEVICES),
+    Pending(
+        "algorithm.rollout_correction.loss_type", "`actor_rollout_ref.actor.policy_loss.loss_mode` chooses the loss"
+    ),
+    Pending(
+        "trainer.max_critic_ckpt_to_keep",
+        "a checkpoint holds actor and critic together, and `trainer.max_actor_ckpt_to_keep` counts it",
+    ),
+    Pending("trainer.log_val_generations", _IN_RUN_FOLDER),
+    Pending("trainer.rollout_data_dir", _IN_RUN_FOLDER),
+    Pending("trainer.validation_data_dir", _IN_RUN_FOLDER),
+    Pending("async_training.*", _TAKE_TURNS),
+    Pending("ray_init.timeline_json_file", "Ray's timeline is not written; phases are timed in metrics.jsonl"),
+)
+
+
+def _all_state(contents: Any) -> bool:
+    return {"model", "optimizer", "extra"} <= set(contents)

@@ -1,0 +1,124 @@
+"""What resolves and can be planned but cannot be run by this version: refused at the start of a run, never passed over.
+
+`dovetail check` shows the same sentences as notices. Whether keys fit each other is asked in `dovetail.config.checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dovetail.config.errors import ConfigError, Problem
+from dovetail.config.root import DovetailConfig
+
+_POLICY = "actor_rollout_ref"
+_ROLLOUT = f"{_POLICY}.rollout"
+
+
+def unsupported_in_runs(config: DovetailConfig) -> list[Problem]:
+    """Every wish of `config` that no part of this version can fulfil. Roles that do not run are not asked."""
+    parts = (_backends, _networks, _engine, _sampling, _placement, _checkpoints, _loss)
+    return [
+        Problem(key, f"{key}={value} cannot be run in this version: {why}.")
+        for part in parts
+        for key, value, why in part(config)
+    ]
+
+
+def refuse_unsupported(config: DovetailConfig) -> None:
+    """Raise `ConfigError` with everything that cannot be run."""
+    if problems := unsupported_in_runs(config):
+        raise ConfigError(problems)
+
+
+Wish = tuple[str, object, str]
+
+
+def _backends(config: DovetailConfig) -> Iterator[Wish]:
+    policy = config.actor_rollout_ref
+    strategies = {f"{_POLICY}.actor.strategy": policy.actor.strategy}
+    if config.uses_reference:
+        strategies[f"{_POLICY}.ref.strategy"] = policy.ref.strategy
+    if config.uses_critic:
+        strategies["critic.strategy"] = config.critic.strategy
+    if config.reward_model.enable:
+        strategies["reward_model.strategy"] = config.reward_model.strategy
+    for key, strategy in strategies.items():
+        if strategy == "megatron":
+            yield key, strategy, "there is no Megatron backend yet; use fsdp2"
+    if config.trainer.device == "npu":
+        yield "trainer.device", "npu", "no backend here runs on it; use cuda, cpu or auto"
+
+
+def _networks(config: DovetailConfig) -> Iterator[Wish]:
+    models = {f"{_POLICY}.model": config.actor_rollout_ref.model}
+    if config.uses_critic:
+        models["critic.model"] = config.critic.model
+        if config.critic.model.uses_lora:
+            yield "critic.model.lora_rank", config.critic.model.lora_rank, "the critic is trained whole; use 0"
+    for name, model in models.items():
+        if model.hf_config_path not in (None, model.path):
+            why = f"the config.json beside the weights is read; change fields with {name}.override_config"
+            yield f"{name}.hf_config_path", model.hf_config_path, why
+    adapter = config.actor_rollout_ref.model.lora_adapter_path
+    if adapter is not None:
+        why = "adapters start fresh; merge the adapter into the weights of model.path first"
+        yield f"{_POLICY}.model.lora_adapter_path", adapter, why
+
+
+def _engine(config: DovetailConfig) -> Iterator[Wish]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "sglang":
+        yield f"{_ROLLOUT}.name", "sglang", "there is no SGLang engine yet; use native or vllm"
+    elif rollout.mode == "server":
+        yield f"{_ROLLOUT}.mode", "server", "no engine is reached over HTTP during training; use sync"
+    elif (rollout.name, rollout.mode) == ("vllm", "async") and config.trainer.device != "cpu":
+        why = "its engines ask Ray for devices of their own, and the trainer holds them all; use sync"
+        yield f"{_ROLLOUT}.mode", "async", why
+    if rollout.quantization is not None:
+        why = "weights that change after every step are not quantised again; use null"
+        yield f"{_ROLLOUT}.quantization", rollout.quantization, why
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"):
+        size = getattr(rollout, name)
+        if size > 1:
+            why = "each process of the trainer has a whole engine on its own device; use 1"
+            yield f"{_ROLLOUT}.{name}", size, why
+    if rollout.multi_turn.enable:
+        yield f"{_ROLLOUT}.multi_turn.enable", True, "an answer is one turn, and no tool is called; use False"
+
+
+def _sampling(config: DovetailConfig) -> Iterator[Wish]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.repetition_penalty != 1:
+        yield f"{_ROLLOUT}.repetition_penalty", rollout.repetition_penalty, "no engine here applies it; use 1.0"
+    if rollout.name == "native" and rollout.logprobs_mode == "raw_logprobs":
+        why = "the native engine reports log-probs under the temperature; use temperature"
+        yield f"{_ROLLOUT}.logprobs_mode", rollout.logprobs_mode, why
+
+
+def _placement(config: DovetailConfig) -> Iterator[Wish]:
+    policy, reward = config.actor_rollout_ref, config.reward_model
+    why = "generation and training take turns on the same devices"
+    if not policy.hybrid_engine:
+        yield f"{_POLICY}.hybrid_engine", False, f"{why}; use True"
+    if policy.rollout.nnodes > 0:
+        yield f"{_ROLLOUT}.nnodes", policy.rollout.nnodes, f"{why}; use 0"
+    if reward.enable and reward.enable_resource_pool:
+        why = "the reward network runs on the trainer's devices; use False"
+        yield "reward_model.enable_resource_pool", True, why
+
+
+def _checkpoints(config: DovetailConfig) -> Iterator[Wish]:
+    sections = {f"{_POLICY}.actor": config.actor_rollout_ref.actor.checkpoint}
+    if config.uses_critic:
+        sections["critic"] = config.critic.checkpoint
+    for name, checkpoint in sections.items():
+        if checkpoint.async_save:
+            yield f"{name}.checkpoint.async_save", True, "a save is written before training goes on; use False"
+
+
+def _loss(config: DovetailConfig) -> Iterator[Wish]:
+    correction = config.algorithm.rollout_correction
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if correction.bypass_mode and correction.loss_type == "reinforce" and loss_mode != "reinforce":
+        why = f"the loss is {_POLICY}.actor.policy_loss.loss_mode={loss_mode}; set that to reinforce as well"
+        yield "algorithm.rollout_correction.loss_type", "reinforce", why
