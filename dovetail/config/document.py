@@ -149,8 +149,8 @@ def _pending() -> str:
     rows = [(f"`{entry.pattern}`", _cell(entry.instead)) for entry in PENDING]
     title = (
         "## Accepted and planned with, not acted on in this version\n\n"
-        "Setting one to something else than what happens anyway prints a notice. What would make a run wrong when passed "
-        "over is refused when the run starts.\n"
+        "Setting one to something else than what happens anyway prints a notice. What would make a run wrong when "
+        "passed over is refused when the run starts.\n"
     )
     return title + _table(("key", "what happens instead"), rows)
 

@@ -92,7 +92,7 @@ class RewardModelConfig(Section):
         description="Tokens per forward.",
         ge=1,
     )
-    max_length: int | None = Field(None, ge=1, description="Longest input of the network, in tokens. Null: its context.")
+    max_length: int | None = Field(None, ge=1, description="Longest input of the network. Null: its context.")
     ulysses_sequence_parallel_size: int = Field(1, ge=1, description="Devices that share each sequence (Ulysses).")
     nccl_timeout: int | None = Field(
         None, ge=1, description="Seconds before a stuck collective fails. Null: `actor_rollout_ref.nccl_timeout`."

@@ -35,10 +35,13 @@ class PolicyModel(TransformerBackbone):
         use_remove_padding: bool = True,
         use_fused_kernels: bool = False,
         head_chunk_size: int | None = None,
+        use_triton: bool | None = None,
     ) -> None:
+        """`use_triton` is for the fused head; `None` means "on CUDA, if Triton is there"."""
         super().__init__(hf_model, use_remove_padding=use_remove_padding)
         self.use_fused_kernels = use_fused_kernels
         self.head_chunk_size = head_chunk_size
+        self.use_triton = use_triton
         text = hf_model.config.get_text_config()
         # Models that scale or cap their logits do it after the head: the factor joins the temperature.
         self._logit_scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
@@ -95,6 +98,7 @@ class PolicyModel(TransformerBackbone):
                 temperature=temperature,
                 need_entropy=need_entropy,
                 chunk_size=self.head_chunk_size,
+                use_triton=self.use_triton,
             )
         logits = layer(hidden)
         if self._softcap:

@@ -49,6 +49,7 @@ class ActorRolloutRefWorker(TrainingRole):
         self.join_group(
             timeout_seconds=policy.nccl_timeout,
             float32_matmul_precision=self.config.trainer.float32_matmul_precision,
+            full_determinism=self.config.trainer.full_determinism,
         )
         actor_backend: TrainBackend | None = None
         if self._is_actor:
@@ -64,6 +65,7 @@ class ActorRolloutRefWorker(TrainingRole):
                 sp_size=policy.actor.ulysses_sequence_parallel_size,
                 world_size=self.world_size,
                 use_torch_compile=policy.actor.use_torch_compile,
+                freeze_vision_tower=policy.actor.freeze_vision_tower,
                 device=self.device,
             )
             self.actor = self._actor_of(actor_backend)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +45,7 @@ def build_policy(
     sp_size: int = 1,
     world_size: int = 1,
     use_torch_compile: bool = False,
+    freeze_vision_tower: bool = False,
     device: torch.device,
 ) -> TrainBackend:
     """The actor (`optim` given) or the reference. LoRA adapters go into the actor only."""
@@ -63,13 +66,18 @@ def build_policy(
             dropout=model.lora_dropout,
             exclude_modules=model.exclude_modules,
         )
+    if optim is not None and freeze_vision_tower:
+        _freeze_vision_towers(hf_model)
     if optim is not None and model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(hf_model)
     # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
     if use_torch_compile and device.type == "cuda":
         compile_layers(hf_model)
     network = PolicyModel(
-        hf_model, use_remove_padding=model.use_remove_padding, use_fused_kernels=model.use_fused_kernels
+        hf_model,
+        use_remove_padding=model.use_remove_padding,
+        use_fused_kernels=model.use_fused_kernels,
+        use_triton=_use_triton(model.fused_kernel_options.impl_backend, device),
     )
     return build_backend(
         strategy_for(strategy, world_size, fsdp),
@@ -141,6 +149,25 @@ def build_reward(
         sp_size=sp_size,
         device=device,
     )
+
+
+def _freeze_vision_towers(hf_model: Any) -> None:
+    """No gradients for the submodels of `vision_config`. Called after LoRA, so that adapters in there freeze too."""
+    vision = getattr(hf_model.config, "vision_config", None)
+    for module in hf_model.modules():
+        if vision is not None and type(getattr(module, "config", None)) is type(vision):
+            module.requires_grad_(False)
+
+
+def _use_triton(impl_backend: str, device: torch.device) -> bool | None:
+    """What the fused head is told; None lets it look for itself."""
+    if impl_backend == "triton" and (device.type != "cuda" or importlib.util.find_spec("triton") is None):
+        missing = "CUDA" if device.type != "cuda" else "the package triton"
+        raise ValueError(
+            f"actor_rollout_ref.model.fused_kernel_options.impl_backend=triton needs {missing}, and this process runs "
+            f"on {device} without it; use auto or torch."
+        )
+    return None if impl_backend == "auto" else impl_backend == "triton"
 
 
 def _import_external(name: str | None) -> None:

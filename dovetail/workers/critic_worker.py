@@ -34,6 +34,7 @@ class CriticWorker(TrainingRole):
         self.join_group(
             timeout_seconds=config.nccl_timeout or self.config.actor_rollout_ref.nccl_timeout,
             float32_matmul_precision=self.config.trainer.float32_matmul_precision,
+            full_determinism=self.config.trainer.full_determinism,
         )
         optim = config.optim
         if optim.total_training_steps <= 0:

@@ -43,6 +43,7 @@ class RewardModelWorker(TrainingRole):
         self.join_group(
             timeout_seconds=config.nccl_timeout or self.config.actor_rollout_ref.nccl_timeout,
             float32_matmul_precision=self.config.trainer.float32_matmul_precision,
+            full_determinism=self.config.trainer.full_determinism,
         )
         self._backend = build_reward(
             config.model,
@@ -60,7 +61,8 @@ class RewardModelWorker(TrainingRole):
         """`rm_scores`: the score of each answer on its last token, 0 elsewhere."""
         inputs = take_columns(data, MODEL_INPUTS) if self._tokenizers is None else self._read_again(data)
         config = self.config.reward_model
-        longest = self.config.actor_rollout_ref.rollout.context_length
+        # Read again, a conversation may be longer than prompt + response.
+        longest = max(self.config.actor_rollout_ref.rollout.context_length, inputs.tensors["input_ids"].size(1))
         limit = MicroBatchLimit.of(
             config.use_dynamic_bsz,
             config.micro_batch_size_per_gpu or len(inputs),
@@ -88,8 +90,12 @@ class RewardModelWorker(TrainingRole):
         for index, messages in enumerate(data.non_tensor_batch["raw_prompt"]):
             answer = written_by.decode(columns["responses"][index][kept[index]], skip_special_tokens=True)
             rows.append(_conversation_ids(reader, [*messages, {"role": "assistant", "content": answer}]))
-        max_length = self.config.reward_model.max_length or self.config.actor_rollout_ref.rollout.context_length
-        return _right_padded(rows, max_length, reader.pad_token_id or 0)
+        return _right_padded(rows, self._longest_input(rows), reader.pad_token_id or 0)
+
+    def _longest_input(self, rows: list[list[int]]) -> int:
+        """What the network reads at once: another template makes conversations longer than prompt + response."""
+        context = getattr(self.backend.hf_config.get_text_config(), "max_position_embeddings", None)
+        return self.config.reward_model.max_length or context or max(len(row) for row in rows)
 
 
 def _different_tokenizers(model: RewardNetworkConfig) -> tuple[Any, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,8 +18,12 @@ from dovetail.controller import Worker
 class TrainingRole(Worker):
     """A worker that holds backends. Subclasses build them in `init_model`."""
 
-    def join_group(self, *, timeout_seconds: int, float32_matmul_precision: str = "highest") -> None:
+    def join_group(
+        self, *, timeout_seconds: int, float32_matmul_precision: str = "highest", full_determinism: bool = False
+    ) -> None:
         """Meet the other ranks. Roles that share a process share the group, so a second call finds it made."""
+        if full_determinism:
+            _compute_deterministically()
         torch.set_float32_matmul_precision(float32_matmul_precision)
         if self.world_size > 1 and not dist.is_initialized():
             self.init_process_group(timeout=timedelta(seconds=timeout_seconds))
@@ -27,6 +32,14 @@ class TrainingRole(Worker):
         """Ranks that share sequences get the same rows; the first of them answers."""
         place = backend.place
         self._register_dispatch_collect_info(name, place.dp_rank, place.sp_rank == 0)
+
+
+def _compute_deterministically() -> None:
+    # cuBLAS reads this once, when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # An operation that has no deterministic form is named in a warning: a run that has one is better than none.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dovetail.controller import LocalWorkerGroup, RayClassWithInitArgs
 from dovetail.protocol import DataProto, validate_stage
 from dovetail.workers.reward_model_worker import RewardModelWorker
 from tests.models.tiny import tiny_tokenizer
-from tests.workers.tiny_run import RESPONSE, TOLERANCE, rollout_batch, run_config, save_classifier, small_model
+from tests.workers.tiny_run import PROMPT, RESPONSE, TOLERANCE, rollout_batch, run_config, save_classifier, small_model
 
 pytestmark = pytest.mark.unit
 
@@ -103,6 +103,22 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(policy: Path, class
     found = reward_group(policy, classifier, max_length=9).compute_rm_score(chat_batch(tiny_tokenizer()))
     ids = torch.tensor(reversed_tokenizer().encode("[user]Q0?<end>[assistant]Yes.<end>", add_special_tokens=False))
     assert found.tensors["rm_scores"][0, 4].item() == pytest.approx(score(classifier, ids[-9:]), abs=TOLERANCE)
+
+
+def test_without_a_limit_a_conversation_is_as_long_as_the_networks_context(policy: Path, classifier: Path) -> None:
+    found = reward_group(policy, classifier, use_dynamic_bsz=True).compute_rm_score(chat_batch(tiny_tokenizer()))
+    ids = torch.tensor(reversed_tokenizer().encode("[user]Q0?<end>[assistant]Yes.<end>", add_special_tokens=False))
+    assert len(ids) > PROMPT + RESPONSE
+    assert found.tensors["rm_scores"][0, 4].item() == pytest.approx(score(classifier, ids), abs=TOLERANCE)
+
+
+def test_input_tokenizer_null_reads_the_policys_tokens_as_they_are(policy: Path, classifier: Path) -> None:
+    group = reward_group(policy, classifier, **{"model.input_tokenizer": None})
+    batch = rollout_batch(2)
+    found = group.compute_rm_score(batch).tensors["rm_scores"]
+    kept = batch.tensors["attention_mask"][0].bool()
+    expected = score(classifier, batch.tensors["input_ids"][0][kept])
+    assert found[0].sum().item() == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_reading_again_needs_the_prompts_as_messages(policy: Path, classifier: Path) -> None:

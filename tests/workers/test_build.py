@@ -1,0 +1,91 @@
+"""Options of a role that are decided when it is built: the kernel of the head, a frozen tower, determinism."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.config.root import DovetailConfig
+from dovetail.models.policy import PolicyModel
+from dovetail.workers.actor import DataParallelPPOActor
+from dovetail.workers.build import build_policy
+from dovetail.workers.micro_batches import MicroBatchLimit
+from dovetail.workers.training_role import TrainingRole
+from tests.models.tiny import save_tiny_model
+from tests.workers.test_multimodal_roles import image_rollouts
+from tests.workers.tiny_run import as_numpy, run_config, small_model
+
+pytestmark = pytest.mark.unit
+
+CPU = torch.device("cpu")
+
+
+def built(config: DovetailConfig, **options: Any) -> Any:
+    actor = config.actor_rollout_ref.actor
+    return build_policy(
+        config.actor_rollout_ref.model, strategy="single", fsdp=actor.fsdp_config, optim=actor.optim, device=CPU,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("impl_backend", "told"), [("auto", None), ("torch", False)])
+def test_the_fused_head_is_told_which_kernel_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impl_backend: str, told: bool | None
+) -> None:
+    seen: list[bool | None] = []
+    plain = PolicyModel.__init__
+
+    def noted(self: PolicyModel, hf_model: Any, **options: Any) -> None:
+        plain(self, hf_model, **options)
+        seen.append(self.use_triton)
+
+    monkeypatch.setattr(PolicyModel, "__init__", noted)
+    built(
+        run_config(
+            small_model(tmp_path), {"actor_rollout_ref.model.fused_kernel_options": {"impl_backend": impl_backend}}
+        )
+    )
+    assert seen == [told]
+
+
+def test_triton_without_cuda_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    keys = {"actor_rollout_ref.model.fused_kernel_options": {"impl_backend": "triton"}}
+    with pytest.raises(ValueError, match=re.escape("impl_backend=triton needs CUDA")):
+        built(run_config(small_model(tmp_path), keys))
+
+
+def test_a_frozen_vision_tower_keeps_its_weights_and_the_rest_is_trained(tmp_path: Path) -> None:
+    config = run_config(save_tiny_model("qwen2_5_vl", tmp_path))
+    backend = built(config, freeze_vision_tower=True)
+    before = as_numpy(backend.named_weights())
+    batch = image_rollouts()
+    actor = DataParallelPPOActor(
+        config.actor_rollout_ref.actor, backend, mini_batch_rows=len(batch), log_prob_limit=MicroBatchLimit(rows=3)
+    )
+    log_probs, _ = actor.compute_log_prob(batch)
+    columns = {**batch.tensors, "old_log_probs": log_probs}
+    actor.update_policy(type(batch).from_dict(columns, dict(batch.non_tensor_batch), dict(batch.meta_info)))
+    after = as_numpy(backend.named_weights())
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    tower = {name for name in before if "visual" in name}
+    assert tower
+    assert not changed & tower
+    assert len(changed) > len(set(before) - tower) // 2
+
+
+@pytest.fixture
+def deterministic_after() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_full_determinism_reaches_torch(deterministic_after: None) -> None:
+    TrainingRole().join_group(timeout_seconds=1)
+    assert not torch.are_deterministic_algorithms_enabled()
+    TrainingRole().join_group(timeout_seconds=1, full_determinism=True)
+    assert torch.are_deterministic_algorithms_enabled()
