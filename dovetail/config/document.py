@@ -37,8 +37,8 @@ names modules that may register others.
 
 Defaults that differ from verl's on purpose: the engine is the embedded `native` one, the backend is `fsdp2`, the device
 is found (`auto`), engines use one device (`tensor_model_parallel_size` 1), trackers are `console` only, data is loaded
-in the driver (`dataloader_num_workers` 0), `torch.compile` is off, clip ranges follow `clip_ratio` when unset, and
-micro-batch sizes of reference, critic and reward model follow the actor's.
+in the driver (`dataloader_num_workers` 0), the fused head picks its kernel (`impl_backend` auto), clip ranges follow
+`clip_ratio` when unset, and micro-batch sizes of reference, critic and reward model follow the actor's.
 """
 
 

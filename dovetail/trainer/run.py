@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
@@ -61,14 +62,7 @@ def run_training(
     refuse_errors(check_config(config, shapes.policy))
     refuse_unsupported(config)
     use_gpu = uses_gpu(config)
-    model = config.actor_rollout_ref.model
-    trust = model.trust_remote_code
-    tokenizer = load_tokenizer(config.data.tokenizer or model.tokenizer_source, trust_remote_code=trust)
-    processor = load_processor(model.path, trust_remote_code=trust)
-    if model.custom_chat_template is not None:
-        tokenizer.chat_template = model.custom_chat_template
-        if processor is not None:
-            processor.chat_template = model.custom_chat_template
+    tokenizer, processor = load_readers(config)
     train_loader = build_train_loader(config, tokenizer, processor)
     val_loader = build_val_loader(config, tokenizer, processor)
     settings = config.trainer
@@ -115,6 +109,19 @@ def run_training(
             if trainer.has_workers:
                 trainer.groups.shutdown()
     return RunResult(folder.path, trainer.global_step, validation)
+
+
+def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:
+    """The tokenizer, and the processor of a model that sees images, with the chat template that prompts are put in."""
+    model = config.actor_rollout_ref.model
+    trust = model.trust_remote_code
+    tokenizer = load_tokenizer(config.data.tokenizer or model.tokenizer_source, trust_remote_code=trust)
+    processor = load_processor(model.path, trust_remote_code=trust)
+    if model.custom_chat_template is not None:
+        for reader in (tokenizer, processor):
+            if reader is not None:
+                reader.chat_template = model.custom_chat_template
+    return tokenizer, processor
 
 
 def uses_gpu(config: DovetailConfig) -> bool:

@@ -1,0 +1,36 @@
+"""What a run says and reads before it starts a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dovetail.config import ConfigError
+from dovetail.trainer.run import load_readers, run_training
+from tests.workers.tiny_run import run_config, small_model
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_run_refuses_what_no_part_of_it_can_do(tmp_path: Path) -> None:
+    keys = {
+        "data.train_files": "train.parquet",
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.rollout.multi_turn": {"enable": True},
+        "actor_rollout_ref.rollout.mode": "server",
+        "trainer.n_gpus_per_node": 1,
+    }
+    with pytest.raises(ConfigError) as caught:
+        run_training(run_config(small_model(tmp_path), keys), use_ray=False)
+    assert [problem.key.rpartition(".")[2] for problem in caught.value.problems] == ["mode", "enable"]
+    assert "cannot be run in this version" in str(caught.value)
+
+
+def test_prompts_are_put_in_the_users_chat_template(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    config = run_config(small_model(tmp_path), {"actor_rollout_ref.model.custom_chat_template": template})
+    tokenizer, processor = load_readers(config)
+    assert processor is None
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<hi>"

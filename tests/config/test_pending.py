@@ -1,0 +1,131 @@
+"""What this version does not act on: a notice when it is set, a refusal when a run would be wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dovetail.config import ConfigError, load_config
+from dovetail.config.runnable import refuse_unsupported, unsupported_in_runs
+
+pytestmark = pytest.mark.unit
+
+P, A, R = "actor_rollout_ref", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+M = f"{P}.model"
+VLLM = f"{R}.name=vllm"
+
+# What is set; the key it is refused at; words of the message: reason and fix.
+REFUSED: list[tuple[tuple[str, ...], str, str]] = [
+    ((f"{A}.strategy=megatron", "critic.strategy=fsdp2"), f"{A}.strategy", "no Megatron backend yet; use fsdp2"),
+    (("critic.strategy=megatron",), "critic.strategy", "no Megatron backend yet"),
+    ((f"{P}.ref.strategy=megatron", f"{A}.use_kl_loss=True"), f"{P}.ref.strategy", "no Megatron backend yet"),
+    (("reward_model.enable=True", "reward_model.strategy=megatron"), "reward_model.strategy", "no Megatron backend"),
+    (("trainer.device=npu",), "trainer.device", "use cuda, cpu or auto"),
+    ((f"{M}.lora_adapter_path=/a",), f"{M}.lora_adapter_path", "merge the adapter"),
+    ((f"{M}.hf_config_path=/a",), f"{M}.hf_config_path", f"{M}.override_config"),
+    (("critic.model.lora_rank=8",), "critic.model.lora_rank", "trained whole"),
+    ((f"{R}.name=sglang",), f"{R}.name", "use native or vllm"),
+    ((f"{R}.mode=server",), f"{R}.mode", "use sync"),
+    ((VLLM, f"{R}.mode=async"), f"{R}.mode", "use sync"),
+    ((VLLM, f"{R}.quantization=fp8"), f"{R}.quantization", "use null"),
+    ((f"{R}.tensor_model_parallel_size=2",), f"{R}.tensor_model_parallel_size", "use 1"),
+    ((VLLM, f"{R}.data_parallel_size=2"), f"{R}.data_parallel_size", "use 1"),
+    ((f"{R}.multi_turn.enable=True",), f"{R}.multi_turn.enable", "use False"),
+    ((f"{R}.repetition_penalty=1.1",), f"{R}.repetition_penalty", "use 1.0"),
+    ((f"{R}.logprobs_mode=raw_logprobs",), f"{R}.logprobs_mode", "use temperature"),
+    ((f"{P}.hybrid_engine=False",), f"{P}.hybrid_engine", "use True"),
+    ((f"{R}.nnodes=1",), f"{R}.nnodes", "use 0"),
+    (
+        ("reward_model.enable=True", "reward_model.enable_resource_pool=True"),
+        "reward_model.enable_resource_pool",
+        "use False",
+    ),
+    ((f"{A}.checkpoint.async_save=True",), f"{A}.checkpoint.async_save", "use False"),
+    (
+        ("algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.loss_type=reinforce"),
+        "algorithm.rollout_correction.loss_type",
+        f"{A}.policy_loss.loss_mode=vanilla",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "words"), REFUSED, ids=lambda value: value[-1] if value else "")
+def test_a_run_refuses_it_and_a_plan_notices_it_once(overrides: tuple[str, ...], key: str, words: str) -> None:
+    loaded = load_config(overrides=overrides)
+    (problem,) = unsupported_in_runs(loaded.config)
+    assert problem.key == key
+    assert problem.message.startswith(f"{key}=")
+    assert words in problem.message
+    (notice,) = [notice for notice in loaded.notices if notice.key == key]
+    assert "planned all the same" in notice.message
+
+
+def test_everything_that_cannot_be_run_is_listed_at_once() -> None:
+    config = load_config(overrides=[f"{A}.strategy=megatron", f"{R}.name=sglang", f"{R}.nnodes=2"]).config
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsupported(config)
+    # The critic of GAE takes the actor's strategy.
+    assert len(caught.value.problems) == 4
+
+
+def test_roles_that_do_not_run_are_not_asked() -> None:
+    overrides = ["algorithm.adv_estimator=grpo", "critic.strategy=megatron", "reward_model.strategy=megatron"]
+    assert unsupported_in_runs(load_config(overrides=overrides).config) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.return_raw_input_ids=True", "raw_prompt_ids"),
+        (f"{M}.use_shm=True", "every process reads the weights from the folder"),
+        (f"{A}.entropy_checkpointing=True", "use_fused_kernels=True"),
+        (f"{A}.checkpoint.save_contents=[model]", "always saved and loaded"),
+        (f"{A}.fsdp_config.mixed_precision.buffer_dtype=bf16", "rotary tables float32"),
+        (f"{A}.megatron.override_transformer_config.moe_router_dtype=fp32", "no Megatron backend yet"),
+        (f"{R}.weight_sync=disk", "the same process"),
+        (f"{R}.gpu_memory_utilization=0.8", "rollout.name=vllm"),
+        (f"{R}.engine_kwargs.vllm.seed=1", "rollout.name=vllm"),
+        (f"{R}.verify_weights=True", "mode=sync"),
+        (f"{R}.agent.num_workers=4", "one turn"),
+        ("trainer.rollout_data_dir=/tmp/answers", "`rollouts/`"),
+        ("trainer.max_critic_ckpt_to_keep=2", "max_actor_ckpt_to_keep"),
+        ("async_training.staleness_threshold=0.5", "take turns"),
+        ("ray_init.timeline_json_file=/tmp/t.json", "metrics.jsonl"),
+    ],
+)
+def test_a_key_that_is_not_acted_on_says_so_with_its_value(override: str, words: str) -> None:
+    notices = [str(notice) for notice in load_config(overrides=[override]).notices]
+    (notice,) = [notice for notice in notices if "not acted on in this version" in notice]
+    assert override.split("=")[0] in notice
+    assert words in notice
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{A}.fsdp_config.mixed_precision.buffer_dtype=fp32",
+        f"{A}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        f"{R}.calculate_log_probs=True",
+        f"{R}.weight_sync=colocated",
+        "async_training.staleness_threshold=0.1",
+        "trainer.rollout_data_dir=null",
+    ],
+)
+def test_what_happens_anyway_is_not_worth_a_notice(override: str) -> None:
+    assert load_config(overrides=[override]).notices == ()
+
+
+def test_engine_settings_are_for_vllm() -> None:
+    assert load_config(overrides=[VLLM, f"{R}.gpu_memory_utilization=0.8"]).notices == ()
+
+
+def test_input_tokenizer_is_the_policys_when_unset_and_none_when_null(tmp_path: Path) -> None:
+    path = f"{M}.path=/models/a"
+    key = "reward_model.model.input_tokenizer"
+    assert load_config(overrides=[path]).config.reward_model.model.input_tokenizer == "/models/a"
+    assert load_config(overrides=[path, f"{key}=null"]).config.reward_model.model.input_tokenizer is None
+    assert load_config(overrides=[path, f"{key}=/b"]).config.reward_model.model.input_tokenizer == "/b"
+    file = tmp_path / "run.yaml"
+    file.write_text("reward_model: {model: {input_tokenizer: null}}")
+    assert load_config([file], [path]).config.reward_model.model.input_tokenizer is None
