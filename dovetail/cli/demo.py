@@ -66,7 +66,7 @@ def demo_overrides(model: Path, data: Path, out: Path, steps: int, seed: int) ->
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
-        "actor_rollout_ref.actor.optim.lr=1e-5",
+        "actor_rollout_ref.actor.optim.lr=2e-5",
         "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
         "algorithm.adv_estimator=grpo",
         "trainer.device=cpu",
