@@ -72,6 +72,8 @@ class WorkerHandle:
             kind, value = self.receive()
         except (EOFError, OSError):
             raise RewardError(f"a scoring process died while it started: {self.last_words()}") from None
+        if kind == "unusable":
+            raise RewardError(value)
         if kind != "ready":
             raise RewardError(f"the reward function cannot be used. {_last_line(value)}\n{value}")
         self.is_ready = True

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from dovetail.config.user_code import UserCodeError
+from dovetail.rewards.errors import RewardError
 from dovetail.rewards.functions import (
     FunctionSpec,
     StartMessage,
@@ -45,8 +47,10 @@ def main(fd: int) -> None:
         for module in start.import_modules:
             importlib.import_module(module)
         functions = [load_function(spec, start.arguments) for spec in start.specs]
-    except Exception:  # noqa: BLE001  the process boundary: the driver raises it
-        connection.send(("exception", traceback.format_exc()))
+    except Exception as error:  # noqa: BLE001  the process boundary: the driver raises it
+        # A wrong path or name says all there is to say; code that fails has a traceback of its own.
+        is_plain = isinstance(error, (UserCodeError, RewardError)) and error.__cause__ is None
+        connection.send(("unusable", str(error)) if is_plain else ("exception", traceback.format_exc()))
         return
     connection.send(("ready", None))
     score = _score_batch if start.is_batch else _score_one

@@ -27,8 +27,8 @@ class RayDAPOTrainer(RayPPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._surplus: DataProto | None = None
-        self._num_carried = self._num_rounds = 0
-        self._round_metrics: Metrics = {}
+        self._num_carried = 0
+        self._rounds: list[Metrics] = []
 
     def _rollout(self) -> Rollout:
         if not self.config.algorithm.filter_groups.enable:
@@ -42,20 +42,16 @@ class RayDAPOTrainer(RayPPOTrainer):
         with_signal = [] if self._surplus is None else _split_groups(self._surplus)
         self._num_carried = len(with_signal)
         self._surplus = None
-        # A step that needs no generation has no scores of its own to report.
-        self._round_metrics = {}
+        self._rounds = []
         without: list[DataProto] = []
-        rounds = 0
-        while len(with_signal) < wanted and (limit == 0 or rounds < limit):
-            rounds += 1
+        while len(with_signal) < wanted and (limit == 0 or len(self._rounds) < limit):
             for group in _split_groups(self._scored_batch()):
                 (with_signal if self._has_signal(group) else without).append(group)
-        self._num_rounds = rounds
         if len(with_signal) < wanted:
             logger.warning(
                 "step %d: %d of %d groups have signal after %d generation rounds "
                 "(algorithm.filter_groups.max_num_gen_batches=%d); the rest is filled with groups without signal",
-                self.global_step, len(with_signal), wanted, rounds, limit,
+                self.global_step, len(with_signal), wanted, len(self._rounds), limit,
             )  # fmt: skip
         return with_signal, without
 
@@ -63,7 +59,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         """One generation round with its scores as columns, because filtering needs them at once."""
         batch, _ = self._generate(self.draws.number(self.train_loader.next_batch()))
         found = self._start_rewards(batch).result()
-        self._round_metrics = found.metrics
+        self._rounds.append(found.metrics)
         return batch.union(found.columns)
 
     def _as_rollout(self, with_signal: list[DataProto], without: list[DataProto]) -> Rollout:
@@ -74,7 +70,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         self._surplus = DataProto.concat(surplus) if surplus else None
         batch = DataProto.concat([*used, *filled])
         metrics: Metrics = {
-            "train/num_gen_batches": float(self._num_rounds),
+            "train/num_gen_batches": float(len(self._rounds)),
             "train/groups_with_signal": float(len(used)),
             "train/groups_without_signal": float(len(without)),
             "train/groups_carried_in": float(self._num_carried),
@@ -84,7 +80,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         scores = [name for name in batch.tensors if name in ("token_level_scores", "reward_failed")]
         columns = batch.select(batch_keys=scores, non_tensor_batch_keys=[])
         columns.meta_info = {}
-        return Rollout(batch, RewardResult(columns, dict(self._round_metrics), {}, []), metrics)
+        return Rollout(batch, RewardResult(columns, _over_rounds(self._rounds), {}, []), metrics)
 
     def _has_signal(self, group: DataProto) -> bool:
         """Whether the answers that could be scored differ in the chosen metric."""
@@ -114,3 +110,10 @@ class RayDAPOTrainer(RayPPOTrainer):
 
 def _split_groups(batch: DataProto) -> list[DataProto]:
     return [batch.select_idxs(rows) for rows in groups_of(batch).values()]
+
+
+def _over_rounds(rounds: list[Metrics]) -> Metrics:
+    """Failures of all rounds together, means of everything else; nothing for a step that needed no generation."""
+    names = dict.fromkeys(name for found in rounds for name in found)
+    values = {name: [found[name] for found in rounds if name in found] for name in names}
+    return {name: sum(found) / (1 if name == "reward/failed" else len(found)) for name, found in values.items()}

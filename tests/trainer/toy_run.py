@@ -6,6 +6,8 @@ vocabulary is right and half is wrong, whatever the prompt.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,49 +54,72 @@ def save_toy_data(folder: Path, count: int = 32) -> Path:
     return folder
 
 
-def toy_keys(model: Path, data: Path, run: Path, **changes: Any) -> dict[str, Any]:
-    """Dotted keys of a run: GRPO, 4 prompts x 4 answers, two mini-batches, float32. `__` in a name stands for a dot."""
-    keys: dict[str, Any] = {
-        "data.train_files": str(data / "train.parquet"),
-        "data.max_prompt_length": PROMPT,
-        "data.max_response_length": RESPONSE,
-        "data.train_batch_size": 4,
-        "actor_rollout_ref.model.path": str(model),
-        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
-        "actor_rollout_ref.actor.optim.lr": 1e-3,
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "float32",
-        "actor_rollout_ref.actor.use_torch_compile": False,
-        "actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype": "float32",
-        "actor_rollout_ref.rollout.dtype": "float32",
-        "actor_rollout_ref.rollout.n": 4,
-        "actor_rollout_ref.rollout.calculate_log_probs": True,
-        "critic.optim.lr": 1e-3,
-        "critic.fsdp_config.mixed_precision.param_dtype": "float32",
-        "critic.model.enable_gradient_checkpointing": False,
-        "algorithm.adv_estimator": "grpo",
-        "custom_reward_function.path": str(data / "reward.py"),
-        "trainer.default_local_dir": str(run),
-        "trainer.total_training_steps": 3,
-        "trainer.n_gpus_per_node": 1,
-        "trainer.device": "cpu",
-        "trainer.val_before_train": False,
-        "trainer.logger": ["file"],
-    }
-    return keys | {name.replace("__", "."): value for name, value in changes.items()}
+@dataclass(frozen=True)
+class Toy:
+    """Where the model and the data are."""
+
+    model: Path
+    data: Path
+
+    def keys(self, run: Path, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Dotted keys of a run: GRPO, 4 prompts x 4 answers, two mini-batches, three steps, float32."""
+        keys: dict[str, Any] = {
+            "data.train_files": str(self.data / "train.parquet"),
+            "data.max_prompt_length": PROMPT,
+            "data.max_response_length": RESPONSE,
+            "data.train_batch_size": 4,
+            "actor_rollout_ref.model.path": str(self.model),
+            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+            "actor_rollout_ref.actor.optim.lr": 1e-3,
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "float32",
+            "actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype": "float32",
+            "actor_rollout_ref.rollout.dtype": "float32",
+            "actor_rollout_ref.rollout.n": 4,
+            "actor_rollout_ref.rollout.calculate_log_probs": True,
+            "critic.optim.lr": 1e-3,
+            "critic.fsdp_config.mixed_precision.param_dtype": "float32",
+            "critic.model.enable_gradient_checkpointing": False,
+            "algorithm.adv_estimator": "grpo",
+            "custom_reward_function.path": str(self.data / "reward.py"),
+            "trainer.default_local_dir": str(run),
+            "trainer.total_training_steps": 3,
+            "trainer.n_gpus_per_node": 1,
+            "trainer.device": "cpu",
+            "trainer.val_before_train": False,
+            "trainer.logger": ["file"],
+        }
+        return keys | dict(changes or {})
+
+    def config(self, run: Path, changes: Mapping[str, Any] | None = None) -> DovetailConfig:
+        """The keys as a configuration."""
+        tree: dict[str, Any] = {}
+        for key, value in self.keys(run, changes).items():
+            *path, leaf = key.split(".")
+            place = tree
+            for part in path:
+                place = place.setdefault(part, {})
+            place[leaf] = value
+        return DovetailConfig(**tree)
+
+    def arguments(self, run: Path, changes: Mapping[str, Any] | None = None) -> list[str]:
+        """The keys as a launch line has them."""
+        return [
+            f"{key}=[{','.join(value)}]" if isinstance(value, list) else f"{key}={value}"
+            for key, value in self.keys(run, changes).items()
+        ]
 
 
-def toy_config(model: Path, data: Path, run: Path, **changes: Any) -> DovetailConfig:
-    """`toy_keys` as a configuration."""
-    tree: dict[str, Any] = {}
-    for key, value in toy_keys(model, data, run, **changes).items():
-        *path, leaf = key.split(".")
-        place = tree
-        for part in path:
-            place = place.setdefault(part, {})
-        place[leaf] = value
-    return DovetailConfig(**tree)
+DAPO: dict[str, Any] = {
+    "algorithm.filter_groups.enable": True,
+    "algorithm.filter_groups.metric": "acc",
+    "algorithm.filter_groups.max_num_gen_batches": 4,
+    "data.gen_batch_size": 12,
+    "custom_reward_function.name": "mostly",
+    "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+}
+"""Dynamic sampling with a reward of 0 or 1; 12 prompts a round leave groups over."""
 
 
 def train(config: DovetailConfig, *, use_ray: bool = False) -> tuple[RunResult, list[dict[str, Any]]]:

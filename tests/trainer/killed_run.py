@@ -1,0 +1,79 @@
+"""A run in a process of its own that is killed with SIGKILL at a chosen moment."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from dovetail.config.root import DovetailConfig
+from dovetail.trainer.run import run_training
+
+Moment = Literal["generation", "update", "save", "after_save"]
+_PHASES = {"generation": "gen", "update": "update_actor", "save": "save_checkpoint", "after_save": "save_checkpoint"}
+DIED_IN = "died_in.txt"
+
+
+def run_until_killed(config: DovetailConfig, moment: Moment, step: int) -> int:
+    """Returns the exit code: -9 when the kill came, 0 when the run was over first."""
+    process = mp.get_context("forkserver").Process(target=_train, args=(config, moment, step))
+    process.start()
+    process.join(timeout=120)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return int(process.exitcode or 0)
+
+
+def _train(config: DovetailConfig, moment: Moment, step: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    run_training(config, use_ray=False, console=lambda title, total: _Killer(config, moment, step))
+
+
+class _Killer:
+    """A console, because that is who is told about phases."""
+
+    def __init__(self, config: DovetailConfig, moment: Moment, step: int) -> None:
+        self._folder = Path(config.trainer.run_dir)
+        self._moment, self._step = moment, step
+        self._phase: str | None = None
+        self._steps_begun = 0
+
+    def phase(self, name: str | None) -> None:
+        before, self._phase = self._phase, name
+        self._steps_begun += name == "gen"
+        if self._steps_begun != self._step:
+            return
+        if self._moment == "after_save":
+            if before == "save_checkpoint":
+                self._die()
+        elif name == _PHASES[self._moment]:
+            threading.Thread(target=self._die_soon, daemon=True).start()
+
+    def _die_soon(self) -> None:
+        if self._moment == "save":
+            # As soon as the weights are being written.
+            while not (self._folder / f".global_step_{self._step}.partial" / "actor" / "shards").exists():
+                time.sleep(0.0002)
+        else:
+            time.sleep(0.01)
+        self._die()
+
+    def _die(self) -> None:
+        (self._folder / DIED_IN).write_text(str(self._phase))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None: ...
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,244 @@
+"""What goes wrong is said in one message, before or instead of half a result; the last good checkpoint stays."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.checkpoint.manifest import verify_folder
+from dovetail.checkpoint.store import CheckpointStore
+from dovetail.cli.main import main
+from dovetail.data.errors import DataError
+from dovetail.data.write import prompt_row, write_rows
+from dovetail.observability.run_folder import RunFolder
+from dovetail.rewards.errors import RewardError
+from dovetail.trainer.main_ppo import main as main_ppo
+from tests.trainer.toy_run import DAPO, Toy, repeatable, train
+
+pytestmark = pytest.mark.e2e
+
+
+def rows_of(count: int, question: str = "say") -> list[dict[str, Any]]:
+    return [
+        prompt_row(
+            data_source="toy", question=f"{question} {i}", ground_truth="", ability="toy", extra_info={"index": i}
+        )
+        for i in range(count)
+    ]
+
+
+def no_reward_file(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {"custom_reward_function.path": str(tmp_path / "missing.py")}
+
+
+def no_such_function(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {"custom_reward_function.name": "compute_scroe"}
+
+
+def no_rule_for_the_source(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {"custom_reward_function.path": "null"}
+
+
+def no_data_file(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {"data.train_files": str(tmp_path / "missing.parquet")}
+
+
+def no_prompt_column(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    rows = [{("question" if name == "prompt" else name): value for name, value in row.items()} for row in rows_of(8)]
+    return {"data.train_files": str(write_rows(rows, tmp_path / "columns.parquet"))}
+
+
+def no_rows(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    file = tmp_path / "empty.jsonl"
+    file.write_text("")
+    return {"data.train_files": str(file)}
+
+
+def too_few_rows(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {"data.train_files": str(write_rows(rows_of(3), tmp_path / "few.parquet"))}
+
+
+def no_model(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {"actor_rollout_ref.model.path": str(tmp_path / "no-model")}
+
+
+Mistake = Callable[[Toy, Path], dict[str, Any]]
+FOUND_BEFORE_THE_RUN: list[tuple[Mistake, str]] = [
+    (no_reward_file, "custom_reward_function.path="),
+    (no_such_function, "compute_scroe"),
+    (no_rule_for_the_source, "toy"),
+    (no_data_file, "missing.parquet"),
+    (no_prompt_column, "has no column 'prompt'"),
+    (no_rows, "empty.jsonl"),
+    (too_few_rows, "data.train_batch_size"),
+    (no_model, "no-model"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "says"), FOUND_BEFORE_THE_RUN, ids=lambda case: getattr(case, "__name__", ""))
+def test_mistakes_exit_with_2_and_a_message_and_leave_no_run_folder(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: Mistake, says: str
+) -> None:
+    arguments = toy.arguments(tmp_path / "run", mistake(toy, tmp_path))
+    assert main(["train", "--local", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert says in shown
+    assert "Traceback" not in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_module_entry_point_reports_mistakes_the_same_way(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_ppo(toy.arguments(tmp_path / "run", no_reward_file(toy, tmp_path))) == 2
+    shown = capsys.readouterr().err
+    assert "custom_reward_function.path=" in shown
+    assert "Traceback" not in shown
+
+
+def test_errors_keep_their_class_for_callers(toy: Toy, tmp_path: Path) -> None:
+    for mistake, kind in [(no_reward_file, RewardError), (no_prompt_column, DataError)]:
+        with pytest.raises(kind):
+            train(toy.config(tmp_path / "run", mistake(toy, tmp_path)))
+
+
+def test_a_prompt_longer_than_the_limit_names_the_row_and_the_way_out(toy: Toy, tmp_path: Path) -> None:
+    rows = rows_of(8)
+    rows[5] = rows_of(1, "x" * 100)[0]
+    keys = {"data.train_files": str(write_rows(rows, tmp_path / "long.parquet"))}
+    with pytest.raises(DataError, match=r"long\.parquet row 5.*data\.max_prompt_length") as caught:
+        train(toy.config(tmp_path / "run", keys))
+    assert "truncation" in str(caught.value) or "filter_overlong_prompts" in str(caught.value)
+    _, found = train(toy.config(tmp_path / "run", {**keys, "data.filter_overlong_prompts": True}))
+    assert len(found) == 3
+
+
+# ---- rewards ----
+
+NAN_FOR = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    bad = {condition}
+    if bad:
+        return float("nan")
+    return sum(ord(letter) < 128 for letter in solution_str) / max(len(solution_str), 1)
+"""
+
+
+def reward_file(folder: Path, condition: str) -> str:
+    file = folder / "sometimes_nan.py"
+    file.write_text(NAN_FOR.format(condition=condition))
+    return str(file)
+
+
+@pytest.mark.parametrize("changes", [{}, {"algorithm.adv_estimator": "grpo_passk"}, {"algorithm.adv_estimator": "gae"}])
+def test_a_reward_of_nan_masks_its_row_and_the_run_goes_on(toy: Toy, tmp_path: Path, changes: dict[str, Any]) -> None:
+    keys = {
+        "custom_reward_function.path": reward_file(tmp_path, "solution_str[:1] < '5'"),
+        "reward_model.reward_kwargs": {"max_failed_share": 0.9},
+    }
+    result, rows = train(toy.config(tmp_path / "run", {**keys, **changes}))
+    assert result.steps == 3
+    assert sum(row["reward/failed"] for row in rows) > 0
+    for row in rows:
+        assert None not in row.values()
+        answers = [
+            json.loads(line) for line in (tmp_path / f"run/rollouts/step_{row['step']}.jsonl").read_text().splitlines()
+        ]
+        failed = [answer for answer in answers if answer["reward_failed"]]
+        assert len(failed) == row["reward/failed"]
+        assert all(not any(answer["token_advantages"]) for answer in failed)
+        scores = [answer["score"] for answer in answers if not answer["reward_failed"]]
+        assert row["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
+
+
+def test_rewards_that_are_all_nan_stop_the_run_with_the_first_reason(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"custom_reward_function.path": reward_file(tmp_path, "True")}
+    assert main(["train", "--local", *toy.arguments(tmp_path / "run", keys)]) == 2
+    shown = capsys.readouterr().err
+    assert "16 of 16 answers could not be scored" in shown
+    assert "nan" in shown
+
+
+def test_a_reward_that_raises_shows_the_users_own_traceback(toy: Toy, tmp_path: Path) -> None:
+    keys = {"custom_reward_function.path": reward_file(tmp_path, "1 / 0")}
+    with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
+        train(toy.config(tmp_path / "run", keys))
+    assert "sometimes_nan.py" in str(caught.value)
+
+
+def test_failed_rows_give_a_group_no_signal_in_dynamic_sampling(toy: Toy, tmp_path: Path) -> None:
+    keys = {
+        **DAPO,
+        "algorithm.filter_groups.metric": "score",
+        "custom_reward_function.name": "compute_score",
+        "custom_reward_function.path": reward_file(tmp_path, "solution_str[:1] < '5'"),
+        "reward_model.reward_kwargs": {"max_failed_share": 0.9},
+        "trainer.total_training_steps": 2,
+    }
+    _, rows = train(toy.config(tmp_path / "run", keys))
+    assert all(None not in row.values() for row in rows)
+    assert sum(row["reward/failed"] for row in rows if "reward/failed" in row) > 0
+
+
+# ---- a full disk ----
+
+
+def test_a_full_disk_during_a_save_leaves_the_last_checkpoint_whole_and_resumable(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    keys = {"trainer.save_freq": 1, "trainer.total_training_steps": 4}
+    _, expected = train(toy.config(tmp_path / "whole", keys))
+    run = tmp_path / "run"
+    write_data = dcp.FileSystemWriter.write_data
+
+    def full(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if ".global_step_3." in str(self.path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_data(self, *args, **kwargs)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        train(toy.config(run, keys))
+    monkeypatch.undo()
+    assert sorted(path.name for path in run.iterdir() if "global_step" in path.name) == [
+        "global_step_1",
+        "global_step_2",
+    ]
+    verify_folder(run / "global_step_2")
+    assert CheckpointStore(run).latest() == run / "global_step_2"
+    assert [row["step"] for row in RunFolder(run).read_metrics()] == [1, 2]
+    _, rows = train(toy.config(run, keys))
+    assert repeatable(rows) == repeatable(expected)
+
+
+def test_a_limit_on_file_sizes_is_a_clear_error_and_nothing_half_written(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel itself refuses to write more: the error that a full quota gives."""
+    import resource
+    import signal
+
+    run = tmp_path / "run"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    config = toy.config(run, {"trainer.save_freq": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200 * 1024, before[1]))
+    try:
+        with pytest.raises(OSError, match="could not be written"):
+            train(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not [path for path in run.iterdir() if "global_step" in path.name]
+    _, rows = train(config)
+    assert len(rows) == 3

@@ -1,0 +1,125 @@
+"""A run that is killed and started again writes the same metrics as one that was not, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.ranks  # noqa: F401  the fork server has torch and the models imported then
+from tests.trainer.killed_run import DIED_IN, Moment, run_until_killed
+from tests.trainer.toy_run import DAPO, Toy, repeatable, train
+
+pytestmark = pytest.mark.e2e
+
+STEPS, KILLED_AT = 5, 3
+SAVING = {"trainer.total_training_steps": STEPS, "trainer.save_freq": 1, "trainer.max_actor_ckpt_to_keep": 2}
+GRPO = {
+    **SAVING,
+    "actor_rollout_ref.actor.shuffle": True,
+    "actor_rollout_ref.actor.ppo_epochs": 2,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+}
+PPO = {
+    **SAVING,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.kl_ctrl.horizon": 50,
+    "trainer.test_freq": 2,
+}
+CARRYING = {**SAVING, **DAPO}
+PHASE = {"generation": "gen", "update": "update_actor", "save": "save_checkpoint"}
+Recorded = tuple[list[dict[str, Any]], dict[str, str]]
+_references: dict[str, Recorded] = {}
+
+
+def answers(folder: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in sorted((folder / "rollouts").iterdir())}
+
+
+def reference(name: str, toy: Toy, changes: dict[str, Any], folder: Path) -> Recorded:
+    """Metrics and answers of the uninterrupted run; made once for each configuration."""
+    if name not in _references:
+        result, rows = train(toy.config(folder, changes))
+        _references[name] = repeatable(rows), answers(result.folder)
+    return _references[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "moment"),
+    [
+        ("grpo", GRPO, "generation"),
+        ("grpo", GRPO, "update"),
+        ("grpo", GRPO, "save"),
+        ("grpo", GRPO, "after_save"),
+        ("ppo", PPO, "update"),
+        ("dapo", CARRYING, "generation"),
+        ("dapo", CARRYING, "after_save"),
+    ],
+)
+def test_a_killed_run_ends_as_an_uninterrupted_one(
+    toy: Toy, tmp_path: Path, name: str, changes: dict[str, Any], moment: Moment
+) -> None:
+    if name == "ppo":
+        changes = {**changes, "data.val_files": str(toy.data / "val.parquet")}
+    expected, expected_answers = reference(name, toy, changes, tmp_path / "whole")
+    config = toy.config(tmp_path / "killed", changes)
+    assert run_until_killed(config, moment, KILLED_AT) == -signal.SIGKILL
+    folder = tmp_path / "killed"
+    if moment in PHASE:
+        assert (folder / DIED_IN).read_text() == PHASE[moment]
+    latest = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    assert latest == (KILLED_AT if moment == "after_save" else KILLED_AT - 1)
+
+    result, rows = train(config)
+    assert result.steps == STEPS
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert repeatable(rows) == expected
+    assert answers(folder) == expected_answers
+    assert not list(folder.glob(".global_step_*"))
+    assert sorted(path.name for path in folder.glob("global_step_*")) == ["global_step_4", "global_step_5"]
+    if name == "dapo":
+        # The case is worth its name only if groups were waiting in the checkpoint it resumed from.
+        assert rows[latest - 1]["train/groups_carried_over"] > 0
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(toy: Toy, tmp_path: Path) -> None:
+    config = toy.config(tmp_path, {"trainer.save_freq": 1})
+    _, first = train(config)
+    result, again = train(config)
+    assert result.steps == 3
+    assert again == first
+
+
+def test_resume_mode_chooses_the_checkpoint(toy: Toy, tmp_path: Path) -> None:
+    config = toy.config(tmp_path / "a", {"trainer.save_freq": 1})
+    _, whole = train(config)
+    chosen = {
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": str(tmp_path / "a" / "global_step_1"),
+    }
+    _, from_path = train(toy.config(tmp_path / "b", chosen))
+    assert repeatable(from_path) == repeatable(whole)
+    _, anew = train(toy.config(tmp_path / "a", {"trainer.resume_mode": "disable"}))
+    assert repeatable(anew) == repeatable(whole)
+    assert (tmp_path / "a" / "metrics.previous.jsonl").exists()
+
+
+def test_a_missing_resume_path_is_refused(toy: Toy, tmp_path: Path) -> None:
+    chosen = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "nothing")}
+    with pytest.raises(FileNotFoundError, match="nothing is no folder; give a global_step_N folder"):
+        train(toy.config(tmp_path / "run", chosen))
+
+
+def test_a_checkpoint_says_where_the_driver_stood(toy: Toy, tmp_path: Path) -> None:
+    train(toy.config(tmp_path, {"trainer.save_freq": 2}))
+    state = json.loads((tmp_path / "global_step_2" / "trainer.json").read_text())
+    assert state["step"] == 2
+    assert state["num_drawn"] == 8
+    assert state["metrics"]["training/global_step"] == 2
+    # The last step is saved too, whatever the frequency.
+    assert (tmp_path / "global_step_3" / "manifest.json").exists()
