@@ -63,10 +63,10 @@ def compute_probs_diff_metrics(
         correlation = torch.corrcoef(torch.stack((trainer, engine)))[0, 1]
     return _floats(
         {
-            "training/rollout_probs_diff_max": gap.max(),
-            "training/rollout_probs_diff_mean": gap.mean(),
-            "training/rollout_probs_diff_std": gap.std() if len(gap) > 1 else gap.new_zeros(()),
-            "training/rollout_actor_probs_pearson_corr": correlation,
+            "probs_diff_max": gap.max(),
+            "probs_diff_mean": gap.mean(),
+            "probs_diff_std": gap.std() if len(gap) > 1 else gap.new_zeros(()),
+            "pearson": correlation,
         }
     )
 

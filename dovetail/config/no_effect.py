@@ -167,7 +167,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("trainer.default_hdfs_dir", "checkpoints stay in the run folder; mount or copy it"),
     NoEffect("trainer.del_local_ckpt_after_load", "checkpoints are never deleted by loading them"),
     NoEffect("trainer.remove_previous_ckpt_in_save", "`trainer.max_actor_ckpt_to_keep` decides"),
-    NoEffect("trainer.dump_high_diff_*", "`training/rollout_probs_diff*` metrics report the gap"),
+    NoEffect("trainer.dump_high_diff_*", "`rollout_corr/probs_diff_*` metrics report the gap"),
     NoEffect("trainer.tensorboard_dir", "trackers write below the run folder"),
     NoEffect("trainer.rl_logging_board_dir", "`trainer.rollout_data_dir` records the answers"),
     NoEffect("trainer.num_global_batch", "batches travel through Ray's object store"),

@@ -10,6 +10,7 @@ from dovetail.algorithms import (
     KLController,
     apply_kl_penalty,
     compute_offpolicy_metrics,
+    compute_probs_diff_metrics,
     compute_rollout_correction_and_rejection_mask,
     get_adv_estimator_fn,
 )
@@ -47,11 +48,11 @@ def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataP
     if "rollout_log_probs" not in columns or "old_log_probs" not in columns:
         return batch, {}
     settings = algorithm.rollout_correction
+    pair = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
+    gap = compute_probs_diff_metrics(*pair) | ({} if settings.active else compute_offpolicy_metrics(*pair))
+    metrics = {f"rollout_corr/{name}": value for name, value in gap.items()}
     if not settings.active:
-        gap = compute_offpolicy_metrics(
-            columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
-        )
-        return batch, {f"rollout_corr/{name}": value for name, value in gap.items()}
+        return batch, metrics
     lower = settings.rollout_is_threshold_lower
     threshold = settings.rollout_is_threshold if lower is None else f"{lower}_{settings.rollout_is_threshold}"
     found = compute_rollout_correction_and_rejection_mask(
@@ -67,7 +68,7 @@ def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataP
     batch = _with(batch, response_mask=found.response_mask)
     if found.rollout_is_weights is not None:
         batch = _with(batch, rollout_is_weights=found.rollout_is_weights)
-    return batch, found.metrics
+    return batch, metrics | found.metrics
 
 
 def add_advantages(batch: DataProto, algorithm: AlgorithmConfig, *, num_repeat: int) -> DataProto:
