@@ -1,0 +1,111 @@
+"""The number of workers changes nothing: same answers, same metrics, checkpoints that any number of them loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.observability.run_folder import RunFolder
+from tests.trainer.toy_run import Toy, repeatable, train
+
+pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
+
+TOLERANCE = 1e-4
+"""float32 sums in another order. Adam's eps of 1e-3 keeps it that small: with 1e-8, entries whose gradient is pure
+rounding noise would get full-size steps."""
+STEPS = 4
+KEYS: dict[str, Any] = {
+    "actor_rollout_ref.actor.optim.eps": 1e-3,
+    "critic.optim.eps": 1e-3,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.use_kl_in_reward": True,
+    "trainer.total_training_steps": STEPS,
+    "trainer.save_freq": 1,
+}
+# Tokens of each rank, and a gap between two log-probs that are the same but for rounding.
+PER_RANK = ("global_seqlen/",)
+
+
+@pytest.fixture(scope="module")
+def one_worker(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one process, without Ray."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train(toy.config(folder, KEYS))
+    return folder
+
+
+def answers(folder: Path, step: int) -> dict[str, list[list[int]]]:
+    """Responses by group; ranks take rows in another order."""
+    found: dict[str, list[list[int]]] = {}
+    for line in (folder / "rollouts" / f"step_{step}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["uid"], []).append(row["response_ids"])
+    return {uid: sorted(responses) for uid, responses in found.items()}
+
+
+def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for ours, theirs in zip(repeatable(found), repeatable(expected), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if not name.startswith(PER_RANK):
+                assert ours[name] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), (theirs["step"], name)
+
+
+def test_two_workers_give_the_answers_and_metrics_of_one(toy: Toy, tmp_path: Path, one_worker: Path) -> None:
+    config = toy.config(tmp_path, {**KEYS, "trainer.n_gpus_per_node": 2, "trainer.save_freq": -1})
+    _, rows = train(config, use_ray=True)
+    for step in range(1, STEPS + 1):
+        assert answers(tmp_path, step) == answers(one_worker, step)
+    assert_close(rows, RunFolder(one_worker).read_metrics())
+
+
+def test_two_workers_continue_the_checkpoint_of_one(toy: Toy, tmp_path: Path, one_worker: Path) -> None:
+    keys = {
+        "trainer.n_gpus_per_node": 2,
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": str(one_worker / "global_step_2"),
+    }
+    result, rows = train(toy.config(tmp_path, {**KEYS, **keys}), use_ray=True)
+    assert result.steps == STEPS
+    expected = RunFolder(one_worker).read_metrics()
+    assert [row["step"] for row in rows] == [2, 3, 4]
+    assert_close(rows[1:], expected[2:])
+    for step in (3, 4):
+        assert answers(tmp_path, step) == answers(one_worker, step)
+
+    # And one process reads what two have written.
+    shutil.rmtree(tmp_path / "global_step_4")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3\n")
+    _, again = train(toy.config(tmp_path, KEYS))
+    assert [row["step"] for row in again] == [2, 3, 4]
+    assert_close(again[-1:], expected[-1:])
+
+
+def test_the_program_killed_on_ray_and_started_again_ends_as_the_run_without_ray(
+    toy: Toy, tmp_path: Path, one_worker: Path
+) -> None:
+    """`python -m dovetail.trainer.main_ppo` with a worker process, killed when it has saved two steps."""
+    program = [sys.executable, "-m", "dovetail.trainer.main_ppo", *toy.arguments(tmp_path, KEYS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "global_step_2").exists():
+        assert process.poll() is None, f"the program ended with {process.returncode}"
+        assert time.monotonic() < deadline, "two steps took more than two minutes"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    done = [row["step"] for row in RunFolder(tmp_path).read_metrics()]
+    assert len(done) < STEPS
+    second = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert repeatable(RunFolder(tmp_path).read_metrics()) == repeatable(RunFolder(one_worker).read_metrics())
