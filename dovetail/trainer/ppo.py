@@ -33,7 +33,7 @@ from dovetail.trainer.batch_math import (
 from dovetail.trainer.checkpoints import TrainerCheckpoints
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.prompt_draws import PromptDraws
-from dovetail.trainer.step_metrics import data_metrics, throughput_metrics, timing_metrics, token_counts
+from dovetail.trainer.step_metrics import data_metrics, memory_metrics, throughput_metrics, timing_metrics, token_counts
 from dovetail.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
@@ -262,6 +262,7 @@ class RayPPOTrainer:
         metrics |= data_metrics(batch, use_critic=self.groups.critic is not None)
         metrics |= timing_metrics(seconds, tokens, response_tokens)
         metrics |= throughput_metrics(seconds["step"], tokens, self.config.trainer.world_size)
+        metrics |= memory_metrics(metrics)
         if metrics.get("actor/skipped_steps", 0) or metrics.get("critic/skipped_steps", 0):
             self.tracker.event("skipped_step", self.global_step)
         self.tracker.folder.write_answers(self.global_step, rollout_rows(batch, self.tokenizer))

@@ -15,6 +15,13 @@ Metrics = dict[str, float]
 _PER_TOKEN = {"gen": False, "old_log_prob": True, "ref": True, "values": True, "adv": True, "update_critic": True}
 _PER_TOKEN["update_actor"] = True
 
+# What workers measure, under the names users plot. Both count in GiB.
+_MEMORY_NAMES = {
+    "memory/peak_allocated_gib": "perf/max_memory_allocated_gb",
+    "memory/peak_reserved_gib": "perf/max_memory_reserved_gb",
+    "memory/host_peak_gib": "perf/cpu_memory_used_gb",
+}
+
 
 def data_metrics(batch: DataProto, *, use_critic: bool) -> Metrics:
     """Scores, rewards, advantages, returns, values and lengths; rows with an empty mask (failed rewards) left out."""
@@ -61,6 +68,11 @@ def throughput_metrics(seconds: float, num_tokens: int, num_devices: int) -> Met
         "perf/time_per_step": seconds,
         "perf/throughput": num_tokens / (seconds * num_devices) if seconds else 0.0,
     }
+
+
+def memory_metrics(reported: Mapping[str, float]) -> Metrics:
+    """`perf/max_memory_*` of the fullest device and `perf/cpu_memory_used_gb` of the largest process."""
+    return {name: reported[measured] for measured, name in _MEMORY_NAMES.items() if measured in reported}
 
 
 def token_counts(batch: DataProto) -> tuple[int, int]:

@@ -13,7 +13,13 @@ from dovetail.protocol import DataProto
 from dovetail.protocol.stages import unmet_reads
 from dovetail.trainer.ppo import total_training_steps
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
-from dovetail.trainer.step_metrics import data_metrics, throughput_metrics, timing_metrics, token_counts
+from dovetail.trainer.step_metrics import (
+    data_metrics,
+    memory_metrics,
+    throughput_metrics,
+    timing_metrics,
+    token_counts,
+)
 from dovetail.trainer.val_metrics import validation_metrics
 
 pytestmark = pytest.mark.unit
@@ -106,6 +112,12 @@ def test_speed_counts_written_tokens_for_generation_and_all_tokens_elsewhere() -
     assert found["timing_per_token_ms/update_actor"] == pytest.approx(100.0)
     assert "timing_per_token_ms/reward" not in found
     assert throughput_metrics(2.0, tokens, 2)["perf/throughput"] == pytest.approx(11 / 4)
+
+
+def test_peaks_of_memory_get_the_names_users_plot() -> None:
+    measured = {"memory/peak_allocated_gib": 3.0, "memory/allocated_gib": 1.0, "memory/host_peak_gib": 9.0}
+    expected = {"perf/max_memory_allocated_gb": 3.0, "perf/cpu_memory_used_gb": 9.0}
+    assert memory_metrics(measured) == expected
 
 
 # ---- draws and steps ----
