@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
@@ -126,6 +126,8 @@ class RolloutEngine(ABC):
 
     name: ClassVar[str]
     supports_multi_modal: ClassVar[bool] = False
+    reload_weights: Callable[[Any], None] | None = None
+    """Set by the owner of the weights: called with an engine that was restarted, to bring it up to date."""
 
     @classmethod
     @abstractmethod

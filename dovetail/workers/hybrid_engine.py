@@ -43,6 +43,9 @@ class HybridEngine:
         folder = config.actor_rollout_ref.model.path
         engine_class = get_engine_class(self._rollout.name)
         self.engine: RolloutEngine = engine_class.from_config(self._rollout, folder, device=device, shared=whole)
+        # Gathering weights takes all ranks, and only the one whose engine died would be asking.
+        if backend is not None and not self.shares_weights and backend.place.world_size == 1:
+            self.engine.reload_weights = self._send_weights
         self._trainer_version = 1
         self._engine_version: int | None = None  # None: the engine holds no weights of this trainer
         model = config.actor_rollout_ref.model
@@ -73,12 +76,15 @@ class HybridEngine:
         if self._backend is not None and (is_stale or self.shares_weights):
             self._backend.onload(params=True, optimizer=False)
         if self._backend is not None and is_stale:
-            weights = None if self.shares_weights else self._backend.named_weights()
-            self.engine.update_weights(weights, self._trainer_version)
+            self._send_weights(self.engine)
             self._engine_version = self._trainer_version
             if not self.shares_weights:
                 self._backend.offload(params=self._fsdp.param_offload, optimizer=False)
         self.engine.wake(["kv_cache"])
+
+    def _send_weights(self, engine: RolloutEngine) -> None:
+        assert self._backend is not None, "an engine alone keeps its own weights"
+        engine.update_weights(None if self.shares_weights else self._backend.named_weights(), self._trainer_version)
 
     def trainer_mode(self) -> None:
         """Give the engine's memory back. Shared weights stay: they are the trainer's."""
