@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 
+from dovetail.controller import start_ray, stop_ray
 from dovetail.protocol import DataProto, DataProtoFuture, is_readonly
 from tests.protocol.batches import assert_same, make_batch
 
@@ -36,11 +37,14 @@ class Doubler:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[Any]]:
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=256 * 2**20, log_to_driver=False)
+    # Another module's Ray may still run in this process: use it, and leave it to its owner.
+    owns_ray = not ray.is_initialized()
+    start_ray(num_cpus=2, object_store_memory=256 * 2**20, log_to_driver=False)
     try:
-        yield [ray.remote(num_cpus=0.5)(Doubler).remote() for _ in range(2)]
+        yield [ray.remote(num_cpus=0)(Doubler).remote() for _ in range(2)]
     finally:
-        ray.shutdown()
+        if owns_ray:
+            stop_ray()
 
 
 def test_put_and_get_gives_the_same_batch_over_shared_memory(workers: list[Any]) -> None:
