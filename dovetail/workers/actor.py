@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.algorithms import BatchCounts, agg_loss, get_policy_loss_fn, get_policy_loss_selector, kl_penalty
+from dovetail.algorithms.aggregate import token_share
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
 from dovetail.config.actor import ActorConfig
 from dovetail.protocol import DataProto
@@ -120,6 +121,9 @@ class DataParallelPPOActor:
                 f"{self._mini_batch_rows} and ppo_epochs={self.config.ppo_epochs} make more than one optimizer step; "
                 "call compute_log_prob first."
             )
+        elif "rollout_log_probs" in data:
+            # Without a pass of its own the gap between engine and trainer is measured in the update.
+            names.append("rollout_log_probs")
         if self.config.use_kl_loss:
             names.append("ref_log_prob")
         if "rollout_is_weights" in data:
@@ -145,6 +149,8 @@ class DataParallelPPOActor:
                 **self._loss_settings(),
             )
             metrics = {"actor/pg_loss": loss.detach(), **metrics}
+            if "rollout_log_probs" in columns:
+                metrics |= _engine_gap(log_prob.detach(), columns["rollout_log_probs"], mask, counts)
             if output.entropy is not None:
                 entropy = agg_loss(
                     at_responses(output.entropy, width), mask, mode, counts=counts, loss_scale_factor=scale
@@ -202,6 +208,16 @@ def _row_keys(input_ids: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(2**62, (input_ids.shape[1],), generator=generator).to(input_ids.device)
     return (input_ids * factors).sum(dim=1)
+
+
+def _engine_gap(log_prob: Tensor, engine_log_prob: Tensor, mask: Tensor, counts: BatchCounts) -> dict[str, Tensor]:
+    """Shares of the means over tokens that `compute_offpolicy_metrics` reports of a whole batch."""
+    log_ratio = log_prob.float() - engine_log_prob
+    return {
+        "rollout_corr/kl": token_share(-log_ratio, mask, counts),
+        "rollout_corr/k3_kl": token_share(log_ratio.exp() - log_ratio - 1, mask, counts),
+        "rollout_corr/probs_diff_mean": token_share((log_prob.exp() - engine_log_prob.exp()).abs(), mask, counts),
+    }
 
 
 def _gather_rows(column: Tensor, group: dist.ProcessGroup | None) -> Tensor:

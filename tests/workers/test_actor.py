@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dovetail.algorithms import compute_offpolicy_metrics, compute_probs_diff_metrics
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
@@ -139,6 +140,17 @@ def test_an_update_without_old_log_probs_equals_one_with_the_policys_own(folder:
     assert found["actor/ppo_kl"] == 0
     weights = [as_numpy(actor.backend.named_weights()) for actor in (shortcut, two_passes)]
     assert largest_difference(*weights) < TOLERANCE
+
+
+def test_the_gap_to_the_engine_measured_in_an_update_is_the_one_of_a_pass_of_its_own(folder: Path) -> None:
+    actor, batch = build(folder, ppo_micro_batch_size_per_gpu=3), rollout_batch()
+    engine = actor.compute_log_prob(batch)[0] + 0.1 * torch.randn(NUM_ROWS, RESPONSE)
+    mask = batch.tensors["response_mask"]
+    expected = compute_offpolicy_metrics(actor.compute_log_prob(batch)[0], engine, mask)
+    expected |= compute_probs_diff_metrics(actor.compute_log_prob(batch)[0], engine, mask)
+    found = actor.update_policy(batch.union(DataProto.from_dict({"rollout_log_probs": engine})))
+    for name in ("kl", "k3_kl", "probs_diff_mean"):
+        assert found[f"rollout_corr/{name}"] == pytest.approx(expected[name], rel=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{"ppo_epochs": 2}, {"mini_batch_rows": NUM_ROWS // 2}])
