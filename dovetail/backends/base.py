@@ -71,7 +71,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class BackendPlace:
-    """Where this process stands. ``dp``: who reads different rows; ``sp``: who shares the same rows."""
+    """Where this process stands. ``dp``: who reads different rows; ``sp``: who shares the tokens of the same rows."""
 
     rank: int = 0
     world_size: int = 1
@@ -79,6 +79,8 @@ class BackendPlace:
     dp_size: int = 1
     sp_rank: int = 0
     sp_size: int = 1
+    answers: bool = True
+    """True on one of the ranks that read the same rows: its results are the ones collected."""
 
 
 class TrainBackend(ABC):

@@ -92,6 +92,7 @@ def place_of(mesh: ParallelMesh) -> BackendPlace:
         dp_size=mesh.dp_size,
         sp_rank=mesh.sp_rank,
         sp_size=mesh.sp_size,
+        answers=mesh.sp_rank == 0,
     )
 
 

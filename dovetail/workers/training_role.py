@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from dovetail.backends.base import TrainBackend
 from dovetail.config.fsdp import FSDPConfig
-from dovetail.controller import Worker
+from dovetail.controller import Dispatch, Worker, register
+from dovetail.workers.device_peak import device_peak
 
 
 class TrainingRole(Worker):
@@ -28,10 +29,15 @@ class TrainingRole(Worker):
         if self.world_size > 1 and not dist.is_initialized():
             self.init_process_group(timeout=timedelta(seconds=timeout_seconds))
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def device_peak(self, dtype: str) -> float | None:
+        """FLOP/s that this process's device can reach in `dtype`; None when that is not known."""
+        return device_peak(self.device, getattr(torch, dtype))
+
     def place_in_mesh(self, name: str, backend: TrainBackend) -> None:
-        """Ranks that share sequences get the same rows; the first of them answers."""
+        """Ranks that share sequences or layers get the same rows; one of them answers."""
         place = backend.place
-        self._register_dispatch_collect_info(name, place.dp_rank, place.sp_rank == 0)
+        self._register_dispatch_collect_info(name, place.dp_rank, place.answers)
 
 
 def _compute_deterministically() -> None:

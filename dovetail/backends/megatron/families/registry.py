@@ -1,0 +1,1 @@
+"""The built-in families; importing this module registers them."""
