@@ -31,6 +31,12 @@ class TrainerConfig(Section):
         description="How float32 matrix products are computed: exactly, with TF32 (high), or with bfloat16 (medium). "
         "On a CPU with bfloat16 units medium doubles the speed of training and generation alike.",
     )
+    device_peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="Peak of one device in tera-FLOP/s, for `perf/mfu/*`. Null: published for known GPUs, measured on a "
+        "CPU, otherwise not reported.",
+    )
     balance_batch: bool = Field(True, description="Give each data-parallel rank the same number of tokens.")
     critic_warmup: int = Field(0, ge=0, description="Steps that train the critic only.")
     val_before_train: bool = Field(True, description="Validate before the first step.")

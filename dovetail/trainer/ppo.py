@@ -31,6 +31,7 @@ from dovetail.trainer.batch_math import (
     with_baseline_failures,
 )
 from dovetail.trainer.checkpoints import TrainerCheckpoints
+from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.prompt_draws import PromptDraws
 from dovetail.trainer.step_metrics import data_metrics, memory_metrics, throughput_metrics, timing_metrics, token_counts
@@ -77,6 +78,7 @@ class RayPPOTrainer:
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.draws = PromptDraws(config.trainer.seed)
         self.checkpoints = TrainerCheckpoints(config)
+        self.utilisation = StepUtilisation(config)
         self.global_step = 0
         self.total_steps = total_training_steps(config, len(train_loader))
         self._create_groups = create_groups
@@ -101,6 +103,7 @@ class RayPPOTrainer:
             self._groups.reward_model.init_model()
         # The policy comes last, so that its engine measures what memory the other roles have left.
         self._groups.actor_rollout.init_model(self.total_steps)
+        self.utilisation.ask_peaks(trains=self._groups.actor_rollout, generates=self._groups.actor_rollout)
 
     def fit(self) -> Metrics:
         """Train to the last step; returns the last validation's metrics."""
@@ -168,8 +171,10 @@ class RayPPOTrainer:
         """`rollout.n` answers to each prompt; ReMax also asks for the greedy one, whose score is the baseline."""
         n = self.config.actor_rollout_ref.rollout.n
         batch = self._answers(prompts, n=n)
+        self.utilisation.count_generation(batch)
         if self.config.algorithm.adv_estimator == "remax":
             greedy = self._answers(prompts, n=1, do_sample=False)
+            self.utilisation.count_generation(greedy)
             scored = self._finish_rewards(self._start_rewards(greedy))
             columns = {
                 "reward_baselines": scored.columns.tensors["token_level_scores"].sum(dim=1),
@@ -263,6 +268,7 @@ class RayPPOTrainer:
         metrics |= timing_metrics(seconds, tokens, response_tokens)
         metrics |= throughput_metrics(seconds["step"], tokens, self.config.trainer.world_size)
         metrics |= memory_metrics(metrics)
+        metrics |= self.utilisation.take(batch, seconds)
         if metrics.get("actor/skipped_steps", 0) or metrics.get("critic/skipped_steps", 0):
             self.tracker.event("skipped_step", self.global_step)
         self.tracker.folder.write_answers(self.global_step, rollout_rows(batch, self.tokenizer))

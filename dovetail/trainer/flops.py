@@ -1,0 +1,163 @@
+"""Floating-point operations of a step and the share of the devices' peak they reach: `perf/mfu/*`.
+
+Counted are the products that the model asks for: weights times tokens, and attention between a token and those before
+it. What is computed again to save memory (gradient checkpointing), norms, activations and vision towers is not counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dovetail.config.fsdp import full_dtype
+from dovetail.config.plan import read_shapes
+from dovetail.config.plan.model_shape import ModelShape
+from dovetail.config.root import DovetailConfig
+from dovetail.controller import WorkerGroup
+from dovetail.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+# Phase of a step -> name under perf/mfu. `actor_infer` is the pass for the old log-probs.
+_PASSES = {
+    "old_log_prob": "actor_infer",
+    "ref": "ref",
+    "values": "critic_infer",
+    "update_actor": "actor",
+    "update_critic": "critic",
+}
+
+
+class StepUtilisation:
+    """`perf/mfu/*` of a run's steps. A peak or a model shape that is not known leaves the metrics out."""
+
+    def __init__(self, config: DovetailConfig) -> None:
+        self._config = config
+        self._shapes = read_shapes(config)
+        self._peaks: dict[str, float | None] = {}
+        self._generated = 0.0
+
+    def ask_peaks(self, trains: WorkerGroup, generates: WorkerGroup) -> None:
+        """The peak of all devices together: configured, published for a GPU, measured on a CPU."""
+        policy = self._config.actor_rollout_ref
+        dtype = full_dtype(policy.actor.fsdp_config.mixed_precision.param_dtype)
+        self._peaks = {
+            "training": self._peak(trains, dtype),
+            "generation": self._peak(generates, full_dtype(policy.rollout.dtype)),
+        }
+        if None in self._peaks.values():
+            logger.info(
+                "perf/mfu is not reported: the peak of this device is not known; set trainer.device_peak_tflops"
+            )
+
+    def count_generation(self, answers: DataProto) -> None:
+        """Called with every batch an engine has written in this step."""
+        if self._shapes.policy is not None:
+            self._generated += generation_flops(self._shapes.policy, answers)
+
+    def take(self, batch: DataProto, seconds: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of the step that ends; counting starts again."""
+        config, shapes = self._config, self._shapes
+        generated, self._generated = self._generated, 0.0
+        found: dict[str, float] = {}
+        training, generation = self._peaks.get("training"), self._peaks.get("generation")
+        if generation is not None and generated and seconds.get("gen"):
+            found["perf/mfu/rollout"] = generated / seconds["gen"] / generation
+        if training is not None and shapes.policy is not None:
+            flops = pass_flops(
+                batch,
+                policy=shapes.policy,
+                critic=shapes.critic,
+                actor_epochs=config.actor_rollout_ref.actor.ppo_epochs,
+                critic_epochs=config.critic.ppo_epochs,
+                adapters_only=config.actor_rollout_ref.model.uses_lora,
+            )
+            found |= utilisation(flops, seconds, training)
+            found["perf/peak_tflops"] = training / 1e12
+        return found
+
+    def _peak(self, group: WorkerGroup, dtype: str) -> float | None:
+        if self._config.trainer.device_peak_tflops is not None:
+            return self._config.trainer.device_peak_tflops * 1e12 * group.world_size
+        peaks: list[float | None] = group.device_peak(dtype)
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) if len(known) == len(peaks) else None
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int], num_head_tokens: int) -> float:
+    """One forward pass over sequences of these lengths; the vocabulary head reads `num_head_tokens` of the tokens."""
+    attention_width = shape.num_heads * shape.head_dim * shape.num_layers
+    # Two products (scores, then values) of 2 FLOPs each, and a token sees half of the square: 2 x n^2 x width.
+    attention = sum(2.0 * length * length * attention_width for length in lengths)
+    return 2.0 * _layer_weights(shape) * sum(lengths) + attention + 2.0 * _head_weights(shape) * num_head_tokens
+
+
+def generation_flops(shape: ModelShape, answers: DataProto) -> float:
+    """What an engine must compute: each prompt once, however many answers it gets, then every answer token by token."""
+    prompts, responses = _lengths(answers)
+    whole = prompts + responses
+    total = forward_flops(shape, whole.tolist(), int(responses.sum()))
+    uids = [str(uid) for uid in answers.non_tensor_batch["uid"]]
+    seen: set[str] = set()
+    for uid, length in zip(uids, prompts.tolist(), strict=True):
+        if uid in seen:
+            total -= forward_flops(shape, [length], 0)
+        seen.add(uid)
+    return total
+
+
+def pass_flops(
+    batch: DataProto,
+    *,
+    policy: ModelShape,
+    critic: ModelShape | None,
+    actor_epochs: int,
+    critic_epochs: int,
+    adapters_only: bool,
+) -> dict[str, float]:
+    """FLOPs of every phase that runs a model over `batch`, by phase. A backward pass costs two forward passes.
+
+    Frozen weights need no gradient of their own: with adapters a backward pass costs one.
+    """
+    prompts, responses = _lengths(batch)
+    lengths, num_responses = (prompts + responses).tolist(), int(responses.sum())
+    forward = forward_flops(policy, lengths, num_responses)
+    found = {
+        "old_log_prob": forward,
+        "ref": forward,
+        "update_actor": forward * (2 if adapters_only else 3) * actor_epochs,
+    }
+    if critic is not None:
+        value = forward_flops(critic, lengths, 0)
+        found |= {"values": value, "update_critic": 3 * value * critic_epochs}
+    return found
+
+
+def utilisation(flops: Mapping[str, float], seconds: Mapping[str, float], peak: float) -> dict[str, float]:
+    """`perf/mfu/*` of the phases that took time; `peak` is that of all devices together."""
+    return {
+        f"perf/mfu/{_PASSES[phase]}": count / seconds[phase] / peak
+        for phase, count in flops.items()
+        if seconds.get(phase, 0.0) > 0
+    }
+
+
+def _layer_weights(shape: ModelShape) -> float:
+    """Weights that a token is multiplied with in the decoder layers."""
+    dense = sum(layer.dense - layer.norms for layer in shape.layers)
+    routed = sum(layer.routed_experts for layer in shape.layers)
+    return dense + (routed * shape.experts_per_token / shape.num_experts if routed else 0.0)
+
+
+def _head_weights(shape: ModelShape) -> int:
+    return shape.vocab_size * shape.hidden_size
+
+
+def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Prompt and response tokens of every row."""
+    attention = batch.tensors["attention_mask"].to(torch.int64)
+    width = batch.tensors["responses"].shape[1]
+    return attention[:, :-width].sum(dim=1), attention[:, -width:].sum(dim=1)
