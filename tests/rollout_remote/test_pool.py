@@ -1,0 +1,232 @@
+"""The HTTP client and the pool against real HTTP servers in this process that misbehave on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any, Self
+
+import pytest
+from aiohttp import web
+
+from dovetail.rollout.remote.client import HttpClient, ServerError, ServerGoneError, ServerTimeoutError
+from dovetail.rollout.remote.loop import LoopThread
+from dovetail.rollout.remote.pool import ServerPool
+from dovetail.rollout.remote.router import NoServerError
+
+pytestmark = pytest.mark.unit
+
+
+class _Server:
+    """`/work` answers after `delay_s`; `kill` breaks every connection and closes the port, as a dead process would."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+        self.healthy = True
+        self.failing = False
+        self.silent = False
+        self.answered: Counter[str] = Counter()
+        self.port = 0
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.add_routes([web.get("/health", self._health), web.post("/work", self._work), web.post("/text", self._text)])
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await self._runner.setup()
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        await web.SockSite(self._runner, listener).start()
+
+    async def kill(self) -> None:
+        if self._runner.server is not None:
+            for connection in list(self._runner.server.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+        await self._runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if self.silent:
+            await asyncio.sleep(60)
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _work(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.silent:
+            await asyncio.sleep(60)
+        await asyncio.sleep(self.delay_s)
+        if self.failing:
+            return web.json_response({"error": f"no luck with {body['job']}"}, status=500)
+        self.answered[body["job"]] += 1
+        return web.json_response({"job": body["job"], "by": self.url})
+
+    async def _text(self, request: web.Request) -> web.Response:
+        return web.Response(text="Cache flushed.\n")
+
+
+def _with_servers(
+    count: int, body: Callable[..., Awaitable[None]], *, delay_s: float = 0.0, silence_s: float = 30.0
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            servers = [await stack.enter_async_context(_Server(delay_s)) for _ in range(count)]
+            client = HttpClient()
+            pool = ServerPool(
+                [server.url for server in servers], client, interval_s=0.05, silence_s=silence_s, check_timeout_s=1.0
+            )
+            stack.push_async_callback(client.close)
+            stack.push_async_callback(pool.close)
+            pool.start()
+            await asyncio.wait_for(body(pool, *servers), 60)
+
+    asyncio.run(main())
+
+
+def _work(pool: ServerPool, job: str, key: str | None = None) -> Awaitable[Any]:
+    return pool.run(lambda url: pool.client.post(f"{url}/work", {"job": job}), key=key)
+
+
+def test_answers_are_json_or_text_or_nothing() -> None:
+    async def body(pool: ServerPool, server: _Server) -> None:
+        assert await pool.client.post(f"{server.url}/work", {"job": "a"}) == {"job": "a", "by": server.url}
+        assert await pool.client.post(f"{server.url}/text") == "Cache flushed.\n"
+        assert await pool.client.get(f"{server.url}/health") is None
+
+    _with_servers(1, body)
+
+
+def test_errors_name_url_status_and_answer() -> None:
+    async def body(pool: ServerPool, server: _Server) -> None:
+        server.failing = True
+        with pytest.raises(ServerError, match=r"POST http://127\S+/work answered HTTP 500: .*no luck with x") as caught:
+            await pool.client.post(f"{server.url}/work", {"job": "x"})
+        assert (caught.value.status, caught.value.url) == (500, f"{server.url}/work")
+        with pytest.raises(ServerError, match=r"GET http://127\S+/nothing answered HTTP 404"):
+            await pool.client.get(f"{server.url}/nothing")
+        server.failing, server.delay_s = False, 5
+        with pytest.raises(ServerTimeoutError, match=r"/work: no answer within 0.1 s"):
+            await pool.client.post(f"{server.url}/work", {"job": "x"}, timeout_s=0.1)
+        await server.kill()
+        with pytest.raises(ServerGoneError, match=r"GET http://127\S+/health: no connection"):
+            await pool.client.get(f"{server.url}/health")
+        with pytest.raises(ValueError, match="'nonsense' is no URL"):
+            await pool.client.get("nonsense")
+
+    _with_servers(1, body)
+
+
+def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
+    async def body(pool: ServerPool, first: _Server, second: _Server) -> None:
+        jobs = [str(number) for number in range(60)]
+        tasks = [asyncio.ensure_future(_work(pool, job, key=f"group {int(job) // 4}")) for job in jobs]
+        await asyncio.sleep(0.1)
+        start = time.monotonic()
+        await first.kill()
+        answers = await asyncio.gather(*tasks)
+        assert time.monotonic() - start < 10
+        assert [answer["job"] for answer in answers] == jobs
+        assert {answer["by"] for answer in answers} == {second.url}
+        assert second.answered == Counter(jobs)
+        assert pool.router.loads() == {first.url: 0, second.url: 0}
+        assert "connection broke" in pool.router.down()[first.url]
+
+    _with_servers(2, body, delay_s=0.4)
+
+
+def test_a_server_that_returns_serves_again_when_it_is_admitted() -> None:
+    async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
+        admitted: list[str] = []
+
+        async def admit(url: str) -> None:
+            admitted.append(url)
+            if len(admitted) == 1:
+                raise ServerError("its weights are old", url=url)
+
+        pool._admit = admit
+        await server.kill()
+        while server.url not in pool.router.down():
+            await asyncio.sleep(0.02)
+        await server.start()
+        while server.url in pool.router.down():
+            await asyncio.sleep(0.02)
+        assert admitted == [server.url] * 2
+        answers = await asyncio.gather(*(_work(pool, str(number)) for number in range(8)))
+        assert {answer["by"] for answer in answers} == {server.url, other.url}
+
+    _with_servers(2, body, delay_s=0.05)
+
+
+def test_a_server_that_falls_silent_is_given_up_and_its_requests_move_on() -> None:
+    async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
+        server.silent = True
+        answers = await asyncio.gather(*(_work(pool, str(number)) for number in range(8)))
+        assert {answer["by"] for answer in answers} == {other.url}
+
+    _with_servers(2, body, silence_s=1.0)
+
+
+def test_a_500_of_a_healthy_server_is_raised_and_one_of_a_dying_server_moves_on() -> None:
+    async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
+        server.failing = other.failing = True
+        with pytest.raises(ServerError, match=r"HTTP 500: .*no luck with x"):
+            await _work(pool, "x")
+        server.healthy, other.failing = False, False
+        answers = await asyncio.gather(*(_work(pool, str(number)) for number in range(8)))
+        assert {answer["by"] for answer in answers} == {other.url}
+
+    _with_servers(2, body)
+
+
+def test_when_the_last_server_is_gone_every_request_fails_and_says_so() -> None:
+    async def body(pool: ServerPool, server: _Server) -> None:
+        tasks = [asyncio.ensure_future(_work(pool, str(number))) for number in range(4)]
+        await asyncio.sleep(0.1)
+        await server.kill()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, NoServerError)
+            assert "none of 1 servers is up" in str(outcome)
+
+    _with_servers(1, body, delay_s=5)
+
+
+def test_cancelling_a_request_frees_its_place() -> None:
+    async def body(pool: ServerPool, server: _Server) -> None:
+        task = asyncio.ensure_future(_work(pool, "x"))
+        await asyncio.sleep(0.1)
+        assert pool.router.loads() == {server.url: 1}
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert pool.router.loads() == {server.url: 0}
+        assert pool.router.up() == (server.url,)
+
+    _with_servers(1, body, delay_s=5)
+
+
+def test_the_loop_runs_coroutines_of_other_threads_and_ends_with_what_is_left() -> None:
+    thread = LoopThread("test")
+
+    async def double(value: int) -> int:
+        await asyncio.sleep(0.01)
+        return 2 * value
+
+    assert thread.run(double(4)) == 8
+    waiting = thread.start(asyncio.sleep(60))
+    thread.close()
+    thread.close()
+    assert waiting.cancelled()
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.run(double(1))
