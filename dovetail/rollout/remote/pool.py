@@ -2,7 +2,7 @@
 
 A request that a server did not finish is sent again, to another one; its answer is taken from exactly one. A server is
 down when its connections break, when it says itself that it is unwell, or when it has been silent for `silence_s`. It
-is asked every `interval_s` whether it is back, and `admit` decides whether it may serve again. Knows no engine's routes.
+is asked every `interval_s` whether it is back, and `admit` decides whether it may serve. Knows no engine's routes.
 """
 
 from __future__ import annotations
