@@ -44,6 +44,7 @@ class MegatronFamily(ABC):
     def finish(self, chunk: nn.Module, hf_config: Any) -> None:
         """Called on every chunk once it is built, for what no argument of `GPTModel` says (rotary frequencies that
         Megatron computes differently from transformers)."""
+        return None
 
     @abstractmethod
     def load_hf_weights(self, model: MegatronModel, folder: Path) -> None:
@@ -54,11 +55,14 @@ class MegatronFamily(ABC):
         """
 
     @abstractmethod
-    def named_weights(self, model: MegatronModel, read: ReadParameter) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, model: MegatronModel, read: ReadParameter, *, buffers: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under the names and in the shapes of a Hugging Face checkpoint, one at a time, on every rank.
 
         Shards are gathered over tensor-, expert- and pipeline-parallel ranks; a tied weight comes once. `read` gives
-        what is gathered of each parameter. All ranks must take all tensors.
+        what is gathered of each parameter. `buffers`: also what is no parameter and stands in checkpoints (the bias
+        of a sigmoid router), read as it is. All ranks must take all tensors.
         """
 
 
