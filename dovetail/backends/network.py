@@ -36,8 +36,9 @@ def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOpti
         token_mask=_last_columns(micro_batch.tensors["attention_mask"], options.last_tokens),
         temperature=options.temperature,
         need_entropy=options.entropy,
+        need_best=options.best,
     )
-    return TokenOutput(log_probs=found.log_probs, entropy=found.entropy)
+    return TokenOutput(log_probs=found.log_probs, entropy=found.entropy, best=found.best)
 
 
 def _call_value(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:

@@ -134,7 +134,6 @@ PENDING: tuple[Pending, ...] = (
         f"{_ROLLOUT}.mode", "the native engine takes the requests of a batch together in its own process", when=_native
     ),
     *(Pending(f"{_ROLLOUT}.{name}", _NATIVE, when=_native) for name in _ENGINE_SETTINGS),
-    Pending(f"{_ROLLOUT}.verify_weights", "only vllm with mode=sync compares checksums", when=_not("vllm", "sync")),
     Pending(f"{_ROLLOUT}.restart_engine", "only vllm with mode=async can be restarted", when=_not("vllm", "async")),
     Pending(f"{_ROLLOUT}.engine_kwargs.sglang*", "there is no SGLang engine yet"),
     Pending("reward_model.sandbox_fusion.max_concurrent", "as many programs run as `reward_model.num_workers` ask for"),

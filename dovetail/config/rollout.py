@@ -90,7 +90,10 @@ class RolloutConfig(Section):
         "auto", description="How weights reach the engine; auto: colocated on shared devices, else broadcast."
     )
     update_weights_bucket_megabytes: int = Field(512, ge=1, description="Size of one transfer of weights, in MiB.")
-    verify_weights: bool = Field(False, description="Compare checksums of the engine's and the trainer's weights.")
+    verify_start: bool = Field(
+        True, description="Prove at the start that engine and trainer agree: checksums, and a greedy probe."
+    )
+    verify_weights: bool = Field(False, description="Prove it again after every weight update.")
     restart_engine: int = Field(0, ge=0, description="How often a dead engine is started again before the run stops.")
     log_prob_micro_batch_size_per_gpu: int | None = inherits(
         f"{_ACTOR}.ppo_micro_batch_size_per_gpu",

@@ -21,17 +21,20 @@ class LogProbs(NamedTuple):
     """`[N]` float32: log p(label)."""
     entropy: Tensor | None
     """`[N]` float32, `None` when it was not asked for."""
+    best: Tensor | None = None
+    """`[N]` float32: log p of the most likely label, `None` when it was not asked for."""
 
 
 def plain_log_prob_entropy(
-    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, need_entropy: bool = True
+    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, need_entropy: bool = True, need_best: bool = False
 ) -> LogProbs:
     """From full logits `[..., V]`."""
     scaled = logits.float() / temperature
     log_p = scaled.log_softmax(-1)
     log_probs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     # Not logsumexp - mean logit: that difference of large numbers loses digits when the entropy is small.
-    return LogProbs(log_probs, -(log_p.exp() * log_p).sum(-1) if need_entropy else None)
+    entropy = -(log_p.exp() * log_p).sum(-1) if need_entropy else None
+    return LogProbs(log_probs, entropy, log_p.amax(-1) if need_best else None)
 
 
 def fused_linear_log_prob(

@@ -23,6 +23,8 @@ class PolicyOutput(NamedTuple):
     """`[B, T]` float32: log p(token t | tokens before t). 0 for padding, the first token and unwanted tokens."""
     entropy: Tensor | None
     """`[B, T]` float32: entropy of the distribution token t was drawn from; `None` when not asked for."""
+    best: Tensor | None = None
+    """`[B, T]` float32: log p of the most likely token in place of token t; `None` when not asked for."""
 
 
 class PolicyModel(TransformerBackbone):
@@ -63,28 +65,32 @@ class PolicyModel(TransformerBackbone):
         token_mask: Tensor | None = None,
         temperature: float = 1.0,
         need_entropy: bool = False,
+        need_best: bool = False,
         multi_modal_inputs: Mapping[str, Tensor] | None = None,
     ) -> PolicyOutput:
         """All inputs are padded `[B, T]`; `token_mask` marks the tokens whose log-prob is wanted (default: all)."""
         hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
         rows = layout.pack(predicting_positions(attention_mask, token_mask)).nonzero().squeeze(1)
         labels = layout.pack(input_ids.roll(-1, dims=1))
-        found = self._head(hidden[rows], labels[rows], temperature, need_entropy)
+        found = self._head(hidden[rows], labels[rows], temperature, need_entropy, need_best)
 
         def spread(values: Tensor) -> Tensor:
             flat = values.new_zeros(hidden.size(0)).index_copy(0, rows, values)
             return align_to_tokens(layout.unpack(flat))
 
         entropy = spread(found.entropy) if found.entropy is not None else None
-        return PolicyOutput(spread(found.log_probs), entropy)
+        best = spread(found.best) if found.best is not None else None
+        return PolicyOutput(spread(found.log_probs), entropy, best)
 
-    def _head(self, hidden: Tensor, labels: Tensor, temperature: float, need_entropy: bool) -> LogProbs:
+    def _head(
+        self, hidden: Tensor, labels: Tensor, temperature: float, need_entropy: bool, need_best: bool
+    ) -> LogProbs:
         layer = self.hf_model.get_output_embeddings()
         if layer is None:
             raise ValueError(f"{type(self.hf_model).__name__} has no language-model head.")
         layer = checked_layer(layer)
         temperature = temperature / self._logit_scale
-        if self.use_fused_kernels:
+        if self.use_fused_kernels and not need_best:
             if type(layer) is not nn.Linear:
                 raise ValueError(
                     f"the fused head needs a plain linear layer, this model has {type(layer).__name__}; "
@@ -103,4 +109,6 @@ class PolicyModel(TransformerBackbone):
         logits = layer(hidden)
         if self._softcap:
             logits = torch.tanh(logits.float() / self._softcap) * self._softcap
-        return plain_log_prob_entropy(logits, labels, temperature=temperature, need_entropy=need_entropy)
+        return plain_log_prob_entropy(
+            logits, labels, temperature=temperature, need_entropy=need_entropy, need_best=need_best
+        )

@@ -162,6 +162,13 @@ class RolloutEngine(ABC):
         `None` says the weights have already changed in place (engines that share the trainer's memory only).
         """
 
+    def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
+        """`dovetail.weight_sync.tensor_checksum` of the weights the engine computes with, in `dtype` when given.
+
+        Of those of `names` that it can read back: an engine that holds parts of weights, or is elsewhere, gives none.
+        """
+        return {}
+
     @abstractmethod
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         """Give back the memory of weights, KV cache or both. Running requests must be finished, aborted or paused."""

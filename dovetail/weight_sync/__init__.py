@@ -5,6 +5,7 @@ from dovetail.weight_sync.broadcast import BroadcastFailedError, GroupAddress, W
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, iter_buckets
 from dovetail.weight_sync.checksum import (
     ChecksummedWeights,
+    SampledWeights,
     WeightMismatchError,
     choose_sample,
     require_equal,
@@ -35,6 +36,7 @@ __all__ = [
     "GroupAddress",
     "MegatronVLLMShardingManager",
     "NamedTensors",
+    "SampledWeights",
     "ShardingManager",
     "SharedMemoryBuckets",
     "SleepingSink",

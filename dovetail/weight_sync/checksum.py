@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -54,6 +55,48 @@ class ChecksummedWeights:
             if name in self._names:
                 self.checksums[name] = tensor_checksum(tensor, self._dtype)
             yield name, tensor
+
+
+class SampledWeights:
+    """Passes a stream on and keeps the checksums of `count` of its tensors, and of those that are `always` wanted.
+
+    Names decide, not their order: two streams of one model choose alike. For streams whose names are not known before.
+    """
+
+    def __init__(
+        self,
+        weights: NamedTensors,
+        count: int,
+        *,
+        dtype: torch.dtype | None = None,
+        always: Callable[[str, Tensor], bool] = lambda name, tensor: False,
+    ) -> None:
+        self._weights = weights
+        self._count = count
+        self._dtype = dtype
+        self._always = always
+        self._chosen: list[tuple[int, str]] = []
+        self.checksums: dict[str, str] = {}
+        self.always: list[str] = []
+        """Names that came and are always wanted."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            if self._always(name, tensor):
+                self.always.append(name)
+                self.checksums[name] = tensor_checksum(tensor, self._dtype)
+            elif self._is_chosen(name):
+                self.checksums[name] = tensor_checksum(tensor, self._dtype)
+            yield name, tensor
+
+    def _is_chosen(self, name: str) -> bool:
+        """Whether the name is among the `count` first by hash so far; the one it displaces is dropped."""
+        bisect.insort(self._chosen, (zlib.crc32(name.encode()), name))
+        if len(self._chosen) <= self._count:
+            return True
+        _, displaced = self._chosen.pop()
+        self.checksums.pop(displaced, None)
+        return displaced != name
 
 
 def choose_sample(names: Iterable[str], count: int) -> list[str]:

@@ -17,17 +17,19 @@ from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.hybrid_engine import HybridEngine
 from dovetail.workers.micro_batches import MicroBatchLimit
+from dovetail.workers.parity import ParityReport
 from dovetail.workers.training_role import TrainingRole, loaded
 
 T = TypeVar("T")
 
-ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+ROLES = ("actor", "ref", "actor_rollout", "actor_ref", "actor_rollout_ref")
 
 
 class ActorRolloutRefWorker(TrainingRole):
-    """`role` names what this process does: any of actor, rollout and ref, joined with underscores.
+    """`role` names what this process does: actor, ref, or the actor with an engine (rollout), a reference, or both.
 
-    With LoRA the reference is the actor with its adapter off, and no second model is held.
+    An engine on devices of its own is a `RolloutWorker`. With LoRA the reference is the actor with its adapter off, and
+    no second model is held.
     """
 
     def __init__(self, config: DovetailConfig, role: str = "actor_rollout_ref") -> None:
@@ -74,8 +76,11 @@ class ActorRolloutRefWorker(TrainingRole):
             self.ref = self._build_ref(actor_backend)
             self.place_in_mesh("ref", self.ref.backend)
         if self._is_rollout:
+            assert actor_backend is not None, "every role that generates here trains as well"
             self.hybrid = HybridEngine(self.config, actor_backend, device=self.device, rank=self.rank)
             self._register_dispatch_collect_info("rollout", self.rank, True)
+            if policy.rollout.verify_start:
+                self.hybrid.verify().require(policy.rollout.name)
         if actor_backend is not None:
             fsdp = policy.actor.fsdp_config
             actor_backend.offload(params=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
@@ -111,9 +116,12 @@ class ActorRolloutRefWorker(TrainingRole):
     @register(dispatch_mode=Dispatch.mesh("rollout", pad=True))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses for these prompts, `meta_info["n"]` of each side by side."""
-        hybrid = self._need(self.hybrid, "rollout")
-        with hybrid.generating():
-            return hybrid.generate(prompts)
+        return self._need(self.hybrid, "rollout").generate(prompts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def check_parity(self) -> ParityReport:
+        """Send the weights to the engine and hold its greedy answers against the trainer's forward."""
+        return self._need(self.hybrid, "rollout").verify()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> None:

@@ -86,7 +86,6 @@ def test_roles_that_do_not_run_are_not_asked() -> None:
         (f"{R}.weight_sync=disk", "the same process"),
         (f"{R}.gpu_memory_utilization=0.8", "rollout.name=vllm"),
         (f"{R}.engine_kwargs.vllm.seed=1", "rollout.name=vllm"),
-        (f"{R}.verify_weights=True", "mode=sync"),
         (f"{R}.agent.num_workers=4", "one turn"),
         ("trainer.rollout_data_dir=/tmp/answers", "`rollouts/`"),
         ("trainer.max_critic_ckpt_to_keep=2", "max_actor_ckpt_to_keep"),

@@ -307,5 +307,5 @@ def test_a_role_that_was_not_built_says_so(models: dict[str, Path]) -> None:
     assert worker.compute_ref_log_prob(rollout_batch()).tensors["ref_log_prob"].shape == (16, RESPONSE)
     with pytest.raises(RuntimeError, match="was not built as actor"):
         worker.update_actor(rollout_batch())
-    with pytest.raises(ValueError, match="role='policy' is not one of actor, rollout, ref"):
+    with pytest.raises(ValueError, match="role='policy' is not one of actor, ref, actor_rollout"):
         ActorRolloutRefWorker(config_of(models, 1), role="policy")

@@ -31,6 +31,7 @@ from dovetail.rollout.native.gate import StepGate
 from dovetail.rollout.native.model import load_model, num_embeddings, share_model, stop_ids_of
 from dovetail.rollout.native.scheduler import Sample
 from dovetail.rollout.native.weights import WeightLoader
+from dovetail.weight_sync import tensor_checksum
 
 
 class NativeEngine(RolloutEngine):
@@ -134,6 +135,14 @@ class NativeEngine(RolloutEngine):
             self._weights_gap = ""
             self._still_from_folder = False
             self._version = version
+
+    def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
+        with self._gate.between_steps():
+            self._check_open()
+            if "weights" in self._asleep:
+                return {}
+            held = WeightLoader(self._model).tensors(names)
+            return {name: tensor_checksum(tensor, dtype) for name, tensor in held.items()}
 
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         wanted = _checked(tags)

@@ -52,6 +52,10 @@ class WeightLoader:
                     "trainer; change the shared weights in place and call update_weights(None, version)."
                 )
 
+    def tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """What the model holds under these names, as far as it has them."""
+        return {name: self._places[name].target for name in names if name in self._places}
+
     def _accounted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[_Place, torch.Tensor]]:
         missing = frozenset().union(*(place.pieces for place in self._places.values()))
         for name, tensor in weights:

@@ -43,7 +43,6 @@ from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress
 
 logger = logging.getLogger(__name__)
 
-_VERIFIED = 8  # tensors read back per update under rollout.verify_weights
 NO_WEIGHTS = -1
 """`weight_version` of an engine that dropped its weights in its sleep."""
 
@@ -105,7 +104,6 @@ class VLLMEngine(RolloutEngine):
             raise ValueError("rollout.mode=server is not there for rollout.name=vllm; use sync or async.")
         return cls(
             VLLMSettings.from_config(config, folder),
-            verify_weights=_VERIFIED if config.verify_weights else 0,
             bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
         )
 
@@ -173,11 +171,11 @@ class VLLMEngine(RolloutEngine):
         """Take the update that the sender of the group is sending."""
         self._update(weight_calls.loads_from_group(), version)
 
-    def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
+    def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
         """Checksums of the weights in use, as far as they can be read back; empty under tensor parallelism."""
         with self._gate.between_steps():
             self._check_open()
-            return self._call("dovetail_checksums", (list(names),))[0]
+            return self._call(*weight_calls.checksum_call(names, dtype))[0]
 
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         """vLLM cannot keep its KV cache without its weights: giving back the weights gives back both."""

@@ -149,6 +149,9 @@ class RayVLLMEngine(RolloutEngine):
         self._get(self.actor.receive_weights.remote(version))
         self._version = version
 
+    def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
+        return self._get(self.actor.call.remote(*weight_calls.checksum_call(names, dtype)))[0]
+
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         self._get(self.actor.sleep.remote(list(tags)))
 

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from dovetail.rollout.base import WeightUpdateError
@@ -85,6 +86,11 @@ def join_call(address: GroupAddress, first_rank: int) -> Call:
     return "dovetail_join_group", (asdict(address), first_rank)
 
 
+def checksum_call(names: Iterable[str], dtype: torch.dtype | None = None) -> Call:
+    """Checksums of these tensors, rounded to `dtype` first; dtypes travel by name."""
+    return "dovetail_checksums", (list(names), None if dtype is None else str(dtype).removeprefix("torch."))
+
+
 class Verification:
     """Compares a sample of an update with what the model computes with afterwards (`rollout.verify_weights`)."""
 
@@ -101,7 +107,7 @@ class Verification:
         return self._stream
 
     def call(self) -> Call:
-        return "dovetail_checksums", (self._names,)
+        return checksum_call(self._names)
 
     def compare(self, held: dict[str, str]) -> None:
         assert self._stream is not None, "watch() comes first"

@@ -99,7 +99,7 @@ class WeightUpdateExtension:
                 getattr(self.model_runner, forget)()
         return self._dovetail_account.gap()
 
-    def dovetail_checksums(self, names: list[str]) -> dict[str, str]:
+    def dovetail_checksums(self, names: list[str], dtype: str | None = None) -> dict[str, str]:
         """Checksums of the weights this worker computes with, as far as they can be read; none of a part of a weight.
 
         The language heads come along, asked for or not.
@@ -110,7 +110,8 @@ class WeightUpdateExtension:
 
         model = self.model_runner.get_model()
         held = {name: read_weight(model, name) for name in {*names, *head_names(model)}}
-        return {name: tensor_checksum(tensor) for name, tensor in held.items() if tensor is not None}
+        rounded = None if dtype is None else getattr(torch, dtype)
+        return {name: tensor_checksum(tensor, rounded) for name, tensor in held.items() if tensor is not None}
 
     def _dovetail_config(self) -> Any:
         from vllm.config import set_current_vllm_config

@@ -1,0 +1,92 @@
+"""From a batch of prompts to requests for an engine, and from its results to the batch of answers. Holds no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dovetail.config.rollout import RolloutConfig
+from dovetail.protocol import DataProto
+from dovetail.rollout.assemble import assemble
+from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams
+
+
+def requests_of(prompts: DataProto, rollout: RolloutConfig, *, name: str) -> list[GenerationRequest]:
+    """One request per prompt, `meta_info["n"]` samples each.
+
+    `meta_info["validate"]` takes the sampling of `rollout.val_kwargs`, `meta_info["do_sample"]=False` the most
+    likely token. The column `sampling_seed` makes a prompt's answers independent of the batch and of the number
+    of workers. `name` makes the requests' ids unique among those that run.
+    """
+    meta = prompts.meta_info
+    sampling = sampling_params(
+        rollout,
+        n=int(meta.get("n", 1)),
+        validate=bool(meta.get("validate", False)),
+        greedy=not meta.get("do_sample", True),
+    )
+    ids = prompt_token_ids(prompts)
+    seeds = prompts.non_tensor_batch.get("sampling_seed", [None] * len(ids))
+    return [
+        GenerationRequest(
+            f"{name}-{index}",
+            prompt,
+            replace(sampling, seed=None if seed is None else int(seed)),
+            multi_modal=_images(prompts, index),
+        )
+        for index, (prompt, seed) in enumerate(zip(ids, seeds, strict=True))
+    ]
+
+
+def answers_of(
+    requests: Sequence[GenerationRequest],
+    results: Sequence[GenerationResult],
+    rollout: RolloutConfig,
+    *,
+    pad_token_id: int,
+) -> DataProto:
+    """Responses in the order of the requests, the samples of each side by side."""
+    batch = assemble(
+        [list(request.prompt_token_ids) for request in requests for _ in range(request.sampling.n)],
+        results,
+        pad_token_id=pad_token_id,
+        prompt_length=rollout.prompt_length,
+        response_length=rollout.response_length,
+    )
+    batch.meta_info["temperature"] = requests[0].sampling.temperature
+    return batch
+
+
+def sampling_params(rollout: RolloutConfig, *, n: int, validate: bool, greedy: bool = False) -> SamplingParams:
+    """How training or validation samples; the seed is each request's own."""
+    source = rollout.val_kwargs if validate else rollout
+    greedy = greedy or not source.do_sample
+    if greedy or source.temperature == 0:
+        return SamplingParams(
+            temperature=0.0, n=n, max_new_tokens=rollout.response_length, ignore_eos=rollout.ignore_eos
+        )
+    return SamplingParams(
+        temperature=source.temperature,
+        top_p=source.top_p,
+        top_k=source.top_k,
+        min_p=source.min_p,
+        n=n,
+        max_new_tokens=rollout.response_length,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
+    """The prompts without padding, as the dataset wrote them."""
+    if "raw_prompt_ids" in prompts.non_tensor_batch:
+        return [list(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
+    columns = prompts.tensors
+    return [
+        ids[mask].tolist() for ids, mask in zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)
+    ]
+
+
+def _images(prompts: DataProto, index: int) -> dict[str, Any] | None:
+    column = prompts.non_tensor_batch.get("multi_modal_data")
+    return None if column is None else column[index]
