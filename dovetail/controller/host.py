@@ -14,6 +14,7 @@ from dovetail.controller.context import WorkerContext, building
 from dovetail.controller.errors import WorkerError, describe_exception
 from dovetail.controller.futures import BatchSlice
 from dovetail.controller.rendezvous import serve_store
+from dovetail.controller.spans import Span, SpanRecorder
 from dovetail.controller.worker import Worker
 from dovetail.controller.worker_classes import ClassWithInitArgs
 from dovetail.controller.worker_logging import configure_worker_logging, logging_as
@@ -50,6 +51,7 @@ class WorkerHost:
         self._workers: dict[str, Worker] = {}
         self._context = WorkerContext()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._recorder = SpanRecorder()
 
     def identify(self) -> ProcessIdentity:
         """Where this process runs, as Ray names the node."""
@@ -78,6 +80,10 @@ class WorkerHost:
         for worker in self._workers.values():
             worker.colocated = dict(self._workers)
 
+    def take_spans(self) -> list[Span]:
+        """The calls since the last time this was asked."""
+        return self._recorder.take()
+
     def call(self, call: Call, *values: Any) -> Any:
         """Run a method; what it raises leaves this process as a `WorkerError`."""
         try:
@@ -93,7 +99,7 @@ class WorkerHost:
         if call.materialize_futures:
             values = [value.get() if isinstance(value, BatchSlice) else value for value in values]
         kwargs = dict(zip(call.kwarg_names, values[call.num_args :], strict=True))
-        with logging_as(call.role):
+        with logging_as(call.role), self._recorder.recording(call.role, call.method):
             result = getattr(self._workers[call.role], call.method)(*values[: call.num_args], **kwargs)
             if inspect.iscoroutine(result):
                 self._loop = self._loop or asyncio.new_event_loop()

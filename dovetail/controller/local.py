@@ -12,6 +12,7 @@ from typing import Any
 from dovetail.controller.context import WorkerContext, building
 from dovetail.controller.futures import BatchFuture, GroupFuture
 from dovetail.controller.host import WorkerHost
+from dovetail.controller.spans import Span
 from dovetail.controller.worker import Worker
 from dovetail.controller.worker_classes import ClassWithInitArgs
 from dovetail.controller.worker_group import Launch, WorkerGroup
@@ -41,6 +42,9 @@ class LocalWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Drop the workers."""
         self._host.clear()
+
+    def take_spans(self) -> list[list[Span]]:
+        return [self._host.take_spans()]
 
     def _bind(self, host: _LocalHost, role: str, worker_cls: type[Worker]) -> None:
         super().__init__(role, worker_cls, world_size=1)

@@ -15,6 +15,7 @@ from dovetail.controller.host import ProcessIdentity, WorkerHost
 from dovetail.controller.processes import WorkerProcesses
 from dovetail.controller.rendezvous import LOOPBACK
 from dovetail.controller.resource_pool import RayResourcePool, Slot
+from dovetail.controller.spans import Span
 from dovetail.controller.watchdog import WATCHDOG
 from dovetail.controller.worker import Worker
 from dovetail.controller.worker_classes import ClassWithInitArgs, RayClassWithInitArgs
@@ -87,6 +88,12 @@ class RayWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """End the processes now. The slots stay reserved for another group."""
         self._processes.stop()
+
+    def take_spans(self) -> list[list[Span]]:
+        self._processes.check_usable()
+        refs = {rank: actor.take_spans.remote() for rank, actor in enumerate(self.workers)}
+        found = self._processes.start(self.role, "take_spans", refs).wait()
+        return [found[rank] for rank in range(self.world_size)]
 
     def _bind(self, processes: WorkerProcesses, role: str, worker_cls: type[Worker]) -> None:
         super().__init__(role, worker_cls, world_size=len(processes.actors))

@@ -17,6 +17,7 @@ from dovetail.controller.dispatch import Padding, RankArguments, dispatch_one_to
 from dovetail.controller.futures import GroupFuture
 from dovetail.controller.host import Call
 from dovetail.controller.registration import Dispatch, Execute, Registration, registered_methods
+from dovetail.controller.spans import Span
 from dovetail.controller.worker import Worker
 
 
@@ -59,6 +60,10 @@ class WorkerGroup(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """End the processes of the group. Groups that share them end too."""
+
+    @abstractmethod
+    def take_spans(self) -> list[list[Span]]:
+        """The calls each process has run since this was last asked, by rank, of all roles that share the processes."""
 
     @abstractmethod
     def _launch(self, launch: Launch) -> GroupFuture: ...

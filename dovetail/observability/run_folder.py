@@ -6,6 +6,8 @@
     events.jsonl           validation, checkpoint, skipped step, resume
     rollouts/step_N.jsonl  prompt, response, scores, advantages, log-prob gap
     validation/step_N.jsonl
+    timeline.jsonl         who worked on what, and when: one object per step
+    now.json               the step and the phase the run is in; replaced at every change
 
 Lines are appended whole; files appear whole. A process may be killed at any moment: the next start takes away half a
 line and whatever lies beyond the step it resumes from.
@@ -18,14 +20,15 @@ import logging
 import math
 import os
 import re
+import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
-METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+METRICS, EVENTS, TIMELINE, NOW = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "now.json"
 AnswerKind = Literal["rollouts", "validation"]
 _ANSWER_FILE = re.compile(r"step_(\d+)\.jsonl$")
 
@@ -45,12 +48,13 @@ class RunFolder:
                 previous = file.with_suffix(f".previous{file.suffix}")
                 logger.warning("%s holds an earlier run; it is now %s", file, previous.name)
                 os.replace(file, previous)
+        (self.path / TIMELINE).unlink(missing_ok=True)
         self._remove_answers_after(-1)
 
     def resume(self, step: int) -> None:
         """Continue after `step`: everything recorded beyond it is taken away, because it will happen again."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, EVENTS):
+        for name in (METRICS, EVENTS, TIMELINE):
             file = self.path / name
             if file.exists():
                 kept = [line for line in read_json_lines(file) if line.get("step", 0) <= step]
@@ -75,6 +79,26 @@ class RunFolder:
     def log_event(self, kind: str, step: int, **facts: Any) -> None:
         """Append something that happened: `validation`, `checkpoint`, `skipped_step`, `resume`."""
         _append(self.path / EVENTS, {"time": round(time.time(), 3), "kind": kind, "step": step, **facts})
+
+    def log_timeline(self, step: int, spans: Iterable[Sequence[Any]]) -> None:
+        """Append who worked on what in a step: `(worker, phase, start, end, memory in GiB or None)`.
+
+        Times come in seconds since the epoch and are written relative to the first of them.
+        """
+        found = sorted(spans, key=lambda span: span[2])
+        if not found:
+            return
+        first = found[0][2]
+        rows = [
+            [worker, phase, round(start - first, 4), round(end - first, 4), None if gib is None else round(gib, 3)]
+            for worker, phase, start, end, gib in found
+        ]
+        _append(self.path / TIMELINE, {"step": step, "time": round(first, 3), "spans": rows})
+
+    def write_now(self, **facts: Any) -> None:
+        """What the run is doing at this moment, and which process says so. A reader may find it gone stale."""
+        facts |= {"time": round(time.time(), 3), "pid": os.getpid(), "host": socket.gethostname()}
+        write_text(self.path / NOW, _line(facts))
 
     def write_answers(self, step: int, rows: Iterable[Mapping[str, Any]], kind: AnswerKind = "rollouts") -> Path:
         """Write the answers of a step, one JSON object per line. The file appears when it is whole."""

@@ -20,6 +20,8 @@ class PhaseTimers:
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
+        self._spans: list[tuple[str, float, float]] = []
+        self._to_wall_clock = time.time() - clock()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -29,7 +31,9 @@ class PhaseTimers:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            end = self._clock()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            self._spans.append((name, start + self._to_wall_clock, end + self._to_wall_clock))
             self._open.pop()
             self._tell()
 
@@ -45,6 +49,11 @@ class PhaseTimers:
         """`{"timing_s/gen": 1.2, ...}`, and start from zero."""
         taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}
+        return taken
+
+    def take_spans(self) -> list[tuple[str, float, float]]:
+        """`(phase, start, end)` in seconds since the epoch, in the order the phases ended; starts anew."""
+        taken, self._spans = self._spans, []
         return taken
 
     def _tell(self) -> None:

@@ -35,6 +35,7 @@ from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.prompt_draws import PromptDraws
 from dovetail.trainer.step_metrics import data_metrics, memory_metrics, throughput_metrics, timing_metrics, token_counts
+from dovetail.trainer.timeline import take_timeline
 from dovetail.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class RayPPOTrainer:
         self.val_loader = val_loader
         self.rewards = rewards
         self.tracker = tracker
-        self.timers = PhaseTimers(on_phase)
+        self.timers = PhaseTimers(self._phase_changed)
+        self._on_phase = on_phase
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.draws = PromptDraws(config.trainer.seed)
         self.checkpoints = TrainerCheckpoints(config)
@@ -115,6 +117,9 @@ class RayPPOTrainer:
             self.tracker.log(0, last_validation)
         if settings.val_only:
             return last_validation
+        started = take_timeline(self.timers, self.groups.processes)
+        if self.global_step == 0:
+            self.tracker.folder.log_timeline(0, started)
         while self.global_step < self.total_steps:
             self.global_step += 1
             metrics = self._train_step()
@@ -128,6 +133,8 @@ class RayPPOTrainer:
                     self._save_checkpoint(metrics)
                 metrics |= self.timers.take()
             self.tracker.log(self.global_step, metrics)
+            self.tracker.folder.log_timeline(self.global_step, take_timeline(self.timers, self.groups.processes))
+        self._phase_changed(None)
         return last_validation
 
     def _train_step(self) -> Metrics:
@@ -272,6 +279,11 @@ class RayPPOTrainer:
         if metrics.get("actor/skipped_steps", 0) or metrics.get("critic/skipped_steps", 0):
             self.tracker.event("skipped_step", self.global_step)
         self.tracker.folder.write_answers(self.global_step, rollout_rows(batch, self.tokenizer))
+
+    def _phase_changed(self, name: str | None) -> None:
+        self.tracker.folder.write_now(step=self.global_step, total_steps=self.total_steps, phase=name)
+        if self._on_phase is not None:
+            self._on_phase(name)
 
     def _is_due(self, freq: int) -> bool:
         """Every `freq` steps, and at the last one."""

@@ -199,3 +199,17 @@ def _use_every_method(group: RayWorkerGroup | LocalWorkerGroup) -> list[object]:
         trained.meta_info,
         group.execute_all_sync("not_registered"),
     ]
+
+
+def test_every_process_says_when_it_worked_on_what(group: RayWorkerGroup) -> None:
+    group.take_spans()
+    before = time.time()
+    group.describe("hi")
+    group.wait_a_moment()
+    spans = group.take_spans()
+    assert [[span.method for span in of_rank] for of_rank in spans] == [["describe", "wait_a_moment"]] * 4
+    for of_rank in spans:
+        assert before <= of_rank[0].start <= of_rank[0].end <= of_rank[1].start <= time.time()
+        assert of_rank[1].memory_gib is not None
+        assert of_rank[1].memory_gib > 0.01
+    assert group.take_spans() == [[]] * 4

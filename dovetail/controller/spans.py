@@ -1,0 +1,93 @@
+"""When a process worked on which call, and how much memory it had: the raw material of a timeline. Decides nothing.
+
+Memory is in GiB. With a GPU: what was in use on the device, by all its processes, when the call ended. Without: the
+largest resident set seen during the call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_GIB = 1024**3
+# A process that nobody asks for its spans must not grow.
+_MOST_KEPT = 4096
+_SAMPLE_S = 0.05
+_STATM = "/proc/self/statm"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call in one process; times are seconds since the epoch."""
+
+    role: str
+    method: str
+    start: float
+    end: float
+    memory_gib: float | None
+
+
+class SpanRecorder:
+    """`with recorder.recording(role, method): ...`; `take` hands the spans over and forgets them."""
+
+    def __init__(self) -> None:
+        self._spans: deque[Span] = deque(maxlen=_MOST_KEPT)
+
+    @contextmanager
+    def recording(self, role: str, method: str) -> Iterator[None]:
+        """A call that raises is not recorded: its step will not be either."""
+        start = time.time()
+        with _memory_watch() as watch:
+            yield
+        self._spans.append(Span(role, method, start, time.time(), watch.gib))
+
+    def take(self) -> list[Span]:
+        taken = list(self._spans)
+        self._spans.clear()
+        return taken
+
+
+class _Watch:
+    gib: float | None = None
+
+
+@contextmanager
+def _memory_watch() -> Iterator[_Watch]:
+    watch = _Watch()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        yield watch
+        free, total = torch.cuda.mem_get_info()
+        watch.gib = (total - free) / _GIB
+        return
+    over = threading.Event()
+    sampler = threading.Thread(target=_sample, args=(watch, over), name="memory of a call", daemon=True)
+    sampler.start()
+    try:
+        yield watch
+    finally:
+        over.set()
+        sampler.join()
+
+
+def _sample(watch: _Watch, over: threading.Event) -> None:
+    """Resident size until the call is over, at its beginning and its end too."""
+    while True:
+        watch.gib = max(watch.gib or 0.0, _resident_gib())
+        if over.is_set():
+            return
+        over.wait(_SAMPLE_S)
+
+
+def _resident_gib() -> float:
+    try:
+        with open(_STATM) as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
+    except OSError:  # not Linux
+        return 0.0

@@ -1,0 +1,84 @@
+"""A run leaves who worked on what, what it is doing now, and which characters each token stands for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dovetail.observability.run_folder import RunFolder, read_json_lines
+from dovetail.observability.timers import PhaseTimers
+from dovetail.trainer.timeline import MOST_WORKERS, take_timeline
+from dovetail.trainer.token_text import token_ends
+from tests.trainer.toy_run import Toy, train
+
+
+@pytest.mark.e2e
+def test_a_run_writes_a_timeline_its_present_phase_and_the_text_of_tokens(toy: Toy, tmp_path: Path) -> None:
+    train(toy.config(tmp_path, {"trainer.total_training_steps": 2}))
+    lines = list(read_json_lines(tmp_path / "timeline.jsonl"))
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    spans = lines[2]["spans"]
+    assert {phase for worker, phase, *_ in spans if worker == "driver"} >= {"gen", "old_log_prob", "adv"}
+    calls = {phase: (start, end, gib) for worker, phase, start, end, gib in spans if worker == "worker 0"}
+    assert {"generate_sequences", "compute_log_prob", "update_actor"} <= set(calls)
+    assert all(0 <= start <= end and 0.01 < gib < 100 for start, end, gib in calls.values())
+    assert calls["generate_sequences"][1] <= calls["update_actor"][0]
+    now = json.loads((tmp_path / "now.json").read_text())
+    assert (now["step"], now["total_steps"], now["phase"], now["pid"]) == (2, 2, None, os.getpid())
+    row = next(read_json_lines(tmp_path / "rollouts" / "step_2.jsonl"))
+    assert len(row["token_ends"]) == len(row["response_ids"]) == len(row["token_entropies"])
+    assert row["token_ends"] == sorted(row["token_ends"])
+    assert row["token_ends"][-1] == len(row["response"])
+
+
+@pytest.mark.unit
+def test_a_resumed_timeline_ends_where_the_run_resumes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.start()
+    for step in (1, 2, 3):
+        folder.log_timeline(step, [("driver", "gen", 100.0 + step, 101.5 + step, None)])
+    folder.log_timeline(4, [])
+    folder.resume(2)
+    lines = list(read_json_lines(tmp_path / "timeline.jsonl"))
+    assert lines == [
+        {"step": step, "time": 100.0 + step, "spans": [["driver", "gen", 0.0, 1.5, None]]} for step in (1, 2)
+    ]
+
+
+class _ManyProcesses:
+    def take_spans(self) -> list[list[object]]:
+        from dovetail.controller.spans import Span
+
+        return [[Span("actor", "update_actor", 1.0, 2.0, None)] for _ in range(1000)]
+
+
+@pytest.mark.unit
+def test_a_timeline_of_a_thousand_ranks_shows_some_of_them() -> None:
+    timers = PhaseTimers()
+    with timers("step"), timers("gen"):
+        pass
+    rows = take_timeline(timers, _ManyProcesses())  # type: ignore[arg-type]
+    workers = [worker for worker, *_ in rows]
+    assert workers[:2] == ["driver", "worker 0"]
+    assert len(workers) - 1 <= MOST_WORKERS
+    assert timers.take_spans() == []
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("text", "pieces", "parts"),
+    [
+        ("The sum is 12", ["The", " sum", " is", " ", "1", "2", ""], ["The", " sum", " is", " ", "1", "2", ""]),
+        ("the cat", ["the", "cat"], ["the", " cat"]),
+        ("a é b", ["a", " ", "�", "�", " b"], ["a", " ", "", "é", " b"]),
+        ("日本", ["�", "�", "�", "本"], ["", "", "日", "本"]),
+        ("ok�", ["ok", "�"], ["ok", "�"]),
+        ("", [""], [""]),
+    ],
+)
+def test_every_character_of_an_answer_belongs_to_one_token(text: str, pieces: list[str], parts: list[str]) -> None:
+    ends = token_ends(text, pieces)
+    assert [text[a:b] for a, b in zip([0, *ends], ends, strict=False)] == parts
