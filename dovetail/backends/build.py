@@ -74,14 +74,14 @@ def build_backend(
 
 
 def precision_of(fsdp: FSDPConfig, *, trains: bool) -> Precision:
-    """Dtypes from their names."""
+    """Dtypes from their names. Weights that are never trained are kept in the dtype they compute in."""
     mixed = fsdp.mixed_precision
     master, compute, reduce = (
         getattr(torch, full_dtype(name)) for name in (fsdp.model_dtype, mixed.param_dtype, mixed.reduce_dtype)
     )
     if trains and torch.float16 in (master, compute):
         raise ValueError("float16 training needs loss scaling, which this backend does not do; use bfloat16 or float32")
-    return Precision(master=master, compute=compute, reduce=reduce)
+    return Precision(master=master if trains else compute, compute=compute, reduce=reduce)
 
 
 def place_of(mesh: ParallelMesh) -> BackendPlace:

@@ -78,6 +78,10 @@ class Fsdp1Sharding:
         load_weights(shards, path)
         set_model_state_dict(self.module, dict(get_model_state_dict(shards)))
 
+    @property
+    def state_module(self) -> nn.Module:
+        return self.module
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():
             yield self.plain_name(name), parameter
@@ -90,6 +94,9 @@ class Fsdp1Sharding:
         return nullcontext() if self.reduce_factor == 1 else self.module.no_sync()
 
     def after_forward(self) -> None:
+        return None
+
+    def state_changed(self) -> None:
         return None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:

@@ -112,6 +112,10 @@ class Fsdp2Sharding:
     def load_weights(self, path: Path) -> None:
         load_weights(self.module, path)
 
+    @property
+    def state_module(self) -> nn.Module:
+        return self.module
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters()
 
@@ -133,6 +137,9 @@ class Fsdp2Sharding:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def state_changed(self) -> None:
+        return None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         return fsdp2_clip_grad_norm_(self.module.parameters(), max_norm, device=self._device)

@@ -39,6 +39,11 @@ class Sharding(Protocol):
         ...
 
     @property
+    def state_module(self) -> nn.Module:
+        """What the optimizer steps and a checkpoint holds: ``module``, unless masters are kept apart from it."""
+        ...
+
+    @property
     def reduce_factor(self) -> int:
         """By how much the loss must be multiplied for the reduction to give the sum over ranks."""
         ...
@@ -68,12 +73,16 @@ class Sharding(Protocol):
         """Give gathered parameters back after a forward pass that no backward follows."""
         ...
 
+    def state_changed(self) -> None:
+        """The parameters of ``state_module`` were written: bring ``module`` up to date."""
+        ...
+
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; return the norm before, of the whole model, equal on all ranks."""
         ...
 
     def full_tensors(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters (or gradients) one at a time, under their names in ``module`` as it is now."""
+        """Whole parameters (or gradients) of ``state_module`` one at a time, under their names in it as it is now."""
         ...
 
     def plain_name(self, name: str) -> str:

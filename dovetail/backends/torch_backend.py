@@ -123,6 +123,7 @@ class TorchBackend(TrainBackend):
             self._num_skipped += 1
         else:
             optimizer.step()
+            self._sharding.state_changed()
             if advance_schedule:
                 schedule.step()
         optimizer.zero_grad(set_to_none=True)
@@ -159,11 +160,12 @@ class TorchBackend(TrainBackend):
         }
         everything = {"backend": own, "extra": dict(extra or {})}
         with self._brought_in():
-            save_sharded(folder, self.module, self._optimizer, extra=everything, contents=contents)
+            save_sharded(folder, self._sharding.state_module, self._optimizer, extra=everything, contents=contents)
 
     def load_state(self, folder: Path, *, contents: Collection[str] = CONTENTS) -> dict[str, Any]:
         with self._brought_in():
-            saved = load_sharded(folder, self.module, self._optimizer, contents=contents)
+            saved = load_sharded(folder, self._sharding.state_module, self._optimizer, contents=contents)
+            self._sharding.state_changed()
         if saved is None:
             return {}
         own = saved["backend"]

@@ -128,6 +128,64 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights() -> None:
     assert {tensor.dtype for _, tensor in mixed.named_weights()} == {torch.float32}
 
 
+MIXED = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16"))
+
+
+def test_the_engine_reads_the_weights_that_compute_and_sees_them_change() -> None:
+    backend = build(fsdp=MIXED)
+    shared = backend.whole_model(torch.bfloat16)
+    assert shared is not None
+    assert backend.whole_model(torch.float32) is None
+    before = {name: parameter.data_ptr() for name, parameter in shared.named_parameters()}
+    step(backend, tiny_batch())
+    for name, master in backend.named_weights():
+        parameter = shared.get_parameter(name)
+        assert parameter.data_ptr() == before[name]
+        assert torch.equal(parameter, master.bfloat16()), name
+
+
+def test_gradients_of_micro_batches_add_up_in_the_masters_dtype() -> None:
+    batch = tiny_batch()
+    loss_fn = weighted_nll(total_weight(batch))
+    together, alone = build(fsdp=MIXED), build(fsdp=MIXED)
+    together.forward_backward(cut(batch, (4, 4)), loss_fn)
+    added: dict[str, Tensor] = {}
+    for piece in cut(batch, (4, 4)):
+        alone.forward_backward([piece], loss_fn)
+        for name, gradient in alone.named_gradients():
+            assert gradient.dtype == torch.float32
+            assert torch.equal(gradient, gradient.bfloat16().float()), "one backward pass is in bfloat16"
+            added[name] = added[name] + gradient if name in added else gradient.clone()
+    for name, gradient in together.named_gradients():
+        assert torch.equal(gradient, added[name]), name
+
+
+def test_masters_learn_from_steps_too_small_for_bfloat16_and_survive_a_checkpoint(tmp_path: Path) -> None:
+    small = OPTIM.model_copy(update={"lr": 1e-6})
+    straight, saved, resumed = (build(small, MIXED) for _ in range(3))
+    for backend in (straight, saved):
+        step(backend, tiny_batch())
+    saved.save_state(tmp_path)
+    resumed.load_state(tmp_path)
+    for backend in (straight, resumed):
+        step(backend, tiny_batch())
+    start = as_numpy(build(small, MIXED).named_weights())
+    end = as_numpy(straight.named_weights())
+    moved = np.mean([np.mean(end[name] != start[name]) for name in start])
+    assert moved > 0.9
+    assert largest_difference(as_numpy(resumed.named_weights()), end) == 0.0
+
+
+def test_a_network_that_only_infers_is_kept_in_the_dtype_it_computes_in() -> None:
+    backend = build(None, MIXED)
+    assert {tensor.dtype for _, tensor in backend.named_weights()} == {torch.bfloat16}
+    trained = build(fsdp=MIXED)
+    (reference,), (policy,) = (each.forward([tiny_batch()]) for each in (backend, trained))
+    assert reference.log_probs is not None
+    assert policy.log_probs is not None
+    assert torch.equal(reference.log_probs, policy.log_probs)
+
+
 def test_weights_come_once_under_the_names_transformers_saves() -> None:
     names = [name for name, _ in build(tied=True).named_weights()]
     assert len(names) == len(set(names))
