@@ -83,7 +83,7 @@ def check_prompt(request: GenerationRequest, *, max_model_len: int, vocab_size: 
 
 def check_logprobs(sampling: SamplingParams, engine_mode: LogprobsMode) -> None:
     """vLLM has one meaning of log-probs per engine. Refuse a request that wants one which differs from it here."""
-    if sampling.logprobs == engine_mode or _same_meaning(sampling, engine_mode):
+    if same_meaning(sampling, engine_mode):
         return
     raise ValueError(
         f"logprobs={sampling.logprobs!r} cannot be had from this vLLM engine with temperature={sampling.temperature}, "
@@ -123,9 +123,12 @@ def prompt_of(request: GenerationRequest) -> dict[str, Any]:
     return prompt
 
 
-def _same_meaning(sampling: SamplingParams, engine_mode: LogprobsMode) -> bool:
+def same_meaning(sampling: SamplingParams, engine_mode: LogprobsMode) -> bool:
+    """Whether what the request asks for is what an engine of this mode gives, under this sampling."""
     unscaled = sampling.greedy or sampling.temperature == 1
     pair = {sampling.logprobs, engine_mode}
+    if len(pair) == 1:
+        return True
     if pair == {"temperature", "processed"}:
         return not sampling.truncates
     if pair == {"temperature", "raw"}:

@@ -97,17 +97,17 @@ class Verification:
     def __init__(self, expected: ExpectedWeights, count: int, dtype: Any) -> None:
         own = [name for name in expected.shapes if name not in expected.ties]
         # A tied head has to be in every sample: it is the one that goes stale unseen.
-        self._names = sorted({*choose_sample(own, count), *expected.ties.values()})
+        self.names = sorted({*choose_sample(own, count), *expected.ties.values()})
         self._ties = expected.ties
         self._dtype = dtype
         self._stream: ChecksummedWeights | None = None
 
     def watch(self, weights: NamedTensors) -> NamedTensors:
-        self._stream = ChecksummedWeights(weights, self._names, self._dtype)
+        self._stream = ChecksummedWeights(weights, self.names, self._dtype)
         return self._stream
 
     def call(self) -> Call:
-        return checksum_call(self._names)
+        return checksum_call(self.names)
 
     def compare(self, held: dict[str, str]) -> None:
         assert self._stream is not None, "watch() comes first"
