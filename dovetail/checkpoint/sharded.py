@@ -65,7 +65,7 @@ def save_sharded(
     try:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / _SHARDS), no_dist=world_size == 1)
     except CheckpointException as failure:  # not an Exception: it would pass every handler on its way out
-        raise OSError(f"{folder} could not be written: {_first_failure(failure)}") from failure
+        raise OSError(f"{folder} could not be written: {first_failure(failure)}") from failure
 
     def write_small_files() -> None:
         if "extra" in saved:
@@ -95,6 +95,10 @@ def load_sharded(
     """
     _, world_size = _place()
     description = read_description(folder)
+    if description.get("backend") is not None:
+        raise BrokenCheckpoint(
+            folder, f"it was saved by the {description['backend']} backend; export it to a folder and start from that"
+        )
     wanted = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
     missing = [name for name in wanted if name not in description["contents"]]
     if missing:
@@ -114,7 +118,7 @@ def load_sharded(
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder / _SHARDS), no_dist=world_size == 1)
     except CheckpointException as failure:
-        raise BrokenCheckpoint(folder, _first_failure(failure)) from failure
+        raise BrokenCheckpoint(folder, first_failure(failure)) from failure
     if "model" in state:
         set_model_state_dict(module, state["model"], options=_OPTIONS)
     if "optimizer" in state and optimizer is not None:
@@ -167,7 +171,8 @@ def _restore_random_state(folder: Path, saved_world_size: int) -> None:
         )  # fmt: skip
 
 
-def _first_failure(failure: CheckpointException) -> str:
+def first_failure(failure: CheckpointException) -> str:
+    """What went wrong on the first rank that failed."""
     rank, (error, _) = next(iter(sorted(failure.failures.items(), key=lambda item: item[0])))
     return f"rank {rank}: {type(error).__name__}: {error}"
 

@@ -118,10 +118,13 @@ def to_checkpoint_tensors(
     assert not waiting, f"parameters that are one tensor on disk did not all arrive: {sorted(waiting)}"
 
 
-def scalar_head(path: str | Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    """`score.weight` or `score.bias` of a folder; what it does not have starts as in `load_weights`."""
-    found = dict(_outer_head(path)).get(name)
-    return _fresh(f"hf_model.{name}", torch.empty(shape, device="meta"), path) if found is None else found.view(shape)
+def scalar_head(path: str | Path | None, name: str, shape: tuple[int, ...]) -> Tensor:
+    """`score.weight` or `score.bias` of a folder; what it does not have (and all, without one) starts as in
+    `load_weights`."""
+    found = None if path is None else dict(_outer_head(path)).get(name)
+    if found is not None:
+        return found.view(shape)
+    return _fresh(f"hf_model.{name}", torch.empty(shape, device="meta"), path or "")
 
 
 def _plan(

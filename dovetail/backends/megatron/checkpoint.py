@@ -1,0 +1,290 @@
+"""Megatron checkpoints: each rank writes what it holds, any other layout reads it back. The format is Megatron's own.
+
+    <folder>/mcore/          weights and optimizer state, `torch_dist` format of megatron.core.dist_checkpointing
+    <folder>/state.json      what is there, by which layout
+    <folder>/extra.pt        schedule and the caller's own, of rank 0
+    <folder>/rng_<rank>.pt   random state, of use to the same layout only
+
+Whether a folder is whole is the business of `dovetail.checkpoint.store`. Refuses folders of other backends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dovetail.backends.megatron.families.table import HEAD, HEAD_BIAS
+from dovetail.backends.megatron.parts import MegatronModel
+from dovetail.backends.megatron.shim import cuda_to_cpu
+from dovetail.checkpoint.manifest import BrokenCheckpoint
+from dovetail.checkpoint.rng import capture_rng, restore_rng
+from dovetail.checkpoint.sharded import CONTENTS, STATE_VERSION, first_failure, read_description, together
+from dovetail.models.weights import scalar_head
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "megatron"
+_SHARDS = "mcore"
+_SIZES = ("tp_size", "pp_size", "vpp_size", "cp_size", "ep_size", "etp_size", "dp_size")
+
+
+def save_megatron(
+    folder: Path,
+    model: MegatronModel,
+    optimizer: Any | None,
+    *,
+    extra: Mapping[str, Any],
+    contents: Collection[str] = CONTENTS,
+) -> None:
+    """Write `contents`: weights, optimizer state, and every rank's random state with `extra` of rank 0. Collective.
+
+    An error on any rank is raised on all of them.
+    """
+    from megatron.core import dist_checkpointing
+
+    from dovetail.backends.megatron.save_strategy import PlainSave
+
+    saved = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
+    together((folder / _SHARDS).mkdir, parents=True, exist_ok=True)
+    steps = _steps_taken(optimizer) if optimizer is not None and "optimizer" in saved else 0
+    with cuda_to_cpu():
+        weights = _sharded_weights(model)
+        state: dict[str, Any] = {}
+        if "model" in saved:
+            state["model"] = weights
+        if steps and optimizer is not None:
+            state["optimizer"], _ = _split(optimizer.sharded_state_dict(_flat(weights), metadata=_metadata(model)))
+        try:
+            dist_checkpointing.save(state, str(folder / _SHARDS), PlainSave())
+        except CheckpointException as failure:  # not an Exception: it would pass every handler on its way out
+            raise OSError(f"{folder} could not be written: {first_failure(failure)}") from failure
+    description = {
+        "version": STATE_VERSION,
+        "backend": BACKEND,
+        "world_size": dist.get_world_size(),
+        "contents": saved,
+        "optimizer_steps": steps,
+        "layout": _sizes(model),
+    }
+    together(_write_small_files, folder, description, extra)
+
+
+def load_megatron(
+    folder: Path, model: MegatronModel, optimizer: Any | None, *, contents: Collection[str] = CONTENTS
+) -> dict[str, Any] | None:
+    """Read `contents` into whatever layout this is; return `extra`, or None when it is not among them. Collective."""
+    description = read_description(folder)
+    if description.get("backend") != BACKEND:
+        raise BrokenCheckpoint(
+            folder, "it was saved by another training backend; export it to a Hugging Face folder and start from that"
+        )
+    wanted = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
+    if missing := [name for name in wanted if name not in description["contents"]]:
+        raise BrokenCheckpoint(
+            folder, f"it was saved without {', '.join(missing)}; leave that out of checkpoint.load_contents"
+        )
+    with cuda_to_cpu(), torch.no_grad():
+        steps = description["optimizer_steps"] if "optimizer" in wanted else 0
+        _read(folder / _SHARDS, model, optimizer, weights="model" in wanted, steps=steps)
+        if optimizer is not None and not steps:
+            if "optimizer" in wanted:
+                _forget_steps(optimizer)
+            # The float32 copies are made from the weights that were just read.
+            optimizer.reload_model_params()
+    if "extra" not in wanted:
+        return None
+    _restore_random_state(folder, description, model)
+    return torch.load(folder / "extra.pt", weights_only=False)
+
+
+def load_dist_weights(model: MegatronModel, folder: Path, *, prefix: str = "") -> None:
+    """Weights only, from a folder that Megatron (or a run of this program) wrote. Any layout; collective.
+
+    A scalar head that is not in it starts as from a Hugging Face folder without one.
+    """
+    from megatron.core import dist_checkpointing
+
+    folder = folder / _SHARDS if (folder / _SHARDS).is_dir() else folder
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        raise BrokenCheckpoint(folder, "it has no metadata.json of megatron.core.dist_checkpointing")
+    with cuda_to_cpu(), torch.no_grad():
+        sharded = _sharded_weights(model, prefix)
+        known = set(dist_checkpointing.load_tensors_metadata(str(folder)))
+        heads = _fresh_heads(model, sharded, known, prefix)
+        _load_weights(folder, model, sharded, prefix)
+        for parameter, value in heads:
+            parameter.copy_(value)
+
+
+def _read(shards: Path, model: MegatronModel, optimizer: Any | None, *, weights: bool, steps: int) -> None:
+    sharded = _sharded_weights(model)
+    if weights:
+        _load_weights(shards, model, sharded)
+    if not steps or optimizer is None:
+        return
+    from megatron.core.dist_checkpointing.dict_utils import merge
+
+    asked = optimizer.sharded_state_dict(_flat(sharded), is_loading=True, metadata=_metadata(model))
+    stored, kept = _split(asked)
+    for group in _parameter_groups(kept):
+        group["step"] = steps
+    found = _load(shards, {"optimizer": stored})["optimizer"]
+    optimizer.load_state_dict(merge(kept, found))
+
+
+def _load_weights(shards: Path, model: MegatronModel, sharded: dict[str, Any], prefix: str = "") -> None:
+    found = _load(shards, {"model": sharded})["model"]
+    for number, chunk in enumerate(model.chunks):
+        state = {name.removeprefix(prefix): value for name, value in found[str(number)].items()}
+        result = chunk.load_state_dict(state, strict=False)
+        absent = [name for name in result.missing_keys if not name.endswith("_extra_state")]
+        assert not absent, f"{shards} gave nothing for {absent}"
+
+
+def _load(shards: Path, state: dict[str, Any]) -> Any:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        return dist_checkpointing.load(state, str(shards))
+    except CheckpointingException as error:
+        raise BrokenCheckpoint(shards, str(error)) from error
+    except CheckpointException as failure:
+        raise BrokenCheckpoint(shards, first_failure(failure)) from failure
+
+
+def _sharded_weights(model: MegatronModel, prefix: str = "") -> dict[str, Any]:
+    """One entry for each chunk; the stored names count layers over the whole model, so chunks are of no matter."""
+    metadata = _metadata(model)
+    return {
+        str(number): chunk.sharded_state_dict(prefix=prefix, metadata=metadata)  # pyrefly: ignore[not-callable]
+        for number, chunk in enumerate(model.chunks)
+    }
+
+
+def _metadata(model: MegatronModel) -> dict[str, Any]:
+    return {
+        "dp_cp_group": model.layout.dp_cp_group,
+        # The one format that a layout with other tensor- or pipeline-parallel sizes can read.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        # A stage without experts has one optimizer and others have two: names must not depend on that.
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _flat(weights: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer looks its parameters up in."""
+    return weights["0"] if len(weights) == 1 else weights
+
+
+def _split(state: Any) -> tuple[Any, Any]:
+    """Tensors that are spread over ranks, and the rest. The rest (parameter groups) follows from the layout, and
+    Megatron would store that of rank 0 for all: it is left out and made again on loading."""
+    from megatron.core.dist_checkpointing.utils import extract_sharded_base
+
+    return extract_sharded_base(state)
+
+
+def _inner_optimizers(optimizer: Any) -> list[Any]:
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer.optimizer] if chained is None else [one for part in chained for one in _inner_optimizers(part)]
+
+
+def _steps_taken(optimizer: Any) -> int:
+    groups = [group for inner in _inner_optimizers(optimizer) for group in inner.param_groups]
+    most = torch.tensor([max((int(group.get("step", 0)) for group in groups), default=0)])
+    # A rank may hold no parameter of a group and still counts.
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, int(most))
+    return max(counts)
+
+
+def _forget_steps(optimizer: Any) -> None:
+    for inner in _inner_optimizers(optimizer):
+        inner.state.clear()
+        for group in inner.param_groups:
+            group.pop("step", None)
+
+
+def _parameter_groups(state: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(state, dict):
+        for name, value in state.items():
+            if name == "param_groups":
+                yield from value
+            else:
+                yield from _parameter_groups(value)
+    elif isinstance(state, list):
+        for value in state:
+            yield from _parameter_groups(value)
+
+
+def _fresh_heads(
+    model: MegatronModel, sharded: dict[str, Any], known: set[str], prefix: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Take heads that the folder does not have out of what is asked of it; with what they start."""
+    if model.role == "policy":
+        return []
+    fresh = []
+    for number, chunk in enumerate(model.chunks):
+        parameters = dict(chunk.named_parameters())
+        for name in (HEAD, HEAD_BIAS):
+            if name in parameters and prefix + name not in known:
+                sharded[str(number)].pop(prefix + name)
+                own = parameters[name]
+                fresh.append((own, scalar_head(None, name.replace("output_layer", "score"), tuple(own.shape))))
+    return fresh
+
+
+def _write_small_files(folder: Path, description: dict[str, Any], extra: Mapping[str, Any]) -> None:
+    rank = dist.get_rank()
+    if "extra" in description["contents"]:
+        torch.save({**capture_rng(), "megatron": _tracked_rng()}, folder / f"rng_{rank}.pt")
+    if rank == 0:
+        if "extra" in description["contents"]:
+            torch.save(dict(extra), folder / "extra.pt")
+        (folder / "state.json").write_text(json.dumps(description))
+
+
+def _restore_random_state(folder: Path, description: dict[str, Any], model: MegatronModel) -> None:
+    if description["layout"] == _sizes(model):
+        state = torch.load(folder / f"rng_{dist.get_rank()}.pt", weights_only=False)
+        tracked = state.pop("megatron")
+        restore_rng(state)
+        _set_tracked_rng(tracked)
+    elif dist.get_rank() == 0:
+        logger.warning(
+            "%s was saved with %s and is loaded with %s: random state is not restored",
+            folder,
+            _words(description["layout"]),
+            _words(_sizes(model)),
+        )
+
+
+def _tracked_rng() -> dict[str, torch.Tensor]:
+    """Megatron's named random states, one for what tensor-parallel ranks must draw differently."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker().get_states()
+
+
+def _set_tracked_rng(states: dict[str, torch.Tensor]) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    get_cuda_rng_tracker().set_states(states)
+
+
+def _sizes(model: MegatronModel) -> dict[str, int]:
+    return {name: getattr(model.layout, name) for name in _SIZES}
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    return (
+        ", ".join(f"{name.removesuffix('_size').upper()} {size}" for name, size in sizes.items() if size > 1) or "TP 1"
+    )
