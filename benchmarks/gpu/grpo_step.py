@@ -1,0 +1,294 @@
+"""Whole GRPO steps of workload W on one GPU: dovetail, TRL + vLLM and a plain loop, in turn, in one call.
+
+64 prompts x 8 answers of 512 forced tokens, 1.5B shape with random weights, one optimizer step per batch, no KL. Every
+side runs in a process of its own and reports the seconds of each step; the first, which warms up, is left out.
+
+    python -m benchmarks.gpu.grpo_step                       # every side whose package is installed
+    python -m benchmarks.gpu.grpo_step dovetail trl --steps 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, SHAPES, write_workload
+
+SIDES = {"dovetail": (), "dovetail-vllm": ("vllm",), "trl": ("trl", "vllm"), "plain": ()}
+GOAL = "at most 10.5 s, a third of TRL + vLLM"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "sides", nargs="*", metavar="SIDE", help=f"which of {', '.join(SIDES)} (default: all there are)"
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="1.5B")
+    parser.add_argument("--steps", type=int, default=4, help="steps per side, the first of which warms up")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/dovetail-workload"))
+    parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if unknown := sorted(set(args.sides) - set(SIDES)):
+        parser.error(f"unknown side {', '.join(unknown)}; choose from {', '.join(SIDES)}")
+    if args.run:
+        run = {"dovetail": run_dovetail, "dovetail-vllm": run_dovetail, "trl": run_trl, "plain": run_plain}[args.run]
+        found = run(args.folder, args.steps, engine="vllm" if args.run == "dovetail-vllm" else "native")
+        (args.folder / f"{args.run}.json").write_text(json.dumps(found))
+        return
+    folder = args.folder / args.shape
+    if not (folder / "model" / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_workload(folder, args.shape, steps=args.steps)
+    print(table([measure(side, folder, args.steps) for side in args.sides or SIDES]))
+
+
+def measure(side: str, folder: Path, steps: int) -> dict[str, Any]:
+    """One side in a process of its own, so that its device memory is gone afterwards."""
+    missing = [name for name in SIDES[side] if importlib.util.find_spec(name) is None]
+    if missing:
+        return {"side": side, "note": f"not run: {', '.join(missing)} is not installed"}
+    result = folder / f"{side}.json"
+    result.unlink(missing_ok=True)
+    log = folder / f"{side}.log"
+    command = [sys.executable, "-m", "benchmarks.gpu.grpo_step", "--run", side, "--folder", str(folder)]
+    started = time.perf_counter()
+    with log.open("w") as stream:
+        done = subprocess.run([*command, "--steps", str(steps)], stdout=stream, stderr=subprocess.STDOUT)
+    if not result.exists():
+        tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-25:])
+        return {"side": side, "note": f"failed with exit code {done.returncode}; last lines of {log}:\n{tail}"}
+    found = json.loads(result.read_text())
+    seconds = found["step_s"][1:]
+    return {
+        "side": side,
+        "step_s": statistics.median(seconds),
+        "all_s": [round(value, 2) for value in seconds],
+        "whole_process_s": time.perf_counter() - started,
+        **{name: value for name, value in found.items() if name != "step_s"},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    base = next((row["step_s"] for row in rows if row["side"] == "trl" and "step_s" in row), None)
+    lines = [f"{'side':14} {'step (s)':>9} {'tokens/s':>9} {'over TRL':>9} {'peak GiB':>9}  parts, goal: {GOAL}"]
+    for row in rows:
+        if "step_s" not in row:
+            lines.append(f"{row['side']:14} {row['note']}")
+            continue
+        rate = PROMPTS * SAMPLES * (RESPONSE + 120) / row["step_s"]
+        ratio = f"{base / row['step_s']:.2f}x" if base else "-"
+        parts = {name: value for name, value in row.items() if name.endswith("_s") and name != "step_s"}
+        shown = ", ".join(f"{name} {_rounded(value)}" for name, value in parts.items())
+        lines.append(
+            f"{row['side']:14} {row['step_s']:9.2f} {rate:9.0f} {ratio:>9} {row.get('peak_gib', 0):9.1f}  {shown}"
+        )
+    return "\n".join(lines)
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 2) if isinstance(value, float) else value
+
+
+class StepClock:
+    """A console that only notes when steps end."""
+
+    def __init__(self) -> None:
+        self.ends = [time.perf_counter()]
+        self.metrics: list[dict[str, float]] = []
+
+    def phase(self, name: str | None) -> None: ...
+
+    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None: ...
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.ends.append(time.perf_counter())
+        self.metrics.append(dict(metrics))
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def step_seconds(self) -> list[float]:
+        return [end - start for start, end in itertools.pairwise(self.ends)]
+
+
+def run_dovetail(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
+    """The trainer itself, in one process: data, generation, rewards, advantages, update, run folder."""
+    import torch
+
+    from dovetail.config import load_config
+    from dovetail.trainer.run import run_training
+
+    policy = "actor_rollout_ref"
+    config = load_config(
+        overrides=[
+            f"data.train_files={folder}/prompts.jsonl",
+            f"data.train_batch_size={PROMPTS}",
+            "data.max_prompt_length=128",
+            f"data.max_response_length={RESPONSE}",
+            f"{policy}.model.path={folder}/model",
+            f"{policy}.model.use_fused_kernels=True",
+            f"{policy}.model.enable_gradient_checkpointing=False",
+            f"{policy}.rollout.name={engine}",
+            f"{policy}.rollout.n={SAMPLES}",
+            f"{policy}.rollout.ignore_eos=True",
+            f"{policy}.rollout.max_num_seqs={PROMPTS * SAMPLES}",
+            f"{policy}.rollout.max_num_batched_tokens=65536",
+            f"{policy}.actor.ppo_mini_batch_size={PROMPTS}",
+            f"{policy}.actor.use_dynamic_bsz=True",
+            f"{policy}.actor.ppo_max_token_len_per_gpu=20480",
+            f"{policy}.actor.optim.lr=1e-6",
+            "algorithm.adv_estimator=grpo",
+            f"custom_reward_function.path={folder}/reward.py",
+            "custom_reward_function.name=compute_score",
+            "reward_model.num_workers=8",
+            "trainer.device=cuda",
+            "trainer.n_gpus_per_node=1",
+            f"trainer.total_training_steps={steps}",
+            "trainer.save_freq=-1",
+            f"trainer.default_local_dir={folder}/run-{engine}-{os.getpid()}",
+            "trainer.resume_mode=disable",
+        ]
+    ).config
+    clock = StepClock()
+    run_training(config, use_ray=False, console=lambda title, total: clock)
+    parts = {}
+    for name in ("timing_s/gen", "timing_s/update_actor", "timing_s/reward", "timing_s/adv"):
+        values = [metrics[name] for metrics in clock.metrics[1:] if name in metrics]
+        if values:
+            parts[name.removeprefix("timing_s/") + "_s"] = statistics.median(values)
+    start_s = clock.step_seconds()[0]
+    return {
+        "step_s": clock.step_seconds(),
+        **parts,
+        "start_and_first_step_s": start_s,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "mfu": {name: value for name, value in clock.metrics[-1].items() if "mfu" in name},
+    }
+
+
+def run_trl(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
+    """TRL's GRPO trainer with vLLM in the same process, gradient checkpointing, micro-batches of 32."""
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    ends: list[float] = [time.perf_counter()]
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [float(len(str(text)) % 7) for text in completions]
+
+    prompts = (folder / "prompts.txt").read_text().splitlines()
+    micro_batch = 32
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        max_steps=steps,
+        num_generations=SAMPLES,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=PROMPTS * SAMPLES // micro_batch,
+        max_completion_length=RESPONSE,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-6,
+        bf16=True,
+        gradient_checkpointing=True,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.4,
+        vllm_max_model_length=1024,
+        generation_kwargs={"ignore_eos": True},
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+    )
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    seconds = [end - start for start, end in itertools.pairwise(ends)]
+    return {"step_s": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def run_plain(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
+    """What one writes first: `generate`, then padded micro-batches of 8 with full logits and gradient checkpointing."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).cuda()
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    texts = (folder / "prompts.txt").read_text().splitlines()
+    seconds, generated = [], []
+    for step in range(steps):
+        started = time.perf_counter()
+        chosen = texts[step * PROMPTS : (step + 1) * PROMPTS]
+        inputs = tokenizer(chosen, return_tensors="pt", padding=True).to("cuda")
+        model.eval()
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            ids = model.generate(
+                **inputs,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                max_new_tokens=RESPONSE,
+                min_new_tokens=RESPONSE,
+                num_return_sequences=SAMPLES,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        torch.cuda.synchronize()
+        generated.append(time.perf_counter() - started)
+        answers = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :])
+        scores = torch.tensor([float(len(text) % 7) for text in answers], device="cuda").view(PROMPTS, SAMPLES)
+        advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)).flatten()
+        model.train()
+        for rows in torch.arange(len(ids), device="cuda").split(8):
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = model(ids[rows]).logits[:, -RESPONSE - 1 : -1].float()
+            labels = ids[rows][:, -RESPONSE:]
+            log_probs = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+            ratio = (log_probs - log_probs.detach()).exp()
+            loss = -(ratio * advantages[rows].unsqueeze(-1)).sum() / (len(ids) * RESPONSE)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return {
+        "step_s": seconds,
+        "gen_s": statistics.median(generated[1:]),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+if __name__ == "__main__":
+    main()
