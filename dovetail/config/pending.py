@@ -63,6 +63,11 @@ def _native(config: DovetailConfig) -> bool:
     return config.actor_rollout_ref.rollout.name == "native"
 
 
+def _no_servers(config: DovetailConfig) -> bool:
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.mode != "server" or not rollout.server_urls
+
+
 def _not(name: str, mode: str) -> Callable[[DovetailConfig], bool]:
     return lambda config: (config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode) != (name, mode)
 
@@ -75,13 +80,14 @@ _MEGATRON = "there is no Megatron backend yet"
 _CONFIG_JSON = "the plan reads it, a run reads the `config.json` beside the weights; use `model.override_config`"
 _HELD_LOGITS = "the plain head holds its logits; `model.use_fused_kernels=True` computes the entropy without them"
 _WHOLE_CRITIC = "the critic is trained whole, without adapters"
-_ALL_STATE = "weights, optimizer, schedule and random state are always saved and loaded, so that a run resumes exactly"
 _ONE_TURN = "an answer is one turn"
 _SHARED_DEVICES = "the engine runs on the trainer's devices, one engine in each process"
 _REWARD_DEVICES = "the reward network runs on the trainer's devices"
 _IN_RUN_FOLDER = "answers are always written to `rollouts/` and `validation/` of the run folder"
 _TAKE_TURNS = "generation and training take turns"
 _NATIVE = "the native engine has no such setting; it is read by `rollout.name=vllm`"
+
+_NO_SERVERS = "no server is used without `rollout.mode=server` and `rollout.server_urls`"
 
 _ENGINE_SETTINGS = (
     *("gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes", "enable_chunked_prefill"),
@@ -109,14 +115,6 @@ PENDING: tuple[Pending, ...] = (
     Pending("critic.model.exclude_modules", _WHOLE_CRITIC),
     Pending(f"{_ACTOR}.entropy_from_logits_with_chunking", _HELD_LOGITS),
     Pending(f"{_ACTOR}.entropy_checkpointing", _HELD_LOGITS),
-    Pending("*.checkpoint.async_save", "a save is written before training goes on"),
-    Pending("*.checkpoint.load_contents", _ALL_STATE, fulfilled=lambda value: _all_state(value)),
-    Pending(f"{_ACTOR}.checkpoint.save_contents", _ALL_STATE, fulfilled=lambda value: _all_state(value)),
-    Pending(
-        "critic.checkpoint.save_contents",
-        f"{_ALL_STATE}; no Hugging Face folder of the critic is written",
-        fulfilled=lambda value: _all_state(value) and "hf_model" not in value,
-    ),
     Pending("*.mixed_precision.buffer_dtype", "buffers keep the dtype the model gives them, rotary tables float32"),
     Pending("*.megatron.*", _MEGATRON),
     Pending(f"{_ROLLOUT}.repetition_penalty", "no engine here applies it"),
@@ -128,8 +126,13 @@ PENDING: tuple[Pending, ...] = (
     Pending(f"{_ROLLOUT}.n_gpus_per_node", _SHARED_DEVICES),
     Pending(f"{_ROLLOUT}.data_parallel_size", _SHARED_DEVICES),
     Pending(
-        f"{_ROLLOUT}.weight_sync", "weights go to the engine of the same process", fulfilled=lambda v: v == "colocated"
+        f"{_ROLLOUT}.weight_sync",
+        "weights go to the engine of the same process",
+        when=_no_servers,
+        fulfilled=lambda value: value == "colocated",
     ),
+    Pending(f"{_ROLLOUT}.weights_folder", _NO_SERVERS, when=_no_servers),
+    Pending(f"{_ROLLOUT}.server_*", _NO_SERVERS, when=_no_servers),
     Pending(
         f"{_ROLLOUT}.mode", "the native engine takes the requests of a batch together in its own process", when=_native
     ),
@@ -141,7 +144,9 @@ PENDING: tuple[Pending, ...] = (
     Pending("reward_model.nnodes", _REWARD_DEVICES),
     Pending("reward_model.n_gpus_per_node", _REWARD_DEVICES),
     Pending(
-        "algorithm.rollout_correction.loss_type", "`actor_rollout_ref.actor.policy_loss.loss_mode` chooses the loss"
+        "algorithm.rollout_correction.loss_type",
+        "without `bypass_mode` `actor_rollout_ref.actor.policy_loss.loss_mode` chooses the loss",
+        when=lambda config: not config.algorithm.rollout_correction.bypass_mode,
     ),
     Pending(
         "trainer.max_critic_ckpt_to_keep",
@@ -153,7 +158,3 @@ PENDING: tuple[Pending, ...] = (
     Pending("async_training.*", _TAKE_TURNS),
     Pending("ray_init.timeline_json_file", "Ray's timeline is not written; phases are timed in metrics.jsonl"),
 )
-
-
-def _all_state(contents: Any) -> bool:
-    return {"model", "optimizer", "extra"} <= set(contents)

@@ -36,11 +36,22 @@ class EngineKwargsConfig(Section):
 class RolloutConfig(Section):
     """Generation engine and sampling."""
 
-    name: Literal["native", "vllm", "sglang"] = Field(
-        "native", description="Engine: native (embedded, no extra install), vllm or sglang."
+    name: Literal["native", "vllm", "sglang", "openai"] = Field(
+        "native",
+        description="Engine: native (embedded, no extra install), vllm or sglang; with server_urls, what the servers "
+        "are: vllm, sglang, or openai for any other with OpenAI's protocol.",
     )
     mode: Literal["sync", "async", "server"] = Field(
         "sync", description="sync: one call per batch; async: requests per sample; server: over HTTP."
+    )
+    server_urls: list[str] = Field(
+        [], description="With mode=server: servers that run already, here or elsewhere, as http://host:port."
+    )
+    server_timeout_s: float = Field(
+        30.0, gt=0, description="A server that has answered nothing for so long is given up; its requests move on."
+    )
+    server_api_key_env: str | None = Field(
+        None, description="Environment variable with the key that the servers ask for (Authorization: Bearer)."
     )
     n: int = Field(1, ge=1, description="Responses per training prompt (the group of GRPO).")
     do_sample: bool = Field(True, description="Sample; false takes the most likely token.")
@@ -87,7 +98,12 @@ class RolloutConfig(Section):
     skip_tokenizer_init: bool = Field(True, description="Start the engine without a tokenizer: ids in, ids out.")
     engine_kwargs: EngineKwargsConfig = Field(EngineKwargsConfig.model_construct(), description="Engine arguments.")
     weight_sync: Literal["auto", "colocated", "broadcast", "disk"] = Field(
-        "auto", description="How weights reach the engine; auto: colocated on shared devices, else broadcast."
+        "auto",
+        description="How weights reach the engine; auto: colocated on shared devices, else through weights_folder "
+        "where that is set, else broadcast.",
+    )
+    weights_folder: str | None = Field(
+        None, description="Folder that trainer and servers both see under this path, for weight_sync=disk."
     )
     update_weights_bucket_megabytes: int = Field(512, ge=1, description="Size of one transfer of weights, in MiB.")
     verify_start: bool = Field(

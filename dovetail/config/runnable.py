@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dovetail.config.errors import ConfigError, Problem
+from dovetail.config.rollout import RolloutConfig
 from dovetail.config.root import DovetailConfig
 
 _POLICY = "actor_rollout_ref"
@@ -16,7 +17,7 @@ _ROLLOUT = f"{_POLICY}.rollout"
 
 def unsupported_in_runs(config: DovetailConfig) -> list[Problem]:
     """Every wish of `config` that no part of this version can fulfil. Roles that do not run are not asked."""
-    parts = (_backends, _networks, _engine, _sampling, _placement, _checkpoints, _loss)
+    parts = (_backends, _networks, _engine, _sampling, _placement, _loss)
     return [
         Problem(key, f"{key}={value} cannot be run in this version: {why}.")
         for part in parts
@@ -67,10 +68,15 @@ def _networks(config: DovetailConfig) -> Iterator[Wish]:
 
 def _engine(config: DovetailConfig) -> Iterator[Wish]:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "sglang":
+    if rollout.mode == "server" and rollout.server_urls:
+        yield from _servers(rollout)
+    elif rollout.name == "openai":
+        why = "it is a server's protocol; set rollout.mode=server and rollout.server_urls, or use native or vllm"
+        yield f"{_ROLLOUT}.name", "openai", why
+    elif rollout.name == "sglang":
         yield f"{_ROLLOUT}.name", "sglang", "there is no SGLang engine yet; use native or vllm"
     elif rollout.mode == "server":
-        yield f"{_ROLLOUT}.mode", "server", "no engine is reached over HTTP during training; use sync"
+        yield f"{_ROLLOUT}.mode", "server", "no server is started; give rollout.server_urls, or use sync"
     elif (rollout.name, rollout.mode) == ("vllm", "async") and config.trainer.device != "cpu":
         why = "its engines ask Ray for devices of their own, and the trainer holds them all; use sync"
         yield f"{_ROLLOUT}.mode", "async", why
@@ -84,6 +90,21 @@ def _engine(config: DovetailConfig) -> Iterator[Wish]:
             yield f"{_ROLLOUT}.{name}", size, why
     if rollout.multi_turn.enable:
         yield f"{_ROLLOUT}.multi_turn.enable", True, "an answer is one turn, and no tool is called; use False"
+
+
+def _servers(rollout: RolloutConfig) -> Iterator[Wish]:
+    """Servers by URL, that must follow the trainer's weights."""
+    if rollout.name == "native":
+        why = "it runs in the trainer's process; say what the servers are: vllm or sglang"
+        yield f"{_ROLLOUT}.name", "native", why
+    if rollout.name == "openai":
+        why = "a plain OpenAI-compatible server cannot take the weights of a step; use vllm or sglang"
+        yield f"{_ROLLOUT}.name", "openai", why
+    if rollout.weight_sync == "colocated":
+        yield f"{_ROLLOUT}.weight_sync", "colocated", "servers have memory of their own; use auto, disk or broadcast"
+    elif rollout.weights_folder is None and (rollout.weight_sync == "disk" or rollout.name == "sglang"):
+        why = f"{rollout.name} servers then read weights from a folder that all see: set {_ROLLOUT}.weights_folder"
+        yield f"{_ROLLOUT}.weight_sync", rollout.weight_sync, why
 
 
 def _sampling(config: DovetailConfig) -> Iterator[Wish]:
@@ -107,18 +128,14 @@ def _placement(config: DovetailConfig) -> Iterator[Wish]:
         yield "reward_model.enable_resource_pool", True, why
 
 
-def _checkpoints(config: DovetailConfig) -> Iterator[Wish]:
-    sections = {f"{_POLICY}.actor": config.actor_rollout_ref.actor.checkpoint}
-    if config.uses_critic:
-        sections["critic"] = config.critic.checkpoint
-    for name, checkpoint in sections.items():
-        if checkpoint.async_save:
-            yield f"{name}.checkpoint.async_save", True, "a save is written before training goes on; use False"
-
-
 def _loss(config: DovetailConfig) -> Iterator[Wish]:
     correction = config.algorithm.rollout_correction
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if correction.bypass_mode and correction.loss_type == "reinforce" and loss_mode != "reinforce":
-        why = f"the loss is {_POLICY}.actor.policy_loss.loss_mode={loss_mode}; set that to reinforce as well"
+    if not correction.bypass_mode:
+        return
+    if correction.loss_type == "reinforce" and loss_mode not in ("vanilla", "reinforce"):
+        why = f"it asks for another loss than {_POLICY}.actor.policy_loss.loss_mode={loss_mode}; set one of the two"
         yield "algorithm.rollout_correction.loss_type", "reinforce", why
+    if correction.rollout_is_batch_normalize:
+        why = "bypass mode makes weights micro-batch by micro-batch and knows no mean over the batch; use False"
+        yield "algorithm.rollout_correction.rollout_is_batch_normalize", True, why

@@ -126,6 +126,8 @@ class RolloutEngine(ABC):
 
     name: ClassVar[str]
     supports_multi_modal: ClassVar[bool] = False
+    on_trainer_devices: ClassVar[bool] = True
+    """Whether its memory is the trainer's to want back. Engines elsewhere stay awake while the trainer works."""
     reload_weights: Callable[[Any], None] | None = None
     """Set by the owner of the weights: called with an engine that was restarted, to bring it up to date."""
 

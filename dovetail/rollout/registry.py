@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 
+from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import RolloutEngine
 
 
@@ -46,6 +47,15 @@ def register_engine(name: str, entry: EngineEntry) -> None:
     if name in _ENGINES:
         raise ValueError(f"a rollout engine named {name!r} is already registered ({_ENGINES[name].target}).")
     _ENGINES[name] = entry
+
+
+def engine_class_for(config: RolloutConfig) -> type[RolloutEngine]:
+    """What the section `rollout` asks for: servers that run already, or an engine of this program."""
+    if config.mode == "server" and config.server_urls:
+        from dovetail.rollout.remote.engine import RemoteRollout
+
+        return RemoteRollout
+    return get_engine_class(config.name)
 
 
 def get_engine_class(name: str) -> type[RolloutEngine]:

@@ -18,7 +18,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import RolloutEngine
-from dovetail.rollout.registry import get_engine_class
+from dovetail.rollout.registry import engine_class_for
 from dovetail.workers.generation import answers_of, requests_of
 from dovetail.workers.parity import ParityProbe, ParityReport
 from dovetail.workers.weight_check import WatchedWeights, compare_answers
@@ -39,7 +39,7 @@ class HybridEngine:
         self.shares_weights = whole is not None
         """Whether the engine reads the trainer's own tensors: nothing is copied between them then."""
         model = config.actor_rollout_ref.model
-        engine_class = get_engine_class(self._rollout.name)
+        engine_class = engine_class_for(self._rollout)
         self.engine: RolloutEngine = engine_class.from_config(self._rollout, model.path, device=device, shared=whole)
         # Gathering weights takes all ranks, and only the one whose engine died would be asking.
         if not self.shares_weights and backend.place.world_size == 1:
@@ -86,7 +86,7 @@ class HybridEngine:
 
     def trainer_mode(self) -> None:
         """Give the engine's memory back. Shared weights stay: they are the trainer's."""
-        if not self._rollout.free_cache_engine:
+        if not self._rollout.free_cache_engine or not self.engine.on_trainer_devices:
             return
         if self.shares_weights:
             self.engine.sleep(["kv_cache"])

@@ -1,0 +1,160 @@
+"""Samples being written: one call each, ended and continued at will. Knows nothing of how weights change."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+from dovetail.rollout.base import EngineError
+from dovetail.rollout.remote.client import ServerError, ServerGoneError
+from dovetail.rollout.remote.dialect import Dialect
+from dovetail.rollout.remote.pool import ServerPool
+from dovetail.rollout.remote.samples import Part, RemoteSample
+
+_ANSWER_S = 0.3  # an aborted call answers within this, or is asked again
+_GIVE_UP_S = 10.0
+
+
+class SampleCalls:
+    """All methods belong to one event loop.
+
+    `version` is that of the servers' weights; it may change while the gate is shut and no call runs. With
+    `must_match`, a server that says it wrote with another version is taken out and its answer is not used.
+    """
+
+    def __init__(self, pool: ServerPool, dialect: Dialect) -> None:
+        self._pool = pool
+        self._dialect = dialect
+        self.version = 0
+        self.must_match = False
+        self.is_open = True
+        self._failure = ""
+        self._changed = asyncio.Condition()
+        self._live: set[RemoteSample] = set()
+        self._names = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_running(self) -> int:
+        return sum(sample.call is not None for sample in self._live)
+
+    async def finish(self, samples: Sequence[RemoteSample]) -> None:
+        """Write all of them to the end. The first failure ends the rest."""
+        running = {sample.request.request_id for sample in self._live}
+        repeated = running & {sample.request.request_id for sample in samples}
+        if repeated:
+            raise ValueError(f"request_id {min(repeated)!r} is in use; ids of running requests must be unique.")
+        self._live |= set(samples)
+        tasks = [asyncio.create_task(self._write(sample)) for sample in samples]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._live -= set(samples)
+
+    async def abort(self, request_ids: Collection[str] | None) -> int:
+        """Cut these off (all when None) with what they have; how many."""
+        cut = [sample for sample in self._live if request_ids is None or sample.request.request_id in request_ids]
+        cut = [sample for sample in cut if sample.finish_reason is None]
+        for sample in cut:
+            sample.cut = True
+        await self._notify()
+        await self._end_calls(cut)
+        return len(cut)
+
+    async def shut(self, pausing: Iterable[str] = ()) -> None:
+        """Begin no call, pause these servers, and return when none of the calls runs any more."""
+        self.is_open = False
+        outcomes = await asyncio.gather(*map(self._dialect.pause, pausing), return_exceptions=True)
+        running = [sample.call for sample in self._live if sample.call is not None]
+        if running and self._dialect.can_abort:
+            await asyncio.wait(running, timeout=_ANSWER_S)
+        # What is left reached its server after the pause, where it would wait.
+        await self._end_calls(list(self._live))
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ServerError):
+                raise outcome
+
+    async def open(self) -> None:
+        self.is_open = True
+        await self._notify()
+
+    async def fail(self, reason: str) -> None:
+        """End every response that waits with an error: its model is gone."""
+        self._failure = reason
+        await self._notify()
+        while self._live:
+            await asyncio.sleep(0.01)
+        self._failure = ""
+
+    async def _write(self, sample: RemoteSample) -> None:
+        while sample.finish_reason is None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.is_open or sample.cut or self._failure)
+            if self._failure:
+                raise EngineError(f"a weight update failed while {sample.request.request_id!r} ran: {self._failure}")
+            if sample.cut:
+                sample.finish_reason = "abort"
+                return
+            version = self.version
+            sample.take(await self._call(sample), version)
+
+    async def _call(self, sample: RemoteSample) -> Part:
+        key = sample.request.request_id
+        sample.dropped = False
+        sample.call = asyncio.create_task(self._pool.run(lambda server: self._complete(server, sample), key=key))
+        try:
+            return await sample.call
+        except asyncio.CancelledError:
+            if not sample.dropped:
+                raise
+            return Part([], [], "abort")
+        finally:
+            sample.call = None
+
+    async def _complete(self, server: str, sample: RemoteSample) -> Part:
+        sample.server, sample.call_id = server, next(self._names)
+        version = self.version
+        part = await self._dialect.complete(server, sample)
+        if self.must_match and part.weight_version not in (None, version):
+            reason = f"it wrote with weights of version {part.weight_version}, not {version}."
+            self._pool.mark_down(server, reason)
+            raise ServerGoneError(f"{server} is of no use: {reason}", url=server)
+        return part
+
+    async def _end_calls(self, samples: Sequence[RemoteSample]) -> None:
+        give_up = time.monotonic() + (_GIVE_UP_S if self._dialect.can_abort else 0.0)
+        while pending := [sample for sample in samples if sample.call is not None]:
+            calls = [sample.call for sample in pending if sample.call is not None]
+            if time.monotonic() >= give_up:
+                for sample, call in zip(pending, calls, strict=True):
+                    sample.dropped = True
+                    call.cancel()
+            else:
+                await self._ask_to_abort(pending)
+            await asyncio.wait(calls, timeout=_ANSWER_S)
+            await asyncio.sleep(0)  # the samples take in what their calls answered
+
+    async def _ask_to_abort(self, samples: Sequence[RemoteSample]) -> None:
+        by_server: dict[str, list[str]] = defaultdict(list)
+        for sample in samples:
+            if sample.server:
+                by_server[sample.server].append(sample.call_id)
+        asked = (self._dialect.abort(server, call_ids) for server, call_ids in by_server.items())
+        for outcome in await asyncio.gather(*asked, return_exceptions=True):
+            # A server that cannot be asked is dead: its calls end without it.
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ServerError):
+                raise outcome
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

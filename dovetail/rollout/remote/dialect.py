@@ -1,0 +1,156 @@
+"""What differs between servers: routes, fields, and what they can do. One `Dialect` per kind of server."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from dovetail.rollout.base import EngineError, FinishReason, LogprobsMode, MemoryTag, SamplingParams
+from dovetail.rollout.remote.client import HttpClient, ServerError
+from dovetail.rollout.remote.samples import Part, RemoteSample
+from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
+
+_SHAPE_FIELDS = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "tie_word_embeddings"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server says of itself.
+
+    `logprobs`: what its log-probs mean. `takes_no_weights` says why, and is empty where it takes them.
+    `weight_version` is None where it has had no update. `num_workers` receive in a broadcast. `shape` are sizes of its
+    model.
+    """
+
+    model: str
+    max_model_len: int
+    logprobs: LogprobsMode
+    weight_version: int | None = None
+    takes_no_weights: str = ""
+    num_workers: int = 1
+    dtype: str = ""
+    kv_cache_bytes: int = 0
+    shape: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Dialect(ABC):
+    """Calls to one server each, by its URL. An error of the server is a ServerError."""
+
+    name: ClassVar[str]
+    health_path: ClassVar[str] = "/health"
+    can_abort: ClassVar[bool] = True
+
+    def __init__(self, client: HttpClient) -> None:
+        self.client = client
+
+    @abstractmethod
+    async def info(self, server: str) -> ServerInfo: ...
+
+    @abstractmethod
+    async def complete(self, server: str, sample: RemoteSample) -> Part:
+        """Write the rest of the sample in one call named `sample.call_id`. Harmless when repeated."""
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """ValueError for what this kind of server cannot do."""
+        return
+
+    @abstractmethod
+    async def abort(self, server: str, call_ids: Collection[str]) -> None:
+        """Ask for the end of these calls; each then answers with what it has, and "abort".
+
+        With `can_abort` false this does nothing, and calls are ended by closing their connection, which loses what
+        they have.
+        """
+
+    @abstractmethod
+    async def pause(self, server: str) -> None:
+        """As `abort` for every call, and begin none until `resume`."""
+
+    @abstractmethod
+    async def resume(self, server: str) -> None:
+        """Go on after `pause`."""
+
+    async def forget_caches(self, server: str) -> None:
+        """Drop everything computed with the weights of before. The server is paused."""
+        raise self._cannot("reset its caches")
+
+    async def sleep(self, server: str, tags: Collection[MemoryTag]) -> None:
+        raise self._cannot("sleep")
+
+    async def wake(self, server: str, tags: Collection[MemoryTag]) -> None:
+        raise self._cannot("sleep")
+
+    async def load_from_disk(self, server: str, found: DiskVersion, expected: ExpectedWeights) -> None:
+        """Take a version from a folder it sees. WeightUpdateError for a misfit."""
+        raise self._cannot("take weights")
+
+    async def join_group(self, server: str, address: GroupAddress, first_rank: int) -> None:
+        """Join a `WeightSender`'s group; answers when the group is complete."""
+        raise self._cannot("take weights from a group")
+
+    async def begin_update(self, server: str, expected: ExpectedWeights) -> None:
+        raise self._cannot("take weights from a group")
+
+    async def receive(self, server: str) -> str | None:
+        """Take what the sender of the group sends; a misfit in words."""
+        raise self._cannot("take weights from a group")
+
+    async def finish_update(self, server: str) -> str | None:
+        """The update is over; what is missing, in words."""
+        raise self._cannot("take weights from a group")
+
+    async def set_version(self, server: str, version: int) -> None:
+        raise self._cannot("take weights")
+
+    async def checksums(self, server: str, names: Collection[str], dtype: str | None) -> dict[str, str]:
+        """Checksums of the weights in use, as far as they can be read back."""
+        return {}
+
+    def _cannot(self, what: str) -> EngineError:
+        return EngineError(f"rollout.name={self.name}: this kind of server has no way to {what}.")
+
+
+def model_shape(config: Any) -> dict[str, Any]:
+    """The sizes of a transformers config that decide whether two models can have the same weights."""
+    text = config.get_text_config()
+    found = {name: getattr(text, name, None) for name in _SHAPE_FIELDS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def require_same_shape(server: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], folder: str) -> None:
+    different = [
+        f"{name}={theirs[name]!r} there, {ours[name]!r} here"
+        for name in ours
+        if name in theirs and theirs[name] != ours[name]
+    ]
+    if different:
+        raise EngineError(
+            f"the server {server} has another model than {folder}: {'; '.join(different)}. Start it with this model, "
+            "or take it out of rollout.server_urls."
+        )
+
+
+def finish_reason(server: str, reason: object) -> FinishReason:
+    if reason in ("stop", "length", "abort"):
+        return reason  # pyrefly: ignore[bad-return]
+    raise ServerError(f"{server} ended a request with finish_reason={reason!r}; its log says why.", url=server)
+
+
+@contextmanager
+def understood(server: str, answer: Any) -> Iterator[None]:
+    """Inside, a field that an answer does not have is an error that shows the answer."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        if isinstance(error, ServerError):
+            raise
+        shown = str(answer)[:400]
+        raise ServerError(
+            f"{server} answered in a form not known here ({type(error).__name__}: {error}): {shown}", url=server
+        ) from error

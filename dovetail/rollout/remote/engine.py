@@ -1,0 +1,326 @@
+"""Servers by URL as one rollout engine (`rollout.mode=server`, `rollout.server_urls`), on this machine or others.
+
+Each sample is one call, sent to the server that has its prompt in its cache. A pause ends all calls and keeps what they
+wrote; going on sends the rest, prompt and beginning together. So weights change only while no call runs, every token
+has the version it was written with, and a server that dies takes nothing with it but the work since its calls began.
+The servers are not ours: closing the engine leaves them running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from dovetail.config.rollout import RolloutConfig
+from dovetail.rollout.base import (
+    ALL_TAGS,
+    EngineError,
+    EngineHealth,
+    GenerationRequest,
+    GenerationResult,
+    LogprobsMode,
+    MemoryTag,
+    RolloutEngine,
+    UnsupportedPromptError,
+)
+from dovetail.rollout.remote.calls import SampleCalls
+from dovetail.rollout.remote.client import HttpClient
+from dovetail.rollout.remote.dialect import Dialect, ServerInfo, model_shape, require_same_shape
+from dovetail.rollout.remote.loop import LoopThread
+from dovetail.rollout.remote.openai_dialect import OpenAIDialect
+from dovetail.rollout.remote.pool import SILENCE_S, ServerPool
+from dovetail.rollout.remote.ranks import on_first_rank
+from dovetail.rollout.remote.router import NoServerError
+from dovetail.rollout.remote.samples import samples_of
+from dovetail.rollout.remote.sglang_dialect import SGLangDialect
+from dovetail.rollout.remote.update import WeightUpdater
+from dovetail.rollout.remote.vllm_dialect import VLLMDialect
+from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, WeightChannel
+from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
+from dovetail.rollout.vllm.requests import check_prompt, same_meaning
+from dovetail.weight_sync import DEFAULT_BUCKET_BYTES
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+DialectName = Literal["vllm", "sglang", "openai"]
+
+
+class RemoteRollout(RolloutEngine):
+    """`folder` is the model the servers must have. `weights_folder` is seen by all of them under this path; without
+    one, weights are broadcast. In a trainer of several processes each has such an engine over the same servers, and
+    `update_weights` is collective: the first process sends.
+    """
+
+    name = "remote"
+    on_trainer_devices = False
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        folder: str,
+        *,
+        dialect: DialectName = "vllm",
+        weights_folder: str | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        logprobs: LogprobsMode = "temperature",
+        max_model_len: int | None = None,
+        silence_s: float = SILENCE_S,
+        api_key: str | None = None,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> None:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        self._folder = folder
+        self._shape = model_shape(config)
+        self._vocab_size = int(self._shape["vocab_size"])
+        self._eos_ids = stop_token_ids(folder, trust_remote_code=trust_remote_code)
+        own_length = max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
+        self._asleep: frozenset[MemoryTag] = frozenset()
+        self._paused = False
+        self._closed = False
+        self._loop = LoopThread("dovetail-remote-rollout")
+        try:
+            client = HttpClient(api_key=api_key)
+            self._dialect = _build_dialect(dialect, client, logprobs=logprobs, max_model_len=own_length)
+            self._pool = ServerPool(
+                list(urls), client, health_path=self._dialect.health_path, admit=self._admit, silence_s=silence_s
+            )
+            self._calls = SampleCalls(self._pool, self._dialect)
+            infos = self._run(self._connect())
+        except BaseException:
+            self._loop.close()
+            raise
+        self._infos = infos
+        self._max_model_len = min([own_length, *(info.max_model_len for info in infos.values())])
+        self._updater = WeightUpdater(
+            self._pool,
+            self._dialect,
+            self._calls,
+            self._channel(weights_folder, bucket_bytes, torch.device(device), trust_remote_code),
+            refusal=next((info.takes_no_weights for info in infos.values() if info.takes_no_weights), ""),
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RolloutConfig,
+        folder: str,
+        *,
+        device: torch.device,
+        shared: torch.nn.Module | None = None,
+    ) -> RolloutEngine:
+        """`rollout.name` says what the servers are, `rollout.server_urls` where."""
+        if config.name == "native":
+            raise ValueError("rollout.name=native runs in the trainer's process; servers are vllm, sglang or openai.")
+        if config.weight_sync == "disk" and config.weights_folder is None:
+            raise ValueError("rollout.weight_sync=disk needs rollout.weights_folder, which all servers see.")
+        uses_disk = config.weights_folder is not None and config.weight_sync != "broadcast"
+        key = os.environ.get(config.server_api_key_env) if config.server_api_key_env else None
+        return cls(
+            config.server_urls,
+            folder,
+            dialect=config.name,
+            weights_folder=config.weights_folder if uses_disk else None,
+            bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
+            logprobs="raw" if config.logprobs_mode == "raw_logprobs" else "temperature",
+            max_model_len=config.context_length,
+            silence_s=config.server_timeout_s,
+            api_key=key,
+            device=device,
+        )
+
+    @property
+    def weight_version(self) -> int:
+        return self._calls.version
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        for request in requests:
+            self._check_request(request)
+        ids = [request.request_id for request in requests]
+        if len(set(ids)) < len(ids):
+            raise ValueError("two requests have the same request_id; ids of running requests must be unique.")
+        self._check_usable()
+        self._reload_if_all_forgot()
+        samples = [
+            sample
+            for request in requests
+            for sample in samples_of(request, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
+        ]
+        try:
+            self._run(self._calls.finish(samples))
+        except NoServerError as error:
+            raise EngineError(str(error)) from error
+        return [sample.result() for sample in samples]
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
+        if weights is None:
+            raise ValueError("update_weights(None) is for engines that share the trainer's memory; servers do not.")
+        self._check_open()
+        if "weights" in self._asleep:
+            raise EngineError("the servers' weights are asleep; call wake(['weights']) before update_weights.")
+        on_first_rank(
+            weights, lambda stream: self._updater.update(self._loop, stream, version, stay_paused=self._paused)
+        )
+        self._updater.arrived(version)
+
+    def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
+        """What all servers agree on. A tensor in which they differ has a checksum that is no tensor's."""
+        word = None if dtype is None else str(dtype).removeprefix("torch.")
+        servers = self._pool.router.up()
+        held = self._run(self._gathered(self._dialect.checksums(server, names, word) for server in servers))
+        found: dict[str, str] = {}
+        for name in {name for each in held for name in each}:
+            values = {each.get(name, "missing") for each in held}
+            found[name] = values.pop() if len(values) == 1 else "servers differ"
+        return found
+
+    def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        """On each server, as far as it can. Weights that slept must be sent again."""
+        self._check_open()
+        if self._calls.num_live and not self._paused:
+            raise EngineError("requests are running; finish, abort or pause them before sleep.")
+        self._run(self._on_all(lambda server: self._dialect.sleep(server, tags)))
+        self._asleep |= frozenset(tags)
+
+    def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        self._check_open()
+        wanted = frozenset(tags) & self._asleep
+        if not wanted:
+            return
+        self._run(self._on_all(lambda server: self._dialect.wake(server, wanted)))
+        self._asleep -= wanted
+        if "weights" in wanted:
+            self._updater.gap = "the weights were dropped by sleep and not sent again"
+
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
+        return self._run(self._calls.abort(None if request_ids is None else frozenset(request_ids)))
+
+    def pause(self) -> None:
+        """Calls end; what they wrote is kept, and the rest is sent again by `continue_`."""
+        self._check_open()
+        if not self._paused:
+            self._run(self._calls.shut(self._pool.router.up()))
+            self._paused = True
+
+    def continue_(self) -> None:
+        self._check_open()
+        if self._paused:
+            self._run(self._on_all(self._dialect.resume))
+            self._paused = False
+            self._run(self._calls.open())
+
+    def health(self) -> EngineHealth:
+        down = "" if self._closed else "; ".join(f"{name}: {why}" for name, why in self._pool.router.down().items())
+        reason = "the engine is closed" if self._closed else self._updater.gap or down
+        usable = not self._closed and not self._updater.gap and bool(self._pool.router.up())
+        return EngineHealth(
+            ok=usable,
+            reason=reason,
+            weight_version=self.weight_version,
+            num_running=self._calls.num_running,
+            num_waiting=self._calls.num_live - self._calls.num_running,
+            paused=self._paused,
+            asleep=self._asleep,
+            kv_cache_bytes=sum(info.kv_cache_bytes for info in self._infos.values()),
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self.abort()
+        if self._paused:
+            self.continue_()
+        self._closed = True
+        self._loop.run(self._pool.close())
+        self._loop.run(self._pool.client.close())
+        self._loop.close()
+
+    async def _connect(self) -> dict[str, ServerInfo]:
+        """Every server must be there at the start: one that is not is more likely a typo than an accident."""
+        infos = await asyncio.gather(*map(self._dialect.info, self._pool.router.servers))
+        found = dict(zip(self._pool.router.servers, infos, strict=True))
+        for server, info in found.items():
+            require_same_shape(server, info.shape, self._shape, self._folder)
+        self._pool.start()
+        logger.info("%d servers (%s) answer: %s", len(found), self._dialect.name, ", ".join(found))
+        return found
+
+    async def _admit(self, server: str) -> None:
+        await self._updater.admit(server, self._folder, self._shape, paused=self._paused)
+
+    def _channel(
+        self, weights_folder: str | None, bucket_bytes: int, device: torch.device, trust_remote_code: bool
+    ) -> WeightChannel:
+        expected = expected_weights(self._folder, trust_remote_code=trust_remote_code)
+        if weights_folder is not None:
+            return DiskChannel(weights_folder, self._dialect, self._loop, expected, bucket_bytes=bucket_bytes)
+        return GroupChannel(
+            self._dialect,
+            self._loop,
+            expected,
+            bucket_bytes=bucket_bytes,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            device=device,
+        )
+
+    def _reload_if_all_forgot(self) -> None:
+        """Servers that were started again since the last update have old weights: they must not write."""
+        self._run(self._updater.take_out_forgetful())
+        if not self._pool.router.up() and self.reload_weights is not None and self._updater.has_updated:
+            self.reload_weights(self)
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        if request.multi_modal:
+            raise UnsupportedPromptError(
+                f"request {request.request_id!r} holds {', '.join(request.multi_modal)}; servers are sent token ids "
+                "only. Use rollout.mode=sync with rollout.name=vllm for multimodal prompts."
+            )
+        check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        self._dialect.check_sampling(request.sampling)
+        for server, info in self._infos.items():
+            if not same_meaning(request.sampling, info.logprobs):
+                raise ValueError(
+                    f"logprobs={request.sampling.logprobs!r} at temperature={request.sampling.temperature} cannot be "
+                    f"had from {server}, which gives {info.logprobs!r} log-probs. A vLLM server with the worker "
+                    "extension gives those under the temperature."
+                )
+
+    async def _on_all(self, call: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        await self._gathered(map(call, self._pool.router.up()))
+
+    @staticmethod
+    async def _gathered(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        return await asyncio.gather(*calls)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            coroutine.close()
+            raise EngineError("the engine is closed; build a new one.")
+        return self._loop.run(coroutine)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed; build a new one.")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._asleep:
+            raise EngineError(f"the servers' {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
+        if self._updater.gap:
+            raise EngineError(f"the servers have no usable weights: {self._updater.gap}; send all with update_weights.")
+
+
+def _build_dialect(name: DialectName, client: HttpClient, *, logprobs: LogprobsMode, max_model_len: int) -> Dialect:
+    if name == "vllm":
+        return VLLMDialect(client, logprobs=logprobs)
+    if name == "sglang":
+        return SGLangDialect(client, max_model_len=max_model_len)
+    return OpenAIDialect(client, max_model_len=max_model_len)

@@ -1,0 +1,92 @@
+"""One response on its way through servers: what it has so far, and what is still to be written. Sends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+
+from dovetail.rollout.base import FinishReason, GenerationRequest, GenerationResult, derive_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one call to a server wrote. `weight_version` is what the server says of itself, where it says so."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    weight_version: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RemoteSample:
+    """Sample `index` of a request. The three lists have one entry per token, in the parts servers wrote them in.
+
+    `cut` asks for its end with what it has; `call` is the call that is writing now, `call_id` its name on `server`;
+    `dropped` says that its connection was closed before it answered.
+    """
+
+    request: GenerationRequest
+    index: int
+    base_seed: int
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    cut: bool = False
+    dropped: bool = False
+    call: asyncio.Task[Part] | None = None
+    call_id: str = ""
+    server: str = ""
+
+    @property
+    def prompt(self) -> list[int]:
+        """What the next call starts from: the prompt and all that has been written."""
+        return [*self.request.prompt_token_ids, *self.token_ids]
+
+    @property
+    def remaining(self) -> int:
+        return self.max_new_tokens - len(self.token_ids)
+
+    @property
+    def seed(self) -> int:
+        """Of the next call. A continued response goes on with other random numbers than those it began with."""
+        parts = (self.base_seed, self.index, len(self.token_ids)) if self.token_ids else (self.base_seed, self.index)
+        return derive_seed(*parts)
+
+    def take(self, part: Part, version: int) -> None:
+        """Add a part. One that was aborted leaves the response open, unless it was to be cut or is complete."""
+        self.token_ids += part.token_ids
+        self.log_probs += part.log_probs
+        self.versions += [version] * len(part.token_ids)
+        if part.finish_reason != "abort":
+            self.finish_reason = part.finish_reason
+        elif part.token_ids and part.token_ids[-1] in self.stop_token_ids:
+            self.finish_reason = "stop"
+        elif self.remaining <= 0:
+            self.finish_reason = "length"
+        elif self.cut:
+            self.finish_reason = "abort"
+
+    def result(self) -> GenerationResult:
+        assert self.finish_reason is not None, "a result is made of a finished sample"
+        return GenerationResult(
+            request_id=self.request.request_id,
+            sample_index=self.index,
+            token_ids=self.token_ids,
+            log_probs=self.log_probs,
+            finish_reason=self.finish_reason,
+            weight_versions=self.versions,
+        )
+
+
+def samples_of(request: GenerationRequest, *, eos_ids: frozenset[int], max_model_len: int) -> list[RemoteSample]:
+    """The n samples. Stop tokens are the request's and, unless ignored, the model's; none is left to the server."""
+    sampling = request.sampling
+    stop = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    room = max_model_len - len(request.prompt_token_ids)
+    return [RemoteSample(request, index, seed, min(sampling.max_new_tokens, room), stop) for index in range(sampling.n)]

@@ -1,0 +1,167 @@
+"""One weight update over all servers: hold them, deliver, prove that it arrived, let them go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.rollout.base import EngineError, WeightUpdateError
+from dovetail.rollout.remote.calls import SampleCalls
+from dovetail.rollout.remote.client import ServerError
+from dovetail.rollout.remote.dialect import Dialect, ServerInfo, require_same_shape
+from dovetail.rollout.remote.loop import LoopThread
+from dovetail.rollout.remote.pool import ServerPool
+from dovetail.rollout.remote.weights import Failures, WeightChannel
+from dovetail.weight_sync import NamedTensors
+
+logger = logging.getLogger(__name__)
+
+
+class WeightUpdater:
+    """`gap` says why the servers' weights are of no use; empty when they are whole. `refusal` says why they take none.
+
+    A server that is down during an update misses it, and may serve again only when it has caught up.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        dialect: Dialect,
+        calls: SampleCalls,
+        channel: WeightChannel,
+        *,
+        refusal: str,
+    ) -> None:
+        self._pool = pool
+        self._dialect = dialect
+        self._calls = calls
+        self._channel = channel
+        self._refusal = refusal
+        self._updating = asyncio.Lock()
+        self.gap = ""
+        self.has_updated = False
+
+    def update(self, loop: LoopThread, weights: NamedTensors, version: int, *, stay_paused: bool) -> None:
+        """Blocking, on the thread of the caller: that is where the weights are."""
+        if self._refusal:
+            raise EngineError(self._refusal)
+        failed = f"the weight update to version {version} did not finish"
+        try:
+            self._channel.stage(weights, version)
+            servers = loop.run(self._hold())
+        except BaseException:
+            self.gap = failed
+            raise
+        try:
+            self.gap = failed
+            failures = self._channel.deliver(servers)
+            loop.run(self._prove(servers, failures, version))
+            self.arrived(version)
+        finally:
+            loop.run(self._let_go(servers, stay_paused=stay_paused))
+
+    def arrived(self, version: int) -> None:
+        """The servers have this version, whoever sent it."""
+        self._calls.version = version
+        self._calls.must_match = self.has_updated = True
+        self.gap = ""
+
+    async def take_out_forgetful(self) -> None:
+        """Take out servers whose version is another than that of the last update: they were started again."""
+        if not self.has_updated:
+            return
+        servers = self._pool.router.up()
+        for server, info in zip(servers, await self._infos(servers), strict=True):
+            if isinstance(info, ServerInfo) and info.weight_version != self._calls.version:
+                self._pool.mark_down(server, _wrong_version(info, self._calls.version))
+
+    async def admit(self, server: str, folder: str, shape: Mapping[str, Any], *, paused: bool) -> None:
+        """A server is back: the same model, and the current weights, or it stays out (ServerError)."""
+        async with self._updating:
+            version = self._calls.version
+            try:
+                info = await self._dialect.info(server)
+                require_same_shape(server, info.shape, shape, folder)
+                if paused:
+                    await self._dialect.pause(server)
+                if not self.has_updated or info.weight_version == version:
+                    return
+                if not paused:
+                    await self._dialect.pause(server)
+                caught_up = await self._channel.catch_up(server, version)
+                if caught_up:
+                    await self._make_current(server, version)
+                if not paused:
+                    await self._dialect.resume(server)
+            except (EngineError, WeightUpdateError) as error:
+                raise ServerError(str(error), url=server) from error
+            if not caught_up:
+                raise ServerError(f"{_wrong_version(info, version)} The next update brings it back.", url=server)
+
+    async def _hold(self) -> dict[str, ServerInfo]:
+        """Stop all writing; the servers that answer, those among them that were down."""
+        await self._updating.acquire()
+        try:
+            servers = self._pool.router.servers
+            await self._calls.shut(self._pool.router.up())
+            infos = dict(zip(servers, await self._infos(servers), strict=True))
+            for server, info in infos.items():
+                if isinstance(info, ServerError):
+                    self._pool.mark_down(server, str(info))
+            found = {server: info for server, info in infos.items() if isinstance(info, ServerInfo)}
+            if not found:
+                raise EngineError(f"no server answers: {'; '.join(str(info) for info in infos.values())}")
+            return found
+        except BaseException:
+            self._updating.release()
+            raise
+
+    async def _prove(self, servers: Mapping[str, ServerInfo], failures: Failures, version: int) -> None:
+        """Caches forgotten, version set and read back; servers that died on the way are taken out."""
+        for server, error in failures.items():
+            problem = None if isinstance(error, WeightUpdateError) else await self._pool.health_problem(server)
+            if problem is None:
+                raise error
+            self._pool.mark_down(server, str(error))
+        good = [server for server in servers if server not in failures]
+        if not good:
+            raise EngineError("no server took the weights: all of them died meanwhile.")
+        await asyncio.gather(*(self._make_current(server, version) for server in good))
+        for server in good:
+            self._pool.router.mark_up(server)
+
+    async def _make_current(self, server: str, version: int) -> None:
+        await self._dialect.forget_caches(server)
+        await self._dialect.set_version(server, version)
+        info = await self._dialect.info(server)
+        if info.weight_version != version:
+            raise EngineError(f"after an update to version {version}, {server} says: {_wrong_version(info, version)}")
+
+    async def _let_go(self, servers: Mapping[str, ServerInfo], *, stay_paused: bool) -> None:
+        try:
+            if self.gap:
+                await self._calls.fail(self.gap)
+            if not stay_paused:
+                up = [server for server in servers if server in self._pool.router.up()]
+                outcomes = await asyncio.gather(*map(self._dialect.resume, up), return_exceptions=True)
+                for server, outcome in zip(up, outcomes, strict=True):
+                    if isinstance(outcome, ServerError):
+                        self._pool.mark_down(server, str(outcome))
+                await self._calls.open()
+        finally:
+            self._updating.release()
+
+    async def _infos(self, servers: Any) -> list[ServerInfo | ServerError]:
+        outcomes = await asyncio.gather(*map(self._dialect.info, servers), return_exceptions=True)
+        for outcome in outcomes:
+            if not isinstance(outcome, (ServerInfo, ServerError)):
+                raise outcome
+        return [outcome for outcome in outcomes if isinstance(outcome, (ServerInfo, ServerError))]
+
+
+def _wrong_version(info: ServerInfo, version: int) -> str:
+    if info.weight_version is None:
+        return f"it has the weights it was started with, not version {version}."
+    return f"its weights are version {info.weight_version}, not {version}."

@@ -1,0 +1,221 @@
+"""How weights reach servers: through a folder that all see, or by a broadcast group. Blocking; decides nothing else.
+
+A channel takes a stream in two steps: `stage` before the servers are held, `deliver` while they are. What goes wrong on
+one server is returned, not raised: the others may be fine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from dovetail.rollout.base import EngineError, WeightUpdateError
+from dovetail.rollout.remote.client import ServerError
+from dovetail.rollout.remote.dialect import Dialect, ServerInfo
+from dovetail.rollout.remote.loop import LoopThread
+from dovetail.weight_sync import DiskVersion, DiskWeights, ExpectedWeights, NamedTensors, WeightAccount, WeightSender
+from dovetail.weight_sync.broadcast import LOOPBACK, GroupBackend
+
+logger = logging.getLogger(__name__)
+
+Failures: TypeAlias = dict[str, Exception]
+"""What went wrong, by server."""
+_ANYWHERE_PORT = 9  # for a datagram that is never sent
+
+
+class WeightChannel(ABC):
+    def __init__(self, dialect: Dialect, loop: LoopThread, expected: ExpectedWeights, *, bucket_bytes: int) -> None:
+        self._dialect = dialect
+        self._loop = loop
+        self._expected = expected
+        self._bucket_bytes = bucket_bytes
+
+    @abstractmethod
+    def stage(self, weights: NamedTensors, version: int) -> None:
+        """Take the stream, as far as that needs no server. WeightUpdateError for a misfit."""
+
+    @abstractmethod
+    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
+        """Bring what was staged to these servers, which are paused."""
+
+    async def catch_up(self, server: str, version: int) -> bool:
+        """Give `version` to one server that missed it; False if that is not possible."""
+        return False
+
+    async def _on_each(self, servers: Iterable[str], call: Callable[[str], Awaitable[str | None]]) -> Failures:
+        """Call every server at once; a misfit comes back in words."""
+        names = list(servers)
+        outcomes = await asyncio.gather(*(call(server) for server in names), return_exceptions=True)
+        failures: Failures = {}
+        for server, outcome in zip(names, outcomes, strict=True):
+            if isinstance(outcome, str):
+                failures[server] = WeightUpdateError(f"{server}: {outcome}")
+            elif isinstance(outcome, (ServerError, WeightUpdateError)):
+                failures[server] = outcome
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return failures
+
+
+class DiskChannel(WeightChannel):
+    """Writes whole versions into `folder`. Servers must see it under the same path."""
+
+    def __init__(
+        self, folder: str, dialect: Dialect, loop: LoopThread, expected: ExpectedWeights, *, bucket_bytes: int
+    ) -> None:
+        super().__init__(dialect, loop, expected, bucket_bytes=bucket_bytes)
+        self._disk = DiskWeights(folder, bucket_bytes=bucket_bytes)
+        self._found: DiskVersion | None = None
+
+    def stage(self, weights: NamedTensors, version: int) -> None:
+        checked = _Checked(weights, self._expected)
+        self._found = self._disk.write(checked, version)
+        if checked.problem:
+            self._found = None
+            raise WeightUpdateError(checked.problem)
+
+    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
+        return self._loop.run(self._on_each(servers, self._load))
+
+    async def catch_up(self, server: str, version: int) -> bool:
+        if self._found is None or self._found.version != version:
+            return False
+        await self._load(server)
+        return True
+
+    async def _load(self, server: str) -> None:
+        assert self._found is not None, "stage() comes first"
+        await self._dialect.load_from_disk(server, self._found, self._expected)
+
+
+class GroupChannel(WeightChannel):
+    """One `WeightSender` here, one receiver in every worker of every server. The group is built anew when servers
+    come or go."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        loop: LoopThread,
+        expected: ExpectedWeights,
+        *,
+        bucket_bytes: int,
+        backend: GroupBackend = "gloo",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(dialect, loop, expected, bucket_bytes=bucket_bytes)
+        self._backend: GroupBackend = backend
+        self._device = device
+        self._sender: WeightSender | None = None
+        self._members: dict[str, int] = {}
+        self._weights: NamedTensors = ()
+
+    def stage(self, weights: NamedTensors, version: int) -> None:
+        self._weights = weights
+
+    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
+        """The stream is read to its end whatever happens: on other ranks of the trainer a gather waits."""
+        stream = iter(self._weights)
+        try:
+            return self._deliver(servers, stream)
+        except BaseException:
+            self._sender = None  # closes its connections: nobody goes on waiting for it
+            raise
+        finally:
+            self._weights = ()
+            for _ in stream:
+                pass
+
+    def _deliver(self, servers: Mapping[str, ServerInfo], stream: Iterator[tuple[str, Tensor]]) -> Failures:
+        failures = self._loop.run(self._on_each(servers, lambda server: self._begin(server)))
+        alive = {server: info.num_workers for server, info in servers.items() if server not in failures}
+        if not alive:
+            return failures
+        sender = self._join(alive)
+        receiving = self._loop.start(self._on_each(alive, self._dialect.receive))
+        try:
+            sender.send(stream, self._bucket_bytes)
+        except (RuntimeError, OSError) as error:
+            self._sender = None
+            lost = receiving.result()
+            if not lost:
+                raise
+            raise EngineError(
+                f"the broadcast of weights broke off ({type(error).__name__}: {error}): "
+                f"{'; '.join(str(failure) for failure in lost.values())}. The next update builds the group anew; "
+                "rollout.weight_sync=disk needs no group."
+            ) from error
+        failures |= receiving.result()
+        gaps = self._loop.run(self._on_each(alive, self._dialect.finish_update))
+        return gaps | failures  # what did not fit comes before what is missing because of it
+
+    async def _begin(self, server: str) -> None:
+        await self._dialect.begin_update(server, self._expected)
+
+    def _join(self, members: dict[str, int]) -> WeightSender:
+        if self._sender is not None and members == self._members:
+            return self._sender
+        sender = WeightSender(
+            sum(members.values()), host=_own_address(members), backend=self._backend, device=self._device
+        )
+        first_ranks, rank = {}, 1
+        for server, num_workers in members.items():
+            first_ranks[server] = rank
+            rank += num_workers
+
+        async def join(server: str) -> None:
+            await self._dialect.join_group(server, sender.address, first_ranks[server])
+
+        # Joining answers when the group is complete, which takes this side too.
+        connecting = threading.Thread(target=_connect, args=(sender,), name="dovetail-weight-group", daemon=True)
+        connecting.start()
+        failures = self._loop.run(self._on_each(members, join))
+        if failures:
+            raise EngineError(f"a group for the weights could not be built: {'; '.join(map(str, failures.values()))}")
+        connecting.join()
+        self._sender, self._members = sender, dict(members)
+        return sender
+
+
+class _Checked:
+    """A stream and the first misfit in it. Passed on to the end even so."""
+
+    def __init__(self, weights: NamedTensors, expected: ExpectedWeights) -> None:
+        self._weights = weights
+        self._account = WeightAccount(expected)
+        self.problem: str | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            self.problem = self.problem or self._account.problem_with(name, tuple(tensor.shape))
+            yield name, tensor
+        self.problem = self.problem or self._account.gap()
+
+
+def _connect(sender: WeightSender) -> None:
+    try:
+        sender.connect()
+    except RuntimeError as error:  # the servers that did not join say why
+        logger.warning("the group for the weights is not complete: %s", error)
+
+
+def _own_address(servers: Iterable[str]) -> str:
+    """This machine's address as the servers see it: loopback only if all of them are here."""
+    for server in servers:
+        parts = urlsplit(server)
+        host = parts.hostname or LOOPBACK
+        family, _, _, _, where = socket.getaddrinfo(host, parts.port or _ANYWHERE_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            own = probe.getsockname()[0]
+        if not own.startswith("127.") and own != "::1":
+            return own
+    return LOOPBACK

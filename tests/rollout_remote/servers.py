@@ -1,0 +1,66 @@
+"""Real vLLM OpenAI servers on this machine, one process tree each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import dovetail
+from dovetail.rollout.remote.vllm_dialect import EXTENSION
+from dovetail.rollout.vllm.environment import environment
+
+READY_S = 280.0
+
+
+class VLLMServer:
+    """`wait` until it answers. `kill` as the kernel would, `stop` politely; both take the children along."""
+
+    def __init__(self, folder: Path, log: Path, *, extended: bool = True, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"]
+        command += ["--max-num-seqs", "32", "--max-num-batched-tokens", "512"]
+        command += ["--kv-cache-memory-bytes", str(64 << 20), "--generation-config", "vllm"]
+        env = os.environ | environment(cpu=True, own_process=True) | {"VLLM_SERVER_DEV_MODE": str(int(extended))}
+        env["PYTHONPATH"] = str(Path(dovetail.__file__).parents[1])
+        if extended:
+            command += ["--worker-extension-cls", EXTENSION]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        raise TimeoutError(f"the server was not up in {READY_S} s:\n{self.log.read_text()[-4000:]}")
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(20)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
