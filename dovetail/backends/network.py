@@ -33,7 +33,7 @@ def network_call(network: nn.Module) -> NetworkCall:
 def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
     found = module(
         **_inputs(micro_batch),
-        token_mask=_last_columns(micro_batch.tensors["attention_mask"], options.last_tokens),
+        token_mask=last_columns(micro_batch.tensors["attention_mask"], options.last_tokens),
         temperature=options.temperature,
         need_entropy=options.entropy,
         need_best=options.best,
@@ -68,7 +68,8 @@ def _inputs(micro_batch: DataProto) -> dict[str, Any]:
     return inputs
 
 
-def _last_columns(attention_mask: Tensor, count: int | None) -> Tensor | None:
+def last_columns(attention_mask: Tensor, count: int | None) -> Tensor | None:
+    """A mask of the last `count` columns; None for all of them."""
     if count is None:
         return None
     places = torch.arange(attention_mask.size(1), device=attention_mask.device)

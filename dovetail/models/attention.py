@@ -169,13 +169,14 @@ def _torch_varlen(
 
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [N, heads, D]
     cu, longest = segments.cu_seqlens, segments.max_length
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, **_varlen_options(window))
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, **varlen_options(window))
     assert isinstance(out, Tensor), "only a request for the normaliser makes varlen_attn return a pair"
     return out.unsqueeze(0)
 
 
 @lru_cache(maxsize=32)
-def _varlen_options(window: int | None) -> dict[str, Any]:
+def varlen_options(window: int | None) -> dict[str, Any]:
+    """Arguments of `varlen_attn` for causal attention, which differ between releases of torch."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}

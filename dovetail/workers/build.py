@@ -13,11 +13,12 @@ from dovetail.backends.base import TrainBackend
 from dovetail.backends.build import build_backend, precision_of
 from dovetail.config.actor import Strategy
 from dovetail.config.fsdp import FSDPConfig
+from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import ModelConfig, RewardNetworkConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.models.activations import enable_gradient_checkpointing
 from dovetail.models.compile import compile_layers
-from dovetail.models.load import build_meta_model
+from dovetail.models.load import Role, build_meta_model, load_config
 from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import RewardModel, ValueModel
@@ -40,6 +41,7 @@ def build_policy(
     *,
     strategy: Strategy,
     fsdp: FSDPConfig,
+    megatron: MegatronConfig | None = None,
     optim: OptimConfig | None,
     grad_clip: float = 1.0,
     sp_size: int = 1,
@@ -50,6 +52,11 @@ def build_policy(
 ) -> TrainBackend:
     """The actor (`optim` given) or the reference. LoRA adapters go into the actor only."""
     _import_external(model.external_lib)
+    if strategy == "megatron":
+        return _on_megatron(
+            model, "policy", megatron, optim=optim, grad_clip=grad_clip, recompute=model.enable_gradient_checkpointing,
+            chunked_head=model.use_fused_kernels, device=device,
+        )  # fmt: skip
     hf_model = build_meta_model(
         model.path,
         "policy",
@@ -97,6 +104,7 @@ def build_value(
     *,
     strategy: Strategy,
     fsdp: FSDPConfig,
+    megatron: MegatronConfig | None = None,
     optim: OptimConfig,
     grad_clip: float = 1.0,
     sp_size: int = 1,
@@ -105,6 +113,11 @@ def build_value(
 ) -> TrainBackend:
     """The critic: the folder's network with a value head, fresh where the folder has none."""
     _import_external(model.external_lib)
+    if strategy == "megatron":
+        return _on_megatron(
+            model, "value", megatron, optim=optim, grad_clip=grad_clip, recompute=model.enable_gradient_checkpointing,
+            device=device,
+        )  # fmt: skip
     hf_model = build_meta_model(
         model.path,
         "value",
@@ -128,12 +141,20 @@ def build_value(
 
 
 def build_reward(
-    model: RewardNetworkConfig, *, strategy: Strategy, sp_size: int = 1, world_size: int = 1, device: torch.device
+    model: RewardNetworkConfig,
+    *,
+    strategy: Strategy,
+    megatron: MegatronConfig | None = None,
+    sp_size: int = 1,
+    world_size: int = 1,
+    device: torch.device,
 ) -> TrainBackend:
     """The reward model: inference only."""
     if model.path is None:
         raise ValueError("reward_model.enable=True needs reward_model.model.path: the folder of a sequence classifier.")
     _import_external(model.external_lib)
+    if strategy == "megatron":
+        return _on_megatron(model, "reward", megatron, device=device)
     hf_model = build_meta_model(
         model.path,
         "reward",
@@ -147,6 +168,36 @@ def build_reward(
         weights=Path(model.path).expanduser(),
         fsdp=model.fsdp_config,
         sp_size=sp_size,
+        device=device,
+    )
+
+
+def _on_megatron(
+    model: ModelConfig | RewardNetworkConfig,
+    role: Role,
+    megatron: MegatronConfig | None,
+    *,
+    optim: OptimConfig | None = None,
+    grad_clip: float = 1.0,
+    recompute: bool = False,
+    chunked_head: bool = False,
+    device: torch.device,
+) -> TrainBackend:
+    from dovetail.backends.megatron.build import build_megatron_backend
+
+    assert model.path is not None, "asked for before"
+    hf_config = load_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    if role != "policy":
+        hf_config.num_labels = 1
+    return build_megatron_backend(
+        hf_config,
+        role,
+        weights=Path(model.path).expanduser(),
+        megatron=megatron or MegatronConfig(),
+        optim=optim,
+        max_grad_norm=grad_clip,
+        recompute=recompute,
+        chunked_head=chunked_head,
         device=device,
     )
 
