@@ -25,8 +25,8 @@ class TokenOutput:
     """Results per token in the padded layout ``[rows, seq_len]``; what a model does not compute is None.
 
     ``log_probs[b, t]`` is that of the token at ``t`` given those before it, ``entropy[b, t]`` of the distribution that
-    predicted it, ``best[b, t]`` the log-prob of its most likely token; ``values[b, t]`` is that of the state in which it
-    is chosen; all are 0 at ``t = 0`` and on padding. ``scores[b]`` is one number per row.
+    predicted it, ``best[b, t]`` the log-prob of its most likely token; ``values[b, t]`` is that of the state in which
+    it is chosen; all are 0 at ``t = 0`` and on padding. ``scores[b]`` is one number per row.
     """
 
     log_probs: Tensor | None = None

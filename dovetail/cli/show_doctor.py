@@ -1,0 +1,192 @@
+"""Draw what `dovetail doctor` finds: tables and bars in a terminal, the same as plain text elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from dovetail.cli.installed import Part, Status
+from dovetail.config.fsdp import full_dtype
+from dovetail.config.root import DovetailConfig
+from dovetail.trainer.doctor import Examination, SampledGaps, Stage
+
+WIDTH = 100
+_MARKS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "missing": ("-", "dim"), "unsupported": ("!", "yellow")}
+_BAR = "█"
+_BAR_WIDTH = 30
+
+
+class DoctorView:
+    """Everything the command shows, in the order it is found."""
+
+    def __init__(self, *, record: bool = False) -> None:
+        probe = Console()
+        width = min(WIDTH, probe.width) if probe.is_terminal else WIDTH
+        self._console = Console(highlight=False, width=width, record=record)
+        self._stage = ""
+        self._examined = False
+
+    def machine(self, rows: Sequence[tuple[str, str]], core: Sequence[Part]) -> None:
+        grid = _grid()
+        for name, words in rows:
+            grid.add_row(Text(name, style="dim"), words)
+        versions = Text()
+        for part in core:
+            colour = "red" if part.failed else ""
+            version = part.found.removeprefix(part.name).strip() or "missing"
+            versions.append(f"{part.name}\u00a0", style="dim").append(version.replace(" ", "\u00a0"), style=colour)
+            versions.append("   ")
+        grid.add_row(Text("versions", style="dim"), versions)
+        self._section("This machine", grid)
+
+    def parts(self, parts: Sequence[Part]) -> None:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        table.add_column(width=1)
+        table.add_column(no_wrap=True)
+        table.add_column(style="dim", overflow="fold", max_width=38)
+        table.add_column(overflow="fold")
+        kind = ""
+        for part in parts:
+            if part.kind != kind and kind:
+                table.add_row()
+            kind = part.kind
+            sign, colour = ("✗", "bold red") if part.failed else _MARKS[part.status]
+            name = Text(part.name, style="bold" if part.needed else "")
+            table.add_row(Text(sign, style=colour), name, part.purpose, _state(part))
+        legend = Text("bold: this run uses it", style="dim")
+        self._section("Engines, backends, extras", Group(table, legend))
+
+    def note(self, words: str) -> None:
+        self._console.print(Padding(Text(words, style="dim"), (0, 0, 1, 2)))
+
+    def problems(self, title: str, lines: Sequence[str]) -> None:
+        grid = _grid()
+        for line in lines:
+            grid.add_row(Text("✗", style="bold red"), Text(line))
+        self._section(title, grid, colour="red")
+
+    @contextmanager
+    def working(self) -> Iterator[Callable[[str], None]]:
+        """A line that says what is being done; gone when it is over."""
+        with self._console.status("", spinner="dots") as status:
+
+            def on_stage(name: str) -> None:
+                self._stage = name
+                status.update(f"{name} ...")
+
+            yield on_stage
+
+    def failure(self, error: BaseException) -> None:
+        lines = str(error).strip().splitlines() or [""]
+        text = Text(f"{type(error).__name__}: ", style="bold red").append("\n".join(lines[:30]), style="")
+        self._section(f"Failed at: {self._stage}", text, colour="red")
+
+    def examination(self, config: DovetailConfig, found: Examination) -> None:
+        policy = config.actor_rollout_ref
+        self._examined = True
+        processes = config.trainer.world_size
+        # A sharding over one process is none; see dovetail.workers.build.
+        backend = "one-process" if processes == 1 and policy.actor.strategy != "megatron" else policy.actor.strategy
+        facts = Text(
+            f"{Path(policy.model.path).name}: {policy.rollout.name} engine in {full_dtype(policy.rollout.dtype)}, "
+            f"{backend} trainer in {full_dtype(policy.actor.fsdp_config.mixed_precision.param_dtype)}, "
+            f"{processes} process{'es' * (processes != 1)}",
+            style="dim",
+        )
+        self._section("Do engine and trainer agree?", Group(facts, Text(), _stages(found.stages)))
+        self._section(
+            "Where log-probs of sampled tokens differ", Group(_histogram(found.sampled), Text(), _worst(found))
+        )
+        for report in (found.before, found.after):
+            if not report.passed:
+                self.problems("Greedy answers", [report.explain(policy.rollout.name)])
+        if not found.sampled.tells:
+            moved = f"the training step moved log-probs by {found.sampled.moved:.2g} only"
+            self.problems("The step is too small", [f"{moved}: an engine that missed it could not be told apart."])
+
+    def verdict(self, healthy: bool) -> None:
+        proof = ", and engine and trainer agree" if self._examined else ""
+        words = f"healthy: what this run needs is here{proof}" if healthy else "not healthy: see above"
+        colour = "green" if healthy else "red"
+        self._console.print(Panel(Text(words, style=f"bold {colour}"), border_style=colour, box=box.ROUNDED))
+
+    def save_svg(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._console.save_svg(str(path), title="dovetail doctor")
+
+    def _section(self, title: str, body: RenderableType, colour: str = "") -> None:
+        self._console.print(Text(title, style=f"bold {colour}".strip()))
+        self._console.print(Padding(body, (0, 0, 1, 2)))
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def _state(part: Part) -> Text:
+    if part.status == "ok":
+        return Text(part.found)
+    if part.status == "missing":
+        return Text(part.fix, style="red" if part.failed else "dim")
+    return Text(f"{part.found}: {part.fix}", style="red" if part.failed else "yellow")
+
+
+def _stages(stages: Sequence[Stage]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(width=1)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for stage in stages:
+        sign = Text("✓", style="green") if stage.passed else Text("✗", style="bold red")
+        outcome = Text(stage.outcome, style="" if stage.passed else "red")
+        table.add_row(sign, stage.name, f"{stage.seconds:.1f} s", outcome)
+    return table
+
+
+def _histogram(sampled: SampledGaps) -> Group:
+    """Tokens by the power of ten of their gap, with the pass mark among them."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    decades = sampled.decades()
+    most = max(1, *(count for _, count in decades))
+    for power, count in decades:
+        good = power is None or 10**power < sampled.mark.mean
+        bar = _BAR * max(1 if count else 0, round(_BAR_WIDTH * count / most))
+        name = "equal" if power is None else f"from 1e{power}"
+        table.add_row(name, Text(bar, style="green" if good else "yellow"), f"{count} tokens" if count else "")
+    summary = Text()
+    summary.append(f"mean {sampled.mean:.2g}", style="bold green" if sampled.mean <= sampled.mark.mean else "bold red")
+    summary.append(f" (pass mark {sampled.mark.mean:g})", style="dim")
+    summary.append("   ")
+    within = sampled.largest <= sampled.mark.largest
+    summary.append(f"largest {sampled.largest:.2g}", style="bold green" if within else "bold red")
+    summary.append(f" (pass mark {sampled.mark.largest:g})", style="dim")
+    missed = Text(f"an engine that missed the training step would be off by {sampled.moved:.2g}", style="dim")
+    return Group(table, Text(), summary, missed)
+
+
+def _worst(found: Examination) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", padding=(0, 1))
+    table.add_column("largest gaps")
+    for name in ("prompt", "position", "token", "engine", "trainer", "gap"):
+        table.add_column(name, justify="right")
+    for text, token in found.worst:
+        numbers = (token.prompt, token.position, token.token_id)
+        table.add_row(
+            Text(repr(text)), *map(str, numbers), f"{token.engine:.6f}", f"{token.trainer:.6f}", f"{token.gap:.1e}"
+        )
+    return table
