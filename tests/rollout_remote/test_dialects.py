@@ -1,0 +1,221 @@
+"""What the engine says to servers that are not what they should be: real HTTP, answers made up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, UnsupportedPromptError
+from dovetail.rollout.remote.engine import RemoteRollout
+from dovetail.rollout.remote.loop import LoopThread
+from tests.models.tiny import save_tiny_model, tiny_model
+
+pytestmark = pytest.mark.unit
+
+MODELS = {"data": [{"id": "m", "max_model_len": 64}]}
+PLAIN = SamplingParams(max_new_tokens=4, seed=1)
+
+
+class _Fake:
+    """Answers `routes` by "METHOD /path" with a JSON value, a callable of the request's body, or a status; else 404."""
+
+    def __init__(self) -> None:
+        self.routes: dict[str, Any] = {"GET /health": {}}
+        self.asked: list[tuple[str, Any]] = []
+        self._thread = LoopThread("fake server")
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._thread.run(self._serve(listener))
+
+    def close(self) -> None:
+        self._thread.run(self._runner.cleanup())
+        self._thread.close()
+
+    def bodies(self, route: str) -> list[Any]:
+        return [body for asked, body in self.asked if asked == route]
+
+    async def _serve(self, listener: socket.socket) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener).start()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        route = f"{request.method} {request.path}"
+        body = await request.json() if request.can_read_body else None
+        self.asked.append((route, body))
+        answer = self.routes.get(route, 404)
+        if callable(answer):
+            answer = answer(body)
+        if asyncio.iscoroutine(answer):
+            answer = await answer
+        if isinstance(answer, int):
+            return web.Response(status=answer, text=f"made-up trouble at {request.path}")
+        return web.json_response(answer)
+
+
+@pytest.fixture
+def fake() -> Iterator[_Fake]:
+    server = _Fake()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama_tied", tmp_path_factory.mktemp("model") / "m")
+
+
+def _completion(tokens: list[int], reason: str = "length", **fields: Any) -> dict[str, Any]:
+    scores = {"token_logprobs": [-0.5] * len(tokens), "tokens": [f"token_id:{token}" for token in tokens]}
+    return {"choices": [{"text": "?", "finish_reason": reason, "logprobs": scores, **fields}]}
+
+
+def test_a_wrong_url_is_named_at_the_start(fake: _Fake, folder: Path) -> None:
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1/v1/models: no connection"):
+        RemoteRollout(["http://127.0.0.1:1"], str(folder))
+    with pytest.raises(EngineError, match=rf"GET {fake.url}/v1/models answered HTTP 404: made-up trouble"):
+        RemoteRollout([fake.url], str(folder))
+    fake.routes["GET /v1/models"] = {"models": []}
+    with pytest.raises(EngineError, match=r"answered in a form not known here \(KeyError: 'data'\): \{'models'"):
+        RemoteRollout([fake.url], str(folder))
+
+
+def test_a_vllm_server_without_the_extension_generates_and_says_how_to_let_it_take_weights(
+    fake: _Fake, folder: Path
+) -> None:
+    fake.routes |= {
+        "GET /v1/models": MODELS,
+        "POST /v1/completions": _completion([7, 8, 9, 10], token_ids=[7, 8, 9, 10]),
+    }
+    with RemoteRollout([fake.url], str(folder)) as engine:
+        (result,) = engine.generate([GenerationRequest("a", [5, 6], PLAIN)])
+        assert (result.token_ids, result.log_probs) == ([7, 8, 9, 10], [-0.5] * 4)
+        (body,) = fake.bodies("POST /v1/completions")
+        assert (body["prompt"], body["max_tokens"], body["stop_token_ids"]) == ([5, 6], 4, [2])
+        with pytest.raises(ValueError, match=r"cannot be had from .* which gives 'raw' log-probs"):
+            engine.generate([GenerationRequest("a", [5, 6], SamplingParams(temperature=0.5))])
+        with pytest.raises(EngineError, match=r"VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls dovetail\."):
+            engine.update_weights(tiny_model("llama_tied").named_parameters(), 1)
+
+
+def test_an_error_500_of_a_healthy_server_is_raised_with_url_and_answer(fake: _Fake, folder: Path) -> None:
+    fake.routes |= {"GET /v1/models": MODELS, "POST /v1/completions": 500}
+    with RemoteRollout([fake.url], str(folder)) as engine:
+        with pytest.raises(EngineError, match=rf"POST {fake.url}/v1/completions answered HTTP 500: made-up trouble"):
+            engine.generate([GenerationRequest(str(n), [5, 6], PLAIN) for n in range(3)])
+        assert engine.health().ok
+        assert engine.health().num_running == 0
+
+
+def test_a_limit_of_the_servers_own_and_a_count_that_does_not_match_are_noticed(fake: _Fake, folder: Path) -> None:
+    fake.routes |= {"GET /v1/models": MODELS, "POST /v1/completions": _completion([7, 8])}
+    with RemoteRollout([fake.url], str(folder)) as engine:
+        with pytest.raises(EngineError, match=r"stopped at 2 of 4 tokens.*--generation-config vllm"):
+            engine.generate([GenerationRequest("a", [5, 6], PLAIN)])
+        fake.routes["POST /v1/completions"] = _completion([7, 8, 9, 10], token_ids=[7])
+        with pytest.raises(EngineError, match="1 tokens and 4 log-probs"):
+            engine.generate([GenerationRequest("a", [5, 6], PLAIN)])
+
+
+def test_a_server_that_answers_text_alone_is_refused(fake: _Fake, folder: Path) -> None:
+    text = {"choices": [{"text": "hello", "finish_reason": "stop", "logprobs": {"tokens": ["he", "llo"]}}]}
+    fake.routes |= {"GET /v1/models": MODELS, "POST /v1/completions": text}
+    with (
+        RemoteRollout([fake.url], str(folder), dialect="openai") as engine,
+        pytest.raises(EngineError, match="text without token ids and log-probs"),
+    ):
+        engine.generate([GenerationRequest("a", [5, 6], PLAIN)])
+
+
+def test_pausing_a_server_that_cannot_be_asked_sends_the_request_again(fake: _Fake, folder: Path) -> None:
+    released = asyncio.Event()
+
+    async def slowly() -> dict[str, Any]:
+        await released.wait()
+        return _completion([7, 8, 9, 10])
+
+    fake.routes |= {"GET /v1/models": MODELS, "POST /v1/completions": lambda body: slowly()}
+    with RemoteRollout([fake.url], str(folder), dialect="openai") as engine, ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(engine.generate, [GenerationRequest("a", [5, 6], PLAIN)])
+        while not fake.bodies("POST /v1/completions"):
+            time.sleep(0.01)
+        engine.pause()
+        assert (engine.health().num_running, engine.health().num_waiting) == (0, 1)
+        fake._thread.loop.call_soon_threadsafe(released.set)
+        engine.continue_()
+        assert writing.result(20)[0].token_ids == [7, 8, 9, 10]
+        assert len(fake.bodies("POST /v1/completions")) == 2
+
+
+def test_images_are_refused_by_name(fake: _Fake, folder: Path) -> None:
+    fake.routes["GET /v1/models"] = MODELS
+    with (
+        RemoteRollout([fake.url], str(folder)) as engine,
+        pytest.raises(UnsupportedPromptError, match="'a' holds image; servers are sent token ids only"),
+    ):
+        engine.generate([GenerationRequest("a", [5], PLAIN, multi_modal={"image": [object()]})])
+
+
+class _SGLang:
+    """The routes of an SGLang server, as far as the dialect uses them."""
+
+    def __init__(self, fake: _Fake) -> None:
+        self.version = "default"
+        self.written_by: str | None = None
+        fake.routes |= {
+            "GET /model_info": lambda body: {"model_path": "m", "model_type": "llama", "weight_version": self.version},
+            "POST /generate": self._generate,
+            "POST /pause_generation": {"status": "ok"},
+            "POST /continue_generation": {"status": "ok"},
+            "POST /flush_cache": {},
+            "POST /update_weights_from_disk": self._update,
+        }
+
+    def _generate(self, body: Any) -> Any:
+        tokens = [10 + n for n in range(body["sampling_params"]["max_new_tokens"])]
+        meta = {"finish_reason": {"type": "length"}, "weight_version": self.written_by or self.version}
+        return {"output_ids": tokens, "meta_info": meta | {"output_token_logprobs": [[-0.25, t, None] for t in tokens]}}
+
+    def _update(self, body: Any) -> Any:
+        self.version = body["weight_version"]
+        return {"success": True, "message": ""}
+
+
+def test_an_sglang_server_takes_weights_from_disk_and_one_that_wrote_with_others_is_taken_out(
+    fake: _Fake, folder: Path, tmp_path: Path
+) -> None:
+    sglang = _SGLang(fake)
+    model = tiny_model("llama_tied")
+    with RemoteRollout([fake.url], str(folder), dialect="sglang", weights_folder=str(tmp_path)) as engine:
+        engine.update_weights(model.named_parameters(), 3)
+        (update,) = fake.bodies("POST /update_weights_from_disk")
+        # An update that flushes while a request is pending ends an SGLang server.
+        assert (update["weight_version"], update["flush_cache"]) == ("3", False)
+        assert Path(update["model_path"], "model.safetensors.index.json").exists()
+        assert fake.bodies("POST /flush_cache")
+        (result,) = engine.generate([GenerationRequest("a", [5, 6], PLAIN)])
+        assert (result.token_ids, result.weight_versions) == ([10, 11, 12, 13], [3] * 4)
+        sglang.written_by = "2"
+        with pytest.raises(EngineError, match="wrote with weights of version 2, not 3"):
+            engine.generate([GenerationRequest("a", [5, 6], PLAIN)])
+
+
+def test_an_sglang_server_that_does_not_take_the_weights_says_why(fake: _Fake, folder: Path, tmp_path: Path) -> None:
+    _SGLang(fake)
+    fake.routes["POST /update_weights_from_disk"] = {"success": False, "message": "no such folder"}
+    with (
+        RemoteRollout([fake.url], str(folder), dialect="sglang", weights_folder=str(tmp_path)) as engine,
+        pytest.raises(ValueError, match="did not take the weights: no such folder"),
+    ):
+        engine.update_weights(tiny_model("llama_tied").named_parameters(), 3)
