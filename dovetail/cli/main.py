@@ -15,7 +15,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("dovetail.cli.check", "resolve a configuration, print its plan and say whether it can run"),
     "train": ("dovetail.cli.train", "train a policy as the configuration says"),
     "export": ("dovetail.cli.export", "write the policy of a checkpoint as a Hugging Face folder"),
+    "dashboard": ("dovetail.cli.dashboard", "show runs in a browser: curves, time, answers, warnings"),
+    "report": ("dovetail.cli.report", "one HTML file and one picture of a run, to send to a colleague"),
     "doctor": ("dovetail.cli.doctor", "what is installed, and whether engine and trainer agree on this machine"),
+    "bench": ("dovetail.cli.bench", "how fast the configured run is on this machine"),
     "demo": ("dovetail.cli.demo", "train a small real model on this machine, in minutes"),
     "data": ("dovetail.cli.data", "prepare prompts: generate a task, or convert a published data set"),
 }

@@ -5,6 +5,7 @@ GRPO, RLOO, REINFORCE++, ReMax, OPO, GPG and Dr. GRPO are configurations of this
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from dovetail.algorithms import get_kl_controller
 from dovetail.config.root import DovetailConfig
 from dovetail.data.loader import PromptLoader
+from dovetail.observability.background import Background
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.protocol import DataProto
@@ -83,6 +85,8 @@ class RayPPOTrainer:
         self.utilisation = StepUtilisation(config)
         self.global_step = 0
         self.total_steps = total_training_steps(config, len(train_loader))
+        self._answers_file = Background("answers")
+        self._answers_tokenizer = copy.deepcopy(tokenizer)  # used beside the driver, which reads prompts with its own
         self._create_groups = create_groups
         self._groups: RoleGroups | None = None
 
@@ -104,8 +108,12 @@ class RayPPOTrainer:
         if self._groups.reward_model is not None:
             self._groups.reward_model.init_model()
         # The policy comes last, so that its engine measures what memory the other roles have left.
-        self._groups.actor_rollout.init_model(self.total_steps)
-        self.utilisation.ask_peaks(trains=self._groups.actor_rollout, generates=self._groups.actor_rollout)
+        self._groups.init_policy(self.total_steps)
+        engines = self._groups.engines
+        if engines is not None:
+            engines.on_restart = lambda reason: self.tracker.event("engine_restart", self.global_step, reason=reason)
+        generates = self._groups.actor_rollout if engines is None else engines.group
+        self.utilisation.ask_peaks(trains=self._groups.actor_rollout, generates=generates)
 
     def fit(self) -> Metrics:
         """Train to the last step; returns the last validation's metrics."""
@@ -128,12 +136,15 @@ class RayPPOTrainer:
                     last_validation = self._validate()
                 metrics |= last_validation
             metrics |= self.timers.take()
+            self._note_saved(self.checkpoints.poll())
             if self._is_due(settings.save_freq) and settings.save_freq > 0:
                 with self.timers("save_checkpoint"):
                     self._save_checkpoint(metrics)
                 metrics |= self.timers.take()
             self.tracker.log(self.global_step, metrics)
             self.tracker.folder.log_timeline(self.global_step, take_timeline(self.timers, self.groups.processes))
+        self._answers_file.close()
+        self._note_saved(self.checkpoints.finish())
         self._phase_changed(None)
         return last_validation
 
@@ -163,6 +174,7 @@ class RayPPOTrainer:
             if self.global_step > self.config.trainer.critic_warmup:
                 with self.timers("update_actor"):
                     metrics |= _reported(self.groups.actor_rollout.update_actor(batch))
+                    self.groups.weights_changed()
         self._report(batch, metrics)
         return metrics
 
@@ -196,7 +208,7 @@ class RayPPOTrainer:
         wanted = [name for name in _ENGINE_COLUMNS if name in prompts.non_tensor_batch]
         request = prompts.select(batch_keys=[], non_tensor_batch_keys=wanted)
         request.meta_info = {"n": n, **sampling}
-        answers = self.groups.actor_rollout.generate_sequences(request)
+        answers = self.groups.rollout.generate_sequences(request)
         answers.meta_info = {"temperature": answers.meta_info["temperature"]}
         # The engine wrote these three for prompt and response together.
         kept = [name for name in prompts.tensors if name not in _PROMPT_COLUMNS]
@@ -273,27 +285,37 @@ class RayPPOTrainer:
         seconds = self.timers.seconds()
         metrics |= data_metrics(batch, use_critic=self.groups.critic is not None)
         metrics |= timing_metrics(seconds, tokens, response_tokens)
-        metrics |= throughput_metrics(seconds["step"], tokens, self.config.trainer.world_size)
+        metrics |= throughput_metrics(seconds["step"], tokens, self._num_devices)
         metrics |= memory_metrics(metrics)
         metrics |= self.utilisation.take(batch, seconds)
         if metrics.get("actor/skipped_steps", 0) or metrics.get("critic/skipped_steps", 0):
             self.tracker.event("skipped_step", self.global_step)
-        self.tracker.folder.write_answers(self.global_step, rollout_rows(batch, self.tokenizer))
+        # Decoding every token takes seconds on a large batch, and the next step needs none of it.
+        folder, step = self.tracker.folder, self.global_step
+        self._answers_file.submit(lambda: folder.write_answers(step, rollout_rows(batch, self._answers_tokenizer)))
 
     def _phase_changed(self, name: str | None) -> None:
         self.tracker.folder.write_now(step=self.global_step, total_steps=self.total_steps, phase=name)
         if self._on_phase is not None:
             self._on_phase(name)
 
+    @property
+    def _num_devices(self) -> int:
+        return self.config.trainer.world_size + self.config.actor_rollout_ref.rollout.own_devices
+
     def _is_due(self, freq: int) -> bool:
         """Every `freq` steps, and at the last one."""
         return self.global_step == self.total_steps or (freq > 0 and self.global_step % freq == 0)
 
     def _save_checkpoint(self, metrics: Metrics) -> None:
+        self._answers_file.wait()  # a checkpoint stands for everything before it
         # The step's metrics are written after its checkpoint: a run that dies in between takes them from here.
         state = {**self._driver_state(), "metrics": metrics}
-        self.checkpoints.save(self.global_step, self.groups, state, surplus=self._carried_over())
-        self.tracker.event("checkpoint", self.global_step)
+        self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, surplus=self._carried_over()))
+
+    def _note_saved(self, steps: list[int]) -> None:
+        for step in steps:
+            self.tracker.event("checkpoint", step)
 
     def _load_checkpoint(self) -> None:
         found = self.checkpoints.load(self.groups)
@@ -301,6 +323,7 @@ class RayPPOTrainer:
             self.tracker.folder.start()
             return
         self.global_step = found.step
+        self.groups.weights_changed()
         self._load_driver_state(found.state)
         self.tracker.folder.resume(found.step)
         if all(row["step"] != found.step for row in self.tracker.folder.read_metrics()):

@@ -22,6 +22,7 @@ from dovetail.data.errors import DataError
 from dovetail.data.prompts import PromptDataset
 from dovetail.models.load import load_processor, load_tokenizer
 from dovetail.observability.console import StepConsole, make_console
+from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
 from dovetail.observability.tracker import Tracker
 from dovetail.rewards.build import build_reward_runner
@@ -32,7 +33,7 @@ from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
 
 logger = logging.getLogger(__name__)
 
-USER_ERRORS = (ConfigError, DataError, RewardError, UserCodeError, FileNotFoundError)
+USER_ERRORS = (ConfigError, DataError, RewardError, UserCodeError, FileNotFoundError, DiskFullError)
 """What a user can put right: commands show the message alone and exit with 2. Everything else keeps its traceback."""
 
 
@@ -136,7 +137,7 @@ def uses_gpu(config: DovetailConfig) -> bool:
 
 def start_cluster(config: DovetailConfig, use_gpu: bool) -> None:
     settings = config.ray_init
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    world = config.trainer.world_size + config.actor_rollout_ref.rollout.own_devices
     # A local Ray counts slots, not cores: every worker process needs one, and two are left for Ray's own helpers.
     arguments = settings.init_arguments
     arguments.setdefault("num_cpus", world + 2)

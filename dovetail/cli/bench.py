@@ -1,0 +1,125 @@
+"""Measure this machine: `dovetail bench [FILE.yaml ...] key=value ...`.
+
+The run's own engine and trainer on random prompts and answers of full length: seconds, tokens per second, share of the
+device's peak, memory beside the plan.
+
+Without a model one is made with random weights: `dovetail bench` alone measures a small one in about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dovetail.config import ConfigError, load_config
+
+if TYPE_CHECKING:
+    from dovetail.config.root import DovetailConfig
+    from dovetail.trainer.bench import BenchResult
+
+_FORCED = (
+    "actor_rollout_ref.rollout.ignore_eos=True",
+    "trainer.resume_mode=disable",
+    "data.train_files=not-read",  # a run must name one
+)
+_MODEL_KEY = "actor_rollout_ref.model.path"
+# For a machine of which nothing is known: seconds on two cores, and every part of a step is in it.
+_SMALL = (
+    "data.train_batch_size=8",
+    "data.max_prompt_length=64",
+    "data.max_response_length=64",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+    "trainer.n_gpus_per_node=1",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="*", metavar="FILE|key=value", help="YAML files and overrides")
+    parser.add_argument("--overrides-file", action="append", default=[], type=Path, metavar="F", help="a launch list")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that warms up (default 3)")
+    parser.add_argument("--ray", action="store_true", help="workers on Ray even where one process would do")
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    files = [Path(text) for text in args.inputs if "=" not in text and not text.startswith(("~", "+"))]
+    overrides = [text for text in args.inputs if Path(text) not in files]
+    with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as folder:
+        small: list[str] = []
+        if not files and not args.overrides_file and not any(text.startswith(f"{_MODEL_KEY}=") for text in overrides):
+            _write_small_model(Path(folder))
+            small = [*_SMALL, f"{_MODEL_KEY}={folder}"]
+        try:
+            # Later overrides win: what the user says stands over the small run, a full answer stands over both.
+            loaded = load_config(files, [*small, *overrides, *_FORCED], overrides_files=args.overrides_file)
+        except ConfigError as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
+        return _measure(loaded.config, args.steps, force_ray=args.ray)
+
+
+def _measure(config: DovetailConfig, steps: int, *, force_ray: bool) -> int:
+    from dovetail.trainer.bench import bench_training
+    from dovetail.trainer.run import USER_ERRORS
+
+    try:
+        result = bench_training(config, steps=steps, use_ray=force_ray or config.trainer.world_size > 1)
+    except USER_ERRORS as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    show(config, result)
+    return 0
+
+
+def show(config: DovetailConfig, result: BenchResult) -> None:
+    """The table, and one line that says what to make of it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{config.actor_rollout_ref.rollout.name} engine, {config.actor_rollout_ref.actor.strategy}")
+    for heading in ("phase", "seconds", "tokens/s", "of the peak", "planned GiB"):
+        table.add_column(heading, justify="left" if heading == "phase" else "right")
+    for phase in result.phases:
+        table.add_row(
+            phase.name,
+            f"{phase.seconds:.2f}",
+            f"{phase.tokens_per_second:,.0f}",
+            "-" if phase.mfu is None else f"{phase.mfu:.1%}",
+            "-" if phase.planned_gib is None else f"{phase.planned_gib:.1f}",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    longest = max(result.phases, key=lambda phase: phase.seconds)
+    console.print(
+        f"One step takes {result.step_s:.2f} s without data and rewards, {longest.seconds / result.step_s:.0%} of it "
+        f"in {longest.name}; the first took {result.warm_up_s:.2f} s."
+    )
+    if result.peak_gib is not None:
+        console.print(f"Most memory in use while training: {result.peak_gib:.1f} GiB.")
+
+
+def _write_small_model(folder: Path) -> None:
+    """A Llama of 15 M parameters with random weights, and a tokenizer of single bytes."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    vocabulary |= {f"<{number}>": number for number in range(len(names), 4096)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+        num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)

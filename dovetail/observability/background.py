@@ -1,0 +1,33 @@
+"""One job at a time beside the driver: what is written for people must not hold up the devices.
+
+A job's error is raised by the next call, in the driver's thread. Keeps no queue: a job that is slower than a step makes
+the next one wait, so memory stays that of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class Background:
+    """`submit` starts a job when the one before is done; `wait` returns when nothing is under way."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._running: Future[object] | None = None
+
+    def submit(self, job: Callable[[], object]) -> None:
+        self.wait()
+        self._running = self._pool.submit(job)
+
+    def wait(self) -> None:
+        """Raises what the last job raised, once."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """Finish the job under way; its error is raised after the thread has ended."""
+        self._pool.shutdown(wait=True)
+        self.wait()

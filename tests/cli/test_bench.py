@@ -1,0 +1,39 @@
+"""`dovetail bench` measures the run's own phases, on a model of its own when none is given."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dovetail.cli.main import main
+
+pytestmark = pytest.mark.e2e
+
+TINY = (
+    "data.train_batch_size=2",
+    "data.max_prompt_length=8",
+    "data.max_response_length=8",
+    "actor_rollout_ref.rollout.n=2",
+    "trainer.device=cpu",
+)
+
+
+def test_bench_alone_measures_generation_and_update(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--steps", "1", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *TINY]) == 0
+    text = capsys.readouterr().out
+    for phase in ("rollout", "actor update"):
+        seconds, rate = (float(word) for word in re.search(rf"{phase}[ │]+([\d.]+)[ │]+([\d.]+)", text).groups())
+        tokens = 2 * 2 * (8 if phase == "rollout" else 16)
+        assert rate == pytest.approx(tokens / seconds, abs=1 + 0.02 * rate)
+    assert "old log-probs" not in text
+
+
+def test_bench_measures_old_log_probs_where_a_step_has_several_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--steps", "1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", *TINY]) == 0
+    assert "old log-probs" in capsys.readouterr().out
+
+
+def test_bench_refuses_a_wrong_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "actor_rollout_ref.rollout.temprature=1"]) == 2
+    assert "temperature" in capsys.readouterr().err
