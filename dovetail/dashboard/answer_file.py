@@ -1,0 +1,159 @@
+"""One `step_N.jsonl` of answers: a small index of its lines, and single answers on demand.
+
+Lines end with long lists of numbers, one per token. The index reads what stands before them, and keeps numbers only: a
+file may be far larger than memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.dashboard.errors import DashboardError
+from dovetail.dashboard.growing_file import parse_object, read_at
+
+# In a JSON line an unescaped quote cannot be inside a text, so this is the key and never somebody's answer.
+_FIRST_TOKEN_LIST = b', "response_ids": ['
+_TOKEN_LISTS = ("response_ids", "token_ends", "token_advantages", "token_logprob_gaps", "token_entropies")
+_LONGEST_LINE = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the index knows of an answer."""
+
+    row: int
+    offset: int
+    size: int
+    group: str
+    prompt_key: str
+    score: float | None
+    advantage: float | None
+    length: int
+    truncated: bool
+    failed: bool
+    wrong: bool
+    gap: float | None
+
+
+@dataclass(frozen=True)
+class AnswerFile:
+    """The index of a file, and whether the file on disk is still the one indexed (`stamp`)."""
+
+    path: Path
+    stamp: tuple[int, int]
+    entries: tuple[Entry, ...]
+    bad_lines: int
+
+    @classmethod
+    def read(cls, path: Path) -> AnswerFile:
+        """Index a file. Lines that are no JSON objects are counted, not shown."""
+        entries: list[Entry] = []
+        bad = 0
+        for offset, line in _lines(path):
+            head = parse_head(line)
+            if head is None:
+                bad += 1
+                continue
+            entries.append(_entry(len(entries), offset, len(line), head))
+        return cls(path, stamp_of(path), tuple(entries), bad)
+
+    def head(self, entry: Entry) -> dict[str, Any]:
+        """An answer without the numbers of its tokens."""
+        found = parse_head(read_at(self.path, entry.offset, entry.size))
+        if found is None:
+            raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
+        return plain_names(found)
+
+    def whole(self, entry: Entry) -> dict[str, Any]:
+        """An answer with the numbers of its tokens, where they were recorded."""
+        found = parse_object(read_at(self.path, entry.offset, entry.size))
+        if found is None:
+            raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
+        tokens = {name: found[name] for name in _TOKEN_LISTS if isinstance(found.get(name), list)}
+        return {**plain_names(found), **tokens}
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Changes when the file does."""
+    try:
+        found = path.stat()
+    except OSError:
+        raise DashboardError(f"there is no {path.parent.name}/{path.name} in this run.") from None
+    return found.st_mtime_ns, found.st_size
+
+
+def parse_head(line: bytes) -> dict[str, Any] | None:
+    """A line up to its lists of numbers."""
+    cut = line.find(_FIRST_TOKEN_LIST)
+    return parse_object(line if cut < 0 else line[:cut] + b"}")
+
+
+def prompt_key(prompt: Any) -> str:
+    """The same for the same prompt, in whatever step."""
+    return hashlib.sha1(str(prompt).encode(), usedforsecurity=False).hexdigest()[:16]
+
+
+def prompt_bytes(prompt: Any) -> bytes:
+    """How a prompt stands in a line: to find it without parsing."""
+    return f'"prompt": {json.dumps(prompt, ensure_ascii=False)}'.encode()
+
+
+def plain_names(row: dict[str, Any]) -> dict[str, Any]:
+    """Answers of training and of validation under the same names."""
+    values = row.get("values") if isinstance(row.get("values"), dict) else {}
+    assert isinstance(values, dict)
+    score = row.get("score", values.get("reward"))
+    known = {*_TOKEN_LISTS, "values", "prompt", "response", "score", "advantage", "truncated"}
+    extra = {name: value for name, value in {**row, **values}.items() if name not in known and _is_plain(value)}
+    return {
+        "prompt": str(row.get("prompt") or ""),
+        "response": str(row.get("response") or ""),
+        "uid": str(row.get("uid", "")),
+        "ground_truth": row.get("ground_truth"),
+        "score": _number(score),
+        "advantage": _number(row.get("advantage")),
+        "gap": _number(row.get("logprob_gap")),
+        "length": int(_number(row.get("response_length", row.get("length"))) or 0),
+        "truncated": bool(row.get("truncated", False)),
+        "failed": bool(row.get("reward_failed", row.get("failed", False))),
+        "wrong": _is_wrong(score, row.get("acc", values.get("acc"))),
+        "extra": extra,
+    }
+
+
+def _entry(row: int, offset: int, size: int, head: dict[str, Any]) -> Entry:
+    plain = plain_names(head)
+    key = prompt_key(plain["prompt"])
+    names = ("score", "advantage", "length", "truncated", "failed", "wrong", "gap")
+    return Entry(row, offset, size, plain["uid"] or key, key, **{name: plain[name] for name in names})
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    stamp_of(path)
+    offset = 0
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):
+            if line.strip():
+                yield offset, line.rstrip(b"\n")
+            offset += len(line)
+
+
+def _is_wrong(score: Any, accuracy: Any) -> bool:
+    """By the reward's own word for right and wrong where it has one, else by a score that is not positive."""
+    if isinstance(accuracy, (bool, int, float)):
+        return float(accuracy) < 0.5
+    number = _number(score)
+    return number is not None and number <= 0
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, bool))

@@ -1,0 +1,238 @@
+"""Pages of answers: groups of a step by filter, words and order; and a search over all steps in small bites."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dovetail.dashboard.answer_file import AnswerFile, Entry, prompt_bytes, stamp_of
+from dovetail.dashboard.errors import DashboardError
+
+Kind = Literal["rollouts", "validation"]
+Filter = Literal["all", "wrong", "truncated", "no_signal", "failed"]
+Order = Literal["recorded", "longest", "best", "worst", "gap"]
+
+_SIGNAL = 1e-9
+# Entries are about 300 bytes each: 60 MB at most, whatever the size of the run.
+_MOST_ENTRIES = 200_000
+_CHUNK = 8 * 1024 * 1024
+
+_ORDERS: dict[str, Callable[[Entry], float]] = {
+    "longest": lambda entry: -entry.length,
+    "best": lambda entry: -(entry.score if entry.score is not None else float("-inf")),
+    "worst": lambda entry: entry.score if entry.score is not None else float("inf"),
+    "gap": lambda entry: -(entry.gap or 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a reader wants to see."""
+
+    filter: Filter = "all"
+    words: str = ""
+    order: Order = "recorded"
+
+
+class AnswerFolder:
+    """`rollouts/` or `validation/` of a run. Indices of the files read last are kept, within a bound."""
+
+    def __init__(self, path: Path, resolve: Callable[[Path], Path]) -> None:
+        self._path = path
+        self._resolve = resolve
+        self._files: OrderedDict[int, AnswerFile] = OrderedDict()
+        self._steps: list[int] = []
+        self._steps_stamp = -1
+
+    def steps(self) -> list[int]:
+        """The steps that have answers, in order."""
+        try:
+            stamp = self._path.stat().st_mtime_ns
+        except OSError:
+            return []
+        if stamp != self._steps_stamp:
+            names = (file.name for file in self._path.iterdir())
+            numbers = (name[5:-6] for name in names if name.startswith("step_") and name.endswith(".jsonl"))
+            self._steps = sorted(int(number) for number in numbers if number.isdecimal())
+            self._steps_stamp = stamp
+        return self._steps
+
+    def file(self, step: int) -> AnswerFile:
+        """The index of a step, made now unless it is known and the file has not changed."""
+        path = self._resolve(self._path / f"step_{step}.jsonl")
+        known = self._files.pop(step, None)
+        if known is None or known.stamp != stamp_of(path):
+            known = AnswerFile.read(path)
+        self._files[step] = known
+        while len(self._files) > 1 and sum(len(file.entries) for file in self._files.values()) > _MOST_ENTRIES:
+            self._files.popitem(last=False)
+        return known
+
+    def page(self, step: int, wish: Wish, *, first: int, count: int) -> dict[str, Any]:
+        """Some groups of a step, each with the answers that fit the wish."""
+        file = self.file(step)
+        groups = _groups(file.entries)
+        chosen: list[tuple[list[Entry], list[Entry]]] = []
+        for group in groups.values():
+            fitting = [entry for entry in group if _fits(entry, group, wish.filter)]
+            if wish.words:
+                fitting = [entry for entry in fitting if _has_words(file.head(entry), wish.words)]
+            if fitting:
+                chosen.append((group, fitting))
+        if wish.order != "recorded":
+            key = _ORDERS[wish.order]
+            chosen = [(group, sorted(fitting, key=key)) for group, fitting in chosen]
+            chosen.sort(key=lambda pair: key(pair[1][0]))
+        return {
+            "step": step,
+            "bad_lines": file.bad_lines,
+            "counts": counts(file.entries),
+            "num_groups": len(chosen),
+            "groups": [_show_group(file, group, fitting) for group, fitting in chosen[first : first + count]],
+        }
+
+    def answer(self, step: int, row: int) -> dict[str, Any]:
+        """One answer with the numbers of its tokens."""
+        file = self.file(step)
+        if not 0 <= row < len(file.entries):
+            raise DashboardError(f"step {step} has {len(file.entries)} answers; there is no answer {row}.")
+        return {"row": row, "step": step, **file.whole(file.entries[row])}
+
+    def group_of_prompt(self, step: int, key: str) -> dict[str, Any]:
+        """All answers of a step to one prompt."""
+        file = self.file(step)
+        entries = [entry for entry in file.entries if entry.prompt_key == key]
+        if not entries:
+            raise DashboardError(f"step {step} has no answer to this prompt.")
+        return {"step": step, **_show_group(file, entries, entries)}
+
+    def search(self, wish: Wish, *, cursor: int, seconds: float, most: int, stop: int | None = None) -> dict[str, Any]:
+        """Answers of any step that fit, from the newest step before `cursor` back, for a moment.
+
+        Returns what was found and where to go on; `next` is None at the end.
+        """
+        steps = [step for step in self.steps() if (cursor < 0 or step < cursor) and (stop is None or step >= stop)]
+        found: list[dict[str, Any]] = []
+        until = time.monotonic() + seconds
+        num_read = 0
+        while steps and len(found) < most and (time.monotonic() < until or num_read == 0):
+            step = steps.pop()
+            num_read += 1
+            found += self._found_in(step, wish)
+            cursor = step
+        return {"found": found[: 2 * most], "next": cursor if steps else None, "left": len(steps)}
+
+    def steps_with_prompt(self, step: int, row: int, *, cursor: int, seconds: float) -> dict[str, Any]:
+        """Other steps that answered the prompt of this answer, from the newest back, for a moment."""
+        file = self.file(step)
+        if not 0 <= row < len(file.entries):
+            raise DashboardError(f"step {step} has no answer {row}.")
+        needle = prompt_bytes(file.head(file.entries[row])["prompt"])
+        steps = [other for other in self.steps() if cursor < 0 or other < cursor]
+        found: list[int] = []
+        until = time.monotonic() + seconds
+        num_read = 0
+        while steps and (time.monotonic() < until or num_read == 0):
+            cursor = steps.pop()
+            num_read += 1
+            if cursor != step and _file_has(self._resolve(self._path / f"step_{cursor}.jsonl"), needle):
+                found.append(cursor)
+        key = file.entries[row].prompt_key
+        return {"key": key, "steps": found, "next": cursor if steps else None, "left": len(steps)}
+
+    def _found_in(self, step: int, wish: Wish) -> list[dict[str, Any]]:
+        path = self._resolve(self._path / f"step_{step}.jsonl")
+        if wish.filter == "all" and wish.words and not _file_may_have(path, wish.words):
+            return []
+        file = AnswerFile.read(path) if step not in self._files else self.file(step)
+        groups = _groups(file.entries)
+        found = []
+        for entry in file.entries:
+            if not _fits(entry, groups[entry.group], wish.filter):
+                continue
+            head = file.head(entry)
+            if not wish.words or _has_words(head, wish.words):
+                found.append({"step": step, **_show(entry, head)})
+        return found
+
+
+def counts(entries: tuple[Entry, ...]) -> dict[str, int]:
+    """How many answers each filter would show."""
+    groups = _groups(entries)
+    flat = {uid for uid, group in groups.items() if _has_no_signal(group)}
+    return {
+        "all": len(entries),
+        "groups": len(groups),
+        "wrong": sum(entry.wrong for entry in entries),
+        "truncated": sum(entry.truncated for entry in entries),
+        "failed": sum(entry.failed for entry in entries),
+        "no_signal": sum(entry.group in flat for entry in entries),
+        "groups_without_signal": len(flat),
+    }
+
+
+def _groups(entries: tuple[Entry, ...]) -> dict[str, list[Entry]]:
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.group, []).append(entry)
+    return found
+
+
+def _fits(entry: Entry, group: list[Entry], wanted: Filter) -> bool:
+    if wanted == "all":
+        return True
+    if wanted == "no_signal":
+        return _has_no_signal(group)
+    return bool(getattr(entry, wanted))
+
+
+def _has_no_signal(group: list[Entry]) -> bool:
+    """Whether nothing can be learned from comparing the answers: all that were scored got the same."""
+    scores = [entry.score for entry in group if entry.score is not None and not entry.failed]
+    return len(group) > 1 and (not scores or max(scores) - min(scores) < _SIGNAL)
+
+
+def _has_words(head: dict[str, Any], words: str) -> bool:
+    wanted = words.casefold()
+    return wanted in head["response"].casefold() or wanted in head["prompt"].casefold()
+
+
+def _show_group(file: AnswerFile, group: list[Entry], shown: list[Entry]) -> dict[str, Any]:
+    heads = [file.head(entry) for entry in shown]
+    scores = [entry.score for entry in group if entry.score is not None and not entry.failed]
+    return {
+        "key": shown[0].prompt_key,
+        "uid": heads[0]["uid"],
+        "prompt": heads[0]["prompt"],
+        "ground_truth": heads[0]["ground_truth"],
+        "size": len(group),
+        "mean_score": sum(scores) / len(scores) if scores else None,
+        "no_signal": _has_no_signal(group),
+        "scores": [entry.score for entry in group],
+        "answers": [_show(entry, head) for entry, head in zip(shown, heads, strict=True)],
+    }
+
+
+def _show(entry: Entry, head: dict[str, Any]) -> dict[str, Any]:
+    return {"row": entry.row, "key": entry.prompt_key, **head}
+
+
+def _file_may_have(path: Path, words: str) -> bool:
+    """A quick no: letters and digits stand in a line as they are, whatever their case and whatever is around them."""
+    plain = max(("".join(c if c.isascii() and c.isalnum() else " " for c in words)).split(), key=len, default="")
+    return not plain or _file_has(path, plain.lower().encode(), fold=True)
+
+
+def _file_has(path: Path, needle: bytes, *, fold: bool = False) -> bool:
+    rest = b""
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            chunk = rest + (chunk.lower() if fold else chunk)
+            if needle in chunk:
+                return True
+            rest = chunk[-len(needle) :]
+    return False

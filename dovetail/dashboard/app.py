@@ -1,0 +1,267 @@
+"""The dashboard's web application: one page and what it asks for. Reads run folders; writes nothing, calls nobody.
+
+Handlers run one after another in the event loop: each is short, and readers need no locks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from dovetail.dashboard.answer_pages import Filter, Kind, Order, Wish
+from dovetail.dashboard.charts import OVERVIEW, names_of, points
+from dovetail.dashboard.config_view import config_rows
+from dovetail.dashboard.errors import DashboardError
+from dovetail.dashboard.health import RULE_TITLES
+from dovetail.dashboard.runs import Run, Runs
+from dovetail.dashboard.step_times import PHASE_WORDS, phases, what_it_waits_for
+
+logger = logging.getLogger(__name__)
+
+_PAGE = Path(__file__).parent / "page"
+# A page of another site must not reach this server through a name it controls (DNS rebinding).
+_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_SEARCH_S = 0.4
+
+Name = Annotated[str, Query(max_length=300)]
+Step = Annotated[int, Query(ge=0, le=10**9)]
+Row = Annotated[int, Query(ge=0, le=10**9)]
+Cursor = Annotated[int, Query(ge=-1, le=10**9)]
+Words = Annotated[str, Query(max_length=300)]
+
+
+def build_app(runs: Runs) -> FastAPI:
+    """The application over these runs."""
+    app = FastAPI(title="dovetail", docs_url=None, redoc_url=None, openapi_url=None)
+    _guard(app)
+    _serve_page(app)
+    _serve_numbers(app, runs)
+    _serve_answers(app, runs)
+    _serve_settings(app, runs)
+    return app
+
+
+def plotly_file() -> Path:
+    """The chart library, from the installed package itself."""
+    spec = importlib.util.find_spec("plotly")
+    if spec is None or not spec.submodule_search_locations:
+        raise DashboardError("the dashboard needs plotly: pip install 'dovetail[dashboard]'", status=500)
+    return Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
+
+
+def _guard(app: FastAPI) -> None:
+    @app.middleware("http")
+    async def check(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+        host = request.headers.get("host", "").rsplit(":", 1)[0]
+        if host not in _HOSTS:
+            response: Response = _error("this page is for this machine only; open it as http://127.0.0.1.", 421)
+        elif request.method not in ("GET", "HEAD"):
+            response = _error("the dashboard only reads.", 405)
+        else:
+            response = await call(request)
+        response.headers.update(_HEADERS)
+        return response
+
+    @app.exception_handler(DashboardError)
+    async def say(request: Request, error: DashboardError) -> Response:
+        return _error(str(error), error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return _error(f"{first['loc'][-1]}: {first['msg']}", 422)
+
+    @app.exception_handler(HTTPException)
+    async def not_there(request: Request, error: HTTPException) -> Response:
+        return _error("there is nothing at this address.", error.status_code)
+
+    @app.exception_handler(Exception)
+    async def apologise(request: Request, error: Exception) -> Response:
+        # Starlette logs the traceback; the page gets none of it.
+        return _error("the dashboard failed to answer; its log in the terminal says why.", 500)
+
+
+def _serve_page(app: FastAPI) -> None:
+    plotly = plotly_file()
+
+    @app.get("/")
+    async def index() -> Response:
+        return FileResponse(_PAGE / "index.html")
+
+    @app.get("/plotly.min.js")
+    async def chart_library() -> Response:
+        return FileResponse(plotly, media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
+
+    app.mount("/page", StaticFiles(directory=_PAGE))
+
+
+def _serve_numbers(app: FastAPI, runs: Runs) -> None:
+    @app.get("/api/runs")
+    async def all_runs() -> list[dict[str, Any]]:
+        return [_listed(run) for run in runs.find()]
+
+    @app.get("/api/pulse")
+    async def pulse(run: Annotated[list[str], Query(max_length=20)]) -> dict[str, Any]:
+        known = {found.name: found for found in runs.find()}
+        return {"stamps": {name: known[name].stamp() for name in run if name in known}, "num_runs": len(known)}
+
+    @app.get("/api/overview")
+    async def overview(
+        run: Name,
+        smoothing: Annotated[float, Query(ge=0, lt=1)] = 0.0,
+        first: Step | None = None,
+        last: Step | None = None,
+        most: Annotated[int, Query(ge=10, le=5000)] = 500,
+        extra: Annotated[list[str] | None, Query(max_length=30)] = None,
+    ) -> dict[str, Any]:
+        found = runs.get(run)
+        names = found.metrics.names
+        wanted = [(chart.key, chart.title, names_of(chart, names), chart.absent) for chart in OVERVIEW]
+        wanted += [(name, name, [name] if name in names else [], "not recorded in this run") for name in extra or []]
+        charts = []
+        for key, title, shown, absent in wanted:
+            lines = {
+                name: points(found.metrics, name, smoothing=smoothing, most=most, first=first, last=last)
+                for name in shown
+            }
+            charts.append({"key": key, "title": title, "lines": lines, "absent": absent})
+        return {
+            "status": found.status(),
+            "cards": _cards(found),
+            "charts": charts,
+            "events": found.events.marks(),
+            "names": names,
+            "warnings": found.health(),
+        }
+
+    @app.get("/api/time")
+    async def time_view(run: Name, most: Annotated[int, Query(ge=10, le=1000)] = 120) -> dict[str, Any]:
+        found = runs.get(run)
+        steps = found.timelines.steps
+        timeline = found.timelines.of(steps[-1]) if steps else None
+        rates = [name for name in found.metrics.names if name == "perf/throughput" or name.startswith("perf/mfu/")]
+        return {
+            "status": found.status(),
+            "phases": phases(found.metrics, most),
+            "waits": what_it_waits_for(found.metrics, timeline),
+            "rates": {name: points(found.metrics, name, smoothing=0.0) for name in rates},
+            "memory": found.memory(),
+            "timeline_steps": [steps[0], steps[-1]] if steps else None,
+            "words": PHASE_WORDS,
+        }
+
+    @app.get("/api/timeline")
+    async def timeline(run: Name, step: Step) -> dict[str, Any]:
+        found = runs.get(run).timelines.of(step)
+        if found is None:
+            raise DashboardError(f"step {step} has no timeline.")
+        return found
+
+
+def _serve_answers(app: FastAPI, runs: Runs) -> None:
+    @app.get("/api/steps")
+    async def steps(run: Name, kind: Kind = "rollouts") -> dict[str, Any]:
+        return {"steps": runs.get(run).answers(kind).steps()}
+
+    @app.get("/api/groups")
+    async def groups(
+        run: Name,
+        step: Step,
+        kind: Kind = "rollouts",
+        wanted: Filter = "all",
+        words: Words = "",
+        order: Order = "recorded",
+        first: Row = 0,
+        count: Annotated[int, Query(ge=1, le=100)] = 10,
+    ) -> dict[str, Any]:
+        return runs.get(run).answers(kind).page(step, Wish(wanted, words, order), first=first, count=count)
+
+    @app.get("/api/answer")
+    async def answer(run: Name, step: Step, row: Row, kind: Kind = "rollouts") -> dict[str, Any]:
+        return runs.get(run).answers(kind).answer(step, row)
+
+    @app.get("/api/search")
+    async def search(
+        run: Name, kind: Kind = "rollouts", wanted: Filter = "all", words: Words = "", cursor: Cursor = -1
+    ) -> dict[str, Any]:
+        return runs.get(run).answers(kind).search(Wish(wanted, words), cursor=cursor, seconds=_SEARCH_S, most=40)
+
+    @app.get("/api/same-prompt")
+    async def same_prompt(
+        run: Name, step: Step, row: Row, kind: Kind = "rollouts", cursor: Cursor = -1
+    ) -> dict[str, Any]:
+        return runs.get(run).answers(kind).steps_with_prompt(step, row, cursor=cursor, seconds=_SEARCH_S)
+
+    @app.get("/api/group")
+    async def group(
+        run: Name, step: Step, key: Annotated[str, Query(max_length=64)], kind: Kind = "rollouts"
+    ) -> dict[str, Any]:
+        return runs.get(run).answers(kind).group_of_prompt(step, key)
+
+
+def _serve_settings(app: FastAPI, runs: Runs) -> None:
+    @app.get("/api/config")
+    async def config(run: Name, other: Name = "") -> dict[str, Any]:
+        other_values = runs.get(other).config() if other else None
+        return {"rows": config_rows(runs.get(run).config(), other_values)}
+
+    @app.get("/api/health")
+    async def health(run: Name) -> dict[str, Any]:
+        return {"warnings": runs.get(run).health(), "rules": RULE_TITLES}
+
+
+def _listed(run: Run) -> dict[str, Any]:
+    try:
+        run.refresh()
+        return run.status()
+    except DashboardError as error:
+        return {"name": run.name, "state": "gone", "step": None, "total_steps": None, "message": str(error)}
+
+
+def _cards(run: Run) -> list[dict[str, Any]]:
+    """The numbers at the top of the overview."""
+    table = run.metrics
+    found: list[dict[str, Any]] = []
+    for title, names, digits in (
+        ("reward", ("critic/score/mean", "reward/score/mean"), 3),
+        ("answer length", ("response_length/mean",), 4),
+        ("tokens/s per device", ("perf/throughput",), 4),
+        ("seconds per step", ("perf/time_per_step",), 3),
+    ):
+        name = next((name for name in names if name in table.names), None)
+        if name is None:
+            continue
+        _, values = table.finite(name)
+        if len(values):
+            recent, first = float(values[-10:].mean()), float(values[:10].mean())
+            found.append({"title": title, "value": f"{float(values[-1]):.{digits}g}", "mean": recent, "first": first})
+    validated = [name for name in table.names if name.startswith("val-core/") and "/mean@" in name]
+    for name in validated[:2]:
+        _, values = table.finite(name)
+        if len(values):
+            title = f"validation {name.split('/')[-2]}"
+            found.insert(
+                1, {"title": title, "value": f"{values[-1]:.3g}", "mean": float(values[-1]), "first": float(values[0])}
+            )
+    return found
+
+
+def _error(message: str, status: int) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status)

@@ -1,0 +1,44 @@
+// Two steps side by side: what the policy answered to one prompt then and now.
+
+import { ask, el } from "./dom.js";
+import { shortPrompt } from "./rollouts.js";
+
+export async function compare(where, group, step, colour, drawAnswer) {
+  const status = el("p", { class: "soft", role: "status", text: "Looking for other steps with this prompt …" });
+  const left = el("div", { class: "side" });
+  const right = el("div", { class: "side" });
+  const picks = el("div", { class: "chips" });
+  const close = el("button", { class: "icon-button", "aria-label": "Close", text: "×", onclick: () => box.close() });
+  const box = el("dialog", { class: "compare" }, el("header", {}, el("h2", { text: shortPrompt(group.prompt).slice(0, 300) }), close), status, picks, el("div", { class: "sides" }, left, right));
+  document.body.append(box);
+  let open = true;
+  box.addEventListener("close", () => { open = false; box.remove(); });
+  box.showModal();
+
+  const draw = async (side, at) => {
+    const found = await ask("group", { ...where, step: at, key: group.key });
+    side.replaceChildren(el("h3", { text: `step ${at}` }), el("div", { class: "answers" }, found.answers.map((answer) => drawAnswer(answer, at))));
+  };
+  const show = async (other) => {
+    const [early, late] = other < step ? [other, step] : [step, other];
+    for (const pick of picks.children) pick.setAttribute("aria-pressed", String(Number(pick.dataset.step) === other));
+    await Promise.all([draw(left, early), draw(right, late)]);
+  };
+
+  await draw(left, step);
+  const known = [];
+  let cursor = -1;
+  while (open && cursor !== null && known.length < 60) {
+    const found = await ask("same-prompt", { ...where, step, row: group.answers[0].row, cursor });
+    cursor = found.next;
+    for (const other of found.steps) {
+      known.push(other);
+      picks.append(el("button", { class: "chip", data: { step: String(other) }, text: `step ${other}`, onclick: () => show(other) }));
+    }
+    status.textContent = known.length ? `Answered in ${known.length + 1} steps${cursor === null ? "." : ` so far, ${found.left} steps left to read …`}`
+      : cursor === null ? "No other step has answered this prompt. Prompts of validation come back at every validation, those of training in the next epoch." : status.textContent;
+    if (known.length && right.childElementCount === 0) await show(known.at(-1));
+  }
+  // The first one shown came from the first bite; the earliest step tells more.
+  if (open && known.length) await show(Math.min(...known));
+}

@@ -1,0 +1,19 @@
+// What the rules have found, and what to try.
+
+import { ask, el } from "./dom.js";
+import { go } from "./main.js";
+
+export async function health(box, state) {
+  async function load() {
+    const found = await ask("health", { run: state.run });
+    const list = found.warnings.map((warning) => el("article", { class: `card finding ${warning.severity}` },
+      el("h2", {}, el("span", { class: `badge ${warning.severity === "bad" ? "no" : "cut"}`, text: warning.severity === "bad" ? "act now" : "look" }), " ", warning.title),
+      el("p", { text: warning.found }), el("p", {}, el("b", { text: "Try: " }), warning.what_to_try),
+      warning.metric && el("button", { class: "link", text: `show ${warning.metric}`, onclick: () => go({ view: "overview", parameters: { extra: warning.metric } }) })));
+    const head = el("p", { class: "verdict", text: found.warnings.length ? `${found.warnings.length} of ${found.rules.length} rules have found something.` : `All ${found.rules.length} rules are content.` });
+    box.replaceChildren(head, ...list, el("details", { class: "card", open: !list.length }, el("summary", { text: "What is checked" }), el("ul", { class: "rules" }, found.rules.map((rule) => el("li", { text: rule }))),
+      el("p", { class: "soft", text: "Rules compare the last 10 steps with the first 5; bounds are in docs/dashboard.md." })));
+  }
+  await load();
+  return { refresh: load };
+}

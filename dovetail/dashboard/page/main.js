@@ -1,0 +1,165 @@
+// The frame: which view, which runs, what the address bar says, and looking for news.
+
+import { ask, duration, el, startTips } from "./dom.js";
+import { overview } from "./overview.js";
+import { time } from "./time.js";
+import { rollouts } from "./rollouts.js";
+import { config } from "./config.js";
+import { health } from "./health.js";
+import { RUN_COLOURS } from "./plot.js";
+
+const VIEWS = { overview: ["Overview", overview], time: ["Time", time], rollouts: ["Rollouts", rollouts],
+  config: ["Config", config], health: ["Health", health] };
+const PULSE_MS = 2000;
+const $ = (id) => document.getElementById(id);
+
+export const state = { view: "overview", run: null, shown: new Set(), runs: [], parameters: {} };
+let current = null;
+let stamps = {};
+let numRuns = 0;
+
+function readAddress() {
+  const parts = new URLSearchParams(location.hash.slice(1));
+  state.view = parts.get("view") in VIEWS ? parts.get("view") : "overview";
+  const known = state.runs.map((run) => run.name);
+  const wanted = parts.get("run");
+  state.run = known.includes(wanted) ? wanted : state.run ?? known[0] ?? null;
+  const shown = (parts.get("with") ?? "").split("\n").filter((name) => known.includes(name));
+  state.shown = new Set([...shown, ...(state.run ? [state.run] : [])]);
+  state.parameters = Object.fromEntries([...parts].filter(([name]) => !["view", "run", "with"].includes(name)));
+}
+
+// Change what is shown; `parameters` are the view's own and survive a reload.
+export function go(changes = {}, { replace = false } = {}) {
+  const next = { view: state.view, run: state.run, parameters: state.parameters, shown: state.shown, ...changes };
+  if (changes.run && !changes.shown) next.shown = new Set([changes.run, ...[...state.shown].filter((n) => n !== state.run)]);
+  const parts = new URLSearchParams({ view: next.view, run: next.run ?? "" });
+  const others = [...next.shown].filter((name) => name !== next.run);
+  if (others.length) parts.set("with", others.join("\n"));
+  for (const [name, value] of Object.entries(next.parameters)) if (value !== "" && value != null) parts.set(name, value);
+  const address = `#${parts}`;
+  if (replace) { history.replaceState(null, "", address); readAddress(); } else location.hash = address;
+}
+
+export function say(text) {
+  $("message").textContent = text ?? "";
+  $("message").hidden = !text;
+}
+
+function drawFrame() {
+  $("run").replaceChildren(...state.runs.map((run) => el("option", { value: run.name, selected: run.name === state.run, text: run.name })));
+  $("tabs").replaceChildren(...Object.entries(VIEWS).map(([key, [title]], index) =>
+    el("a", { href: `#${new URLSearchParams({ view: key, run: state.run ?? "" })}`, "aria-current": key === state.view ? "page" : null,
+      title: `${title} (${index + 1})`, text: title, onclick: (event) => { event.preventDefault(); go({ view: key, parameters: {} }); } })));
+  const several = state.runs.length > 1 && state.view === "overview";
+  $("overlay-runs").hidden = !several;
+  if (several) drawOverlays();
+  drawStatus();
+}
+
+function drawOverlays() {
+  $("overlay-runs").replaceChildren(el("span", { class: "soft", text: "Overlay" }), ...state.runs.map((run, index) =>
+    el("label", { class: "chip" },
+      el("input", { type: "checkbox", checked: state.shown.has(run.name), disabled: run.name === state.run, onchange: (event) => {
+        const shown = new Set(state.shown);
+        if (event.target.checked) shown.add(run.name); else shown.delete(run.name);
+        go({ shown });
+      } }),
+      el("i", { class: "dot", style: `background:${RUN_COLOURS[index % RUN_COLOURS.length]}` }),
+      el("span", { text: run.name }), el("small", { class: "soft", text: run.state }))));
+}
+
+function drawStatus() {
+  const run = state.runs.find((one) => one.name === state.run);
+  if (!run) { $("status").replaceChildren(); return; }
+  const steps = run.step === null ? "" : `step ${run.step}${run.total_steps ? ` of ${run.total_steps}` : ""}`;
+  let doing = "";
+  if (run.phase) doing = `${run.phase.replaceAll("_", " ")} for ${duration(Math.max(0, Date.now() / 1000 - run.phase_since))}`;
+  $("status").replaceChildren(el("span", { class: `pill ${run.state}`, text: run.state }),
+    el("span", { text: steps }), doing && el("span", { class: "soft", text: doing }));
+}
+
+async function show() {
+  readAddress();
+  drawFrame();
+  current?.close?.();
+  current = null;
+  say(null);
+  const view = $("view");
+  if (!state.run) { view.replaceChildren(el("p", { class: "empty", text: "No run is here yet." })); return; }
+  const run = state.runs.find((one) => one.name === state.run);
+  if (run?.message) say(run.message);
+  document.title = `${state.run} · dovetail`;
+  const box = el("div", { class: `view ${state.view}` });
+  view.replaceChildren(box);
+  try {
+    current = await VIEWS[state.view][1](box, state);
+    box.dataset.ready = "1";
+  } catch (error) {
+    say(error.message);
+  }
+}
+
+async function lookForNews() {
+  if (document.hidden || !state.run) return;
+  try {
+    const found = await ask("pulse", { run: [...state.shown] });
+    const changed = Object.keys(found.stamps).filter((name) => found.stamps[name] !== stamps[name]);
+    const first = !Object.keys(stamps).length;
+    stamps = found.stamps;
+    if (found.num_runs !== numRuns || changed.length) {
+      numRuns = found.num_runs;
+      state.runs = await ask("runs");
+      drawFrame();
+      if (!first && changed.length) await current?.refresh?.();
+    } else drawStatus();
+    if ($("message").dataset.lost) { delete $("message").dataset.lost; say(null); }
+  } catch (error) {
+    $("message").dataset.lost = "1";
+    say(error.message);
+  }
+}
+
+function keys(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const typing = ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range";
+  if (typing) { if (event.key === "Escape") event.target.blur(); return; }
+  const view = Object.keys(VIEWS)[Number(event.key) - 1];
+  if (view) go({ view, parameters: {} });
+  else if (event.key === "t") changeTheme();
+  else if (event.key === "?") $("help").showModal();
+  else if (event.key === "r" && state.runs.length) {
+    const names = state.runs.map((run) => run.name);
+    go({ run: names[(names.indexOf(state.run) + 1) % names.length] });
+  } else if (event.key === "/") {
+    const box = document.querySelector("input[type=search]");
+    if (box) { event.preventDefault(); box.focus(); box.select(); }
+  } else current?.key?.(event.key);
+}
+
+function changeTheme() {
+  const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  document.documentElement.dataset.theme = next;
+  try { localStorage.setItem("dovetail-theme", next); } catch { /* a browser without storage */ }
+  $("theme").textContent = next === "dark" ? "☀" : "☾";
+  current?.repaint?.();
+}
+
+async function start() {
+  startTips($("tip"));
+  $("theme").textContent = document.documentElement.dataset.theme === "dark" ? "☀" : "☾";
+  $("theme").addEventListener("click", changeTheme);
+  $("help-open").addEventListener("click", () => $("help").showModal());
+  $("run").addEventListener("change", () => go({ run: $("run").value }));
+  addEventListener("hashchange", show);
+  addEventListener("keydown", keys);
+  try {
+    state.runs = await ask("runs");
+    numRuns = state.runs.length;
+  } catch (error) { say(error.message); }
+  await show();
+  setInterval(lookForNews, PULSE_MS);
+  lookForNews();
+}
+
+start();

@@ -1,0 +1,133 @@
+// Curves of one or several runs, with events.
+
+import { ask, debounce, el, field, short } from "./dom.js";
+import { draw, drawWhenSeen, eventTraces, EVENTS, legend, lineLayout, lineTraces } from "./plot.js";
+import { go } from "./main.js";
+
+export async function overview(box, state) {
+  const options = { smoothing: state.parameters.smooth ? Number(state.parameters.smooth) : null, log: state.parameters.log === "1",
+    range: null, extra: (state.parameters.extra ?? "").split("\n").filter(Boolean) };
+  const names = [...state.shown].sort((a, b) => (a === state.run ? -1 : b === state.run ? 1 : 0));
+  const cards = el("div", { class: "cards" });
+  const warnings = el("div", { class: "warning-strip" });
+  const grid = el("div", { class: "grid" });
+  const boxes = new Map();
+  let found = [];
+
+  const remember = () => go({ parameters: { smooth: options.smoothing, log: options.log ? "1" : "", extra: options.extra.join("\n") } }, { replace: true });
+  const slider = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", "aria-label": "Smoothing" });
+  const sliderValue = el("output", { class: "soft" });
+  const reload = debounce(() => load().catch(() => {}), 120);
+  slider.addEventListener("input", () => { options.smoothing = Number(slider.value); sliderValue.textContent = slider.value; remember(); reload(); });
+  const logBox = el("input", { type: "checkbox", checked: options.log, onchange: () => { options.log = logBox.checked; remember(); paint(); } });
+  const picker = el("input", { type: "search", list: "metric-names", placeholder: "add a metric …", "aria-label": "Add a metric" });
+  const pickerNames = el("datalist", { id: "metric-names" });
+  picker.addEventListener("change", () => {
+    const name = picker.value.trim();
+    if (found[0]?.names.includes(name) && !options.extra.includes(name)) { options.extra.push(name); remember(); reload(); }
+    picker.value = "";
+  });
+  const reset = el("button", { class: "button", hidden: true, text: "Whole run", onclick: () => { options.range = null; load(); } });
+  const marks = el("div", { class: "marks soft" }, Object.values(EVENTS).map((look) =>
+    el("span", {}, el("i", { class: "dot", style: `background:${look.colour}` }), look.name)));
+  box.append(cards, warnings, el("div", { class: "bar" }, field("Smoothing", el("span", { class: "inline" }, slider, sliderValue)),
+    el("label", { class: "check" }, logBox, " log scale"), picker, pickerNames, reset, marks), grid);
+
+  async function load() {
+    const want = { smoothing: options.smoothing ?? 0, extra: options.extra, first: options.range?.[0], last: options.range?.[1] };
+    const results = await Promise.allSettled(names.map((run) => ask("overview", { run, ...want })));
+    if (results[0].status === "rejected") throw results[0].reason;
+    found = results.map((result, index) => ({ run: names[index], ...(result.value ?? { charts: [], events: [], names: [] }) }));
+    if (options.smoothing === null) {
+      options.smoothing = (found[0].status.step ?? 0) > 50 ? 0.6 : 0;
+      if (options.smoothing) return load();
+    }
+    slider.value = options.smoothing;
+    sliderValue.textContent = Number(options.smoothing).toFixed(2);
+    reset.hidden = !options.range;
+    pickerNames.replaceChildren(...found[0].names.map((name) => el("option", { value: name })));
+    paint();
+  }
+
+  function paint() {
+    drawCards(cards, found[0].cards);
+    drawWarnings(warnings, found[0].warnings);
+    const known = new Set();
+    for (const chart of found[0].charts) { known.add(chart.key); drawChart(chart); }
+    for (const [key, made] of boxes) if (!known.has(key)) { made.card.remove(); boxes.delete(key); }
+  }
+
+  function drawChart(chart) {
+    if (!boxes.has(chart.key)) boxes.set(chart.key, makeChart(chart));
+    const made = boxes.get(chart.key);
+    const manyRuns = names.length > 1;
+    const lines = found.flatMap((one) => {
+      const same = one.charts.find((other) => other.key === chart.key);
+      const runIndex = state.runs.findIndex((run) => run.name === one.run);
+      return Object.entries(same?.lines ?? {}).map(([name, line]) => ({ run: one.run, runIndex, name, ...line }));
+    }).filter((line) => line.x.length);
+    made.legend.replaceChildren(...legend(lines, manyRuns).map((line) =>
+      el("span", {}, el("i", { class: "stroke", style: `border-top:2px ${line.dash === "solid" ? "solid" : "dotted"} ${line.colour}` }), line.name)));
+    made.empty.hidden = lines.length > 0;
+    made.plot.hidden = !lines.length;
+    made.card.classList.toggle("without", !lines.length);
+    if (!lines.length) return;
+    const events = found[0].events;
+    drawWhenSeen(made.plot, async () => {
+      await draw(made.plot, [...lineTraces(lines, { smoothing: options.smoothing, manyRuns }), ...eventTraces(events)],
+        lineLayout({ log: options.log, events, range: options.range, share: ["accuracy", "truncated", "clip"].includes(chart.key) }));
+      if (!made.plot.dataset.wired && made.plot.on) wire(made.plot);
+    });
+  }
+
+  function makeChart(chart) {
+    const plot = el("div", { class: "plot", data: { chart: chart.key } });
+    const empty = el("p", { class: "soft", text: chart.absent, hidden: true });
+    const names_ = el("div", { class: "legend" });
+    const close = options.extra.includes(chart.key) && el("button", { class: "icon-button", title: "Remove", "aria-label": `Remove ${chart.title}`, text: "×",
+      onclick: () => { options.extra.splice(options.extra.indexOf(chart.key), 1); remember(); load(); } });
+    const card = el("section", { class: "card chart", "aria-label": chart.title }, el("header", {}, el("h2", { text: chart.title }), names_, close), plot, empty);
+    grid.append(card);
+    return { card, plot, empty, legend: names_ };
+  }
+
+  function wire(plot) {
+    plot.dataset.wired = "1";
+    plot.on("plotly_relayout", (change) => {
+      if (change["xaxis.range[0]"] !== undefined) {
+        options.range = [Math.max(0, Math.floor(change["xaxis.range[0]"])), Math.ceil(change["xaxis.range[1]"])];
+        load();
+      } else if (change["xaxis.autorange"] && options.range) { options.range = null; load(); }
+    });
+    plot.on("plotly_click", (event) => {
+      const step = event.points?.[0]?.x;
+      if (step !== undefined) go({ view: "rollouts", parameters: { step } });
+    });
+  }
+
+  await load();
+  return { refresh: () => load(), repaint: paint, key: (key) => { if (key === "l") logBox.click(); } };
+}
+
+function drawCards(box, cards) {
+  box.replaceChildren(...cards.map((card) => {
+    const change = card.mean - card.first;
+    const moved = Math.abs(change) > 1e-9 && Math.abs(change) > 0.005 * Math.abs(card.first);
+    return el("div", { class: "card number" }, el("small", { class: "soft", text: card.title }), el("strong", { text: card.value }),
+      el("small", { class: "soft", text: moved ? `${change > 0 ? "▲" : "▼"} from ${short(card.first)}` : "as at the start" }));
+  }));
+}
+
+function drawWarnings(box, warnings) {
+  if (!warnings.length) {
+    box.replaceChildren(el("a", { class: "ok", href: "#", text: "✓ no rule has found anything wrong", onclick: openHealth }));
+    return;
+  }
+  box.replaceChildren(...warnings.slice(0, 4).map((warning) =>
+    el("a", { class: `warn ${warning.severity}`, href: "#", data: { tip: warning.found }, text: warning.title, onclick: openHealth })));
+}
+
+function openHealth(event) {
+  event.preventDefault();
+  go({ view: "health", parameters: {} });
+}

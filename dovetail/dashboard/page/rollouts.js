@@ -1,0 +1,176 @@
+// The answers: groups of a step, filters, search, tokens in colour, and two steps side by side.
+
+import { ask, debounce, el, field, select, short } from "./dom.js";
+import { compare } from "./compare.js";
+import { COLOURINGS, colouredAnswer, colourLegend } from "./tokens.js";
+import { go } from "./main.js";
+
+const FILTERS = [["all", "all"], ["wrong", "wrong"], ["truncated", "truncated"], ["no_signal", "no signal"], ["failed", "reward failed"]];
+const ORDERS = [["recorded", "as recorded"], ["longest", "longest first"], ["best", "best first"], ["worst", "worst first"], ["gap", "largest gap first"]];
+const PAGE = 8;
+
+export async function rollouts(box, state) {
+  const wish = { kind: "rollouts", step: null, wanted: "all", order: "recorded", words: "", scope: "step", colour: "", ...state.parameters };
+  if (wish.step !== null) wish.step = Number(wish.step);
+  let steps = [];
+  let first = 0;
+  let asked = 0;
+  let searching = null;
+  const follow = wish.step === null;
+
+  const stepInput = el("input", { type: "number", class: "step-input", "aria-label": "Step", onchange: () => toStep(Number(stepInput.value)) });
+  const slider = el("input", { type: "range", min: "0", "aria-label": "Step", oninput: () => { stepInput.value = steps[slider.value]; }, onchange: () => toStep(steps[slider.value]) });
+  const search = el("input", { type: "search", placeholder: "search …", value: wish.words, "aria-label": "Search answers and prompts" });
+  search.addEventListener("input", debounce(() => change({ words: search.value.trim() }), 300));
+  const summary = el("div", { class: "soft summary", role: "status" });
+  const list = el("div", { class: "groups" });
+  const more = el("button", { class: "button", hidden: true, text: "More", onclick: () => { first += PAGE; load({ append: true }); } });
+  const legend = el("span", {});
+  const chips = el("div", { class: "chips", role: "group", "aria-label": "Filter" });
+  box.append(el("div", { class: "bar" },
+    select("Answers of", [["rollouts", "training"], ["validation", "validation"]], wish.kind, (kind) => { wish.step = null; change({ kind, step: null }, true); }, { id: "kind" }),
+    field("Step", el("span", { class: "inline" }, el("button", { class: "icon-button", title: "One step back (,)", "aria-label": "One step back", text: "‹", onclick: () => move(-1) }), stepInput,
+      el("button", { class: "icon-button", title: "One step on (.)", "aria-label": "One step on", text: "›", onclick: () => move(1) }), slider)),
+    select("Order", ORDERS, wish.order, (order) => change({ order }), { id: "order" }),
+    select("Colour tokens by", COLOURINGS, wish.colour, (colour) => change({ colour }), { id: "colour" }), legend),
+  el("div", { class: "bar" }, chips, search, select("in", [["step", "this step"], ["run", "all steps"]], wish.scope, (scope) => change({ scope }), { id: "scope" })),
+  summary, list, more);
+
+  function remember() {
+    const kept = Object.fromEntries(Object.entries(wish).filter(([name, value]) => value && !["all", "recorded"].includes(value) && !(name === "kind" && value === "rollouts") && !(name === "scope" && value === "step")));
+    go({ parameters: kept }, { replace: true });
+  }
+
+  function change(changes, otherSteps = false) {
+    Object.assign(wish, changes);
+    first = 0;
+    remember();
+    return otherSteps ? start() : load();
+  }
+
+  const toStep = (step) => { if (steps.length) change({ step: steps.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b : a)) }); };
+  const move = (by) => { const at = steps.indexOf(wish.step); if (at >= 0 && steps[at + by] !== undefined) change({ step: steps[at + by] }); };
+
+  async function start() {
+    steps = (await ask("steps", { run: state.run, kind: wish.kind })).steps;
+    if (!steps.length) {
+      list.replaceChildren();
+      chips.replaceChildren();
+      more.hidden = true;
+      summary.textContent = wish.kind === "rollouts" ? "No answers of training are recorded yet." : "No validation is recorded: data.val_files is empty, or none was due yet.";
+      return;
+    }
+    if (!steps.includes(wish.step)) wish.step = steps.at(-1);
+    slider.max = String(steps.length - 1);
+    await load();
+  }
+
+  async function load({ append = false } = {}) {
+    if (!steps.length) return;
+    const mine = ++asked;
+    searching?.abort();
+    stepInput.value = wish.step;
+    slider.value = String(steps.indexOf(wish.step));
+    legend.replaceChildren(colourLegend(wish.colour) ?? "");
+    if (wish.scope === "run" && (wish.words || wish.wanted !== "all")) return searchRun(mine);
+    const found = await ask("groups", { run: state.run, kind: wish.kind, step: wish.step, wanted: wish.wanted, words: wish.words, order: wish.order, first, count: PAGE });
+    if (mine !== asked) return;
+    drawChips(found.counts);
+    summary.textContent = [`${found.num_groups} of ${found.counts.groups} prompts`, `${found.counts.all} answers in step ${found.step}`,
+      found.bad_lines ? `${found.bad_lines} lines of the file are not whole and are left out` : ""].filter(Boolean).join(" · ");
+    if (!append) list.replaceChildren();
+    list.append(...found.groups.map((group) => drawGroup(group, wish.step)));
+    if (!found.groups.length && !append) list.append(el("p", { class: "empty", text: "No answer of this step fits." }));
+    more.hidden = first + PAGE >= found.num_groups;
+  }
+
+  async function searchRun(mine) {
+    searching = new AbortController();
+    list.replaceChildren();
+    more.hidden = true;
+    let cursor = -1;
+    let count = 0;
+    while (mine === asked && cursor !== null && count < 40) {
+      let found;
+      try {
+        found = await ask("search", { run: state.run, kind: wish.kind, wanted: wish.wanted, words: wish.words, cursor }, searching.signal);
+      } catch (error) { if (error.name === "AbortError") return; throw error; }
+      if (mine !== asked) return;
+      count += found.found.length;
+      cursor = found.next;
+      list.append(...found.found.map((answer) => drawFound(answer)));
+      summary.textContent = `${count} answers found${cursor === null ? " in all steps" : `, ${found.left} steps left to read …`}`;
+    }
+    if (cursor !== null && count) summary.textContent = `the newest ${count} answers that fit`;
+    if (!count) list.append(el("p", { class: "empty", text: "No answer of any step fits." }));
+  }
+
+  function drawChips(counts) {
+    chips.replaceChildren(...FILTERS.map(([key, title]) =>
+      el("button", { class: "chip", "aria-pressed": String(wish.wanted === key), data: { filter: key }, onclick: () => change({ wanted: key }) },
+        title, el("small", { class: "soft", text: String(counts[key] ?? "") }))));
+  }
+
+  function drawGroup(group, step) {
+    const head = el("header", {}, el("div", { class: "prompt", text: shortPrompt(group.prompt) }), dots(group.scores),
+      el("div", { class: "facts soft" }, group.ground_truth != null && el("span", {}, "answer ", el("b", { text: String(group.ground_truth) })),
+        el("span", { text: `mean reward ${short(group.mean_score)}` }), el("span", { text: `${group.answers.length === group.size ? "" : `${group.answers.length} of `}${group.size} answers` }),
+        group.no_signal && el("span", { class: "badge quiet", text: "no signal", data: { tip: "All answers got the same reward: nothing is learned from this group." } }),
+        el("button", { class: "link", text: "other steps", onclick: () => compare({ run: state.run, kind: wish.kind }, group, step, wish.colour, drawAnswer) })));
+    const whole = el("details", { class: "whole" }, el("summary", { text: "whole prompt" }), el("div", { class: "text", text: group.prompt }));
+    return el("article", { class: "card group", data: { uid: group.uid } }, head, whole, el("div", { class: "answers" }, group.answers.map((answer) => drawAnswer(answer, step))));
+  }
+
+  const drawFound = (answer) => el("article", { class: "card group" }, el("header", {}, el("div", { class: "prompt", text: shortPrompt(answer.prompt) }),
+    el("div", { class: "facts soft" }, el("button", { class: "link", text: `step ${answer.step}`, onclick: () => { change({ scope: "step", step: answer.step }); document.getElementById("scope").value = "step"; } }))),
+  el("div", { class: "answers" }, drawAnswer(answer, answer.step)));
+
+  function drawAnswer(answer, step) {
+    const text = el("div", { class: "text", text: answer.response || "(empty)" });
+    const row = el("div", { class: `answer${answer.wrong ? " wrong" : ""}${answer.truncated ? " truncated" : ""}` }, el("div", { class: "facts" },
+      el("span", { class: `badge ${answer.failed ? "failed" : answer.wrong ? "no" : "yes"}`, text: answer.failed ? "reward failed" : short(answer.score), data: { tip: extraFacts(answer) } }),
+      answer.advantage !== null && el("span", { class: "soft", text: `advantage ${answer.advantage > 0 ? "+" : ""}${short(answer.advantage)}` }),
+      el("span", { class: "soft", text: `${answer.length} tokens` }), answer.gap !== null && el("span", { class: "soft", text: `gap ${short(answer.gap)}` }),
+      answer.truncated && el("span", { class: "badge cut", text: "truncated" })), text);
+    if (wish.colour) colouredAnswer(answer, { run: state.run, kind: wish.kind, step }, wish.colour).then((coloured) => text.replaceWith(coloured), () => {});
+    return row;
+  }
+
+  await start();
+  return {
+    refresh: async () => {
+      const known = steps.length;
+      const fresh = (await ask("steps", { run: state.run, kind: wish.kind })).steps;
+      if (fresh.length === known) return;
+      // Readers who look at the newest step stay there; others are not disturbed.
+      const atEnd = follow && (known === 0 || wish.step === steps.at(-1)) && wish.scope === "step" && !list.contains(document.activeElement);
+      steps = fresh;
+      slider.max = String(steps.length - 1);
+      if (atEnd) { wish.step = steps.at(-1); first = 0; await load(); }
+    },
+    key: (key) => { if (key === ",") move(-1); if (key === ".") move(1); },
+    close: () => { asked += 1; searching?.abort(); },
+  };
+}
+
+function dots(scores) {
+  const numbers = scores.filter((score) => score !== null);
+  const [low, high] = [Math.min(...numbers, 0), Math.max(...numbers, 1)];
+  return el("div", { class: "dots", data: { tip: `rewards: ${scores.slice(0, 64).map((score) => short(score)).join(", ")}` } }, scores.slice(0, 64).map((score) =>
+    el("i", { style: score === null ? "" : `--part:${((score - low) / (high - low || 1)).toFixed(3)}`, class: score === null ? "none" : "" })));
+}
+
+function extraFacts(answer) {
+  const facts = Object.entries(answer.extra).filter(([name]) => !["uid", "sampling_seed", "reward_failed", "response_length", "length", "failed", "logprob_gap", "prompt"].includes(name));
+  return [`reward ${short(answer.score)}`, ...facts.map(([name, value]) => `${name}: ${String(value).slice(0, 120)}`)].join("\n");
+}
+
+const USER_TURNS = [/<\|im_start\|>user\n([\s\S]*?)<\|im_end\|>/g, /<\|start_header_id\|>user<\|end_header_id\|>\s*([\s\S]*?)<\|eot_id\|>/g, /<start_of_turn>user\n([\s\S]*?)<end_of_turn>/g, /\[INST\]([\s\S]*?)\[\/INST\]/g];
+
+export function shortPrompt(prompt) {
+  for (const pattern of USER_TURNS) {
+    const turns = [...prompt.matchAll(pattern)];
+    if (turns.length) return turns.at(-1)[1].trim();
+  }
+  return prompt.trim();
+}

@@ -1,0 +1,145 @@
+// Where the time goes, who works when, how fast it is, and what memory it takes.
+
+import { ask, duration, el, field, short } from "./dom.js";
+import { baseLayout, draw, drawWhenSeen, lineLayout, lineTraces, phaseColour, plain } from "./plot.js";
+import { go } from "./main.js";
+
+export async function time(box, state) {
+  const sentence = el("div", { class: "card sentence" });
+  const bars = plotCard("Seconds per step, by phase");
+  const steps = el("input", { type: "number", min: "0", class: "step-input", "aria-label": "Step of the timeline" });
+  const line = plotCard("One step across driver and workers", field("Step", steps));
+  const speed = plotCard("Tokens per second and device");
+  const mfu = plotCard("Model FLOPs utilisation");
+  const memory = plotCard("Memory in each phase (GiB): planned parts, and measured");
+  memory.card.classList.add("wide");
+  line.card.classList.add("wide");
+  bars.card.classList.add("wide");
+  const grid = el("div", { class: "grid" }, bars.card, line.card, speed.card, mfu.card, memory.card);
+  box.append(sentence, grid);
+  let found = null;
+  let step = state.parameters.step ? Number(state.parameters.step) : null;
+  let wired = false;
+
+  steps.addEventListener("change", () => { step = Number(steps.value); go({ parameters: { step } }, { replace: true }); drawTimeline(); });
+
+  async function load() {
+    found = await ask("time", { run: state.run });
+    paint();
+  }
+
+  function paint() {
+    const now = found.status.phase ? `Right now: ${found.words[found.status.phase] ?? found.status.phase}, step ${found.status.now_step}. ` : "";
+    sentence.replaceChildren(el("p", {}, el("strong", { text: found.waits.sentence })),
+      el("p", { class: "soft", text: `${now}${found.waits.advice}` }));
+    drawBars();
+    drawRates();
+    drawMemory();
+    if (step === null || (found.timeline_steps && step > found.timeline_steps[1])) step = found.timeline_steps?.[1] ?? null;
+    drawTimeline();
+  }
+
+  function drawBars() {
+    const { phases, steps: at, per_bar } = found.phases;
+    bars.note(phases.length ? (per_bar > 1 ? `each bar is the mean of about ${per_bar} steps` : "") : "No step has been timed yet.");
+    const kept = phases.filter((phase) => phase.seconds.some((seconds) => seconds > 0));
+    bars.legend(kept.map((phase) => [phase.name, phaseColour(phase.key)]));
+    if (!kept.length) return;
+    drawWhenSeen(bars.plot, async () => {
+      await draw(bars.plot, kept.map((phase) => ({
+        type: "bar", name: plain(phase.name), x: at, y: phase.seconds, marker: { color: phaseColour(phase.key) },
+        hovertemplate: `%{y:.3g} s  ${plain(phase.name)}<extra></extra>`,
+      })), baseLayout({ barmode: "stack", bargap: at.length > 40 ? 0 : at.length < 10 ? 0.6 : 0.2,
+        xaxis: { title: { text: "step", font: { size: 11 }, standoff: 4 } }, yaxis: { ticksuffix: " s" } }));
+      if (wired || !bars.plot.on) return;
+      wired = true;
+      bars.plot.on("plotly_click", (event) => { step = Number(event.points[0].x); steps.value = step; drawTimeline(); });
+    });
+  }
+
+  async function drawTimeline() {
+    if (step === null) { line.note("This run has no timeline.jsonl: it was made before timelines were recorded, or no step is done."); line.plot.hidden = true; return; }
+    steps.value = step;
+    let timeline;
+    try {
+      timeline = await ask("timeline", { run: state.run, step });
+    } catch (error) { line.note(error.message); line.plot.hidden = true; return; }
+    line.plot.hidden = false;
+    line.note(step === 0 ? "Step 0 is the start of the run: models are built and validated." : "");
+    const workers = [...new Set(timeline.spans.map((span) => span.worker))].sort((a, b) => order(a) - order(b));
+    const phases = [...new Set(timeline.spans.map((span) => span.phase))];
+    const named = new Map();
+    for (const phase of phases) if (!named.has(phaseColour(phase))) named.set(phaseColour(phase), found.words[phase] ?? phase.replaceAll("_", " "));
+    line.legend([...named].map(([shade, name]) => [name, shade]));
+    const last = Math.max(...timeline.spans.map((span) => span.end));
+    line.plot.style.height = `${Math.max(170, 44 + 26 * workers.length)}px`;
+    drawWhenSeen(line.plot, () => draw(line.plot, phases.map((phase) => {
+      const spans = timeline.spans.filter((span) => span.phase === phase);
+      return {
+        type: "bar", orientation: "h", name: plain(phase), y: spans.map((span) => plain(span.worker)), base: spans.map((span) => span.start),
+        x: spans.map((span) => Math.max(span.end - span.start, 0)), marker: { color: phaseColour(phase), line: { width: 0.5, color: "rgba(255,255,255,.4)" } },
+        customdata: spans.map((span) => [duration(span.end - span.start), duration(span.start), span.memory === null ? "" : `, ${short(span.memory)} GiB`]),
+        hovertemplate: `${plain(phase)}: %{customdata[0]}, begins at %{customdata[1]}%{customdata[2]}<extra></extra>`,
+      };
+    }), baseLayout({ barmode: "overlay", bargap: 0.25, hovermode: "closest", yaxis: { autorange: "reversed", categoryorder: "array", categoryarray: workers, fixedrange: true },
+      xaxis: { ticksuffix: " s", range: [0, last * 1.01] } })));
+  }
+
+  function drawRates() {
+    const rates = Object.entries(found.rates).map(([name, points]) => ({ name, ...points }));
+    for (const [card, lines, absent] of [
+      [speed, rates.filter((rate) => rate.name === "perf/throughput"), "No step has been timed yet."],
+      [mfu, rates.filter((rate) => rate.name.startsWith("perf/mfu/")), "Not recorded in this run: the peak of the device is not known (a CPU, as a rule)."],
+    ]) {
+      card.plot.hidden = !lines.length;
+      card.note(lines.length ? "" : absent);
+      if (lines.length) drawWhenSeen(card.plot, () => draw(card.plot, lineTraces(lines, { smoothing: 0, manyRuns: false }), lineLayout({ log: false, events: [], range: null, share: true })));
+    }
+  }
+
+  function drawMemory() {
+    const { phases, device, device_gib, reported, verdict } = found.memory;
+    const words = [["allocated on the device", reported.allocated], ["reserved on the device", reported.reserved], ["of the largest process on the host", reported.host]];
+    const peak = words.filter(([, gib]) => gib !== null).map(([name, gib]) => `${short(gib)} GiB ${name}`).join(", ");
+    memory.note([verdict && `Plan: ${verdict}.`, peak && `Peaks over the run: ${peak}.`].filter(Boolean).join(" ") || "This run has no plan.json.");
+    memory.plot.hidden = !phases.length;
+    if (!phases.length) return;
+    const parts = [...new Set(phases.flatMap((phase) => Object.keys(phase.items)))];
+    const shades = ["#4c6ef5", "#ae3ec9", "#e07b00", "#0d9488", "#d6336c", "#74b816", "#1098ad", "#846358", "#adb5bd"];
+    memory.legend([...parts.map((part, index) => [part, shades[index % shades.length]]), ["measured", "var(--text)"]]);
+    memory.plot.style.height = `${70 + 40 * phases.length}px`;
+    const measured = phases.filter((phase) => phase.measured !== null);
+    const largest = Math.max(...phases.map((phase) => Math.max(phase.measured ?? 0, Object.values(phase.items).reduce((a, b) => a + b, 0))));
+    const near = device_gib !== null && device_gib < 2.5 * largest;
+    const ink = getComputedStyle(document.documentElement).getPropertyValue("--text").trim();
+    drawWhenSeen(memory.plot, () => draw(memory.plot, [
+      ...parts.map((part, index) => ({ type: "bar", orientation: "h", name: part, y: phases.map((phase) => phase.name), x: phases.map((phase) => phase.items[part] ?? 0),
+        marker: { color: shades[index % shades.length] }, hovertemplate: `%{x:.2f} GiB  ${plain(part)}<extra></extra>` })),
+      { type: "scatter", mode: "markers", name: "measured", y: measured.map((phase) => phase.name), x: measured.map((phase) => phase.measured),
+        marker: { symbol: "diamond", size: 12, color: ink, line: { width: 1.5, color: "#fff" } }, hovertemplate: "<b>%{x:.2f} GiB measured</b><extra></extra>" },
+    ], baseLayout({ barmode: "stack", bargap: 0.35, hovermode: "y unified", yaxis: { autorange: "reversed" }, xaxis: { ticksuffix: " GiB", rangemode: "tozero" },
+      shapes: near ? [{ type: "line", xref: "x", yref: "paper", x0: device_gib, x1: device_gib, y0: 0, y1: 1, line: { color: "#e03131", dash: "dash" } }] : [],
+      annotations: near ? [{ x: device_gib, y: 1, yref: "paper", text: plain(`${device}: ${short(device_gib)} GiB`), showarrow: false, xanchor: "right", yanchor: "top" }] : [] })));
+  }
+
+  await load();
+  return { refresh: load, repaint: paint, key: (key) => {
+    if (step === null || (key !== "," && key !== ".")) return;
+    step = Math.min(found.timeline_steps[1], Math.max(found.timeline_steps[0], step + (key === "." ? 1 : -1)));
+    drawTimeline();
+  } };
+}
+
+const order = (worker) => (worker === "driver" ? -1 : Number(worker.replace(/\D/g, "")) || 0);
+
+function plotCard(title, ...controls) {
+  const plot = el("div", { class: "plot", data: { chart: title } });
+  const names = el("div", { class: "legend" });
+  const words = el("p", { class: "soft note", hidden: true });
+  const card = el("section", { class: "card chart", "aria-label": title }, el("header", {}, el("h2", { text: title }), ...controls), names, plot, words);
+  return {
+    card, plot,
+    note: (text) => { words.textContent = text; words.hidden = !text; },
+    legend: (entries) => names.replaceChildren(...entries.map(([name, colour]) => el("span", {}, el("i", { class: "dot", style: `background:${colour}` }), name))),
+  };
+}

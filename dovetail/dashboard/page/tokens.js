@@ -1,0 +1,52 @@
+// An answer with its tokens coloured by a number each of them has.
+
+import { ask, el, short } from "./dom.js";
+
+export const COLOURINGS = [["", "plain text"], ["token_advantages", "advantage"], ["token_logprob_gaps", "log-prob gap"], ["token_entropies", "entropy"]];
+const ABSENT = {
+  token_advantages: "This answer has no advantages of single tokens on record.",
+  token_logprob_gaps: "No log-prob gaps on record: they need actor_rollout_ref.rollout.calculate_log_probs=True and a pass for the old log-probs (more than one optimizer step a batch).",
+  token_entropies: "No entropies on record: they come with the pass for the old log-probs (more than one optimizer step a batch).",
+};
+const ENDS = { token_advantages: ["lower", "higher"], token_logprob_gaps: ["engine surer", "trainer surer"], token_entropies: ["sure", "unsure"] };
+
+// Signed numbers go from orange over nothing to blue, entropies from nothing to purple.
+function shade(value, largest, kind) {
+  const part = Math.min(1, Math.abs(value) / (largest || 1));
+  const strength = (part ** 0.7 * 0.72).toFixed(3);
+  if (kind === "token_entropies") return `rgba(147, 51, 234, ${strength})`;
+  return value < 0 ? `rgba(224, 108, 0, ${strength})` : `rgba(37, 99, 235, ${strength})`;
+}
+
+export async function colouredAnswer(answer, where, kind) {
+  const whole = await ask("answer", { ...where, row: answer.row });
+  const values = whole[kind];
+  if (!values || !whole.token_ends) return el("div", {}, el("p", { class: "soft note", text: ABSENT[kind] }), el("div", { class: "text", text: answer.response }));
+  const letters = [...whole.response].length === whole.response.length ? whole.response : [...whole.response];
+  const largest = largestOf(values, kind);
+  const box = el("div", { class: "text tokens" });
+  let start = 0;
+  whole.token_ends.forEach((end, index) => {
+    const text = typeof letters === "string" ? letters.slice(start, end) : letters.slice(start, end).join("");
+    start = end;
+    const facts = [`token ${index + 1}, id ${whole.response_ids?.[index] ?? "?"}`];
+    for (const [name, title] of COLOURINGS.slice(1)) if (whole[name]) facts.push(`${title} ${short(whole[name][index])}`);
+    box.append(el("span", { class: text ? "token" : "token special", style: `background:${shade(values[index], largest, kind)}`,
+      data: { tip: facts.join("\n") }, text: text || "∎" }));
+  });
+  return box;
+}
+
+export function colourLegend(kind) {
+  if (!kind) return null;
+  const [low, high] = ENDS[kind];
+  const steps = kind === "token_entropies" ? [0, 0.25, 0.5, 0.75, 1] : [-1, -0.5, 0, 0.5, 1];
+  return el("span", { class: "scale soft" }, low, ...steps.map((step) => el("i", { style: `background:${shade(step, 1, kind)}` })), high);
+}
+
+function largestOf(values, kind) {
+  const sorted = values.map(Math.abs).sort((a, b) => a - b);
+  const high = sorted[Math.floor(sorted.length * 0.98)] ?? 0;
+  // So that noise is not painted like a finding.
+  return Math.max(high, { token_advantages: 1e-6, token_logprob_gaps: 0.02, token_entropies: 0.5 }[kind]);
+}

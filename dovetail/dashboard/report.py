@@ -1,0 +1,206 @@
+"""One HTML file about a run, complete in itself: curves, time, warnings, answers, settings. All text is escaped."""
+
+from __future__ import annotations
+
+import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from dovetail.dashboard.answer_pages import Wish
+from dovetail.dashboard.config_view import config_rows
+from dovetail.dashboard.curves import recorded_charts, svg, write_png
+from dovetail.dashboard.errors import DashboardError
+from dovetail.dashboard.runs import Run, Runs
+from dovetail.dashboard.step_times import PHASE_WORDS, recent_shares, what_it_waits_for
+from dovetail.observability.run_folder import write_text
+
+_SAMPLES = 4
+
+
+def write_report(folder: Path, out: Path) -> tuple[Path, Path]:
+    """Write `out` (HTML) and the picture of the curves beside it; returns both."""
+    runs = Runs([folder]).find()
+    if len(runs) != 1:
+        names = ", ".join(run.name for run in runs)
+        raise DashboardError(f"{folder} holds {len(runs)} runs ({names}); a report is about one: give its folder.")
+    run = runs[0]
+    run.refresh()
+    if not len(run.metrics):
+        raise DashboardError(f"{folder} has no finished step yet; there is nothing to report.")
+    picture = out.with_suffix(".png")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_png(run.metrics, run.name, picture)
+    write_text(out, _page(run))
+    return out, picture
+
+
+def _page(run: Run) -> str:
+    sections = (_head(run), _warnings(run), _curves(run), _time(run), _validation(run), _answers(run), _config(run))
+    today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(run.name)} · dovetail report</title><style>{_CSS}</style></head>
+<body>{"".join(sections)}<footer>Written by <code>dovetail report</code> on {today}.</footer></body></html>
+"""
+
+
+def _head(run: Run) -> str:
+    status, config = run.status(), _settings(run)
+    model = str(config.get("actor_rollout_ref.model.path", "")).rstrip("/").split("/")[-1]
+    facts = [
+        f"{status['state']}, step {status['step']}" + (f" of {status['total_steps']}" if status["total_steps"] else ""),
+        model,
+        str(config.get("algorithm.adv_estimator", "")),
+        str(config.get("actor_rollout_ref.rollout.name", "")),
+    ]
+    numbers = []
+    for title, name in (("reward", "critic/score/mean"), ("answer length", "response_length/mean")):
+        _, values = run.metrics.finite(name)
+        if len(values):
+            numbers.append((title, float(values[0]), float(values[-1])))
+    for name in [name for name in run.metrics.names if name.startswith("val-core/") and "/mean@" in name][:2]:
+        _, values = run.metrics.finite(name)
+        numbers.append((name.removeprefix("val-core/"), float(values[0]), float(values[-1])))
+    cards = "".join(
+        f"<div class=card><small>{escape(title)}</small><b>{last:.4g}</b><small>first {first:.4g}</small></div>"
+        for title, first, last in numbers
+    )
+    line = " · ".join(escape(fact) for fact in facts if fact)
+    return f"<h1>{escape(run.name)}</h1><p class=soft>{line}</p><div class=cards>{cards}</div>"
+
+
+def _warnings(run: Run) -> str:
+    found = run.health()
+    if not found:
+        return "<p class=ok>No rule has found anything wrong.</p>"
+    rows = "".join(
+        f"<li class={escape(warning['severity'])}><b>{escape(warning['title'])}.</b> {escape(warning['found'])} "
+        f"<i>Try:</i> {escape(warning['what_to_try'])}</li>"
+        for warning in found
+    )
+    return f"<h2>Warnings</h2><ul class=warnings>{rows}</ul>"
+
+
+def _curves(run: Run) -> str:
+    charts = "".join(
+        f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg(run.metrics, names)}</figure>"
+        for chart, names in recorded_charts(run.metrics)
+    )
+    return f"<h2>Curves</h2><div class=grid>{charts}</div>"
+
+
+def _time(run: Run) -> str:
+    shares, seconds = recent_shares(run.metrics)
+    steps = run.timelines.steps
+    waits = what_it_waits_for(run.metrics, run.timelines.of(steps[-1]) if steps else None)
+    rows = "".join(
+        f"<tr><td>{escape(PHASE_WORDS.get(key, key))}</td><td class=bar><i style='width:{share:.1%}'></i></td>"
+        f"<td>{share:.1%}</td><td>{share * seconds:.3g} s</td></tr>"
+        for key, share in sorted(shares.items(), key=lambda pair: -pair[1])
+        if share >= 0.0005
+    )
+    return f"<h2>Time</h2><p>{escape(waits['sentence'])}</p><table>{rows}</table>"
+
+
+def _validation(run: Run) -> str:
+    names = [name for name in run.metrics.names if name.startswith("val-core/")][:6]
+    if not names:
+        return ""
+    steps = sorted({int(step) for name in names for step in run.metrics.finite(name)[0]})
+    shown = steps if len(steps) <= 12 else [steps[index * (len(steps) - 1) // 11] for index in range(12)]
+    table = {name: dict(zip(*(part.tolist() for part in run.metrics.finite(name)), strict=True)) for name in names}
+    head = "".join(f"<th>{escape(name.removeprefix('val-core/'))}</th>" for name in names)
+    rows = "".join(
+        f"<tr><td>{step}</td>" + "".join(f"<td>{_number(table[name].get(step))}</td>" for name in names) + "</tr>"
+        for step in shown
+    )
+    return f"<h2>Validation</h2><table><tr><th>step</th>{head}</tr>{rows}</table>"
+
+
+def _answers(run: Run) -> str:
+    """The same validation prompts at the first and the last validation, or else groups of the last training step."""
+    answers = run.answers("validation")
+    steps = answers.steps()
+    if len(steps) >= 2:
+        parts = []
+        for group in answers.page(steps[-1], Wish(), first=0, count=_SAMPLES)["groups"]:
+            try:
+                before = answers.group_of_prompt(steps[0], group["key"])
+            except DashboardError:
+                continue
+            sides = (f"step {steps[0]}", before["answers"][:1]), (f"step {steps[-1]}", group["answers"][:1])
+            parts.append(_sample(group, sides))
+        return "<h2>Answers on held-out prompts</h2>" + "".join(parts)
+    answers = run.answers("rollouts")
+    steps = answers.steps()
+    if not steps:
+        return ""
+    groups = answers.page(steps[-1], Wish(), first=0, count=_SAMPLES)["groups"]
+    parts = [_sample(group, ((f"step {steps[-1]}", group["answers"][:4]),)) for group in groups]
+    return "<h2>Answers of the last step</h2>" + "".join(parts)
+
+
+def _sample(group: dict[str, Any], sides: tuple[tuple[str, list[dict[str, Any]]], ...]) -> str:
+    columns = ""
+    for title, shown in sides:
+        texts = "".join(
+            f"<div class='answer {'no' if one['wrong'] else 'yes'}'><small>reward {_number(one['score'])}, "
+            f"{one['length']} tokens{', truncated' if one['truncated'] else ''}</small>"
+            f"<pre>{escape(one['response'][:4000]) or '(empty)'}</pre></div>"
+            for one in shown
+        )
+        columns += f"<div><h3>{escape(title)}</h3>{texts}</div>"
+    truth = f"<p class=soft>right: {escape(str(group['ground_truth']))}</p>" if group["ground_truth"] else ""
+    prompt = escape(group["prompt"][-2000:])
+    return f"<section><pre class=prompt>{prompt}</pre>{truth}<div class=sides>{columns}</div></section>"
+
+
+def _config(run: Run) -> str:
+    rows = [row for row in config_rows(_settings(run)) if not row["is_default"]]
+    if not rows:
+        return ""
+    lines = "".join(
+        f"<tr><td><code>{escape(row['key'])}</code></td><td><code>{escape(str(row['value']))}</code></td>"
+        f"<td class=soft><code>{escape(str(row['default']))}</code></td></tr>"
+        for row in rows
+    )
+    head = "<tr><th>key</th><th>value</th><th>default</th></tr>"
+    return f"<h2>Settings that differ from the defaults</h2><table>{head}{lines}</table>"
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    try:
+        return run.config()
+    except DashboardError:
+        return {}
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+_CSS = """
+body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;color:#17202a;max-width:1180px;
+margin:28px auto;padding:0 18px}
+h1{margin:0;font-size:26px}h2{margin:30px 0 8px;font-size:18px}h3{margin:0 0 4px;font-size:13px;color:#5f6b7a}
+.soft,small,footer{color:#5f6b7a}.cards{display:flex;flex-wrap:wrap;gap:10px;margin-top:10px}
+.card{border:1px solid #dfe3e8;border-radius:10px;padding:8px 14px;display:flex;flex-direction:column}
+.card b{font-size:22px}
+.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(340px,100%),1fr));gap:12px}
+figure{margin:0;border:1px solid #dfe3e8;border-radius:10px;padding:8px}figcaption{font-weight:600;font-size:14px}
+svg{width:100%;height:auto}
+table{border-collapse:collapse;font-size:14px;max-width:100%;display:block;overflow-x:auto}
+td,th{text-align:left;padding:4px 12px 4px 0;border-bottom:1px solid #e9ecef;vertical-align:top}
+code{overflow-wrap:anywhere}
+.bar{width:260px}.bar i{display:block;height:12px;margin-top:5px;background:#0d9488;border-radius:3px}
+.warnings li{margin:6px 0;padding:6px 12px;background:#fdf0cf;border-radius:8px;list-style:none}.warnings{padding:0}
+.warnings .bad{background:#fde2e1}.ok{background:#d3f4e4;padding:6px 12px;border-radius:8px;display:inline-block}
+section{border:1px solid #dfe3e8;border-radius:10px;padding:10px 14px;margin:10px 0}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:2px 0}
+.prompt{font-size:13px;color:#5f6b7a;max-height:9em;overflow:auto}
+.sides{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr));gap:12px}
+.answer{border-left:3px solid #12b886;padding:2px 10px;margin-bottom:6px}.answer.no{border-color:#e8590c}
+footer{margin-top:34px}
+"""

@@ -1,0 +1,159 @@
+"""Where the time of a run goes: phases of each step, calls of each worker, and a sentence about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dovetail.dashboard.growing_file import GrowingFile, parse_object, read_at
+from dovetail.dashboard.metrics_table import MetricsTable
+from dovetail.dashboard.series import binned_means, rounded
+
+PREFIX = "timing_s/"
+PHASE_WORDS = {
+    "gen": "generation",
+    "old_log_prob": "old log-probs",
+    "ref": "reference log-probs",
+    "values": "values",
+    "reward": "waiting for rewards",
+    "adv": "advantages",
+    "update_critic": "critic update",
+    "update_actor": "actor update",
+    "testing": "validation",
+    "save_checkpoint": "checkpoint",
+    "other": "between phases",
+    "step": "between phases",
+}
+_ADVICE = {
+    "gen": "Shorter answers (data.max_response_length), another engine (actor_rollout_ref.rollout.name) or more of the "
+    "device for its cache (actor_rollout_ref.rollout.gpu_memory_utilization) make it faster.",
+    "update_actor": "Larger micro-batches (actor_rollout_ref.actor.ppo_max_token_len_per_gpu with use_dynamic_bsz) or "
+    "no gradient checkpointing make it faster, as far as memory allows.",
+    "update_critic": "Larger micro-batches (critic.ppo_max_token_len_per_gpu with use_dynamic_bsz) make it faster.",
+    "old_log_prob": "A batch that is one optimizer step (ppo_mini_batch_size = train_batch_size, ppo_epochs = 1) needs "
+    "no such pass.",
+    "ref": "A larger actor_rollout_ref.ref.log_prob_max_token_len_per_gpu makes it faster.",
+    "reward": "The reward function is slower than everything it runs beside: more scoring processes, or a cheaper "
+    "check, help.",
+    "testing": "Validate less often (trainer.test_freq) or on fewer prompts.",
+    "save_checkpoint": "Save less often (trainer.save_freq).",
+}
+_RECENT = 20
+
+
+def phases(table: MetricsTable, most: int) -> dict[str, Any]:
+    """Seconds of every phase per step, for stacked bars. Long runs are averaged over neighbouring steps."""
+    names = [name for name in table.names if name.startswith(PREFIX) and name != f"{PREFIX}step"]
+    whole = table.column(f"{PREFIX}step")
+    kept = np.isfinite(whole)
+    if not kept.any():
+        return {"steps": [], "phases": [], "per_bar": 1}
+    seconds = np.array([np.nan_to_num(table.column(name)[kept], posinf=0.0) for name in names])
+    inside = [index for index, name in enumerate(names) if name[len(PREFIX) :] not in ("testing", "save_checkpoint")]
+    other = np.maximum(whole[kept] - seconds[inside].sum(axis=0), 0.0)
+    steps, means = binned_means(table.steps[kept], np.vstack([seconds, other]), most)
+    keys = [*(name[len(PREFIX) :] for name in names), "other"]
+    order = sorted(range(len(keys)), key=lambda index: _position(keys[index]))
+    return {
+        "steps": steps.tolist(),
+        "per_bar": max(1, round(int(kept.sum()) / len(steps))),
+        "phases": [
+            {"key": keys[index], "name": PHASE_WORDS.get(keys[index], keys[index]), "seconds": rounded(means[index])}
+            for index in order
+        ],
+    }
+
+
+def recent_shares(table: MetricsTable) -> tuple[dict[str, float], float]:
+    """Share of each phase in the last steps, and their mean seconds per step (validation and saving included)."""
+    found = phases(table, most=10**9)
+    totals = {phase["key"]: float(np.sum(phase["seconds"][-_RECENT:])) for phase in found["phases"]}
+    whole = sum(totals.values())
+    if whole <= 0:
+        return {}, 0.0
+    return {key: total / whole for key, total in totals.items()}, whole / min(_RECENT, len(found["steps"]))
+
+
+def what_it_waits_for(table: MetricsTable, timeline: dict[str, Any] | None) -> dict[str, str]:
+    """One sentence on where the time goes, and what would change it."""
+    shares, seconds = recent_shares(table)
+    if not shares:
+        return {"sentence": "No step has been timed yet.", "advice": ""}
+    first, *rest = sorted(shares, key=lambda key: -shares[key])
+    sentence = f"{shares[first]:.0%} of a step ({_time(seconds)}) is {PHASE_WORDS.get(first, first)}"
+    second = next((key for key in rest if shares[key] >= 0.1), None)
+    sentence += f", then {PHASE_WORDS.get(second, second)} with {shares[second]:.0%}." if second else "."
+    idle = None if timeline is None else idle_share(timeline)
+    if idle is not None:
+        sentence += f" Workers are busy {1 - idle:.0%} of the time in step {timeline['step'] if timeline else ''}"
+        sentence += "; the rest they wait for the driver." if idle >= 0.005 else "."
+    return {"sentence": sentence, "advice": _ADVICE.get(first, "")}
+
+
+def idle_share(timeline: dict[str, Any]) -> float | None:
+    """The part of a step in which a worker ran no call, over all workers."""
+    spans = timeline["spans"]
+    busy: dict[str, float] = {}
+    for span in spans:
+        if span["worker"] != "driver":
+            busy[span["worker"]] = busy.get(span["worker"], 0.0) + span["end"] - span["start"]
+    whole = max((span["end"] for span in spans), default=0.0) - min((span["start"] for span in spans), default=0.0)
+    if not busy or whole <= 0:
+        return None
+    return max(0.0, 1 - sum(busy.values()) / len(busy) / whole)
+
+
+class Timelines:
+    """`timeline.jsonl`: where each step's line is; lines are read when asked for. Call `refresh` before reading."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GrowingFile(path)
+        self._places: dict[int, tuple[int, int]] = {}
+        self._peaks: dict[str, float] = {}
+
+    def refresh(self) -> None:
+        if self._file.was_replaced():
+            self._places, self._peaks = {}, {}
+        for line in self._file.new_lines():
+            if line.value is None or not isinstance(line.value.get("step"), int):
+                continue
+            self._places[line.value["step"]] = (line.offset, line.size)
+            for span in _spans(line.value):
+                if span["memory"] is not None:
+                    self._peaks[span["phase"]] = max(self._peaks.get(span["phase"], 0.0), span["memory"])
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self._places)
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """GiB by call: the most that any worker had in any step."""
+        return dict(self._peaks)
+
+    def of(self, step: int) -> dict[str, Any] | None:
+        """The spans of a step in seconds from its start; None when it has none."""
+        place = self._places.get(step)
+        value = None if place is None else parse_object(read_at(self._file.path, *place))
+        return None if value is None else {"step": step, "spans": _spans(value)}
+
+
+def _spans(value: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    for span in value.get("spans", []):
+        if isinstance(span, list) and len(span) == 5 and all(isinstance(time, (int, float)) for time in span[2:4]):
+            worker, phase, start, end, memory = span
+            memory = memory if isinstance(memory, (int, float)) else None
+            found.append({"worker": str(worker), "phase": str(phase), "start": start, "end": end, "memory": memory})
+    return found
+
+
+def _position(phase: str) -> int:
+    known = list(PHASE_WORDS)
+    return known.index(phase) if phase in known else len(known)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
