@@ -51,9 +51,13 @@ def engine_memory(
     *,
     device: Device,
     sequences_per_replica: float,
+    shares_weights: bool = False,
 ) -> EngineMemory:
-    """The memory of one engine device; what is left of its budget becomes KV cache."""
-    weights = engine_weights(shape, layout, rollout)
+    """The memory of one engine device; what is left of its budget becomes KV cache.
+
+    `shares_weights`: the engine reads the trainer's own tensors, so it holds none.
+    """
+    weights = 0.0 if shares_weights else engine_weights(shape, layout, rollout)
     # An engine holds one layer's activations of a step and fp32 logits of each running sequence.
     local = RoleLayout("rollout", layout.backend, layout.pool, 1, 1, tensor_parallel=layout.tensor_parallel)
     workspace = forward_activations(shape, local, rollout.max_num_batched_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dovetail.config.fsdp import full_dtype
 from dovetail.config.plan.advice import advise
 from dovetail.config.plan.batches import BatchPlan
 from dovetail.config.plan.devices import GIB, Device
@@ -26,7 +27,14 @@ def make_memory(
     roles = _roles(config, layouts, shapes)
     rollout, layout = config.actor_rollout_ref.rollout, layouts["rollout"]
     per_replica = batches.sequences_per_engine / rollout.data_parallel_size
-    engine = engine_memory(shapes.policy, layout, rollout, device=device, sequences_per_replica=per_replica)
+    engine = engine_memory(
+        shapes.policy,
+        layout,
+        rollout,
+        device=device,
+        sequences_per_replica=per_replica,
+        shares_weights=_shares_weights(config, layouts),
+    )
     phases = _phases(config, layouts, batches, roles, engine, device)
     advice = tuple(_advice(config, layouts, batches, phases))
     return MemoryPlan(
@@ -38,6 +46,19 @@ def make_memory(
         full_sequences=engine.full_sequences,
         verdict=_verdict(phases, device),
         advice=advice,
+    )
+
+
+def _shares_weights(config: DovetailConfig, layouts: dict[str, RoleLayout]) -> bool:
+    """The embedded engine beside one process, where both compute in the same dtype and no adapters are merged."""
+    policy, actor = config.actor_rollout_ref, layouts["actor"]
+    return (
+        policy.rollout.name == "native"
+        and not actor.is_megatron
+        and actor.world_size == 1
+        and layouts["rollout"].pool == actor.pool
+        and not policy.model.uses_lora
+        and full_dtype(policy.rollout.dtype) == full_dtype(policy.actor.fsdp_config.mixed_precision.param_dtype)
     )
 
 

@@ -105,10 +105,12 @@ def with_value_head(shape: ModelShape) -> ModelShape:
 
 
 def _fsdp_precision(fsdp: FSDPConfig, optim: OptimConfig | None, layout: RoleLayout) -> Precision:
-    master = _bytes(fsdp.model_dtype)
+    compute = _bytes(fsdp.mixed_precision.param_dtype)
+    # What is never trained is kept in the dtype it computes in.
+    master = compute if optim is None else _bytes(fsdp.model_dtype)
     return Precision(
         weights=master,
-        gathered=_bytes(fsdp.mixed_precision.param_dtype),
+        gathered=compute,
         gradients=master,
         optimizer=_moments(optim) * master,
         keep_gathered=layout.backend == "fsdp2" and not fsdp.reshard_after_forward,

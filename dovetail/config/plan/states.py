@@ -61,9 +61,12 @@ def lora_share(shape: ModelShape, rank: int) -> float:
 def _sharded_states(stage: StageParameters, layout: RoleLayout, precision: Precision, trainable: float) -> ModelStates:
     held = stage.total / layout.shard_size
     trained = held * trainable
+    weights = held * precision.weights
     if layout.shard_size == 1:
-        # One process: autocast keeps a copy of every weight in the compute dtype.
-        gathered = 0.0 if precision.gathered == precision.weights else stage.total * precision.gathered
+        # One process holds the weights that compute beside the masters. Under adapters autocast makes them as it goes.
+        copy = 0.0 if precision.gathered == precision.weights else stage.total * precision.gathered
+        gathered = copy if 0 < trainable < 1 else 0.0
+        weights += copy - gathered
     elif precision.keep_gathered:
         gathered = stage.total * precision.gathered
     else:
@@ -72,7 +75,7 @@ def _sharded_states(stage: StageParameters, layout: RoleLayout, precision: Preci
         gathered = (pair + stage.root_unit) * precision.gathered
     return ModelStates(
         stage=stage.index,
-        weights=held * precision.weights,
+        weights=weights,
         gathered=gathered,
         gradients=trained * precision.gradients,
         optimizer=trained * precision.optimizer,
