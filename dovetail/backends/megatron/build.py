@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +36,24 @@ def build_megatron_backend(
     logits.
     """
     check_version()
+    device = torch.device(device)
+    # Products overlap with the exchange of their inputs only if the device runs them in the order of their launch.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _import_quietly()
     from dovetail.backends.megatron.no_te import work_without_transformer_engine
     from dovetail.backends.megatron.shim import cuda_to_cpu
 
-    device = torch.device(device)
     work_without_transformer_engine()
     with cuda_to_cpu():
         return _build(hf_config, role, weights, megatron, optim, max_grad_norm, recompute, chunked_head, device)
+
+
+def _import_quietly() -> None:
+    """Megatron says of each of its modules what is not installed. That is known, and is what `no_te` is for."""
+    with warnings.catch_warnings():
+        for message in (r"Transformer Engine and Apex are not installed", r"Apex is not installed"):
+            warnings.filterwarnings("ignore", message=message)
+        importlib.import_module("dovetail.backends.megatron.backend")
 
 
 def _build(
