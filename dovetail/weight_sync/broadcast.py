@@ -58,7 +58,7 @@ class WeightSender:
         if num_receivers < 1:
             raise ValueError(f"num_receivers={num_receivers}: a broadcast needs somebody to receive it.")
         self._device = torch.device(device)
-        self._store, port = _serve_store(host, timeout_s)
+        self._store, port = serve_store(host, timeout_s)
         self.address = GroupAddress(host, port, num_receivers + 1, backend, timeout_s)
         self._group: _Group = None
 
@@ -80,6 +80,10 @@ class WeightSender:
             self._announce(_FAILED, f"{type(error).__name__}: {error}".encode())
             raise
         self._announce(_END, b"")
+
+    def close(self) -> None:
+        """Leave the group: a receiver that still waits for it gets an error."""
+        self._group = None
 
     def _announce(self, kind: int, payload: bytes) -> None:
         self._broadcast(torch.tensor([kind, len(payload)], dtype=torch.int64, device=self._device))
@@ -127,7 +131,7 @@ def broadcast_tensor(group: _Group, tensor: Tensor) -> None:
     group.broadcast([tensor], options).wait()
 
 
-def _serve_store(host: str, timeout_s: float) -> tuple[dist.Store, int]:
+def serve_store(host: str, timeout_s: float) -> tuple[dist.Store, int]:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((host, 0))
     listener.listen(512)

@@ -5,10 +5,15 @@ Imported by vLLM's workers, never by the trainer. Answers are plain JSON values.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+from torch import Tensor
 
 from dovetail.rollout.remote.dialect import model_shape
 from dovetail.rollout.vllm.worker_extension import WeightUpdateExtension
+
+logger = logging.getLogger(__name__)
 
 
 class ServerExtension(WeightUpdateExtension):
@@ -35,6 +40,15 @@ class ServerExtension(WeightUpdateExtension):
         """From here to `dovetail_set_version` the weights are of no version."""
         self._dovetail_version = None
         self.dovetail_begin_update(shapes, ties)
+
+    def dovetail_load(self, named: list[tuple[str, Tensor]]) -> str | None:
+        """As in one process, but whatever goes wrong comes back in words: the rest of a broadcast must be received,
+        or its sender and all other servers wait for this one."""
+        try:
+            return super().dovetail_load(named)
+        except Exception as error:
+            logger.exception("weights could not be loaded")
+            return f"loading weights failed with {type(error).__name__}: {error}"
 
     def dovetail_set_version(self, version: int) -> None:
         self._dovetail_version = version

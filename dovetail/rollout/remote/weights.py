@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
@@ -139,30 +140,41 @@ class GroupChannel(WeightChannel):
         alive = {server: info.num_workers for server, info in servers.items() if server not in failures}
         if not alive:
             return failures
-        sender = self._join(alive)
+        self._join(alive)
         receiving = self._loop.start(self._on_each(alive, self._dialect.receive))
-        try:
-            sender.send(stream, self._bucket_bytes)
-        except (RuntimeError, OSError) as error:
-            self._sender = None
-            lost = receiving.result()
-            if not lost:
-                raise
-            raise EngineError(
-                f"the broadcast of weights broke off ({type(error).__name__}: {error}): "
-                f"{'; '.join(str(failure) for failure in lost.values())}. The next update builds the group anew; "
-                "rollout.weight_sync=disk needs no group."
-            ) from error
-        failures |= receiving.result()
+        broken = self._send(stream)
+        received = receiving.result()
+        # Also after a failure: a server that is left in the middle of an update cannot begin another.
         gaps = self._loop.run(self._on_each(alive, self._dialect.finish_update))
-        return gaps | failures  # what did not fit comes before what is missing because of it
+        if broken is not None:
+            lost = "; ".join(str(failure) for failure in received.values() if isinstance(failure, ServerError))
+            if not lost:
+                raise broken
+            raise EngineError(
+                f"the broadcast of weights broke off ({broken}): {lost}. The next update builds the group anew; "
+                "rollout.weight_sync=disk needs no group."
+            ) from broken
+        # What did not fit comes before what is missing because of it.
+        return gaps | failures | received
+
+    def _send(self, stream: Iterator[tuple[str, Tensor]]) -> Exception | None:
+        """What the source or the group raised. The group is then closed, so that no receiver waits any longer."""
+        assert self._sender is not None, "the servers have joined"
+        try:
+            self._sender.send(stream, self._bucket_bytes)
+        except Exception as error:  # noqa: BLE001  raised again when the servers have been told
+            traceback.clear_frames(error.__traceback__)  # they hold the group, which must close now
+            self._sender.close()
+            self._sender = None
+            return error
+        return None
 
     async def _begin(self, server: str) -> None:
         await self._dialect.begin_update(server, self._expected)
 
-    def _join(self, members: dict[str, int]) -> WeightSender:
+    def _join(self, members: dict[str, int]) -> None:
         if self._sender is not None and members == self._members:
-            return self._sender
+            return
         sender = WeightSender(
             sum(members.values()), host=_own_address(members), backend=self._backend, device=self._device
         )
@@ -182,7 +194,6 @@ class GroupChannel(WeightChannel):
             raise EngineError(f"a group for the weights could not be built: {'; '.join(map(str, failures.values()))}")
         connecting.join()
         self._sender, self._members = sender, dict(members)
-        return sender
 
 
 class _Checked:
