@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -10,7 +12,7 @@ from transformers import PreTrainedModel
 from dovetail.rollout.native.kv_cache import SlotKVCache
 from dovetail.rollout.native.runner import ModelRunner
 from dovetail.rollout.native.sampler import SamplingRows
-from dovetail.rollout.native.scheduler import Scheduler
+from dovetail.rollout.native.scheduler import Sample, Scheduler
 
 # Room given to a sequence before its real length is known; short responses never pay for a long limit.
 _FIRST_ROOM = 256
@@ -26,7 +28,41 @@ class BatchStats:
     decode_tokens: int = 0
 
 
+class Batch(Protocol):
+    """What the engine asks of a running batch. Every call but the counts waits for no step and is made between two."""
+
+    stats: BatchStats
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def kv_cache_bytes(self) -> int: ...
+
+    def add(self, samples: Iterable[Sample]) -> None: ...
+
+    def abort(self, request_ids: Collection[str] | None) -> int: ...
+
+    def settle(self) -> None:
+        """Return once the device has nothing left to do and every token written is booked."""
+
+    def forget_cache(self) -> None:
+        """Old entries must not be read again; running samples are prefilled anew before their next token."""
+
+    def free_cache(self) -> None:
+        """Forget the cache and give its memory back."""
+
+    def step(self, version: int) -> bool:
+        """Some progress on every running sample; True if a response was finished."""
+        ...
+
+
 class RunningBatch:
+    """A batch over dense slots, for CPU."""
+
     def __init__(
         self, model: PreTrainedModel, device: torch.device, max_num_seqs: int, max_prefill_tokens: int
     ) -> None:
@@ -37,8 +73,32 @@ class RunningBatch:
         self._device = device
         self._rows_changed = True
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return sum(row.finish_reason is None for row in list(self.scheduler.rows))
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.cache.nbytes
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        self.scheduler.add(samples)
+
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        return self.scheduler.abort(request_ids)
+
+    def settle(self) -> None:
+        """Every step is booked before it returns."""
+
+    def free_cache(self) -> None:
+        self.forget_cache()
+        self.cache.free()
+
     def forget_cache(self) -> None:
-        """Old entries must not be read again; running samples are prefilled anew before their next token."""
         self.scheduler.forget_cache()
         self.cache.clear()
         self._rows_changed = True

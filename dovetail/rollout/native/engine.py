@@ -26,7 +26,7 @@ from dovetail.rollout.base import (
     RolloutEngine,
     UnsupportedPromptError,
 )
-from dovetail.rollout.native.batch import BatchStats, RunningBatch
+from dovetail.rollout.native.batch import Batch, BatchStats, RunningBatch
 from dovetail.rollout.native.gate import StepGate
 from dovetail.rollout.native.model import load_model, num_embeddings, share_model, stop_ids_of
 from dovetail.rollout.native.scheduler import Sample
@@ -39,7 +39,9 @@ class NativeEngine(RolloutEngine):
 
     `max_num_seqs` bounds the sequences decoded together, `max_prefill_tokens` the prompt tokens of one prefill step,
     `max_model_len` prompt plus response (default: what the model's positions allow). `device` and `dtype` are for
-    weights the engine owns; shared weights stay as they are.
+    weights the engine owns; shared weights stay as they are. On CUDA, `gpu_memory_utilization` bounds the KV cache by a
+    share of the device's memory and `enforce_eager` turns CUDA graphs off. `paged` picks the batch: None means pages
+    and Triton kernels on CUDA, dense slots on CPU.
     """
 
     name = "native"
@@ -53,6 +55,9 @@ class NativeEngine(RolloutEngine):
         max_num_seqs: int = 256,
         max_prefill_tokens: int = 8192,
         max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.5,
+        enforce_eager: bool = False,
+        paged: bool | None = None,
     ) -> None:
         if isinstance(model, nn.Module):
             self._folder = None
@@ -66,7 +71,21 @@ class NativeEngine(RolloutEngine):
         self._vocab_size = num_embeddings(self._model)
         self._eos_ids = stop_ids_of(self._model)
         self._shapes = [parameter.shape for parameter in self._model.parameters()]
-        self._batch = RunningBatch(self._model, self._device, max_num_seqs, max_prefill_tokens)
+        self._batch: Batch
+        if self._device.type == "cuda" if paged is None else paged:
+            from dovetail.rollout.native.cuda.batch import PagedBatch
+
+            self._batch = PagedBatch(
+                self._model,
+                self._device,
+                max_num_seqs,
+                max_prefill_tokens,
+                self._max_model_len,
+                memory_share=gpu_memory_utilization,
+                use_graphs=not enforce_eager,
+            )
+        else:
+            self._batch = RunningBatch(self._model, self._device, max_num_seqs, max_prefill_tokens)
         self._gate = StepGate()
         self._version = 0
         self._still_from_folder = self._folder is not None
@@ -87,6 +106,8 @@ class NativeEngine(RolloutEngine):
             max_num_seqs=config.max_num_seqs,
             max_prefill_tokens=config.max_num_batched_tokens,
             max_model_len=config.context_length,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            enforce_eager=config.enforce_eager,
         )
 
     @property
@@ -106,7 +127,7 @@ class NativeEngine(RolloutEngine):
             if repeated:
                 raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
             self._live_ids.update(ids)
-            self._batch.scheduler.add(samples)
+            self._batch.add(samples)
         try:
             self._gate.drive(self._step, lambda: all(sample.finish_reason is not None for sample in samples))
         finally:
@@ -150,9 +171,10 @@ class NativeEngine(RolloutEngine):
             self._check_open()
             if self._num_unfinished() and not self._gate.paused:
                 raise EngineError("requests are running; finish, abort or pause them before sleep.")
-            self._batch.forget_cache()
             if "kv_cache" in wanted:
-                self._batch.cache.free()
+                self._batch.free_cache()
+            else:
+                self._batch.forget_cache()
             if "weights" in wanted - self._asleep and self._folder is not None:
                 for parameter in self._model.parameters():
                     parameter.data = parameter.data.new_empty(0)
@@ -170,34 +192,34 @@ class NativeEngine(RolloutEngine):
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         with self._gate.between_steps():
-            return self._batch.scheduler.abort(request_ids)
+            return self._batch.abort(request_ids)
 
     def pause(self) -> None:
         self._gate.pause()
+        with self._gate.between_steps():
+            self._batch.settle()
 
     def continue_(self) -> None:
         self._gate.continue_()
 
     def health(self) -> EngineHealth:
         reason = "the engine is closed" if self._closed else self._weights_gap
-        num_waiting = len(self._batch.scheduler.waiting)
         return EngineHealth(
             ok=not reason,
             reason=reason,
             weight_version=self._version,
-            num_running=self._num_unfinished() - num_waiting,
-            num_waiting=num_waiting,
+            num_running=self._batch.num_running,
+            num_waiting=self._batch.num_waiting,
             paused=self._gate.paused,
             asleep=self._asleep,
-            kv_cache_bytes=self._batch.cache.nbytes,
+            kv_cache_bytes=self._batch.kv_cache_bytes,
         )
 
     def close(self) -> None:
         self.abort()
         with self._gate.between_steps():
             self._closed = True
-            self._batch.forget_cache()
-            self._batch.cache.free()
+            self._batch.free_cache()
 
     def _step(self) -> bool:
         self._check_usable()
@@ -245,8 +267,7 @@ class NativeEngine(RolloutEngine):
         self._weights_gap = "the weights were dropped by sleep and not sent again"
 
     def _num_unfinished(self) -> int:
-        scheduler = self._batch.scheduler
-        return len(scheduler.waiting) + sum(row.finish_reason is None for row in list(scheduler.rows))
+        return self._batch.num_waiting + self._batch.num_running
 
     def _check_open(self) -> None:
         if self._closed:

@@ -114,6 +114,11 @@ def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) ->
     return tokens, log_probs.float()
 
 
+def race_blocks(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """One draw per row from weights (rows, vocab) that need not add up to 1, with the row's own random numbers."""
+    return _race(weights, _block_sums(weights), keys)
+
+
 def _block_sums(weights: torch.Tensor) -> torch.Tensor:
     short = -weights.shape[-1] % BLOCK
     padded = F.pad(weights, (0, short)) if short else weights

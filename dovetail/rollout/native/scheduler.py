@@ -48,6 +48,16 @@ class Sample:
         elif len(self.sequence) >= self.max_length:
             self.finish_reason = "length"
 
+    def extend(self, tokens: list[int], log_probs: list[float], version: int) -> None:
+        """Append several tokens, of which only the last may end the response."""
+        self.sequence.extend(tokens)
+        self.log_probs.extend(log_probs)
+        self.versions.extend([version] * len(tokens))
+        if tokens[-1] in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.sequence) >= self.max_length:
+            self.finish_reason = "length"
+
 
 class Scheduler:
     """`rows[i]` is the sample in slot i. `copy(source, target, length)` moves cache entries between slots."""

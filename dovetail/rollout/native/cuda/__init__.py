@@ -1,0 +1,1 @@
+"""The embedded engine on CUDA: paged keys and values, Triton kernels, whole decode steps in CUDA graphs."""

@@ -1,0 +1,310 @@
+"""The running batch on CUDA: launches steps ahead of what has been read, and books tokens when they arrive.
+
+Several decode steps are launched at a time and read one launch later, so the device never waits for the host. Sequences
+that end by length leave at once, since the host can count; those that end by a stop token idle for a launch or two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from dovetail.rollout.base import EngineError, SamplingParams
+from dovetail.rollout.native.batch import BatchStats
+from dovetail.rollout.native.cuda.decoder import build_decoder, can_be_captured
+from dovetail.rollout.native.cuda.graphs import DecodeSteps
+from dovetail.rollout.native.cuda.kernels.ops import Ops, ops_for
+from dovetail.rollout.native.cuda.paged_step import PagedPrefill
+from dovetail.rollout.native.cuda.pages import KVShape, PagePool
+from dovetail.rollout.native.cuda.scheduler import PagedScheduler, Row
+from dovetail.rollout.native.cuda.slots import SlotState
+from dovetail.rollout.native.cuda.transfer import Readback, upload
+from dovetail.rollout.native.sampler import SamplingRows
+from dovetail.rollout.native.scheduler import Sample
+
+_STEPS = 4
+# One launch being read, one running, one being written.
+_LAUNCHES = 3
+_IDLE = SamplingParams(temperature=0)
+# Memory left for activations, logits and graphs when pages are taken from what is free.
+_SPARE_BYTES = 3 << 30
+_MAX_CPU_PAGES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    index: int
+    num_steps: int
+    rows: list[Row]
+    version: int
+
+
+class PagedBatch:
+    """The same interface as `RunningBatch`. `memory_share` bounds the pages by a share of the device's memory,
+    `max_pages` by number. `fuse=False` runs every model through its own forward.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        max_model_len: int,
+        *,
+        memory_share: float = 0.5,
+        use_graphs: bool = True,
+        fuse: bool = True,
+        page_size: int = 64,
+        max_pages: int | None = None,
+        ops: Ops | None = None,
+    ) -> None:
+        self.stats = BatchStats()
+        self._model = model
+        self._device = device
+        self._max_prefill_tokens = max_prefill_tokens
+        self._memory_share = memory_share
+        self._max_pages = max_pages
+        self._ops = ops_for(device) if ops is None else ops
+        self._decoder = build_decoder(model, self._ops, fuse=fuse)
+        shape = _kv_shape(model, page_size)
+        self._pool = PagePool(shape, device)
+        self._scheduler = PagedScheduler(max_num_seqs, self._pool, steps_ahead=2 * _STEPS)
+        self._state = SlotState(max_num_seqs, shape.pages_for(max_model_len), device)
+        self._tokens = Readback(_LAUNCHES, (_STEPS, max_num_seqs), torch.int64, device)
+        self._log_probs = Readback(_LAUNCHES, (_STEPS, max_num_seqs), torch.float32, device)
+        self._steps = DecodeSteps(
+            self._decoder,
+            self._pool,
+            self._state,
+            self._tokens.device.flatten(0, 1),
+            self._log_probs.device.flatten(0, 1),
+            self._ops,
+            use_graphs=use_graphs and device.type == "cuda" and can_be_captured(model),
+        )
+        self._launches: deque[_Launch] = deque()
+        self._num_launches = 0
+        self._batch_slots: list[int] = []
+        self._sampling: SamplingRows | None = None
+        self._addresses: tuple[int, ...] = ()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.rows)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._pool.nbytes
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        self._scheduler.add(samples)
+
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        self.settle()
+        return self._scheduler.abort(request_ids)
+
+    def settle(self) -> None:
+        """Book everything that was launched; nothing runs on the device when this returns."""
+        while self._launches:
+            self._book()
+
+    def forget_cache(self) -> None:
+        """Old entries must not be read again; running samples are filled anew before their next token."""
+        self.settle()
+        self._scheduler.forget_cache()
+
+    def free_cache(self) -> None:
+        self.forget_cache()
+        self._pool.resize(0)
+        self._steps.forget()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def step(self, version: int) -> bool:
+        """Prefill what is missing, else launch decode steps and read the launch before; True if a response ended."""
+        scheduler = self._scheduler
+        if not scheduler.rows:
+            self._prepare()
+        scheduler.admit()
+        self._join()
+        if self._prefill():
+            return False
+        launched = self._launch(version)
+        finished = False
+        while len(self._launches) > int(launched):
+            finished |= self._book()
+        if not scheduler.rows and not scheduler.waiting:
+            self.settle()
+        elif not launched and not finished and not scheduler.rows:
+            self._grow_or_refuse()
+        return finished
+
+    def _prepare(self) -> None:
+        """Before the first row: pages for what waits, and graphs over the weights where they are now."""
+        waiting = self._scheduler.waiting
+        lengths = sorted((sample.max_length for sample in waiting), reverse=True)[: self._scheduler.num_slots]
+        shape = self._pool.shape
+        # A prompt's own last page lives beside its samples' copies until all have joined.
+        wanted = sum(shape.pages_for(length) + 1 for length in lengths)
+        if wanted > self._pool.num_pages:
+            wanted = min(wanted, self._affordable_pages())
+        # New pages cost new graphs: not for a few more.
+        if wanted > self._pool.num_pages * 1.05:
+            self.free_cache()
+            self._pool.resize(wanted)
+        self._check_addresses()
+
+    def _check_addresses(self) -> None:
+        addresses = (self._state.generation, *(parameter.data_ptr() for parameter in self._model.parameters()))
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._steps.forget()
+
+    def _affordable_pages(self) -> int:
+        if self._max_pages is not None or self._device.type != "cuda":
+            return self._max_pages or _MAX_CPU_PAGES
+        free, total = torch.cuda.mem_get_info(self._device)
+        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        free += self._pool.nbytes
+        budget = min(self._memory_share * total, free - _SPARE_BYTES)
+        return max(0, int(budget)) // self._pool.shape.page_bytes
+
+    def _grow_or_refuse(self) -> None:
+        sample = self._scheduler.waiting[0]
+        raise EngineError(
+            f"request {sample.request.request_id!r} of up to {sample.max_length} tokens does not fit the KV cache of "
+            f"{self._pool.num_pages} pages x {self._pool.shape.page_size} tokens; raise gpu_memory_utilization or "
+            "shorten the request."
+        )
+
+    def _join(self) -> None:
+        joined = self._scheduler.join()
+        self._pool.copy(joined.copies)
+        self._state.set_table(joined.entries)
+
+    def _prefill(self) -> bool:
+        budget = self._max_prefill_tokens
+        pieces = []
+        for fill in self._scheduler.fills():
+            count = min(budget, fill.end - fill.done)
+            if count:
+                pieces.append((fill, count))
+            budget -= count
+        if not pieces:
+            return False
+        step = PagedPrefill(self._pool, pieces, self._ops)
+        self._decoder.fill(step.tokens, step.positions, step)
+        for fill, count in pieces:
+            fill.done += count
+        self.stats.prefill_steps += 1
+        self.stats.prefill_tokens += sum(count for _, count in pieces)
+        return True
+
+    def _launch(self, version: int) -> bool:
+        rows = self._reserved_rows()
+        if not rows:
+            return False
+        self._start_rows(rows)
+        size = self._steps.size_for(len(rows))
+        num_steps = min(_STEPS, max(row.steps_left for row in rows))
+        index = self._num_launches % _LAUNCHES
+        self._steps.counter.fill_(index * _STEPS)
+        for _ in range(num_steps):
+            self._steps.run(size, self._sampling)
+        self._tokens.send(index)
+        self._log_probs.send(index)
+        for row in rows:
+            row.num_cached += min(num_steps, row.steps_left)
+        self._num_launches += 1
+        self._launches.append(_Launch(index, num_steps, rows, version))
+        self.stats.decode_steps += num_steps
+        return True
+
+    def _reserved_rows(self) -> list[Row]:
+        """Rows that decode next, with pages for it. When pages run out, the newest rows go back in line."""
+        scheduler = self._scheduler
+        while rows := scheduler.decodable():
+            entries = scheduler.reserve(rows, _STEPS)
+            if entries is not None:
+                self._state.set_table(entries)
+                return rows
+            # Booking may end rows and so free pages; only if it does not must someone go.
+            if self._launches:
+                self.settle()
+            elif len(rows) > 1:
+                scheduler.requeue(scheduler.rows[-max(1, len(rows) // 8) :])
+            else:
+                scheduler.requeue(rows)
+                self._grow_or_refuse()
+        return []
+
+    def _start_rows(self, rows: list[Row]) -> None:
+        """Tell the device of newcomers, and of the new batch if it changed."""
+        slots = [row.slot for row in rows]
+        new = [row for row in rows if not row.started]
+        if new:
+            self._state.enter([(row.slot, row.sample) for row in new])
+            for row in new:
+                row.started = True
+            if self._state.generation != self._addresses[0]:
+                self._check_addresses()
+        if not new and slots == self._batch_slots:
+            return
+        self._batch_slots = slots
+        size = self._steps.size_for(len(rows))
+        padding = size - len(rows)
+        self._steps.slots[:size] = upload(slots + [self._state.idle_slot] * padding, torch.int32, self._device)
+        self._sampling = None
+        if any(_needs_all_logits(row.sample.request.sampling) for row in rows):
+            self._sampling = SamplingRows.build(
+                [row.sample.request.sampling for row in rows] + [_IDLE] * padding,
+                [row.sample.seed for row in rows] + [0] * padding,
+                [row.sample.index for row in rows] + [0] * padding,
+                self._device,
+            )
+
+    def _book(self) -> bool:
+        launch = self._launches.popleft()
+        tokens = self._tokens.read(launch.index)[: launch.num_steps, : len(launch.rows)].T.tolist()
+        log_probs = self._log_probs.read(launch.index)[: launch.num_steps, : len(launch.rows)].T.tolist()
+        any_finished = False
+        for row, row_tokens, row_log_probs in zip(launch.rows, tokens, log_probs, strict=True):
+            sample = row.sample
+            if sample.finish_reason is not None:
+                continue
+            if row_tokens[-1] < 0:
+                last = next(i for i, token in enumerate(row_tokens) if token < 0)
+                row_tokens = [*row_tokens[:last], -2 - row_tokens[last]]
+                sample.extend(row_tokens, row_log_probs[: last + 1], launch.version)
+                assert sample.finish_reason is not None, "device and host agree on what ends a sequence"
+                self._scheduler.leave(row)
+                any_finished = True
+            else:
+                sample.extend(row_tokens, row_log_probs, launch.version)
+            self.stats.decode_tokens += len(row_tokens)
+        return any_finished
+
+
+def _needs_all_logits(sampling: SamplingParams) -> bool:
+    return sampling.truncates or (sampling.logprobs == "raw" and sampling.temperature not in (0, 1))
+
+
+def _kv_shape(model: PreTrainedModel, page_size: int) -> KVShape:
+    config = model.config
+    heads = int(config.num_attention_heads)
+    return KVShape(
+        num_layers=int(config.num_hidden_layers),
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_size=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        page_size=page_size,
+        dtype=model.dtype,
+    )

@@ -1,0 +1,126 @@
+"""Run a Hugging Face causal model on packed tokens over the pages: fused where the layer is known, else as it is.
+
+The known layer is the one Llama brought and Mistral, Qwen2, Qwen3 and their mixtures kept: norm, attention (with or
+without biases and head norms), norm, gated feed-forward or experts. Its modules stay the model's own; only the
+operations between the matrix products are fused. A model of any other class runs through its own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dovetail.rollout.native.cuda.kernels.ops import Ops
+from dovetail.rollout.native.cuda.paged_step import PagedStep, PlainAttend
+
+_KNOWN = frozenset(f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"))
+# Rotary frequencies of these types depend on the longest position of a step.
+_MOVING_ROPE = frozenset({"dynamic", "longrope"})
+
+
+class Decoder(Protocol):
+    def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
+        """Fill the pages with these tokens' entries."""
+        ...
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        """Logits (tokens, vocabulary) after each of these tokens; fills the pages too."""
+        ...
+
+
+def build_decoder(model: PreTrainedModel, ops: Ops, *, fuse: bool = True) -> Decoder:
+    known = type(model).__name__ in _KNOWN and type(model).__module__.startswith("transformers.")
+    if fuse and known and getattr(model.config, "hidden_act", "silu") == "silu":
+        return FusedDecoder(model, ops)
+    return PlainDecoder(model)
+
+
+def can_be_captured(model: PreTrainedModel) -> bool:
+    """Whether a step of this model can be a CUDA graph: no sizes or branches that depend on values on the device."""
+    rope: Any = getattr(model.config, "rope_parameters", None) or {}
+    experts = any(hasattr(module, "gate_up_proj") and hasattr(module, "num_experts") for module in model.modules())
+    # In other dtypes than bfloat16 transformers multiplies experts one by one, each with a size read from the device.
+    return rope.get("rope_type", "default") not in _MOVING_ROPE and (not experts or model.dtype == torch.bfloat16)
+
+
+class PlainDecoder:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
+        # The module under the head: no logits, and so no (tokens, vocabulary) matrix, for prompts.
+        self._run(self._model.base_model, tokens, positions, step)
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        return self._run(self._model, tokens, positions, step).logits[0]
+
+    def _run(self, module: nn.Module, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> Any:
+        return module(
+            input_ids=tokens.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            kv_step=PlainAttend(step),
+        )
+
+
+class FusedDecoder:
+    def __init__(self, model: PreTrainedModel, ops: Ops) -> None:
+        self._ops = ops
+        base: Any = model.base_model
+        self._base: Any = base
+        self._head: Any = model.get_output_embeddings()
+        self._is_dense = [hasattr(layer.mlp, "gate_proj") for layer in base.layers]
+
+    def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
+        self._hidden(tokens, positions, step)
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        return self._head(self._hidden(tokens, positions, step))
+
+    def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        base = self._base
+        residual = base.embed_tokens(tokens)
+        cosine, sine = base.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0))
+        rotation = (cosine[0], sine[0])
+        layers = base.layers
+        norms = [*(layer.input_layernorm for layer in layers[1:]), base.norm]
+        first = layers[0].input_layernorm
+        hidden = self._ops.rms_norm(residual, first.weight, first.variance_epsilon)
+        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+            attended = self._attention(index, layer.self_attn, hidden, rotation, step)
+            norm = layer.post_attention_layernorm
+            hidden = self._ops.add_rms_norm(attended, residual, norm.weight, norm.variance_epsilon)
+            forwarded = self._feed_forward(layer.mlp, hidden) if self._is_dense[index] else layer.mlp(hidden[None])[0]
+            hidden = self._ops.add_rms_norm(forwarded, residual, next_norm.weight, next_norm.variance_epsilon)
+        return hidden
+
+    def _attention(
+        self,
+        index: int,
+        module: Any,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        step: PagedStep,
+    ) -> torch.Tensor:
+        query, key, value = module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)
+        query_norm = getattr(module, "q_norm", None)
+        key_norm = getattr(module, "k_norm", None)
+        self._ops.rotate_and_store(
+            query,
+            key,
+            value,
+            step.pool.keys[index],
+            step.pool.values[index],
+            step.targets,
+            rotation,
+            query_norm=None if query_norm is None else query_norm.weight,
+            key_norm=None if key_norm is None else key_norm.weight,
+            eps=0.0 if query_norm is None else query_norm.variance_epsilon,
+        )
+        return module.o_proj(step.attention(index, query, module.scaling))
+
+    def _feed_forward(self, module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return module.down_proj(self._ops.silu_mul(module.gate_proj(hidden), module.up_proj(hidden)))

@@ -1,0 +1,154 @@
+"""Whole decode steps as CUDA graphs, one per batch size, captured when first needed. Without CUDA, or when told so, the
+same steps run one operation at a time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from typing import Any
+
+import torch
+
+from dovetail.rollout.native.cuda.decoder import Decoder
+from dovetail.rollout.native.cuda.kernels.ops import Ops
+from dovetail.rollout.native.cuda.paged_step import PagedDecode
+from dovetail.rollout.native.cuda.pages import PagePool
+from dovetail.rollout.native.cuda.slots import SlotState
+from dovetail.rollout.native.sampler import SamplingRows, sample
+
+logger = logging.getLogger(__name__)
+
+# Programs of the attention kernel that keep the device's memory busy, per multiprocessor.
+_PROGRAMS_EACH = 4
+_MAX_SPLITS = 16
+
+
+def batch_sizes(max_rows: int) -> list[int]:
+    """Sizes of graphs: close enough that filling up costs little, few enough to capture in seconds."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+    sizes += list(range(640, 2049, 128)) + list(range(2304, 8193, 256))
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+class DecodeSteps:
+    """Runs steps over the slots of `state`; results go to row `counter` of `out_tokens` and `out_log_probs`."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: PagePool,
+        state: SlotState,
+        out_tokens: torch.Tensor,
+        out_log_probs: torch.Tensor,
+        ops: Ops,
+        *,
+        use_graphs: bool,
+    ) -> None:
+        max_rows = out_tokens.shape[-1]
+        self._decoder, self._pool, self._state = decoder, pool, state
+        self._out_tokens, self._out_log_probs = out_tokens, out_log_probs
+        self._use_graphs = use_graphs
+        self._ops = ops
+        self._sizes = batch_sizes(max_rows)
+        device = pool.device
+        self.slots = torch.full((max_rows,), state.idle_slot, dtype=torch.int32, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._log_probs = torch.zeros(max_rows, dtype=torch.float32, device=device)
+        self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._logits: torch.Tensor | None = None
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._memory: Any = None
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self._programs = processors * _PROGRAMS_EACH
+
+    def size_for(self, num_rows: int) -> int:
+        return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+
+    def forget(self) -> None:
+        """Addresses have changed: every graph must be captured again."""
+        self._graphs.clear()
+        self._memory = None
+        self._logits = None
+
+    @torch.inference_mode()
+    def run(self, size: int, sampling: SamplingRows | None) -> None:
+        """One step of the first `size` rows of `slots`. With `sampling` the tokens are drawn outside the graph."""
+        is_split = sampling is not None
+        if not self._use_graphs:
+            self._step(size, is_split)
+        else:
+            if (size, is_split) not in self._graphs:
+                self._capture(size, is_split)
+            self._graphs[size, is_split].replay()
+        if sampling is not None:
+            assert self._logits is not None, "a split step leaves its logits"
+            tokens, log_probs = sample(self._logits[:size], sampling, self._positions[:size] + 1)
+            self._end(size, tokens, log_probs)
+
+    def _step(self, size: int, is_split: bool) -> None:
+        state, slots = self._state, self.slots[:size]
+        tokens, positions, lengths, targets = self._ops.begin_rows(
+            slots, state.last_tokens, state.cached, state.active, state.table, self._pool.shape.page_size
+        )
+        step = PagedDecode(self._pool, state.table, slots, lengths, targets, self._splits(size), self._ops)
+        logits = self._decoder.logits(tokens, positions, step)
+        if is_split:
+            self._positions[:size] = positions
+            if self._logits is None:
+                self._logits = logits.new_empty((self.slots.shape[0], logits.shape[1]))
+            self._logits[:size] = logits
+            return
+        drawn, log_probs = self._tokens[:size], self._log_probs[:size]
+        self._ops.draw(logits, positions, slots, state.keys, state.temperatures, state.greedy, drawn, log_probs)
+        self._end(size, drawn, log_probs)
+
+    def _end(self, size: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
+        state = self._state
+        self._ops.end_rows(
+            self.slots[:size],
+            tokens,
+            log_probs,
+            state.last_tokens,
+            state.cached,
+            state.active,
+            state.max_lengths,
+            state.stop_ids,
+            self.counter,
+            self._out_tokens,
+            self._out_log_probs,
+        )
+        self.counter += 1
+
+    def _splits(self, size: int) -> int:
+        """How many programs share a sequence's keys, so that a small batch of long sequences fills the device too."""
+        programs = size * self._pool.shape.num_kv_heads
+        splits = min(_MAX_SPLITS, max(1, self._programs // programs))
+        return 1 << (splits.bit_length() - 1)
+
+    def _capture(self, size: int, is_split: bool) -> None:
+        begin = time.perf_counter()
+        counter, slots = self.counter.clone(), self.slots.clone()
+        # Idle rows change nothing: the run that compiles the kernels leaves no trace.
+        self.slots.fill_(self._state.idle_slot)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step(size, is_split)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            if self._memory is None:
+                self._memory = torch.cuda.graph_pool_handle()
+            # Other threads may use the device meanwhile; graphs run one at a time, so they share their memory.
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                self._step(size, is_split)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.counter.copy_(counter)
+        self.slots.copy_(slots)
+        self._graphs[size, is_split] = graph
+        logger.debug("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - begin)

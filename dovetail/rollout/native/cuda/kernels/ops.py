@@ -1,0 +1,59 @@
+"""Which implementation of the engine's operations runs on a device: Triton kernels on CUDA, plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.rollout.native.cuda.kernels import plain
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The functions of `kernels.plain`, under their names there."""
+
+    decode_attention: Callable[..., torch.Tensor]
+    prefill_attention: Callable[..., torch.Tensor]
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., torch.Tensor]
+    rotate_and_store: Callable[..., None]
+    silu_mul: Callable[..., torch.Tensor]
+    draw: Callable[..., None]
+    begin_rows: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+    end_rows: Callable[..., None]
+
+
+def ops_for(device: torch.device) -> Ops:
+    return triton_ops() if device.type == "cuda" else plain_ops()
+
+
+def plain_ops() -> Ops:
+    return Ops(
+        plain.decode_attention,
+        plain.prefill_attention,
+        plain.rms_norm,
+        plain.add_rms_norm,
+        plain.rotate_and_store,
+        plain.silu_mul,
+        plain.draw,
+        plain.begin_rows,
+        plain.end_rows,
+    )
+
+
+def triton_ops() -> Ops:
+    from dovetail.rollout.native.cuda.kernels import attention, layer, rows, sampling
+
+    return Ops(
+        attention.decode_attention,
+        attention.prefill_attention,
+        layer.rms_norm,
+        layer.add_rms_norm,
+        layer.rotate_and_store,
+        layer.silu_mul,
+        sampling.draw,
+        rows.begin_rows,
+        rows.end_rows,
+    )

@@ -1,0 +1,216 @@
+"""Who runs, who waits, and which pages they hold. Touches no tensors; says what must be copied, filled and decoded.
+
+A row is ready to decode when the cache holds everything but its last token. A prompt is filled once; its samples share
+its full pages and get a copy of the last, partly filled one. `num_cached` of a row counts steps that were launched but
+not read yet, so it is what the cache holds at most: a stop token may have ended the row earlier.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from dovetail.rollout.native.cuda.pages import PagePool
+from dovetail.rollout.native.cuda.slots import TableEntry
+from dovetail.rollout.native.scheduler import Sample
+
+
+@dataclass(eq=False, slots=True)
+class Fill:
+    """Tokens [done, end) of a sequence that have yet to go through the model; their entries go to `pages`."""
+
+    sequence: list[int]
+    pages: list[int]
+    done: int
+    end: int
+
+    @property
+    def ready(self) -> bool:
+        return self.done >= self.end
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A sample that holds a slot. It has pages once it has joined its prompt."""
+
+    sample: Sample
+    slot: int
+    prompt: Fill
+    pages: list[int] = field(default_factory=list)
+    fill: Fill | None = None
+    num_cached: int = 0
+    started: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.fill is not None and self.fill.ready
+
+    @property
+    def steps_left(self) -> int:
+        return self.sample.max_length - 1 - self.num_cached
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What joining rows to their prompts asks of the device."""
+
+    copies: list[tuple[int, int]]
+    entries: list[TableEntry]
+
+
+class PagedScheduler:
+    """`admit_share`: newcomers are let in once this share of the slots is free, so that their prompts go together."""
+
+    def __init__(self, num_slots: int, pool: PagePool, *, steps_ahead: int, admit_share: float = 1 / 16) -> None:
+        self.num_slots = num_slots
+        self.pool = pool
+        self.rows: list[Row] = []
+        self.waiting: deque[Sample] = deque()
+        self._steps_ahead = steps_ahead
+        self._admit_at = max(1, int(num_slots * admit_share))
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._prompts: dict[int, Fill] = {}
+        self._waiting_of: Counter[int] = Counter()
+
+    @property
+    def idle(self) -> bool:
+        return not self.rows and not self.waiting
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        for sample in samples:
+            self.waiting.append(sample)
+            self._waiting_of[sample.group] += 1
+
+    def admit(self) -> None:
+        """Give slots to waiting samples, as many as slots and pages allow."""
+        num_free = len(self._free_slots)
+        if not self.waiting or (self.rows and num_free < min(self._admit_at, len(self.waiting))):
+            return
+        promised = sum(self._own_pages(row.sample) for row in self.rows if row.fill is None)
+        # One more page for each row that will grow: else a newcomer takes what the next steps of the others need, is
+        # sent back in line at once, and is filled again and again.
+        promised += sum(self._grows(row.sample) for row in self.rows)
+        while self.waiting and self._free_slots:
+            sample = self.waiting[0]
+            prompt_pages = 0 if sample.group in self._prompts else self._prompt_pages(sample)
+            own_pages = self._own_pages(sample)
+            if promised + prompt_pages + own_pages > self.pool.num_free:
+                return
+            promised += own_pages + self._grows(sample)
+            self._enter(sample)
+
+    def fills(self) -> list[Fill]:
+        """Everything that must go through the model before all rows can decode, prompts first come first."""
+        seen: dict[int, Fill] = {}
+        for row in self.rows:
+            fill = row.prompt if row.fill is None else row.fill
+            if not fill.ready:
+                seen[id(fill)] = fill
+        return list(seen.values())
+
+    def join(self) -> Joined:
+        """Give every row whose prompt is filled its pages."""
+        joined = Joined([], [])
+        size = self.pool.shape.page_size
+        for row in self.rows:
+            if row.fill is not None or not row.prompt.ready:
+                continue
+            sample = row.sample
+            num_shared = row.prompt.end // size
+            shared = row.prompt.pages[:num_shared]
+            self.pool.share(shared)
+            own = self.pool.take(self._own_pages(sample))
+            row.pages = [*shared, *own]
+            if row.prompt.end % size:
+                joined.copies.append((row.prompt.pages[num_shared], own[0]))
+            joined.entries.extend(TableEntry(row.slot, column, page) for column, page in enumerate(row.pages))
+            row.fill = Fill(sample.sequence, row.pages, row.prompt.end, sample.num_needed)
+            row.num_cached = sample.num_needed
+        self._drop_prompts()
+        return joined
+
+    def decodable(self) -> list[Row]:
+        return [row for row in self.rows if row.ready and row.steps_left > 0]
+
+    def reserve(self, rows: Iterable[Row], num_steps: int) -> list[TableEntry] | None:
+        """Pages for so many more tokens of each row; None when there are too few, and then none was taken."""
+        wanted = []
+        for row in rows:
+            tokens = row.num_cached + min(num_steps, row.steps_left)
+            missing = self.pool.shape.pages_for(tokens) - len(row.pages)
+            if missing > 0:
+                wanted.append((row, missing))
+        if sum(count for _, count in wanted) > self.pool.num_free:
+            return None
+        entries = []
+        for row, count in wanted:
+            first = len(row.pages)
+            # `fill` and the row hold one list.
+            row.pages.extend(self.pool.take(count))
+            entries.extend(TableEntry(row.slot, first + i, row.pages[first + i]) for i in range(count))
+        return entries
+
+    def leave(self, row: Row) -> None:
+        """Take a row out; its slot and pages are free for others."""
+        self.rows.remove(row)
+        self.pool.release(row.pages)
+        row.pages = []
+        self._free_slots.append(row.slot)
+
+    def requeue(self, rows: Collection[Row]) -> None:
+        """Rows go back in line, first of all, in their order; what they wrote stays, their cache does not."""
+        for row in rows:
+            self.leave(row)
+        self.waiting.extendleft(row.sample for row in reversed(list(rows)))
+        self._waiting_of.update(row.sample.group for row in rows)
+
+    def forget_cache(self) -> None:
+        self.requeue(list(self.rows))
+        for fill in self._prompts.values():
+            self.pool.release(fill.pages)
+        self._prompts.clear()
+
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        chosen = [
+            sample
+            for sample in (*(row.sample for row in self.rows), *self.waiting)
+            if sample.finish_reason is None and (request_ids is None or sample.request.request_id in request_ids)
+        ]
+        for sample in chosen:
+            sample.finish_reason = "abort"
+        for row in [row for row in self.rows if row.sample.finish_reason is not None]:
+            self.leave(row)
+        self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
+        self._waiting_of = Counter(sample.group for sample in self.waiting)
+        self._drop_prompts()
+        return len(chosen)
+
+    def _enter(self, sample: Sample) -> None:
+        self.waiting.popleft()
+        self._waiting_of[sample.group] -= 1
+        prompt = self._prompts.get(sample.group)
+        if prompt is None:
+            end = sample.num_prompt - 1
+            prompt = Fill(sample.sequence[:end], self.pool.take(self.pool.shape.pages_for(end)), 0, end)
+            self._prompts[sample.group] = prompt
+        self.rows.append(Row(sample, self._free_slots.pop(), prompt))
+
+    def _drop_prompts(self) -> None:
+        """Let go of prompts that nobody will join any more."""
+        joining = {id(row.prompt) for row in self.rows if row.fill is None}
+        for group in [g for g, p in self._prompts.items() if id(p) not in joining and self._waiting_of[g] <= 0]:
+            self.pool.release(self._prompts.pop(group).pages)
+            del self._waiting_of[group]
+
+    def _grows(self, sample: Sample) -> bool:
+        pages_for = self.pool.shape.pages_for
+        return pages_for(sample.max_length - 1) > pages_for(sample.num_needed + self._steps_ahead)
+
+    def _prompt_pages(self, sample: Sample) -> int:
+        return self.pool.shape.pages_for(sample.num_prompt - 1)
+
+    def _own_pages(self, sample: Sample) -> int:
+        """Pages of a sample's own when it starts to decode: what it has, and the first steps, less the shared ones."""
+        tokens = min(sample.num_needed + self._steps_ahead, sample.max_length - 1)
+        return self.pool.shape.pages_for(tokens) - (sample.num_prompt - 1) // self.pool.shape.page_size

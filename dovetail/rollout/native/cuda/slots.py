@@ -1,0 +1,99 @@
+"""What the device knows of each running sequence, by slot. A slot's state stays where it is while its sequence runs.
+
+A decode batch is a list of slots, so letting sequences in and out uploads that list and moves nothing. One slot more
+than there are sequences is never active: it fills a batch up to its graph's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.rollout.native.cuda.transfer import upload
+from dovetail.rollout.native.noise import stream_key
+from dovetail.rollout.native.scheduler import Sample
+
+_FIRST_STOPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    slot: int
+    column: int
+    page: int
+
+
+class SlotState:
+    """Tensors over slots. `generation` changes when a tensor was replaced, and with it every address in a graph."""
+
+    def __init__(self, num_slots: int, max_pages: int, device: torch.device) -> None:
+        self.idle_slot = num_slots
+        self.device = device
+        self.generation = 0
+        count = num_slots + 1
+
+        def zeros(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(count, dtype=dtype, device=device)
+
+        self.last_tokens = zeros(torch.int64)
+        self.cached = zeros(torch.int32)
+        self.active = zeros(torch.int32)
+        self.max_lengths = zeros(torch.int32)
+        self.keys = zeros(torch.int64)
+        self.temperatures = torch.ones(count, device=device)
+        self.greedy = zeros(torch.int32)
+        self.stop_ids = torch.full((count, _FIRST_STOPS), -1, dtype=torch.int64, device=device)
+        self.table = torch.zeros((count, max_pages), dtype=torch.int32, device=device)
+
+    def enter(self, entries: Sequence[tuple[int, Sample]]) -> None:
+        """Samples whose sequences, but for the last token, are in the cache start to decode in these slots."""
+        if not entries:
+            return
+        samples = [sample for _, sample in entries]
+        self._fit_stops(max(len(sample.stop_ids) for sample in samples))
+        width = self.stop_ids.shape[1]
+        numbers = upload(
+            [
+                [
+                    slot,
+                    sample.sequence[-1],
+                    sample.num_needed,
+                    sample.max_length,
+                    stream_key(sample.seed, sample.index),
+                    int(sample.request.sampling.greedy),
+                    *([*sample.stop_ids] + [-1] * (width - len(sample.stop_ids))),
+                ]
+                for slot, sample in entries
+            ],
+            torch.int64,
+            self.device,
+        )
+        temperatures = [1.0 if s.request.sampling.greedy else s.request.sampling.temperature for s in samples]
+        slots = numbers[:, 0]
+        self.last_tokens[slots] = numbers[:, 1]
+        self.cached[slots] = numbers[:, 2].int()
+        self.max_lengths[slots] = numbers[:, 3].int()
+        self.keys[slots] = numbers[:, 4]
+        self.greedy[slots] = numbers[:, 5].int()
+        self.stop_ids[slots] = numbers[:, 6:]
+        self.temperatures[slots] = upload(temperatures, torch.float32, self.device)
+        self.active[slots] = torch.ones_like(slots, dtype=torch.int32)
+
+    def set_table(self, entries: Sequence[TableEntry]) -> None:
+        if entries:
+            numbers = upload(
+                [[e.slot for e in entries], [e.column for e in entries], [e.page for e in entries]],
+                torch.int64,
+                self.device,
+            )
+            self.table[numbers[0], numbers[1]] = numbers[2].int()
+
+    def _fit_stops(self, count: int) -> None:
+        width = self.stop_ids.shape[1]
+        if count > width:
+            wider = self.stop_ids.new_full((self.stop_ids.shape[0], 1 << (count - 1).bit_length()), -1)
+            wider[:, :width] = self.stop_ids
+            self.stop_ids = wider
+            self.generation += 1

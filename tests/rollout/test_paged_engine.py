@@ -1,0 +1,182 @@
+"""The paged batch of the embedded engine, with plain PyTorch in place of its kernels.
+
+It is held to what the slot batch is held to, and to what only pages can get wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.rollout import EngineError, GenerationRequest, SamplingParams
+from dovetail.rollout.native.cuda.batch import PagedBatch
+from dovetail.rollout.native.engine import NativeEngine
+from tests.models.tiny import tiny_model
+from tests.rollout import test_native_control, test_native_engine
+from tests.rollout.test_native_engine import plain_log_probs, prompts, requests, tokens, transformers_greedy
+
+pytestmark = pytest.mark.engine
+
+FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+GREEDY = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
+
+# Claims of the slot batch that do not count its steps. Greedy tokens and log-probs have tests of their own below.
+SHARED_CLAIMS = [
+    test_native_engine.test_samples_do_not_depend_on_the_number_of_engines,
+    test_native_engine.test_a_shared_prompt_gives_the_tokens_of_separate_ones_and_is_prefilled_once,
+    test_native_engine.test_a_response_continued_as_a_longer_prompt_goes_on_as_if_uninterrupted,
+    test_native_engine.test_chunked_prefill_equals_whole_prefill,
+    test_native_engine.test_stop_tokens_end_a_response_and_are_kept,
+    test_native_engine.test_ragged_ends_leave_the_batch_and_results_keep_their_order,
+    test_native_engine.test_generation_ends_at_the_longest_sequence_the_model_takes,
+    test_native_engine.test_generation_leaves_the_process_random_state_alone,
+    *(f for name, f in inspect.getmembers(test_native_control) if name.startswith("test_")),
+]
+
+
+def paged_engine(model: Any, *, page_size: int = 8, max_num_seqs: int = 4, **options: Any) -> NativeEngine:
+    """An engine over small pages, so that sequences cross many of them."""
+    engine = NativeEngine(model, max_num_seqs=max_num_seqs, paged=True)
+    engine._batch = PagedBatch(
+        engine._model, torch.device("cpu"), max_num_seqs, 64, engine._max_model_len, page_size=page_size, **options
+    )
+    return engine
+
+
+def pages_held(engine: NativeEngine) -> int:
+    batch = engine._batch
+    assert isinstance(batch, PagedBatch)
+    return batch._pool.num_pages - batch._pool.num_free
+
+
+def _cases() -> list[Any]:
+    """Every claim with the first of each of its parameters: the rest say the same of other families."""
+    cases = []
+    for claim in SHARED_CLAIMS:
+        marks = [m for m in getattr(claim, "pytestmark", []) if m.name == "parametrize"]
+        fixed = {mark.args[0]: mark.args[1][0] for mark in marks}
+        cases.append(pytest.param(claim, fixed, id=claim.__name__.removeprefix("test_")))
+    return cases
+
+
+@pytest.mark.parametrize(("claim", "fixed"), _cases())
+def test_what_holds_for_slots_holds_for_pages(
+    claim: Any, fixed: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = functools.partial(NativeEngine, paged=True)
+    monkeypatch.setattr(test_native_engine, "NativeEngine", engine)
+    monkeypatch.setattr(test_native_control, "NativeEngine", engine)
+    names = set(inspect.signature(claim).parameters) - set(fixed)
+    claim(**fixed, **{name: request.getfixturevalue(name) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("family", "fuse"), [*((family, True) for family in FAMILIES), ("qwen2", False), ("qwen3_moe", False)]
+)
+def test_greedy_tokens_equal_transformers(family: str, fuse: bool) -> None:
+    model = tiny_model(family)
+    rows = prompts(6)
+    engine = paged_engine(model, fuse=fuse)
+    assert tokens(engine.generate(requests(rows, GREEDY))) == [transformers_greedy(model, row, 20) for row in rows]
+    assert pages_held(engine) == 0
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.7), SamplingParams(top_p=0.8, top_k=30, min_p=0.01)])
+def test_log_probs_equal_a_plain_forward_and_tokens_equal_the_slot_batchs(sampling: SamplingParams) -> None:
+    model = tiny_model("qwen2")
+    rows = prompts(5, seed=1)
+    asked = requests(rows, replace(sampling, max_new_tokens=24, ignore_eos=True, n=2))
+    results = paged_engine(model).generate(asked)
+    assert tokens(results) == tokens(NativeEngine(model).generate(asked))
+    gaps = [
+        (torch.tensor(r.log_probs) - plain_log_probs(model, rows[i // 2], r.token_ids, sampling.temperature)).abs()
+        for i, r in enumerate(results)
+    ]
+    assert torch.cat(gaps).mean() <= 1e-5
+
+
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+def test_other_log_probs_are_those_of_the_slot_batch(mode: Any) -> None:
+    model = tiny_model("llama")
+    asked = requests(prompts(3), SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=8, logprobs=mode))
+    for a, b in zip(paged_engine(model).generate(asked), NativeEngine(model).generate(asked), strict=True):
+        assert a.log_probs == pytest.approx(b.log_probs, abs=1e-5)
+
+
+def test_samples_do_not_depend_on_the_batch() -> None:
+    model = tiny_model("llama")
+    rows = prompts(24, seed=2)
+    sampling = SamplingParams(max_new_tokens=10)
+    together = paged_engine(model, max_num_seqs=24).generate(requests(rows, sampling))
+    alone = paged_engine(model, max_num_seqs=1)
+    one_by_one = [r for i in range(24) for r in alone.generate(requests(rows[i : i + 1], sampling, first=i))]
+    assert tokens(together) == tokens(one_by_one) == tokens(NativeEngine(model).generate(requests(rows, sampling)))
+
+
+def test_rows_that_run_out_of_pages_go_back_in_line_and_lose_nothing() -> None:
+    model = tiny_model("llama")
+    rows = prompts(12, seed=3, shortest=20, longest=40)
+    asked = requests(rows, replace(GREEDY, max_new_tokens=60))
+    engine = paged_engine(model, max_num_seqs=8, max_pages=40)
+    results = engine.generate(asked)
+    assert tokens(results) == [transformers_greedy(model, row, 60) for row in rows]
+    assert engine.stats.prefill_tokens > sum(len(row) - 1 for row in rows), "nobody was sent back: use fewer pages"
+    assert pages_held(engine) == 0
+
+
+def test_a_request_that_can_never_fit_is_refused_by_name() -> None:
+    engine = paged_engine(tiny_model("llama"), max_pages=4)
+    with pytest.raises(EngineError, match="'r0' of up to 60 tokens does not fit the KV cache of 4 pages x 8"):
+        engine.generate(requests([[5] * 40], GREEDY))
+    assert engine.health().num_waiting == 0
+    assert tokens(engine.generate(requests([[5] * 4], GREEDY)))
+
+
+def test_samples_of_a_prompt_hold_its_full_pages_together() -> None:
+    engine = paged_engine(tiny_model("qwen3"), max_num_seqs=6)
+    prompt = prompts(1, shortest=35, longest=35)[0]
+    held = []
+    batch = engine._batch
+    step = batch.step
+
+    def watched(version: int) -> bool:
+        finished = step(version)
+        held.append(pages_held(engine))
+        return finished
+
+    batch.step = watched  # pyrefly: ignore[bad-assignment]
+    engine.generate([GenerationRequest("g", prompt, SamplingParams(n=6, seed=1, max_new_tokens=4, ignore_eos=True))])
+    # 34 tokens: four full pages for all, and one or two pages (up to token 38) for each.
+    assert max(held) <= 4 + 6 * 1 + 1
+    assert engine.stats.prefill_tokens == 34
+    assert pages_held(engine) == 0
+
+
+def test_many_stop_tokens_are_all_looked_at() -> None:
+    model = tiny_model("llama")
+    row = prompts(1, seed=8)[0]
+    full = transformers_greedy(model, row, 20)
+    unused = [token for token in range(3, 40) if token not in full]
+    stopped = paged_engine(model).generate(
+        requests([row], replace(GREEDY, stop_token_ids=(*unused[:20], full[5])), own_seeds=False)
+    )[0]
+    assert stopped.token_ids == full[: full.index(full[5]) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_weights_that_moved_in_memory_are_found_again() -> None:
+    model = tiny_model("llama")
+    engine = paged_engine(model)
+    rows = prompts(2)
+    before = tokens(engine.generate(requests(rows, GREEDY)))
+    other = tiny_model("llama", seed=1)
+    for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.data = new.data
+    engine.update_weights(None, 1)
+    after = tokens(engine.generate(requests(rows, GREEDY)))
+    assert after == [transformers_greedy(other, row, 20) for row in rows] != before
