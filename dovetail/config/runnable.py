@@ -118,11 +118,9 @@ def _sampling(config: DovetailConfig) -> Iterator[Wish]:
 
 def _placement(config: DovetailConfig) -> Iterator[Wish]:
     policy, reward = config.actor_rollout_ref, config.reward_model
-    why = "generation and training take turns on the same devices"
-    if not policy.hybrid_engine:
-        yield f"{_POLICY}.hybrid_engine", False, f"{why}; use True"
-    if policy.rollout.nnodes > 0:
-        yield f"{_ROLLOUT}.nnodes", policy.rollout.nnodes, f"{why}; use 0"
+    if not policy.hybrid_engine and policy.rollout.weight_sync == "disk":
+        why = "engines on devices of their own get weights from the trainer's processes; use broadcast"
+        yield f"{_ROLLOUT}.weight_sync", "disk", why
     if reward.enable and reward.enable_resource_pool:
         why = "the reward network runs on the trainer's devices; use False"
         yield "reward_model.enable_resource_pool", True, why

@@ -1,7 +1,8 @@
 """Which roles a run has, and the groups of processes that play them: on Ray, or in this process.
 
 Roles that share devices share processes: one process per device holds the actor, its engine, the reference, the critic
-and the reward model, so weights never compete with a second copy of themselves.
+and the reward model, so weights never compete with a second copy of themselves. With `hybrid_engine=False` the engines
+are processes on a pool of their own.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from dovetail.controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
+from dovetail.trainer.engines import GENERATION, SeparateEngines
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.critic_worker import CriticWorker
 from dovetail.workers.reward_model_worker import RewardModelWorker
+from dovetail.workers.rollout_worker import RolloutWorker
 
 POLICY, CRITIC, REWARD = "actor_rollout_ref", "critic", "reward_model"
 
@@ -33,14 +36,35 @@ class RoleGroups:
     critic: WorkerGroup | None
     reward_model: WorkerGroup | None
     processes: WorkerGroup
+    engines: SeparateEngines | None = None
+    """Engines on devices of their own; None when the actor's processes generate."""
+
+    def init_policy(self, total_steps: int) -> None:
+        """The actor, its reference and its engines."""
+        self.actor_rollout.init_model(total_steps)
+        if self.engines is not None:
+            self.engines.init_model()
+
+    @property
+    def rollout(self) -> WorkerGroup | SeparateEngines:
+        """Who has `generate_sequences`."""
+        return self.actor_rollout if self.engines is None else self.engines
+
+    def weights_changed(self) -> None:
+        """After an update or a load. Processes that train and generate know it themselves."""
+        if self.engines is not None:
+            self.engines.weights_changed()
 
     def shutdown(self) -> None:
+        if self.engines is not None:
+            self.engines.shutdown()
         self.processes.shutdown()
 
 
 def role_classes(config: DovetailConfig) -> dict[str, RayClassWithInitArgs]:
-    """The worker class of every role the config asks for."""
-    roles = {POLICY: RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role=POLICY)}
+    """The worker class of every role that the trainer's processes play."""
+    policy = POLICY if config.actor_rollout_ref.hybrid_engine else "actor_ref"
+    roles = {POLICY: RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role=policy)}
     if config.uses_critic:
         roles[CRITIC] = RayClassWithInitArgs(CriticWorker, config=config)
     if config.reward_model.enable:
@@ -50,6 +74,11 @@ def role_classes(config: DovetailConfig) -> dict[str, RayClassWithInitArgs]:
 
 def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool) -> RoleGroups:
     """Start the processes. Without Ray there is one, this one."""
+    if not use_ray and not config.actor_rollout_ref.hybrid_engine:
+        raise ValueError(
+            "actor_rollout_ref.hybrid_engine=False puts engines into processes of their own, which needs Ray; "
+            "drop --local, or set it to True."
+        )
     roles = role_classes(config)
     together = create_colocated_worker_cls(roles)
     if use_ray:
@@ -72,4 +101,15 @@ def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool) -> Ro
         critic=groups.get(CRITIC),
         reward_model=groups.get(REWARD),
         processes=processes,
+        engines=None if config.actor_rollout_ref.hybrid_engine else _separate_engines(config, policy, use_gpu),
     )
+
+
+def _separate_engines(config: DovetailConfig, trainer: WorkerGroup, use_gpu: bool) -> SeparateEngines:
+    rollout = config.actor_rollout_ref.rollout
+    pool = RayResourcePool([rollout.n_gpus_per_node] * rollout.nnodes, use_gpu=use_gpu, name_prefix="dovetail-engines")
+
+    def start() -> WorkerGroup:
+        return RayWorkerGroup(pool, RayClassWithInitArgs(RolloutWorker, config=config), name_prefix=GENERATION)
+
+    return SeparateEngines(config, trainer, start)

@@ -34,8 +34,7 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     ((f"{R}.multi_turn.enable=True",), f"{R}.multi_turn.enable", "use False"),
     ((f"{R}.repetition_penalty=1.1",), f"{R}.repetition_penalty", "use 1.0"),
     ((f"{R}.logprobs_mode=raw_logprobs",), f"{R}.logprobs_mode", "use temperature"),
-    ((f"{P}.hybrid_engine=False",), f"{P}.hybrid_engine", "use True"),
-    ((f"{R}.nnodes=1",), f"{R}.nnodes", "use 0"),
+    ((f"{P}.hybrid_engine=False", f"{R}.nnodes=1", f"{R}.weight_sync=disk"), f"{R}.weight_sync", "use broadcast"),
     (
         ("reward_model.enable=True", "reward_model.enable_resource_pool=True"),
         "reward_model.enable_resource_pool",
@@ -62,7 +61,7 @@ def test_a_run_refuses_it_and_a_plan_notices_it_once(overrides: tuple[str, ...],
 
 
 def test_everything_that_cannot_be_run_is_listed_at_once() -> None:
-    config = load_config(overrides=[f"{A}.strategy=megatron", f"{R}.name=sglang", f"{R}.nnodes=2"]).config
+    config = load_config(overrides=[f"{A}.strategy=megatron", f"{R}.name=sglang", f"{R}.repetition_penalty=2"]).config
     with pytest.raises(ConfigError) as caught:
         refuse_unsupported(config)
     # The critic of GAE takes the actor's strategy.

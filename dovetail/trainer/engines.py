@@ -1,0 +1,152 @@
+"""Engines on devices of their own, as the driver sees them: kept at the trainer's weights, started again when they die.
+
+The trainer's group is the source. Generation and training still take turns; only the devices are different ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from dovetail.config.root import DovetailConfig
+from dovetail.controller import RayWorkerGroup, WorkerGroup
+from dovetail.controller.errors import WorkerDiedError
+from dovetail.controller.futures import GroupFuture
+from dovetail.controller.rendezvous import LOOPBACK
+from dovetail.protocol import DataProto
+from dovetail.workers.parity import ParityReport
+from dovetail.workers.weight_sending import SendResult
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GENERATION = "rollout"
+"""Role of the processes that only generate."""
+
+
+class EngineFailedError(RuntimeError):
+    """Weights could not be brought to the engines, and no engine process is known to have died."""
+
+
+class SeparateEngines:
+    """`generate_sequences` like a group's. `start` builds the processes, and builds them again after a death.
+
+    A death stops all engines: their weights arrive in one group. Prompts carry their seeds, so the batch that is
+    written again is the batch that would have been written.
+    """
+
+    def __init__(
+        self,
+        config: DovetailConfig,
+        trainer: WorkerGroup,
+        start: Callable[[], WorkerGroup],
+        *,
+        on_restart: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._rollout = config.actor_rollout_ref.rollout
+        self._trainer = trainer
+        self._start = start
+        self._restarts_left = self._rollout.restart_engine
+        self.on_restart = on_restart
+        self.group = start()
+        self.num_restarts = 0
+        self._version = 1
+        self._engine_version: int | None = None  # None: the engines have no weights of this trainer
+
+    def init_model(self) -> None:
+        """Start the engines, introduce them to the trainer, and prove that weights arrive."""
+        self._retrying(self._initialise)
+
+    def weights_changed(self) -> None:
+        """The trainer's weights are newer than the engines' from here on."""
+        self._version += 1
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Answers under the trainer's current weights."""
+
+        def generate() -> DataProto:
+            if self._engine_version is None:
+                self._initialise()
+            if self._engine_version != self._version:
+                self._send(check=self._rollout.verify_weights)
+            return self.group.generate_sequences(prompts)
+
+        return self._retrying(generate)
+
+    def check_parity(self) -> list[ParityReport]:
+        """Send the weights and hold the greedy answers of each engine against the trainer's forward."""
+        self._send(check=True)
+        return self._judged()
+
+    def shutdown(self) -> None:
+        self.group.shutdown()
+
+    def _initialise(self) -> None:
+        self.group.init_model()
+        address = next(
+            found for found in self._trainer.open_weight_group(self.group.world_size, self._host()) if found is not None
+        )
+        joining = self.group.join_weight_group.submit(address)
+        connecting = self._trainer.connect_weight_group.submit()
+        self._both(joining, connecting, "meet")
+        self._send(check=self._rollout.verify_start)
+        if self._rollout.verify_start:
+            for report in self._judged():
+                report.require(self._rollout.name)
+
+    def _send(self, *, check: bool) -> None:
+        receiving = self.group.receive_weights.submit(self._version)
+        results = self._both(receiving, self._trainer.send_weights.submit(), f"send version {self._version} to")
+        sent = next(result.sent for result in results if result.sent is not None)
+        if check:
+            compared = self.group.compare_weights(sent)
+            logger.info("weights of version %d: %s tensors of each engine compared", self._version, compared)
+        self._engine_version = self._version
+
+    def _both(self, engines: GroupFuture, trainer: GroupFuture, what: str) -> list[SendResult]:
+        """Wait for a call on both sides. A death of an engine is raised as such, and only when the trainer is free."""
+        try:
+            engines.get()
+        finally:
+            results: list[SendResult] = trainer.get()
+        problem = next((result.problem for result in results if result.problem), "")
+        if problem:
+            raise EngineFailedError(f"the trainer could not {what} the engines: {problem}")
+        return results
+
+    def _judged(self) -> list[ParityReport]:
+        """One report for each engine; engines that answer alike share the trainer's forward."""
+        reports = []
+        known: dict[str, ParityReport] = {}
+        for answers in self.group.answer_probe():
+            key = repr([(answer.token_ids, answer.log_probs) for answer in answers])
+            if key not in known:
+                known[key] = self._trainer.judge_probe(answers)[0]
+            reports.append(known[key])
+        return reports
+
+    def _retrying(self, work: Callable[[], T]) -> T:
+        while True:
+            try:
+                return work()
+            except WorkerDiedError as error:
+                if error.role != GENERATION or self._restarts_left <= 0:
+                    raise
+                self._restart(error)
+
+    def _restart(self, error: WorkerDiedError) -> None:
+        self._restarts_left -= 1
+        self.num_restarts += 1
+        logger.warning("%s Starting the engines again; %d restarts are left.", error, self._restarts_left)
+        self.on_restart(str(error))
+        self.group.shutdown()
+        self._engine_version = None
+        self.group = self._start()
+
+    def _host(self) -> str:
+        """Where the receivers find the trainer's rank 0."""
+        groups = [group for group in (self._trainer, self.group) if isinstance(group, RayWorkerGroup)]
+        nodes = [identity.node for group in groups for identity in group.identities]
+        return LOOPBACK if len(set(nodes)) <= 1 else nodes[0]

@@ -1,0 +1,103 @@
+"""`RolloutWorker`: an engine on devices of its own (`actor_rollout_ref.hybrid_engine=False`). Trains nothing.
+
+Weights come from the trainer's rank 0 over a group that the driver introduces. Until the first update has arrived
+nothing is generated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from dovetail.config.root import DovetailConfig
+from dovetail.controller import Dispatch, register
+from dovetail.models.load import load_tokenizer
+from dovetail.protocol import DataProto
+from dovetail.rollout.base import EngineError, GenerationResult, RolloutEngine
+from dovetail.rollout.registry import engine_class_for
+from dovetail.weight_sync import GroupAddress, WeightReceiver
+from dovetail.workers.generation import answers_of, requests_of
+from dovetail.workers.parity import ParityProbe
+from dovetail.workers.training_role import TrainingRole
+from dovetail.workers.weight_check import SentWeights
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutWorker(TrainingRole):
+    """One engine, or one process of an engine that several processes share."""
+
+    def __init__(self, config: DovetailConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._rollout = config.actor_rollout_ref.rollout
+        self.engine: RolloutEngine | None = None
+        self._receiver: WeightReceiver | None = None
+        self._has_weights = False
+        self._num_calls = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Start the engine. It may read the model folder, but generates from the trainer's weights only."""
+        policy, size = self.config.actor_rollout_ref, self._rollout.engine_world_size
+        if size > 1:  # processes that share an engine must know each other before it starts
+            self.join_group(timeout_seconds=policy.nccl_timeout)
+        self.engine = engine_class_for(self._rollout).from_config(self._rollout, policy.model.path, device=self.device)
+        tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
+        self._pad_token_id = int(tokenizer.pad_token_id)
+        self._probe = ParityProbe(self.config, tokenizer)
+        self._register_dispatch_collect_info("rollout", self.rank // size, self.rank % size == 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_weight_group(self, address: GroupAddress) -> None:
+        """Meet the trainer's rank 0; blocks until all receivers have."""
+        device = self.device if address.backend == "nccl" else "cpu"
+        self._receiver = WeightReceiver(address, 1 + self.rank, device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int) -> None:
+        """Take the update that the trainer is sending."""
+        engine = self._started()
+        if self._receiver is None:
+            raise EngineError("this worker has not joined a weight group; call join_weight_group first.")
+        stream = _received(self._receiver)
+        try:
+            engine.update_weights(stream, version)
+        finally:
+            for _ in stream:  # the sender and the other engines wait for every tensor to be taken
+                pass
+        self._has_weights = True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def compare_weights(self, sent: SentWeights) -> int:
+        """How many tensors are those that the trainer sent; WeightMismatchError names the others."""
+        return sent.compare(self._started())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def answer_probe(self) -> list[GenerationResult]:
+        """Greedy answers to the prompts on which engine and trainer are compared."""
+        return self._probe.ask(self._started())
+
+    @register(dispatch_mode=Dispatch.mesh("rollout", pad=True))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Responses for these prompts, `meta_info["n"]` of each side by side."""
+        engine = self._started()
+        if not self._has_weights:
+            raise EngineError("the engine has no weights of the trainer yet; call receive_weights first.")
+        self._num_calls += 1
+        name = f"{self.rank // self._rollout.engine_world_size}-{self._num_calls}"
+        requests = requests_of(prompts, self._rollout, name=name)
+        results = engine.generate(requests)
+        return answers_of(requests, results, self._rollout, pad_token_id=self._pad_token_id)
+
+    def _started(self) -> RolloutEngine:
+        if self.engine is None:
+            raise EngineError("the engine is not started; call init_model first.")
+        return self.engine
+
+
+def _received(receiver: WeightReceiver) -> Iterator[tuple[str, Tensor]]:
+    for bucket in receiver.buckets():
+        yield from bucket.tensors()

@@ -1,0 +1,151 @@
+"""Engines on devices of their own: the same run as with shared ones, also when an engine is killed in mid-batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.controller import WorkerDiedError, start_ray, stop_ray
+from dovetail.protocol import DataProto
+from dovetail.trainer.engines import SeparateEngines
+from dovetail.trainer.groups import RoleGroups, create_groups
+from tests.trainer.test_workers import answers, assert_close
+from tests.trainer.toy_run import Toy, train
+from tests.workers.tiny_run import rollout_batch, run_config, small_model, with_old_log_probs
+
+pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
+
+R = "actor_rollout_ref.rollout"
+STEPS = 3
+KEYS = {"actor_rollout_ref.actor.optim.eps": 1e-3, "trainer.total_training_steps": STEPS, f"{R}.verify_weights": True}
+SPLIT = {"actor_rollout_ref.hybrid_engine": False, f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": 2}
+LONG = 400
+
+
+def test_a_run_on_separate_engines_is_the_run_on_shared_ones(toy: Toy, tmp_path: Path) -> None:
+    _, shared = train(toy.config(tmp_path / "shared", KEYS))
+    _, separate = train(toy.config(tmp_path / "separate", {**KEYS, **SPLIT}), use_ray=True)
+    for step in range(1, STEPS + 1):
+        assert answers(tmp_path / "separate", step) == answers(tmp_path / "shared", step)
+    assert_close(separate, shared)
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleGroups]:
+    """Two processes that train, two that generate."""
+    model = small_model(tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=512)
+    config = run_config(
+        model,
+        {
+            **SPLIT,
+            "trainer.n_gpus_per_node": 2,
+            "data.max_response_length": LONG,
+            "algorithm.adv_estimator": "grpo",
+            f"{R}.ignore_eos": True,
+            f"{R}.restart_engine": 1,
+        },
+    )
+    start_ray(num_cpus=6, object_store_memory=256 * 1024**2)
+    built = create_groups(config, use_ray=True, use_gpu=False)
+    built.init_policy(4)
+    yield built
+    built.shutdown()
+    stop_ray()
+
+
+@pytest.fixture
+def engines(groups: RoleGroups) -> SeparateEngines:
+    assert groups.engines is not None
+    return groups.engines
+
+
+def prompts(n: int = 2) -> DataProto:
+    ids = np.empty(4, dtype=object)
+    ids[:] = [[5, 9, 11], [6, 7], [8, 9, 10, 12], [20]]
+    return DataProto.from_dict(
+        {"index": torch.arange(4)}, {"raw_prompt_ids": ids, "sampling_seed": np.arange(4)}, {"n": n}
+    )
+
+
+class Generating:
+    """A generation on a thread."""
+
+    def __init__(self, engines: SeparateEngines) -> None:
+        self.result: DataProto | None = None
+        self.error: WorkerDiedError | None = None
+        self.seconds = 0.0
+        self._thread = threading.Thread(target=self._run, args=(engines,))
+        self._thread.start()
+
+    def _run(self, engines: SeparateEngines) -> None:
+        try:
+            self.result = engines.generate_sequences(prompts())
+        except WorkerDiedError as error:
+            self.error = error
+        self.seconds = time.monotonic()
+
+    def join(self) -> None:
+        self._thread.join(240)
+        assert not self._thread.is_alive()
+
+
+def kill(engines: SeparateEngines) -> tuple[int, float]:
+    """End the second engine while it writes."""
+    group: Any = engines.group
+    time.sleep(0.3)
+    pid = group.identities[1].pid
+    os.kill(pid, signal.SIGKILL)
+    return pid, time.monotonic()
+
+
+def test_weights_follow_an_update_on_every_engine(groups: RoleGroups, engines: SeparateEngines) -> None:
+    before = engines.generate_sequences(prompts())
+    assert set(before.tensors["weight_version"].flatten().tolist()) == {1}
+    batch = rollout_batch()
+    old = groups.actor_rollout.compute_log_prob(batch).tensors["old_log_probs"]
+    groups.actor_rollout.update_actor(with_old_log_probs(batch, old))
+    groups.weights_changed()
+    after = engines.generate_sequences(prompts())
+    assert set(after.tensors["weight_version"].flatten().tolist()) == {2}
+    log_probs = groups.actor_rollout.compute_log_prob(after).tensors["old_log_probs"]
+    assert (log_probs - after.tensors["rollout_log_probs"]).abs().max() < 1e-4
+    assert [report.passed for report in engines.check_parity()] == [True, True]
+
+
+def test_an_engine_killed_in_mid_batch_is_started_again_and_the_batch_is_the_same(engines: SeparateEngines) -> None:
+    expected = engines.generate_sequences(prompts())
+    reasons: list[str] = []
+    engines.on_restart = reasons.append
+    running = Generating(engines)
+    pid, killed = kill(engines)
+    while not reasons and time.monotonic() < killed + 60:
+        time.sleep(0.05)
+    assert time.monotonic() - killed < 10, "the driver says so within ten seconds"
+    assert f"rollout[rank 1] died (pid {pid}" in reasons[0]
+    assert "while running 'generate_sequences'" in reasons[0]
+    running.join()
+    assert running.result is not None, running.error
+    for name in ("responses", "response_mask", "weight_version"):
+        assert torch.equal(running.result.tensors[name], expected.tensors[name]), name
+    assert engines.num_restarts == 1
+
+
+def test_without_a_restart_left_the_death_is_raised_by_name_within_ten_seconds(
+    groups: RoleGroups, engines: SeparateEngines
+) -> None:
+    """The last of this file: the engines are gone afterwards, the trainer is not."""
+    running = Generating(engines)
+    _, killed = kill(engines)
+    running.join()
+    assert running.seconds - killed < 10
+    assert "rollout[rank 1] died" in str(running.error)
+    assert groups.actor_rollout.compute_log_prob(rollout_batch()).tensors["old_log_probs"].isfinite().all()
