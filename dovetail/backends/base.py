@@ -151,6 +151,20 @@ class TrainBackend(ABC):
         on one rank is raised on all.
         """
 
+    def start_save(
+        self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
+    ) -> None:
+        """Save the state of this moment, and let training go on before it is written where the backend can do that."""
+        self.save_state(folder, extra=extra, contents=contents)
+
+    def is_saving(self) -> bool:
+        """Whether a save that was started is not on the disk yet."""
+        return False
+
+    def finish_save(self) -> None:
+        """Wait for the save that was started, and raise what went wrong in it."""
+        return
+
     @abstractmethod
     def load_state(self, folder: Path, *, contents: Collection[str] = CONTENTS) -> dict[str, Any]:
         """Read what ``save_state`` wrote, on any number of processes; return ``extra`` (empty when not asked for)."""

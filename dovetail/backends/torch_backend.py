@@ -28,7 +28,8 @@ from dovetail.backends.device_memory import free_device_cache, memory_in_use
 from dovetail.backends.network import network_call
 from dovetail.backends.schedule import LearningRateSchedule
 from dovetail.backends.sharding import Sharding
-from dovetail.checkpoint.sharded import CONTENTS, load_sharded, save_sharded
+from dovetail.checkpoint.background import BackgroundSave
+from dovetail.checkpoint.sharded import CONTENTS, load_sharded, save_sharded, take_snapshot
 from dovetail.models.activations import activation_offload
 from dovetail.models.backbone import HF_PREFIX, TransformerBackbone
 from dovetail.models.lora import adapter_disabled, has_lora, merged_weights
@@ -66,6 +67,7 @@ class TorchBackend(TrainBackend):
         self._max_grad_norm = max_grad_norm
         self._num_skipped = 0
         self._away: set[str] = set()
+        self._background = BackgroundSave()
 
     @property
     def module(self) -> torch.nn.Module:
@@ -154,13 +156,25 @@ class TorchBackend(TrainBackend):
     def save_state(
         self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
     ) -> None:
-        own = {
-            "schedule": self._schedule.state_dict() if self._schedule is not None else None,
-            "num_skipped": self._num_skipped,
-        }
-        everything = {"backend": own, "extra": dict(extra or {})}
+        module = self._sharding.state_module
         with self._brought_in():
-            save_sharded(folder, self._sharding.state_module, self._optimizer, extra=everything, contents=contents)
+            save_sharded(folder, module, self._optimizer, extra=self._with_own_state(extra), contents=contents)
+
+    def start_save(
+        self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
+    ) -> None:
+        module = self._sharding.state_module
+        with self._brought_in():
+            snapshot = take_snapshot(
+                module, self._optimizer, extra=self._with_own_state(extra), contents=contents, copied=True
+            )
+        self._background.start(folder, snapshot)
+
+    def is_saving(self) -> bool:
+        return self._background.is_running
+
+    def finish_save(self) -> None:
+        self._background.finish()
 
     def load_state(self, folder: Path, *, contents: Collection[str] = CONTENTS) -> dict[str, Any]:
         with self._brought_in():
@@ -183,6 +197,13 @@ class TorchBackend(TrainBackend):
             counts = counts.clone()
             dist.all_reduce(counts, group=self._dp_group)
         return counts
+
+    def _with_own_state(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        own = {
+            "schedule": self._schedule.state_dict() if self._schedule is not None else None,
+            "num_skipped": self._num_skipped,
+        }
+        return {"backend": own, "extra": dict(extra or {})}
 
     def _run(self, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
         self._require_here("params")

@@ -6,9 +6,11 @@ the folder is whole is the business of ``checkpoint.store``.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -40,6 +43,17 @@ _EXTRA = "extra.pt"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+@dataclass(frozen=True)
+class StateSnapshot:
+    """What one rank writes. With ``copied`` it holds memory of its own, and training may go on."""
+
+    tensors: dict[str, Any]
+    random_state: dict[str, Any]
+    extra: dict[str, Any]
+    contents: list[str]
+    has_steps: bool
+
+
 def save_sharded(
     folder: Path,
     module: nn.Module,
@@ -52,33 +66,60 @@ def save_sharded(
 
     An error on any rank is raised on all of them, so no rank goes on with a checkpoint that another has lost.
     """
-    rank, world_size = _place()
-    together(folder.mkdir, parents=True, exist_ok=True)
+    write_snapshot(folder, take_snapshot(module, optimizer, extra=extra, contents=contents))
+
+
+def take_snapshot(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    extra: Mapping[str, Any],
+    contents: Collection[str] = CONTENTS,
+    copied: bool = False,
+) -> StateSnapshot:
+    """This rank's part of ``contents``. ``copied``: in host memory of its own, as a save in the background needs it."""
     # Asking a fresh optimizer for its state makes the library take an empty step first, which would count as a step.
     has_steps = optimizer is not None and bool(optimizer.state)
     saved = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
-    state: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     if "model" in saved:
-        state["model"] = get_model_state_dict(module, options=_OPTIONS)
+        tensors["model"] = get_model_state_dict(module, options=_OPTIONS)
     if "optimizer" in saved and optimizer is not None and has_steps:
-        state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
+        tensors["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
+    if copied and tensors:
+        tensors = BlockingAsyncStager().stage(tensors)
+    return StateSnapshot(tensors, capture_rng(), copy.deepcopy(dict(extra)), saved, has_steps)
+
+
+def write_snapshot(folder: Path, snapshot: StateSnapshot, group: dist.ProcessGroup | None = None) -> None:
+    """Write what every rank has taken. Collective over ``group``; a thread needs one of its own."""
+    rank, world_size = _place()
+    together(folder.mkdir, parents=True, exist_ok=True, group=group)
     try:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / _SHARDS), no_dist=world_size == 1)
+        dcp.save(
+            snapshot.tensors,
+            storage_writer=dcp.FileSystemWriter(folder / _SHARDS),
+            process_group=group,
+            no_dist=world_size == 1,
+        )
     except CheckpointException as failure:  # not an Exception: it would pass every handler on its way out
         raise OSError(f"{folder} could not be written: {first_failure(failure)}") from failure
 
     def write_small_files() -> None:
-        if "extra" in saved:
-            torch.save(capture_rng(), folder / f"rng_{rank}.pt")
+        if "extra" in snapshot.contents:
+            torch.save(snapshot.random_state, folder / f"rng_{rank}.pt")
         if rank == 0:
-            if "extra" in saved:
-                torch.save(dict(extra), folder / _EXTRA)
+            if "extra" in snapshot.contents:
+                torch.save(snapshot.extra, folder / _EXTRA)
             description = {
-                "version": STATE_VERSION, "world_size": world_size, "contents": saved, "has_steps": has_steps
-            }  # fmt: skip
+                "version": STATE_VERSION,
+                "world_size": world_size,
+                "contents": snapshot.contents,
+                "has_steps": snapshot.has_steps,
+            }
             (folder / _DESCRIPTION).write_text(json.dumps(description))
 
-    together(write_small_files)
+    together(write_small_files, group=group)
 
 
 def load_sharded(
@@ -142,7 +183,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def together(action: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def together(action: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
     """Run ``action`` on every rank; if any rank failed, raise on all, naming the first that did."""
     error: OSError | RuntimeError | None = None
     try:
@@ -154,7 +195,7 @@ def together(action: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             raise error
         return
     errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}", group=group)
     failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
     if failed:
         raise OSError(f"rank {failed[0][0]} could not write its part of the checkpoint: {failed[0][1]}") from error

@@ -19,6 +19,7 @@ from typing import Any
 from dovetail.checkpoint.manifest import (
     BrokenCheckpoint,
     flush_folder,
+    read_manifest,
     verify_folder,
     write_manifest,
     write_text_atomically,
@@ -48,8 +49,7 @@ class CheckpointStore:
             yield folder
             self.commit(step, world_size=world_size, extra=extra)
         except BaseException:
-            # Also frees the space: on a full disk the half-written folder is what keeps the next save from fitting.
-            shutil.rmtree(folder, ignore_errors=True)
+            self.discard(step)
             raise
         self.prune()
 
@@ -80,6 +80,19 @@ class CheckpointStore:
         flush_folder(self.root)
         write_text_atomically(self.root / LATEST_NAME, f"{step}\n")
         return final
+
+    def discard(self, step: int) -> None:
+        """Take an unfinished save away. Also frees its space: on a full disk it would keep the next from fitting."""
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+
+    def bytes_needed(self, step: int) -> int:
+        """Size of a checkpoint: that of the newest whole one, or what the unfinished save of ``step`` has so far."""
+        written = sum(path.stat().st_size for path in self._partial(step).rglob("*") if path.is_file())
+        whole = [other for other in self.steps() if self._is_whole(other)]
+        if not whole:
+            return written
+        newest = read_manifest(self.folder(whole[-1]))
+        return max(written, sum(record.size for record in newest.files.values()))
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of ``step`` is or would be."""

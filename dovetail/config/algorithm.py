@@ -53,7 +53,11 @@ class RolloutCorrectionConfig(Section):
         None, description="Bounds of the rejection, one per rule, comma-separated: `upper` or `lower_upper`."
     )
     bypass_mode: bool = Field(False, description="Take the engine's log-probs as the old log-probs.")
-    loss_type: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="Loss with `bypass_mode`.")
+    loss_type: Literal["ppo_clip", "reinforce"] = Field(
+        "ppo_clip",
+        description="Loss with `bypass_mode`: ppo_clip is `actor.policy_loss.loss_mode` with the engine as the old "
+        "policy; reinforce has no ratio, and weights it by `rollout_is`.",
+    )
 
     @field_validator("rollout_rs")
     @classmethod
@@ -67,6 +71,12 @@ class RolloutCorrectionConfig(Section):
     def rejection_rules(self) -> tuple[str, ...]:
         """The rejection rules in order."""
         return tuple(rule.strip() for rule in self.rollout_rs.split(",")) if self.rollout_rs else ()
+
+    @property
+    def weight_threshold(self) -> float | str:
+        """Where weights are cut, or `lower_upper` outside of which they are dropped."""
+        lower = self.rollout_is_threshold_lower
+        return self.rollout_is_threshold if lower is None else f"{lower}_{self.rollout_is_threshold}"
 
     @property
     def active(self) -> bool:

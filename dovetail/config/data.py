@@ -27,6 +27,10 @@ class DataConfig(Section):
     """Prompts for training and validation."""
 
     train_files: list[str] | str = Field([], description="Training prompts: one parquet / jsonl path or a list.")
+    train_weights: list[float] | None = Field(
+        None,
+        description="Share of each file of `train_files` in every epoch, one number per file. Null: by their sizes.",
+    )
     val_files: list[str] | str = Field([], description="Validation prompts: one path or a list. Empty: no validation.")
     tokenizer: str | None = Field(None, description="Tokenizer path. Null: the one of the model.")
     train_max_samples: int = Field(-1, ge=-1, description="Use at most this many training rows; -1 for all.")

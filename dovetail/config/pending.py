@@ -63,10 +63,6 @@ def _native(config: DovetailConfig) -> bool:
     return config.actor_rollout_ref.rollout.name == "native"
 
 
-def _shared_devices(config: DovetailConfig) -> bool:
-    return config.actor_rollout_ref.hybrid_engine
-
-
 def _no_servers(config: DovetailConfig) -> bool:
     rollout = config.actor_rollout_ref.rollout
     return rollout.mode != "server" or not rollout.server_urls
@@ -125,12 +121,14 @@ PENDING: tuple[Pending, ...] = (
     Pending(f"{_ROLLOUT}.calculate_log_probs", "the engine's log-probs are always kept", fulfilled=lambda value: True),
     *(Pending(f"{_TURNS}.{name}", _ONE_TURN) for name in _TURN_KEYS),
     Pending(f"{_ROLLOUT}.agent.*", _ONE_TURN),
-    Pending(f"{_ROLLOUT}.n_gpus_per_node", _SHARED_DEVICES, when=_shared_devices),
+    Pending("actor_rollout_ref.hybrid_engine", _SHARED_DEVICES),
+    Pending(f"{_ROLLOUT}.nnodes", _SHARED_DEVICES),
+    Pending(f"{_ROLLOUT}.n_gpus_per_node", _SHARED_DEVICES),
     Pending(f"{_ROLLOUT}.data_parallel_size", _SHARED_DEVICES),
     Pending(
         f"{_ROLLOUT}.weight_sync",
         "weights go to the engine of the same process",
-        when=lambda config: _no_servers(config) and _shared_devices(config),
+        when=_no_servers,
         fulfilled=lambda value: value == "colocated",
     ),
     Pending(f"{_ROLLOUT}.weights_folder", _NO_SERVERS, when=_no_servers),
@@ -139,14 +137,13 @@ PENDING: tuple[Pending, ...] = (
         f"{_ROLLOUT}.mode", "the native engine takes the requests of a batch together in its own process", when=_native
     ),
     *(Pending(f"{_ROLLOUT}.{name}", _NATIVE, when=_native) for name in _ENGINE_SETTINGS),
-    Pending(
-        f"{_ROLLOUT}.restart_engine",
-        "an engine in the trainer's own process ends with it; vllm with mode=async, and engines on devices of their own "
-        "(`hybrid_engine=False`), are started again",
-        when=lambda config: _shared_devices(config) and _not("vllm", "async")(config),
-    ),
+    Pending(f"{_ROLLOUT}.restart_engine", "only vllm with mode=async can be restarted", when=_not("vllm", "async")),
     Pending(f"{_ROLLOUT}.engine_kwargs.sglang*", "there is no SGLang engine yet"),
-    Pending("reward_model.sandbox_fusion.max_concurrent", "as many programs run as `reward_model.num_workers` ask for"),
+    Pending(
+        "reward_model.sandbox_fusion.max_concurrent",
+        "without `sandbox_fusion.url` each of the `reward_model.num_workers` processes runs one program at a time",
+        when=lambda config: config.reward_model.sandbox_fusion.url is None,
+    ),
     Pending("reward_model.enable_resource_pool", _REWARD_DEVICES),
     Pending("reward_model.nnodes", _REWARD_DEVICES),
     Pending("reward_model.n_gpus_per_node", _REWARD_DEVICES),

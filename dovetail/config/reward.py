@@ -9,6 +9,7 @@ from pydantic import Field
 from dovetail.config.actor import ActorConfig, Strategy
 from dovetail.config.base import Section, inherits
 from dovetail.config.critic import CriticConfig
+from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import RewardNetworkConfig
 
@@ -41,7 +42,9 @@ class SandboxFusionConfig(Section):
     """A remote sandbox that runs code answers."""
 
     url: str | None = Field(None, description="Address of the sandbox. Null: no remote sandbox.")
-    max_concurrent: int = Field(64, ge=1, description="Programs at a time.")
+    max_concurrent: int = Field(
+        64, ge=1, description="Programs at a time in the remote sandbox, over all scoring processes."
+    )
     memory_limit_mb: int = Field(1024, ge=1, description="Memory of one program, in MiB.")
 
 
@@ -64,6 +67,9 @@ class RewardModelConfig(Section):
         OverlongBufferConfig.model_construct(), description="Punishment of long answers."
     )
     num_workers: int = Field(2, ge=1, description="Processes that score answers.")
+    max_failed_share: float = Field(
+        0.2, ge=0, lt=1, description="Share of a batch that may stay without a score before the run stops."
+    )
     timeout_seconds: float = Field(300.0, gt=0, description="Time for one score; then the worker is killed.")
     sandbox_fusion: SandboxFusionConfig = Field(SandboxFusionConfig.model_construct(), description="Code sandbox.")
     enable: bool = Field(False, description="Score with a reward network as well.")
@@ -97,3 +103,8 @@ class RewardModelConfig(Section):
     nccl_timeout: int | None = Field(
         None, ge=1, description="Seconds before a stuck collective fails. Null: `actor_rollout_ref.nccl_timeout`."
     )
+
+    @property
+    def offloading(self) -> FSDPConfig | MegatronConfig:
+        """The section whose `param_offload` and `optimizer_offload` count."""
+        return self.megatron if self.strategy == "megatron" else self.model.fsdp_config

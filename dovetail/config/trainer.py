@@ -34,8 +34,8 @@ class TrainerConfig(Section):
     device_peak_tflops: float | None = Field(
         None,
         gt=0,
-        description="Peak of one device in tera-FLOP/s, for `perf/mfu/*`. Null: published for known GPUs, measured on a "
-        "CPU, otherwise not reported.",
+        description="Peak of one device in tera-FLOP/s, for `perf/mfu/*`. Null: published for known GPUs, measured on "
+        "a CPU, otherwise not reported.",
     )
     balance_batch: bool = Field(True, description="Give each data-parallel rank the same number of tokens.")
     critic_warmup: int = Field(0, ge=0, description="Steps that train the critic only.")

@@ -17,7 +17,7 @@ from dovetail.data.sampler import PromptSampler
 def build_train_loader(
     config: DovetailConfig, tokenizer: Any, processor: Any = None, *, weights: Sequence[float] | None = None
 ) -> PromptLoader:
-    """Training prompts, `data.gen_batch_size` (or `data.train_batch_size`) at a time."""
+    """Training prompts, `data.gen_batch_size` (or `data.train_batch_size`) at a time, mixed by `data.train_weights`."""
     data = config.data
     dataset = _build_dataset(config, data.train_paths, data.train_max_samples, tokenizer, processor)
     sampler = _sampler_class(config)(
@@ -26,7 +26,7 @@ def build_train_loader(
         seed=config.data_seed,
         shuffle=data.shuffle,
         drop_last=True,
-        weights=weights,
+        weights=data.train_weights if weights is None else weights,
         fingerprint=getattr(dataset, "fingerprint", ""),
     )
     return PromptLoader(dataset, sampler, prefetch=data.dataloader_num_workers > 0)

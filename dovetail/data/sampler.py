@@ -185,7 +185,7 @@ def _quotas(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
         return list(sizes)
     if len(weights) != len(sizes) or min(weights) < 0 or sum(weights) <= 0:
         raise DataError(
-            f"the weights {list(weights)} do not fit {len(sizes)} files; give one weight of 0 or more each."
+            f"data.train_weights={list(weights)} does not fit {len(sizes)} files; give one weight of 0 or more each."
         )
     usable = [weight if size else 0.0 for weight, size in zip(weights, sizes, strict=True)]
     exact = [sum(sizes) * weight / sum(usable) for weight in usable]

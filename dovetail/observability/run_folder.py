@@ -26,6 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dovetail.observability.disk import DiskFullError, explaining_full_disk
+
 logger = logging.getLogger(__name__)
 
 METRICS, EVENTS, TIMELINE, NOW = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "now.json"
@@ -141,7 +143,8 @@ def write_text(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with explaining_full_disk(file):
+            temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, file)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -156,9 +159,10 @@ def _append(file: Path, entry: Mapping[str, Any]) -> None:
         size = os.fstat(handle).st_size
         if size and os.pread(handle, 1, size - 1) != b"\n":
             line = b"\n" + line  # Half a line is there: let it be one bad line, not two.
-        written = os.write(handle, line)
+        with explaining_full_disk(file):
+            written = os.write(handle, line)
         if written != len(line):
-            raise OSError(f"only {written} of {len(line)} bytes went into {file}; is the disk full?")
+            raise DiskFullError(file, needed=len(line))
     finally:
         os.close(handle)
 

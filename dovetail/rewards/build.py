@@ -12,7 +12,7 @@ from dovetail.rewards.errors import RewardError
 from dovetail.rewards.functions import FunctionSpec
 from dovetail.rewards.managers import DAPORewardManager, RewardManager, find_reward_manager
 from dovetail.rewards.registry import find_rule
-from dovetail.rewards.runner import MAX_FAILED_SHARE, RewardRunner
+from dovetail.rewards.runner import RewardRunner
 
 _REGISTRY = "pkg://dovetail.rewards.registry"
 _RUNNER_OPTIONS = ("max_failed_share", "rule_weight", "rm_weight", "rewards")
@@ -29,9 +29,9 @@ def build_reward_runner(config: DovetailConfig, tokenizer: Decoder) -> RewardRun
         reward_specs(config),
         tokenizer,
         manager=_build_manager(config, manager_options),
-        num_workers=section.num_workers,
+        num_workers=scoring_processes(config),
         timeout_seconds=section.timeout_seconds,
-        max_failed_share=float(options.get("max_failed_share", MAX_FAILED_SHARE)),
+        max_failed_share=float(options.get("max_failed_share", section.max_failed_share)),
         rule_weight=float(options.get("rule_weight", 1.0)),
         rm_weight=float(options.get("rm_weight", 1.0)),
         reward_fn_key=config.data.reward_fn_key,
@@ -50,8 +50,21 @@ def reward_specs(config: DovetailConfig) -> list[FunctionSpec]:
     if section.enable and "rule_weight" not in section.reward_kwargs:
         return []
     sandbox = section.sandbox_fusion
-    kwargs = {"sandbox_url": sandbox.url, "memory_limit_mb": sandbox.memory_limit_mb, **custom.reward_kwargs}
+    kwargs = {
+        "sandbox_url": sandbox.url,
+        "memory_limit_mb": sandbox.memory_limit_mb,
+        "programs_at_once": sandbox.max_concurrent // scoring_processes(config),
+        **custom.reward_kwargs,
+    }
     return [FunctionSpec(_REGISTRY, "default_compute_score", kwargs, key="reward rules")]
+
+
+def scoring_processes(config: DovetailConfig) -> int:
+    """Scoring processes: no more than the remote sandbox takes programs."""
+    section = config.reward_model
+    if section.sandbox_fusion.url is None:
+        return section.num_workers
+    return min(section.num_workers, section.sandbox_fusion.max_concurrent)
 
 
 def _listed_spec(entry: Mapping[str, Any], number: int) -> FunctionSpec:

@@ -71,7 +71,7 @@ def check_failures(outcomes: Sequence[Outcome], max_failed_share: float) -> None
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     raise RewardError(
         f"{len(failures)} of {len(outcomes)} answers could not be scored ({counted}); at most "
-        f"{max_failed_share:.0%} may fail (reward_model.reward_kwargs.max_failed_share). The first, row {row}:\n"
+        f"{max_failed_share:.0%} may fail (reward_model.max_failed_share). The first, row {row}:\n"
         f"{first.detail}"
     )
 

@@ -83,6 +83,7 @@ def default_compute_score(
     *,
     sandbox_url: str | None = None,
     memory_limit_mb: int = 1024,
+    programs_at_once: int = 1,
     **kwargs: Any,
 ) -> Any:
     """Score an answer by the rule of its data source. `kwargs` go to the rule."""
@@ -90,7 +91,8 @@ def default_compute_score(
         return _CUSTOM[data_source](data_source, solution_str, ground_truth, extra_info, **kwargs)
     rule = rule_of(data_source)
     if rule == "code":
-        kwargs = {"sandbox_url": sandbox_url, "memory_limit_mb": memory_limit_mb, **kwargs}
+        sandbox = {"sandbox_url": sandbox_url, "memory_limit_mb": memory_limit_mb, "programs_at_once": programs_at_once}
+        kwargs = {**sandbox, **kwargs}
     return find_rule(rule)(solution_str, ground_truth, **kwargs)
 
 

@@ -42,25 +42,24 @@ def add_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl_ctrl: KLControl
 def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, Metrics]:
     """Importance weights and rejection for the gap between engine and trainer, and the gap itself as metrics.
 
-    Without the engine's log-probs there is nothing to do; without a correction only the metrics are made.
+    Without the engine's log-probs there is nothing to do; without a correction only the metrics are made. In bypass
+    mode the gap is not known here: the update corrects and reports it.
     """
     columns = batch.tensors
-    if "rollout_log_probs" not in columns or "old_log_probs" not in columns:
-        return batch, {}
     settings = algorithm.rollout_correction
+    if "rollout_log_probs" not in columns or "old_log_probs" not in columns or settings.bypass_mode:
+        return batch, {}
     pair = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
     gap = compute_probs_diff_metrics(*pair) | ({} if settings.active else compute_offpolicy_metrics(*pair))
     metrics = {f"rollout_corr/{name}": value for name, value in gap.items()}
     if not settings.active:
         return batch, metrics
-    lower = settings.rollout_is_threshold_lower
-    threshold = settings.rollout_is_threshold if lower is None else f"{lower}_{settings.rollout_is_threshold}"
     found = compute_rollout_correction_and_rejection_mask(
         columns["old_log_probs"],
         columns["rollout_log_probs"],
         columns["response_mask"],
         rollout_is=settings.rollout_is,
-        rollout_is_threshold=threshold,
+        rollout_is_threshold=settings.weight_threshold,
         rollout_is_batch_normalize=settings.rollout_is_batch_normalize,
         rollout_rs=settings.rollout_rs,
         rollout_rs_threshold=settings.rollout_rs_threshold,

@@ -4,19 +4,27 @@ global_step_N/actor      sharded weights, optimizer, schedule, random state (and
 global_step_N/critic     the same of the critic
 global_step_N/trainer.json   where the data stands, the KL coefficient, the number of prompts drawn, the step's metrics
 global_step_N/surplus.pkl    groups that dynamic sampling carries over to the next step
+
+With `checkpoint.async_save` workers write a copy of their state while training goes on. The folder gets its manifest
+and its name when all have written it; until then, the checkpoint before it is the newest.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dovetail.checkpoint.manifest import verify_folder
 from dovetail.checkpoint.store import CheckpointStore
+from dovetail.config.checkpoint import CheckpointConfig
 from dovetail.config.root import DovetailConfig
+from dovetail.controller import WorkerGroup
+from dovetail.observability.disk import DiskFullError, free_bytes, is_full_disk
 from dovetail.protocol import DataProto
 from dovetail.trainer.groups import RoleGroups
 
@@ -24,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _DRIVER_STATE = "trainer.json"
 _SURPLUS = "surplus.pkl"
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,14 @@ class FoundCheckpoint:
     metrics: dict[str, float]
 
 
+@dataclass
+class _OpenSave:
+    """A save that some groups are still writing."""
+
+    step: int
+    writing: list[WorkerGroup] = field(default_factory=list)
+
+
 class TrainerCheckpoints:
     """Saves and loads through the groups. Folders are whole or absent."""
 
@@ -43,19 +60,46 @@ class TrainerCheckpoints:
         self._config = config
         self._loaded: Path | None = None
         self._store = CheckpointStore(config.trainer.run_dir, max_to_keep=config.trainer.max_actor_ckpt_to_keep)
+        self._open: _OpenSave | None = None
 
-    def save(self, step: int, groups: RoleGroups, state: dict[str, Any], *, surplus: DataProto | None = None) -> Path:
-        """Write everything a resumed run needs; the folder appears when all of it is there."""
-        with self._store.saving(step, world_size=self._config.trainer.world_size) as folder:
-            groups.actor_rollout.save_checkpoint(str(folder / "actor"))
-            if "hf_model" in self._config.actor_rollout_ref.actor.checkpoint.save_contents:
-                groups.actor_rollout.export_model(str(folder / "actor" / "huggingface"))
+    def save(
+        self, step: int, groups: RoleGroups, state: dict[str, Any], *, surplus: DataProto | None = None
+    ) -> list[int]:
+        """Write what a resumed run needs; returns the steps whose checkpoints have become whole by this call.
+
+        A save that still goes on in the background is waited for.
+        """
+        finished = self.finish()
+        policy, critic = self._config.actor_rollout_ref.actor.checkpoint, self._config.critic.checkpoint
+        with self._whole_or_nothing(step):
+            folder = self._store.begin(step)
+            save = _OpenSave(step)
+            self._save_role(groups.actor_rollout, policy, folder / "actor", save)
             if groups.critic is not None:
-                groups.critic.save_checkpoint(str(folder / "critic"))
+                self._save_role(groups.critic, critic, folder / "critic", save)
             if surplus is not None:
                 surplus.save_to_disk(folder / _SURPLUS)
             (folder / _DRIVER_STATE).write_text(json.dumps({"step": step, **state}, indent=1))
-        return self._store.folder(step)
+        self._open = save
+        return [*finished, *(self.finish() if not save.writing else [])]
+
+    def poll(self) -> list[int]:
+        """Finish the save in the background if all of it is written; never waits."""
+        if self._open is None or any(any(group.is_saving()) for group in self._open.writing):
+            return []
+        return self.finish()
+
+    def finish(self) -> list[int]:
+        """Wait for the save in the background, if there is one, and make its folder whole."""
+        save, self._open = self._open, None
+        if save is None:
+            return []
+        with self._whole_or_nothing(save.step):
+            for group in save.writing:
+                group.finish_saving()
+            self._store.commit(save.step, world_size=self._config.trainer.world_size)
+        self._store.prune()
+        return [save.step]
 
     def load(self, groups: RoleGroups) -> FoundCheckpoint | None:
         """Load what `trainer.resume_mode` says into the workers; None: the run starts from the beginning."""
@@ -73,6 +117,35 @@ class TrainerCheckpoints:
         """The carried-over groups of the checkpoint that was loaded."""
         assert self._loaded is not None, "load comes first"
         return DataProto.load_from_disk(self._loaded / _SURPLUS)
+
+    def _save_role(self, group: WorkerGroup, settings: CheckpointConfig, folder: Path, save: _OpenSave) -> None:
+        if "hf_model" in settings.save_contents:
+            group.export_model(str(folder / "huggingface"))
+        group.save_checkpoint(str(folder), background=settings.async_save)
+        if settings.async_save:
+            save.writing.append(group)
+
+    @contextmanager
+    def _whole_or_nothing(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            folder = self._store.folder(step)
+            # Libraries lose the reason on the way up; a disk without a free MiB speaks for itself.
+            is_full = is_full_disk(error) or free_bytes(folder) < _MIB
+            needed = self._store.bytes_needed(step)
+            self._store.discard(step)
+            if is_full:
+                raise DiskFullError(folder, needed=needed, advice=self._advice()) from error
+            raise
+
+    def _advice(self) -> str:
+        latest = self._store.latest()
+        kept = f"; {latest} is whole, and the run continues from it when started again" if latest else ""
+        return (
+            "free some space, set trainer.max_actor_ckpt_to_keep to keep fewer checkpoints, or set "
+            f"trainer.default_local_dir to another disk{kept}"
+        )
 
     def _chosen(self) -> Path | None:
         settings = self._config.trainer

@@ -14,7 +14,9 @@ from dovetail.algorithms import BatchCounts, agg_loss, get_policy_loss_fn, get_p
 from dovetail.algorithms.aggregate import token_share
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
 from dovetail.config.actor import ActorConfig
+from dovetail.config.algorithm import RolloutCorrectionConfig
 from dovetail.protocol import DataProto
+from dovetail.workers.bypass import bypass_terms
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
 from dovetail.workers.mini_batches import mini_batches
 from dovetail.workers.response_columns import (
@@ -32,7 +34,7 @@ class DataParallelPPOActor:
 
     `mini_batch_rows` is what this rank holds of one mini-batch, in sequences; `loss_scale_factor` divides
     `seq-mean-token-sum-norm`. The reference policy is the same class over a backend without optimizer, or over the
-    actor's own with `adapters=False` (LoRA switched off).
+    actor's own with `adapters=False` (LoRA switched off). `bypass`: `old_log_probs` are the engine's.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class DataParallelPPOActor:
         loss_scale_factor: float | None = None,
         seed: int = 0,
         adapters: bool = True,
+        bypass: RolloutCorrectionConfig | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -56,8 +59,10 @@ class DataParallelPPOActor:
             config.ppo_max_token_len_per_gpu,
         )
         self._loss_scale_factor = loss_scale_factor
-        self._policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
-        self._select_tokens = get_policy_loss_selector(config.policy_loss.loss_mode)
+        self._bypass = bypass
+        loss_mode = "reinforce" if bypass and bypass.loss_type == "reinforce" else config.policy_loss.loss_mode
+        self._policy_loss = get_policy_loss_fn(loss_mode)
+        self._select_tokens = get_policy_loss_selector(loss_mode)
         self._seed = seed
         self._adapters = adapters
         self.num_updates = 0
@@ -138,19 +143,26 @@ class DataParallelPPOActor:
             columns = micro_batch.tensors
             mask, width = columns["response_mask"], response_width(micro_batch)
             log_prob = at_responses(output.log_probs, width)
+            weights, whole_mask = columns.get("rollout_is_weights"), mask
+            if self._bypass is not None:
+                mask, weights = bypass_terms(log_prob.detach(), columns["old_log_probs"], mask, self._bypass)
             loss, metrics = self._policy_loss(
                 old_log_prob=columns.get("old_log_probs", log_prob.detach()),
                 log_prob=log_prob,
                 advantages=columns["advantages"],
                 response_mask=mask,
-                rollout_is_weights=columns.get("rollout_is_weights"),
+                rollout_is_weights=weights,
                 loss_selection=columns.get("loss_selection"),
                 counts=counts,
                 **self._loss_settings(),
             )
             metrics = {"actor/pg_loss": loss.detach(), **metrics}
-            if "rollout_log_probs" in columns:
-                metrics |= _engine_gap(log_prob.detach(), columns["rollout_log_probs"], mask, counts)
+            engine = columns["old_log_probs"] if self._bypass is not None else columns.get("rollout_log_probs")
+            if engine is not None:
+                metrics |= _engine_gap(log_prob.detach(), engine, whole_mask, counts)
+            if self._bypass is not None and self._bypass.rollout_rs is not None:
+                rejected = whole_mask.float() - mask.float()
+                metrics["rollout_corr/rollout_rs_masked_fraction"] = token_share(rejected, whole_mask, counts)
             if output.entropy is not None:
                 entropy = agg_loss(
                     at_responses(output.entropy, width), mask, mode, counts=counts, loss_scale_factor=scale

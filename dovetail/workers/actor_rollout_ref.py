@@ -13,16 +13,12 @@ from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
 from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
-from dovetail.rollout.base import GenerationResult
-from dovetail.weight_sync import GroupAddress
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.hybrid_engine import HybridEngine
 from dovetail.workers.micro_batches import MicroBatchLimit
-from dovetail.workers.parity import ParityProbe, ParityReport
-from dovetail.workers.training_role import TrainingRole, loaded
-from dovetail.workers.weight_check import compare_answers
-from dovetail.workers.weight_sending import SendResult, WeightSending
+from dovetail.workers.parity import ParityReport
+from dovetail.workers.training_role import TrainingRole, load_role, loaded, save_role
 
 T = TypeVar("T")
 
@@ -47,7 +43,6 @@ class ActorRolloutRefWorker(TrainingRole):
         self.actor: DataParallelPPOActor | None = None
         self.ref: DataParallelPPOActor | None = None
         self.hybrid: HybridEngine | None = None
-        self._sending: WeightSending | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_training_steps: int = -1) -> None:
@@ -77,8 +72,6 @@ class ActorRolloutRefWorker(TrainingRole):
             )
             self.actor = self._actor_of(actor_backend)
             self.place_in_mesh("actor", actor_backend)
-            if not self._is_rollout:
-                self._sending = WeightSending(actor_backend, policy.rollout)
         if self._is_ref and self.config.uses_reference:
             self.ref = self._build_ref(actor_backend)
             self.place_in_mesh("ref", self.ref.backend)
@@ -131,31 +124,6 @@ class ActorRolloutRefWorker(TrainingRole):
         return self._need(self.hybrid, "rollout").verify()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weight_group(self, num_receivers: int, host: str) -> GroupAddress | None:
-        """For engines elsewhere: rank 0 begins a group that they join at this address."""
-        return self._need(self._sending, "the trainer of engines elsewhere").open(num_receivers, host)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_weight_group(self) -> SendResult:
-        """Blocks until all engines have joined."""
-        return self._need(self._sending, "the trainer of engines elsewhere").connect()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self) -> SendResult:
-        """The current weights to all engines of the group."""
-        sending, actor = self._need(self._sending, "the trainer of engines elsewhere"), self._need(self.actor, "actor")
-        with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
-            return sending.send()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def judge_probe(self, answers: list[GenerationResult]) -> ParityReport:
-        """Hold an engine's greedy answers against the forward of the trained model."""
-        actor, model = self._need(self.actor, "actor"), self.config.actor_rollout_ref.model
-        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
-        with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
-            return compare_answers(ParityProbe(self.config, tokenizer), answers, actor.backend)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> None:
         """Give the device to the engine, with the current weights."""
         self._need(self.hybrid, "rollout").rollout_mode()
@@ -166,18 +134,31 @@ class ActorRolloutRefWorker(TrainingRole):
         self._need(self.hybrid, "rollout").trainer_mode()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str, extra: dict[str, Any] | None = None) -> None:
-        """Write this rank's part of weights, optimizer, schedule and random state."""
-        actor = self._need(self.actor, "actor")
-        with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config, trains=True):
-            actor.backend.save_state(Path(local_path), extra={"num_updates": actor.num_updates, **(extra or {})})
+    def save_checkpoint(
+        self, local_path: str, extra: dict[str, Any] | None = None, *, background: bool = False
+    ) -> None:
+        """Write this rank's part of `checkpoint.save_contents`; `background`: from a copy, while training goes on."""
+        actor, settings = self._need(self.actor, "actor"), self.config.actor_rollout_ref.actor
+        own = {"num_updates": actor.num_updates, **(extra or {})}
+        with loaded(actor.backend, settings.fsdp_config, trains=True):
+            save_role(actor.backend, Path(local_path), settings.checkpoint, extra=own, background=background)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def is_saving(self) -> bool:
+        """Whether a save in the background is not written yet."""
+        return self._need(self.actor, "actor").backend.is_saving()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_saving(self) -> None:
+        """Wait for the save in the background; raises what went wrong in it."""
+        self._need(self.actor, "actor").backend.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> dict[str, Any]:
         """Read what `save_checkpoint` wrote, on any number of processes; returns its `extra`."""
         actor = self._need(self.actor, "actor")
         with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config, trains=True):
-            extra = actor.backend.load_state(Path(local_path))
+            extra = load_role(actor.backend, Path(local_path), self.config.actor_rollout_ref.actor.checkpoint)
         actor.num_updates = extra.pop("num_updates", 0)
         if self.hybrid is not None:
             self.hybrid.weights_changed()
@@ -219,6 +200,7 @@ class ActorRolloutRefWorker(TrainingRole):
     def _actor_of(self, backend: TrainBackend, *, is_ref: bool = False, adapters: bool = True) -> DataParallelPPOActor:
         policy = self.config.actor_rollout_ref
         limits = policy.ref if is_ref else policy.rollout
+        correction = self.config.algorithm.rollout_correction
         rows = policy.actor.ppo_mini_batch_size * policy.rollout.n // backend.place.dp_size
         return DataParallelPPOActor(
             policy.actor,
@@ -232,6 +214,7 @@ class ActorRolloutRefWorker(TrainingRole):
             loss_scale_factor=self.config.loss_scale_factor,
             seed=self.config.trainer.seed,
             adapters=adapters,
+            bypass=correction if correction.bypass_mode and not is_ref else None,
         )
 
     def _need(self, part: T | None, name: str) -> T:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dovetail.backends.export import export_hf_folder
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
+from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_value
 from dovetail.workers.critic import DataParallelPPOCritic
-from dovetail.workers.training_role import TrainingRole, loaded
+from dovetail.workers.training_role import TrainingRole, load_role, loaded, save_role
 
 
 class CriticWorker(TrainingRole):
@@ -43,6 +47,7 @@ class CriticWorker(TrainingRole):
             config.model,
             strategy=config.strategy,
             fsdp=config.fsdp_config,
+            megatron=config.megatron,
             optim=optim,
             grad_clip=config.grad_clip,
             sp_size=config.ulysses_sequence_parallel_size,
@@ -58,32 +63,54 @@ class CriticWorker(TrainingRole):
             seed=self.config.trainer.seed,
         )
         self.place_in_mesh("critic", backend)
-        backend.offload(params=config.fsdp_config.param_offload, optimizer=config.fsdp_config.optimizer_offload)
+        backend.offload(params=config.offloading.param_offload, optimizer=config.offloading.optimizer_offload)
 
     @register(dispatch_mode=Dispatch.mesh("critic", pad=True))
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` before each response token."""
-        with loaded(self.critic.backend, self.config.critic.fsdp_config):
+        with loaded(self.critic.backend, self.config.critic.offloading):
             return DataProto.from_dict({"values": self.critic.compute_values(data)})
 
     @register(dispatch_mode=Dispatch.mesh("critic"))
     def update_critic(self, data: DataProto) -> DataProto:
         """One update; metrics in `meta_info["metrics"]`, equal on every rank."""
-        with loaded(self.critic.backend, self.config.critic.fsdp_config, trains=True):
+        with loaded(self.critic.backend, self.config.critic.offloading, trains=True):
             return DataProto(meta_info={"metrics": self.critic.update_critic(data)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path: str, extra: dict[str, Any] | None = None) -> None:
-        """Write this rank's part of weights, optimizer, schedule and random state."""
-        critic = self.critic
-        with loaded(critic.backend, self.config.critic.fsdp_config, trains=True):
-            critic.backend.save_state(Path(local_path), extra={"num_updates": critic.num_updates, **(extra or {})})
+    def save_checkpoint(
+        self, local_path: str, extra: dict[str, Any] | None = None, *, background: bool = False
+    ) -> None:
+        """Write this rank's part of `checkpoint.save_contents`; `background`: from a copy, while training goes on."""
+        critic, settings = self.critic, self.config.critic
+        own = {"num_updates": critic.num_updates, **(extra or {})}
+        with loaded(critic.backend, settings.offloading, trains=True):
+            save_role(critic.backend, Path(local_path), settings.checkpoint, extra=own, background=background)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def is_saving(self) -> bool:
+        """Whether a save in the background is not written yet."""
+        return self.critic.backend.is_saving()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_saving(self) -> None:
+        """Wait for the save in the background; raises what went wrong in it."""
+        self.critic.backend.finish_save()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_model(self, out: str, dtype: str | None = None) -> None:
+        """Write the value network as a Hugging Face folder."""
+        model = self.config.critic.model
+        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+        wanted = None if dtype is None else getattr(torch, dtype)
+        with loaded(self.critic.backend, self.config.critic.offloading):
+            export_hf_folder(self.critic.backend, Path(out), tokenizer=tokenizer, dtype=wanted)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> dict[str, Any]:
         """Read what `save_checkpoint` wrote, on any number of processes; returns its `extra`."""
         critic = self.critic
-        with loaded(critic.backend, self.config.critic.fsdp_config, trains=True):
-            extra = critic.backend.load_state(Path(local_path))
+        with loaded(critic.backend, self.config.critic.offloading, trains=True):
+            extra = load_role(critic.backend, Path(local_path), self.config.critic.checkpoint)
         critic.num_updates = extra.pop("num_updates", 0)
         return extra

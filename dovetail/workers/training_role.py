@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dovetail.backends.base import TrainBackend
+from dovetail.checkpoint.manifest import BrokenCheckpoint
+from dovetail.checkpoint.sharded import CONTENTS, read_description
+from dovetail.config.checkpoint import CheckpointConfig
 from dovetail.config.fsdp import FSDPConfig
+from dovetail.config.megatron import MegatronConfig
 from dovetail.controller import Dispatch, Worker, register
 from dovetail.workers.device_peak import device_peak
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingRole(Worker):
@@ -48,11 +57,36 @@ def _compute_deterministically() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def save_role(
+    backend: TrainBackend, folder: Path, settings: CheckpointConfig, *, extra: Mapping[str, Any], background: bool
+) -> None:
+    """Write what `checkpoint.save_contents` names; `background` returns when there is a copy to write from."""
+    save = backend.start_save if background else backend.save_state
+    save(folder, extra=extra, contents=settings.save_contents)
+
+
+def load_role(backend: TrainBackend, folder: Path, settings: CheckpointConfig) -> dict[str, Any]:
+    """Read what `checkpoint.load_contents` names, or all that was saved; returns the role's own `extra`."""
+    saved = read_description(folder)["contents"]
+    asked = saved if settings.load_contents is None else settings.load_contents
+    wanted = [name for name in CONTENTS if name in asked]
+    if settings.load_contents is None and "model" not in saved:
+        raise BrokenCheckpoint(
+            folder,
+            "it was saved without model (checkpoint.save_contents), so there is no state to continue from; set "
+            "trainer.resume_mode=disable, and model.path to its huggingface folder if it has one",
+        )
+    left_out = [name for name in CONTENTS if name not in wanted]
+    if left_out:
+        logger.warning("%s: %s not loaded; the run does not continue exactly", folder, ", ".join(left_out))
+    return backend.load_state(folder, contents=wanted)
+
+
 @contextmanager
-def loaded(backend: TrainBackend, fsdp: FSDPConfig, *, trains: bool = False) -> Iterator[None]:
+def loaded(backend: TrainBackend, settings: FSDPConfig | MegatronConfig, *, trains: bool = False) -> Iterator[None]:
     """The weights (and the optimizer when `trains`) are on the device inside, and back on the host after."""
-    backend.onload(params=fsdp.param_offload, optimizer=fsdp.optimizer_offload and trains)
+    backend.onload(params=settings.param_offload, optimizer=settings.optimizer_offload and trains)
     try:
         yield
     finally:
-        backend.offload(params=fsdp.param_offload, optimizer=fsdp.optimizer_offload and trains)
+        backend.offload(params=settings.param_offload, optimizer=settings.optimizer_offload and trains)

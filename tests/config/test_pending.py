@@ -40,11 +40,22 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
         "reward_model.enable_resource_pool",
         "use False",
     ),
-    ((f"{A}.checkpoint.async_save=True",), f"{A}.checkpoint.async_save", "use False"),
     (
-        ("algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.loss_type=reinforce"),
+        (
+            "algorithm.rollout_correction.bypass_mode=True",
+            "algorithm.rollout_correction.loss_type=reinforce",
+            f"{A}.policy_loss.loss_mode=gspo",
+        ),
         "algorithm.rollout_correction.loss_type",
-        f"{A}.policy_loss.loss_mode=vanilla",
+        f"{A}.policy_loss.loss_mode=gspo",
+    ),
+    (
+        (
+            "algorithm.rollout_correction.bypass_mode=True",
+            "algorithm.rollout_correction.rollout_is_batch_normalize=True",
+        ),
+        "algorithm.rollout_correction.rollout_is_batch_normalize",
+        "use False",
     ),
 ]
 
@@ -79,7 +90,7 @@ def test_roles_that_do_not_run_are_not_asked() -> None:
         ("data.return_raw_input_ids=True", "raw_prompt_ids"),
         (f"{M}.use_shm=True", "every process reads the weights from the folder"),
         (f"{A}.entropy_checkpointing=True", "use_fused_kernels=True"),
-        (f"{A}.checkpoint.save_contents=[model]", "always saved and loaded"),
+        ("algorithm.rollout_correction.loss_type=reinforce", "without `bypass_mode`"),
         (f"{A}.fsdp_config.mixed_precision.buffer_dtype=bf16", "rotary tables float32"),
         (f"{A}.megatron.override_transformer_config.moe_router_dtype=fp32", "no Megatron backend yet"),
         (f"{R}.weight_sync=disk", "the same process"),
@@ -103,7 +114,8 @@ def test_a_key_that_is_not_acted_on_says_so_with_its_value(override: str, words:
     "override",
     [
         f"{A}.fsdp_config.mixed_precision.buffer_dtype=fp32",
-        f"{A}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        f"{A}.checkpoint.save_contents=[model]",
+        f"{A}.checkpoint.async_save=True",
         f"{R}.calculate_log_probs=True",
         f"{R}.weight_sync=colocated",
         "async_training.staleness_threshold=0.1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.config import DovetailConfig
+from dovetail.data.build import build_train_loader
 from dovetail.data.encode import truncate
 from dovetail.data.errors import DataError
+from dovetail.data.write import write_rows
 from dovetail.protocol import validate_stage
 from tests.data.prompt_files import dataset, rows, save_dataset_folder, toy_file
 from tests.models.tiny import tiny_tokenizer
@@ -21,8 +25,6 @@ pytestmark = pytest.mark.unit
 
 
 def test_every_format_gives_the_same_batch(tmp_path: Path) -> None:
-    from dovetail.data.write import write_rows
-
     content = rows(5)
     files = [
         str(write_rows(content, tmp_path / "a.parquet")),
@@ -108,8 +110,6 @@ def test_the_filter_leaves_out_long_prompts_and_says_how_many(
 
 
 def test_several_files_stand_one_after_the_other_and_miss_columns_as_none(tmp_path: Path) -> None:
-    from dovetail.data.write import write_rows
-
     extra = [{**row, "agent_name": "tool"} for row in rows(2, source="b")]
     made = dataset([toy_file(tmp_path, 3), str(write_rows(extra, tmp_path / "b.jsonl"))])
     batch = made.batch([2, 3])
@@ -245,3 +245,16 @@ def test_as_many_images_as_places_are_wanted(tmp_path: Path) -> None:
         dataset(image_file(tmp_path, "one <image>"), processor=FakeProcessor(), image_loader=load)[0]
     with pytest.raises(DataError, match="no processor"):
         dataset(image_file(tmp_path))[0]
+
+
+def test_train_weights_of_the_config_set_the_share_of_each_file(tmp_path: Path) -> None:
+    files = []
+    for name, count in (("a", 30), ("b", 10)):
+        content = [{**row, "data_source": name} for row in rows(count)]
+        files.append(str(write_rows(content, tmp_path / f"{name}.parquet")))
+    data = {"train_files": files, "train_weights": [1, 3], "train_batch_size": 40, "max_prompt_length": 64}
+    config = DovetailConfig(data=data, custom_reward_function={"path": "unused.py"})
+    batch = build_train_loader(config, tiny_tokenizer()).next_batch()
+    assert Counter(batch.non_tensor_batch["data_source"]) == {"a": 10, "b": 30}
+    with pytest.raises(DataError, match=r"data\.train_weights=\[1\.0\] does not fit 2 files"):
+        build_train_loader(DovetailConfig(data={**data, "train_weights": [1]}), tiny_tokenizer())

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from dovetail.config import DovetailConfig
+from dovetail.rewards.build import reward_specs, scoring_processes
+from dovetail.rewards.pool import KillablePool
 from dovetail.rewards.registry import RULES, default_compute_score, find_rule
 from dovetail.rewards.rules import arithmetic, code, countdown, exact, gsm8k, latex, math, multiple_choice
 from dovetail.rewards.rules import format as form
@@ -217,6 +221,52 @@ def test_a_remote_sandbox_tells_wrong_programs_from_its_own_trouble() -> None:
         with pytest.raises(SandboxUnavailable, match="no workers"):
             code.compute_score("```\nbroken\n```", tests, sandbox=sandbox)
     finally:
+        server.shutdown()
+        server.server_close()
+
+
+class CountingService(FakeService):
+    """Notes how many programs it was asked to run at the same time."""
+
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        kind = type(self)
+        with kind.lock:
+            kind.running += 1
+            kind.most = max(kind.most, kind.running)
+        time.sleep(0.15)
+        with kind.lock:
+            kind.running -= 1
+        super().do_POST()
+
+
+@pytest.mark.parametrize(("max_concurrent", "num_workers", "most"), [(6, 2, 6), (1, 4, 1)])
+def test_the_remote_sandbox_never_gets_more_programs_at_a_time_than_it_takes(
+    monkeypatch: pytest.MonkeyPatch, max_concurrent: int, num_workers: int, most: int
+) -> None:
+    monkeypatch.setattr(CountingService, "most", 0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), CountingService)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/run_code"
+    section = {
+        "num_workers": num_workers,
+        "sandbox_fusion": {"url": url, "max_concurrent": max_concurrent},
+    }
+    config = DovetailConfig(reward_model=section)
+    tests = {"inputs": [str(i) for i in range(6)], "outputs": [str(i) for i in range(6)]}
+    call = {
+        "data_source": "apps", "solution_str": "```\nprint(input())\n```", "ground_truth": tests, "extra_info": {}
+    }  # fmt: skip
+    pool = KillablePool(reward_specs(config), num_workers=scoring_processes(config), timeout_seconds=30)
+    try:
+        results = [future.result() for future in [pool.submit(call) for _ in range(4)]]
+        assert [result["score"] for result in results] == [1.0] * 4
+        assert CountingService.most <= max_concurrent
+        assert CountingService.most >= min(most, 3)
+    finally:
+        pool.close()
         server.shutdown()
         server.server_close()
 

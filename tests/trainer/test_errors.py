@@ -140,7 +140,7 @@ def reward_file(folder: Path, condition: str) -> str:
 def test_a_reward_of_nan_masks_its_row_and_the_run_goes_on(toy: Toy, tmp_path: Path, changes: dict[str, Any]) -> None:
     keys = {
         "custom_reward_function.path": reward_file(tmp_path, "solution_str[:1] < '5'"),
-        "reward_model.reward_kwargs": {"max_failed_share": 0.9},
+        "reward_model.max_failed_share": 0.9,
     }
     result, rows = train(toy.config(tmp_path / "run", {**keys, **changes}))
     assert result.steps == 3
@@ -180,7 +180,7 @@ def test_failed_rows_give_a_group_no_signal_in_dynamic_sampling(toy: Toy, tmp_pa
         "algorithm.filter_groups.metric": "score",
         "custom_reward_function.name": "compute_score",
         "custom_reward_function.path": reward_file(tmp_path, "solution_str[:1] < '5'"),
-        "reward_model.reward_kwargs": {"max_failed_share": 0.9},
+        "reward_model.max_failed_share": 0.9,
         "trainer.total_training_steps": 2,
     }
     _, rows = train(toy.config(tmp_path / "run", keys))

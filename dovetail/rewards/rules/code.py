@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dovetail.rewards.sandbox import LocalSandbox, RemoteSandbox, Sandbox
@@ -21,11 +22,15 @@ def compute_score(
     sandbox: Sandbox | None = None,
     sandbox_url: str | None = None,
     memory_limit_mb: int = 1024,
+    programs_at_once: int = 1,
     seconds_per_test: float = 6.0,
     max_tests: int | None = None,
     all_or_nothing: bool = False,
 ) -> dict[str, Any]:
-    """Truth: `{"inputs": [...], "outputs": [...]}`; with `fn_name`, that function is called, else the program run."""
+    """Truth: `{"inputs": [...], "outputs": [...]}`; with `fn_name`, that function is called, else the program run.
+
+    A remote sandbox gets up to `programs_at_once` test cases together; on this machine they take turns.
+    """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     inputs, outputs = list(tests["inputs"])[:max_tests], list(tests["outputs"])[:max_tests]
     if len(inputs) != len(outputs) or not inputs:
@@ -35,11 +40,15 @@ def compute_score(
         return {"score": 0.0, "acc": 0.0, "passed": 0, "tests": len(inputs)}
     if sandbox is None:
         sandbox = RemoteSandbox(sandbox_url) if sandbox_url else LocalSandbox()
-    passed = 0
-    for given, wanted in zip(inputs, outputs, strict=True):
+
+    def passes(given: Any, wanted: Any) -> bool:
         program, stdin = _program(code, given, tests.get("fn_name"))
         run = sandbox.run(program, stdin=stdin, timeout=seconds_per_test, memory_limit_mb=memory_limit_mb)
-        passed += run.ok and _same_output(run.stdout, wanted, is_call=bool(tests.get("fn_name")))
+        return run.ok and _same_output(run.stdout, wanted, is_call=bool(tests.get("fn_name")))
+
+    threads = programs_at_once if isinstance(sandbox, RemoteSandbox) else 1
+    with ThreadPoolExecutor(max_workers=max(1, min(threads, len(inputs)))) as pool:
+        passed = sum(pool.map(passes, inputs, outputs))
     share = passed / len(inputs)
     score = float(share == 1.0) if all_or_nothing else share
     return {"score": score, "acc": float(share == 1.0), "passed": passed, "tests": len(inputs)}

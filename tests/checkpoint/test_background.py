@@ -1,0 +1,87 @@
+"""A save in the background writes the state of the moment it was started, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dovetail.checkpoint.background import BackgroundSave
+from dovetail.checkpoint.sharded import load_sharded, take_snapshot
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.unit
+
+
+def network(seed: int = 0) -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    module = torch.nn.Linear(8, 4)
+    return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+
+
+def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        module(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_steps_taken_after_the_start_are_not_in_it(tmp_path: Path) -> None:
+    module, optimizer = network()
+    train(module, optimizer)
+    expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    moment = optimizer.state[module.weight]["exp_avg"].clone()
+    extra = {"schedule": {"step": 1}}
+    snapshot = take_snapshot(module, optimizer, extra=extra, copied=True)
+    train(module, optimizer, 3)
+    extra["schedule"]["step"] = 4
+    save = BackgroundSave()
+    save.start(tmp_path, snapshot)
+    save.finish()
+    other, other_optimizer = network(1)
+    assert load_sharded(tmp_path, other, other_optimizer) == {"schedule": {"step": 1}}
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    assert torch.equal(other_optimizer.state[other.weight]["exp_avg"], moment)
+    assert float(other_optimizer.state[other.weight]["step"]) == 1
+
+
+def test_what_goes_wrong_is_raised_when_it_is_asked_for_and_only_once(tmp_path: Path) -> None:
+    module, optimizer = network()
+    (tmp_path / "file").write_text("")
+    save = BackgroundSave()
+    save.start(tmp_path / "file", take_snapshot(module, optimizer, extra={}, copied=True))
+    with pytest.raises(OSError, match="file"):
+        save.finish()
+    save.finish()
+    assert not save.is_running
+
+
+def save_while_training(rank: int, world_size: int, folder: Path) -> None:
+    """Every rank trains, with collectives of its own, while its part is written."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module, _ = network()
+    fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    train(module, optimizer)
+    save = BackgroundSave()
+    for number in range(3):
+        before = module.weight.full_tensor().clone()
+        save.start(folder / str(number), take_snapshot(module, optimizer, extra={"number": number}, copied=True))
+        train(module, optimizer, 5)
+        for _ in range(20):
+            dist.all_reduce(torch.ones(1000))
+        save.finish()
+        after = module.weight.full_tensor().clone()
+        assert not torch.equal(before, after)
+        assert load_sharded(folder / str(number), module, optimizer) == {"number": number}
+        assert torch.equal(module.weight.full_tensor(), before)
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_on_while_their_parts_are_written(tmp_path: Path) -> None:
+    run_ranks(save_while_training, 2, tmp_path)
