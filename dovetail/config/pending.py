@@ -63,6 +63,10 @@ def _native(config: DovetailConfig) -> bool:
     return config.actor_rollout_ref.rollout.name == "native"
 
 
+def _shared_devices(config: DovetailConfig) -> bool:
+    return config.actor_rollout_ref.hybrid_engine
+
+
 def _no_servers(config: DovetailConfig) -> bool:
     rollout = config.actor_rollout_ref.rollout
     return rollout.mode != "server" or not rollout.server_urls
@@ -121,14 +125,12 @@ PENDING: tuple[Pending, ...] = (
     Pending(f"{_ROLLOUT}.calculate_log_probs", "the engine's log-probs are always kept", fulfilled=lambda value: True),
     *(Pending(f"{_TURNS}.{name}", _ONE_TURN) for name in _TURN_KEYS),
     Pending(f"{_ROLLOUT}.agent.*", _ONE_TURN),
-    Pending("actor_rollout_ref.hybrid_engine", _SHARED_DEVICES),
-    Pending(f"{_ROLLOUT}.nnodes", _SHARED_DEVICES),
-    Pending(f"{_ROLLOUT}.n_gpus_per_node", _SHARED_DEVICES),
+    Pending(f"{_ROLLOUT}.n_gpus_per_node", _SHARED_DEVICES, when=_shared_devices),
     Pending(f"{_ROLLOUT}.data_parallel_size", _SHARED_DEVICES),
     Pending(
         f"{_ROLLOUT}.weight_sync",
         "weights go to the engine of the same process",
-        when=_no_servers,
+        when=lambda config: _no_servers(config) and _shared_devices(config),
         fulfilled=lambda value: value == "colocated",
     ),
     Pending(f"{_ROLLOUT}.weights_folder", _NO_SERVERS, when=_no_servers),
@@ -137,7 +139,12 @@ PENDING: tuple[Pending, ...] = (
         f"{_ROLLOUT}.mode", "the native engine takes the requests of a batch together in its own process", when=_native
     ),
     *(Pending(f"{_ROLLOUT}.{name}", _NATIVE, when=_native) for name in _ENGINE_SETTINGS),
-    Pending(f"{_ROLLOUT}.restart_engine", "only vllm with mode=async can be restarted", when=_not("vllm", "async")),
+    Pending(
+        f"{_ROLLOUT}.restart_engine",
+        "an engine in the trainer's own process ends with it; vllm with mode=async, and engines on devices of their own "
+        "(`hybrid_engine=False`), are started again",
+        when=lambda config: _shared_devices(config) and _not("vllm", "async")(config),
+    ),
     Pending(f"{_ROLLOUT}.engine_kwargs.sglang*", "there is no SGLang engine yet"),
     Pending(
         "reward_model.sandbox_fusion.max_concurrent",

@@ -13,12 +13,21 @@ from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
 from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
+from dovetail.rollout.base import GenerationResult
+from dovetail.weight_sync import GroupAddress
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.hybrid_engine import HybridEngine
 from dovetail.workers.micro_batches import MicroBatchLimit
+<<<<<<< /tmp/merged_actor_rollout_ref.py
 from dovetail.workers.parity import ParityReport
 from dovetail.workers.training_role import TrainingRole, load_role, loaded, save_role
+=======
+from dovetail.workers.parity import ParityProbe, ParityReport
+from dovetail.workers.training_role import TrainingRole, loaded
+from dovetail.workers.weight_check import compare_answers
+from dovetail.workers.weight_sending import SendResult, WeightSending
+>>>>>>> /tmp/theirs_actor_rollout_ref.py
 
 T = TypeVar("T")
 
@@ -43,6 +52,7 @@ class ActorRolloutRefWorker(TrainingRole):
         self.actor: DataParallelPPOActor | None = None
         self.ref: DataParallelPPOActor | None = None
         self.hybrid: HybridEngine | None = None
+        self._sending: WeightSending | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_training_steps: int = -1) -> None:
@@ -72,6 +82,8 @@ class ActorRolloutRefWorker(TrainingRole):
             )
             self.actor = self._actor_of(actor_backend)
             self.place_in_mesh("actor", actor_backend)
+            if not self._is_rollout:
+                self._sending = WeightSending(actor_backend, policy.rollout)
         if self._is_ref and self.config.uses_reference:
             self.ref = self._build_ref(actor_backend)
             self.place_in_mesh("ref", self.ref.backend)
@@ -122,6 +134,31 @@ class ActorRolloutRefWorker(TrainingRole):
     def check_parity(self) -> ParityReport:
         """Send the weights to the engine and hold its greedy answers against the trainer's forward."""
         return self._need(self.hybrid, "rollout").verify()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_weight_group(self, num_receivers: int, host: str) -> GroupAddress | None:
+        """For engines elsewhere: rank 0 begins a group that they join at this address."""
+        return self._need(self._sending, "the trainer of engines elsewhere").open(num_receivers, host)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect_weight_group(self) -> SendResult:
+        """Blocks until all engines have joined."""
+        return self._need(self._sending, "the trainer of engines elsewhere").connect()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self) -> SendResult:
+        """The current weights to all engines of the group."""
+        sending, actor = self._need(self._sending, "the trainer of engines elsewhere"), self._need(self.actor, "actor")
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
+            return sending.send()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def judge_probe(self, answers: list[GenerationResult]) -> ParityReport:
+        """Hold an engine's greedy answers against the forward of the trained model."""
+        actor, model = self._need(self.actor, "actor"), self.config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
+            return compare_answers(ParityProbe(self.config, tokenizer), answers, actor.backend)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> None:
