@@ -19,15 +19,10 @@ from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.hybrid_engine import HybridEngine
 from dovetail.workers.micro_batches import MicroBatchLimit
-<<<<<<< /tmp/merged_actor_rollout_ref.py
-from dovetail.workers.parity import ParityReport
-from dovetail.workers.training_role import TrainingRole, load_role, loaded, save_role
-=======
 from dovetail.workers.parity import ParityProbe, ParityReport
-from dovetail.workers.training_role import TrainingRole, loaded
+from dovetail.workers.training_role import TrainingRole, load_role, loaded, save_role
 from dovetail.workers.weight_check import compare_answers
 from dovetail.workers.weight_sending import SendResult, WeightSending
->>>>>>> /tmp/theirs_actor_rollout_ref.py
 
 T = TypeVar("T")
 
