@@ -72,6 +72,14 @@ def _no_servers(config: DovetailConfig) -> bool:
     return rollout.mode != "server" or not rollout.server_urls
 
 
+def _not_sglang(config: DovetailConfig) -> bool:
+    return config.actor_rollout_ref.rollout.name != "sglang"
+
+
+def _no_sglang_server(config: DovetailConfig) -> bool:
+    return _not_sglang(config) or not _no_servers(config) or config.actor_rollout_ref.rollout.mode != "server"
+
+
 def _not(name: str, mode: str) -> Callable[[DovetailConfig], bool]:
     return lambda config: (config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode) != (name, mode)
 
@@ -92,6 +100,8 @@ _TAKE_TURNS = "generation and training take turns"
 _NATIVE = "the native engine has no such setting; it is read by `rollout.name=vllm`"
 
 _NO_SERVERS = "no server is used without `rollout.mode=server` and `rollout.server_urls`"
+
+_NO_SGLANG_SERVER = "only `rollout.name=sglang` with mode=server and no server_urls starts servers"
 
 _ENGINE_SETTINGS = (
     *("gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes", "enable_chunked_prefill"),
@@ -145,7 +155,9 @@ PENDING: tuple[Pending, ...] = (
         "(`hybrid_engine=False`), are started again",
         when=lambda config: _shared_devices(config) and _not("vllm", "async")(config),
     ),
-    Pending(f"{_ROLLOUT}.engine_kwargs.sglang*", "there is no SGLang engine yet"),
+    Pending(f"{_ROLLOUT}.engine_kwargs.sglang*", "only `rollout.name=sglang` reads it", when=_not_sglang),
+    Pending(f"{_ROLLOUT}.sglang_python", _NO_SGLANG_SERVER, when=_no_sglang_server),
+    Pending(f"{_ROLLOUT}.num_servers", _NO_SGLANG_SERVER, when=_no_sglang_server),
     Pending(
         "reward_model.sandbox_fusion.max_concurrent",
         "without `sandbox_fusion.url` each of the `reward_model.num_workers` processes runs one program at a time",

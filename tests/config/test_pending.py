@@ -25,7 +25,6 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     ((f"{M}.lora_adapter_path=/a",), f"{M}.lora_adapter_path", "merge the adapter"),
     ((f"{M}.hf_config_path=/a",), f"{M}.hf_config_path", f"{M}.override_config"),
     (("critic.model.lora_rank=8",), "critic.model.lora_rank", "trained whole"),
-    ((f"{R}.name=sglang",), f"{R}.name", "use native or vllm"),
     ((f"{R}.mode=server",), f"{R}.mode", "use sync"),
     ((VLLM, f"{R}.mode=async"), f"{R}.mode", "use sync"),
     ((VLLM, f"{R}.quantization=fp8"), f"{R}.quantization", "use null"),
@@ -72,7 +71,7 @@ def test_a_run_refuses_it_and_a_plan_notices_it_once(overrides: tuple[str, ...],
 
 
 def test_everything_that_cannot_be_run_is_listed_at_once() -> None:
-    config = load_config(overrides=[f"{A}.strategy=megatron", f"{R}.name=sglang", f"{R}.repetition_penalty=2"]).config
+    config = load_config(overrides=[f"{A}.strategy=megatron", f"{R}.name=openai", f"{R}.repetition_penalty=2"]).config
     with pytest.raises(ConfigError) as caught:
         refuse_unsupported(config)
     # The critic of GAE takes the actor's strategy.
