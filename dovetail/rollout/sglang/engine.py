@@ -1,0 +1,383 @@
+"""SGLang (`rollout.name=sglang`): inside this process, a batch or a request at a time, or as servers over HTTP.
+
+Every weight update finds the engine idle, is checked tensor by tensor before SGLang sees it, carries a version and is
+followed by a flush of the radix cache; running requests are interrupted and go on under the new weights. Sampling is
+SGLang's own; log-probs mean what `dovetail.rollout.base` says, or the request is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from dovetail.config.rollout import RolloutConfig
+from dovetail.rollout.base import (
+    ALL_TAGS,
+    EngineError,
+    EngineHealth,
+    GenerationRequest,
+    GenerationResult,
+    MemoryTag,
+    RolloutEngine,
+    UnsupportedPromptError,
+)
+from dovetail.rollout.remote.client import HttpClient
+from dovetail.rollout.remote.loop import LoopThread
+from dovetail.rollout.sglang.core import Core
+from dovetail.rollout.sglang.environment import server_python
+from dovetail.rollout.sglang.expected import expected_weights
+from dovetail.rollout.sglang.group import WeightGroup
+from dovetail.rollout.sglang.in_process import InProcessLink
+from dovetail.rollout.sglang.link import EngineDiedError, SGLangLink
+from dovetail.rollout.sglang.samples import check_request, samples_of
+from dovetail.rollout.sglang.server import ServerLink
+from dovetail.rollout.sglang.settings import Level, SGLangSettings, runs_on_cpu
+from dovetail.rollout.sglang.weights import CheckedWeights, TensorFiles, check_folder
+from dovetail.rollout.vllm.expected import stop_token_ids
+from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, NamedTensors, iter_buckets, tensor_checksum
+from dovetail.weight_sync.broadcast import GroupBackend
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1024**3
+_MAX_READ_BACK = 8, 1 << 18  # tensors, and elements of each: SGLang spells them out as numbers
+T = TypeVar("T")
+
+
+class SGLangRollout(RolloutEngine):
+    """`num_servers=0` runs SGLang in this process (build it on the main thread), otherwise that many servers of this
+    machine share the requests. `restarts` is how often dead ones are started again. `python` has SGLang for servers.
+    """
+
+    name = "sglang"
+
+    def __init__(
+        self,
+        settings: SGLangSettings,
+        *,
+        num_servers: int = 0,
+        level: Level = "request",
+        python: str | None = None,
+        restarts: int = 0,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        from transformers import AutoConfig
+
+        self.settings = settings
+        self._cpu = runs_on_cpu()
+        self._num_servers = num_servers
+        self._python = server_python(python) if num_servers else ""
+        self._restarts_left = restarts
+        self._bucket_bytes = bucket_bytes
+        self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
+        self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
+        text = AutoConfig.from_pretrained(
+            settings.model, trust_remote_code=settings.trust_remote_code
+        ).get_text_config()
+        self._vocab_size = int(text.vocab_size)
+        self._max_model_len = int(settings.max_model_len or text.max_position_embeddings)
+        self._unloaded = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
+        self._group: WeightGroup | None = None
+        self._kv_cache_bytes = 0
+        self._serial = itertools.count()
+        self._loop = LoopThread("sglang-engine")
+        self._client = HttpClient()
+        try:
+            links = self._start_links(max(num_servers, 1))
+        except BaseException:
+            self._loop.run(self._client.close())
+            self._loop.close()
+            raise
+        self._core = self._run(self._build_core(links, level))
+        if not settings.deterministic:
+            logger.info("SGLang draws its own random numbers here: seeds of requests do not fix what is sampled.")
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RolloutConfig,
+        folder: str,
+        *,
+        device: torch.device,
+        shared: torch.nn.Module | None = None,
+    ) -> RolloutEngine:
+        """`mode=sync` is one call per batch and `mode=async` one per sample, both in this process; `mode=server` starts
+        `num_servers` servers. SGLang always has weights of its own."""
+        return cls(
+            SGLangSettings.from_config(config, folder, device=device),
+            num_servers=config.num_servers if config.mode == "server" else 0,
+            level="batch" if config.mode == "sync" else "request",
+            python=config.sglang_python,
+            restarts=config.restart_engine,
+            bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
+        )
+
+    @property
+    def weight_version(self) -> int:
+        return self._core.version
+
+    @property
+    def frees_memory(self) -> bool:
+        """Whether `sleep` gives memory back. On CPU SGLang has no way to, and sleep only guards against use."""
+        return not self._cpu and self.settings.enable_sleep
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that hold the model, over all servers."""
+        return max(self._num_servers, 1) * self.settings.tensor_parallel_size
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        self._check_requests(requests)
+        samples = [
+            sample
+            for request in requests
+            for sample in samples_of(
+                request,
+                next(self._serial),
+                eos_ids=self._eos_ids,
+                room=self._max_model_len - len(request.prompt_token_ids),
+            )
+        ]
+        self._revive_some()
+        while unfinished := [sample for sample in samples if sample.finish_reason is None]:
+            try:
+                self._run(self._core.finish(unfinished))
+            except EngineDiedError as error:
+                self._restart(error)
+        return [sample.result() for sample in samples]
+
+    def num_tokens(self) -> dict[str, int]:
+        """Tokens that calls which have ended wrote of each running request. SGLang tells no more before a call ends."""
+        counts: Counter[str] = Counter()
+        for sample in list(self._core.live.values()):
+            counts[sample.request.request_id] += len(sample.token_ids)
+        return dict(counts)
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
+        """Through shared memory: the source is on this machine, and so are the servers."""
+        if weights is None:
+            raise ValueError("update_weights(None) is for engines that share the trainer's memory; SGLang has its own.")
+        checked = CheckedWeights(weights, self._expected)
+        with self._updating(version) as note, TensorFiles(self._bucket_bytes) as files:
+            for payload in files.payloads(checked):
+                # One payload for each tensor-parallel rank: every one reads all and keeps its part.
+                payloads = [payload] * self.settings.tensor_parallel_size
+                self._call("/update_weights_from_tensor", {"serialized_named_tensors": payloads, **note})
+            checked.require_complete()
+
+    def update_weights_by_broadcast(
+        self, weights: NamedTensors, version: int, *, backend: GroupBackend = "gloo", device: torch.device | str = "cpu"
+    ) -> None:
+        """Over a process group that SGLang's model processes join at the first call."""
+        checked = CheckedWeights(weights, self._expected)
+        with self._updating(version) as note:
+            group = self._group or self._join_group(backend, device)
+            for bucket in iter_buckets(checked, self._bucket_bytes):
+                names = {
+                    "names": [entry.name for entry in bucket.entries],
+                    "dtypes": [entry.dtype for entry in bucket.entries],
+                    "shapes": [list(entry.shape) for entry in bucket.entries],
+                }
+                receiving = self._loop.start(
+                    self._core.call_all("/update_weights_from_distributed", names | {"group_name": group.name} | note)
+                )
+                for _, tensor in bucket.tensors():
+                    group.broadcast(tensor)
+                receiving.result()
+            checked.require_complete()
+
+    def update_weights_from_disk(self, found: DiskVersion) -> None:
+        """From a folder that SGLang's processes see."""
+        with self._updating(found.version) as note:
+            check_folder(found, self._expected)
+            # Named, because it would take the format the engine was started with: dummy, usually.
+            self._call("/update_weights_from_disk", {"model_path": str(found.folder), "load_format": "auto", **note})
+
+    def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
+        """Of a few small tensors, of model families that SGLang can read back (Llama and its like), not in parts."""
+        if self.settings.tensor_parallel_size > 1:
+            return {}
+        count, elements = _MAX_READ_BACK
+        small = [name for name in names if math.prod(self._expected.shapes.get(name, (elements + 1,))) <= elements]
+        held: dict[str, str] = {}
+        for name in small[:count]:
+            shape = self._expected.shapes[name]
+            answers = self._call("/get_weights_by_name", {"name": name, "truncate_size": max(shape)})
+            tensors = [_read_back(answer, shape) for answer in answers]
+            if any(tensor is None for tensor in tensors):
+                continue
+            sums = {tensor_checksum(tensor, dtype) for tensor in tensors if tensor is not None}
+            held[name] = sums.pop() if len(sums) == 1 else "servers differ"
+        return held
+
+    def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        self._run(self._core.sleep(_checked(tags), on_device=self.frees_memory))
+
+    def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
+        self._run(self._core.wake(_checked(tags), on_device=self.frees_memory))
+
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
+        return self._run(self._core.abort(None if request_ids is None else frozenset(request_ids)))
+
+    def pause(self) -> None:
+        """Interrupts what is running: its tokens so far are kept, and `continue_` asks for the rest."""
+        self._run(self._core.pause())
+
+    def continue_(self) -> None:
+        self._run(self._core.continue_())
+
+    def health(self) -> EngineHealth:
+        core = self._core
+        reason = "the engine is closed" if core.closed else "; ".join(core.deaths) or core.weights_gap
+        live = [sample for sample in list(core.live.values()) if sample.finish_reason is None]
+        held = core.paused
+        return EngineHealth(
+            ok=not reason,
+            reason=reason,
+            weight_version=core.version,
+            num_running=0 if held else len(live),
+            num_waiting=len(live) if held else 0,
+            paused=core.paused,
+            asleep=core.asleep,
+            kv_cache_bytes=self._kv_cache_bytes,
+        )
+
+    def close(self) -> None:
+        if self._core.closed:
+            return
+        self._run(self._core.close())
+        self._run(self._client.close())
+        self._loop.close()
+
+    def _start_links(self, count: int) -> list[SGLangLink]:
+        """New instances, started side by side; none is left if one fails."""
+        links: list[SGLangLink] = []
+        try:
+            for _ in range(count):
+                if self._num_servers:
+                    links.append(ServerLink(self.settings, self._client, python=self._python, cpu=self._cpu))
+                else:
+                    links.append(InProcessLink(self.settings, cpu=self._cpu))
+            self._run(_start(links))
+        except BaseException:
+            for link in links:
+                self._loop.run(link.close())
+            raise
+        return links
+
+    async def _build_core(self, links: list[SGLangLink], level: Level) -> Core:
+        answer = await links[0].call("/server_info", {})
+        self._kv_cache_bytes = len(links) * _kv_cache_bytes(answer)
+        return Core(links, level=level, deterministic=self.settings.deterministic, weights_gap=self._unloaded)
+
+    def _check_requests(self, requests: Sequence[GenerationRequest]) -> None:
+        running = {sample.request.request_id for sample in list(self._core.live.values())}
+        ids = Counter(request.request_id for request in requests)
+        repeated = [name for name, count in ids.items() if count > 1 or name in running]
+        if repeated:
+            raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
+        for request in requests:
+            if request.multi_modal:
+                raise UnsupportedPromptError(
+                    f"request {request.request_id!r} holds {', '.join(request.multi_modal)}; the SGLang engine takes "
+                    "token ids alone. Use rollout.name=vllm."
+                )
+            check_request(
+                request,
+                max_model_len=self._max_model_len,
+                vocab_size=self._vocab_size,
+                mode=self.settings.logprobs,
+                deterministic=self.settings.deterministic,
+            )
+
+    @contextmanager
+    def _updating(self, version: int) -> Iterator[dict[str, Any]]:
+        """Inside, the engine is idle. Yields what every update call carries: the flush comes once, at the end, when
+        it can be refused without harm, and the version counts when all has arrived."""
+        self._revive_some(reload=False)
+        self._run(self._core.enter_update(version))
+        done: int | None = None
+        try:
+            yield {"flush_cache": False, "weight_version": f"{version}-incomplete"}
+            done = version
+        finally:
+            self._run(self._core.leave_update(done))
+
+    def _join_group(self, backend: GroupBackend, device: torch.device | str) -> WeightGroup:
+        group = WeightGroup(
+            max(self._num_servers, 1), self.settings.tensor_parallel_size, backend=backend, device=device
+        )
+        joining = self._loop.start(self._core.call_all("/init_weights_update_group", group.join_body))
+        group.connect()
+        joining.result()
+        # Only now is its name used: SGLang dies of an update over a group it does not know.
+        self._group = group
+        return group
+
+    def _restart(self, error: EngineDiedError) -> None:
+        """Start dead instances again and give them the current weights, or raise `error`."""
+        needs_weights = self._core.version != 0 or bool(self._unloaded)
+        if not self._restarts_left or (needs_weights and self.reload_weights is None):
+            raise error
+        self._restarts_left -= 1
+        logger.warning("%s Starting it again; %d restarts are left.", error, self._restarts_left)
+        links = self._core.links
+        dead = [index for index, link in enumerate(links) if link.death]
+        for index in dead:
+            self._run(links[index].close())
+        for index, fresh in zip(dead, self._start_links(len(dead)), strict=True):
+            links[index] = fresh
+        self._group = None  # its members are not all there any more
+        self._run(self._core.replace(links, "it was started again" if needs_weights else ""))
+        if needs_weights and self.reload_weights is not None:
+            self.reload_weights(self)
+
+    def _revive_some(self, *, reload: bool = True) -> None:
+        """Between batches: servers that died while others went on."""
+        deaths = self._core.deaths
+        if not self._core.closed and deaths and self._restarts_left and (reload is False or self.reload_weights):
+            logger.info("%d of %d servers died.", len(deaths), len(self._core.links))
+            self._restart(EngineDiedError(deaths[0]))
+
+    def _call(self, route: str, body: dict[str, Any]) -> list[Any]:
+        return self._run(self._core.call_all(route, body))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return self._loop.run(work)
+        except RuntimeError as error:
+            if isinstance(error, EngineError) or "event loop is closed" not in str(error):
+                raise
+            raise EngineError("the engine is closed; build a new one.") from error
+
+
+async def _start(links: Sequence[SGLangLink]) -> None:
+    for link in links:
+        await link.start()
+
+
+def _read_back(answer: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """What SGLang says of one tensor: nested lists, or nothing."""
+    if not isinstance(answer, list) or not answer:
+        return None
+    tensor = torch.tensor(answer, dtype=torch.float32)
+    return tensor if tuple(tensor.shape) == shape else None
+
+
+def _kv_cache_bytes(answer: Any) -> int:
+    usage = answer["internal_states"][0].get("memory_usage", {})
+    return int(float(usage.get("kvcache", 0.0)) * _GIB)
+
+
+def _checked(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
+    unknown = sorted(set(tags) - set(ALL_TAGS))
+    if unknown:
+        raise ValueError(f"unknown memory tag {unknown[0]!r}; choose from {', '.join(ALL_TAGS)}.")
+    return frozenset(tags)

@@ -1,0 +1,45 @@
+"""Runs an SGLang server. Started by `server.py` as a program, under a Python that may have SGLang and no dovetail.
+
+Ends with whoever started it: its standard input is a pipe that nobody writes to, and that closes when the starter dies.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import sys
+import threading
+
+WRONG_VERSION = 3
+"""Exit status when SGLang is missing, or of a version that is not in the range given."""
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    numbers = [int(part) for part in version.split("+")[0].split(".")[:3]] if version else []
+    if not spec["oldest"] <= numbers <= spec["newest"]:
+        sys.stderr.write(f"SGLang {version or 'none'} is installed for {sys.executable}\n")
+        sys.exit(WRONG_VERSION)
+
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+
+    launch_server(ServerArgs(**spec["arguments"]))
+
+
+def _end_with_starter() -> None:
+    # os.read, not sys.stdin: nothing may be waiting in a buffered reader's lock when the interpreter ends.
+    while os.read(0, 4096):
+        pass
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""How an SGLang engine is set up, and the arguments SGLang gets. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dovetail.config.fsdp import full_dtype
+from dovetail.config.rollout import RolloutConfig
+from dovetail.rollout.base import LogprobsMode
+
+Level = Literal["batch", "request"]
+"""Whether a batch of prompts is one call to SGLang or every sample is a call of its own."""
+
+_OURS = {
+    "model_path": "the run's model is served",
+    "host": "servers listen on loopback only",
+    "port": "ports are bound by the engine, never chosen",
+    "nccl_port": "ports are bound by the engine, never chosen",
+    "dist_init_addr": "an engine lives on one machine",
+    "nnodes": "an engine lives on one machine",
+    "dp_size": "SGLang takes no weight updates then; use rollout.num_servers with mode=server",
+    "weight_version": "it comes with every weight update",
+    "custom_sigquit_handler": "it is how a dead engine is noticed",
+    "enable_memory_saver": "rollout.free_cache_engine decides",
+}
+_NO_UPDATES_ON_CPU = "intel_amx"
+_CPU_MIN_TOKENS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class SGLangSettings:
+    """`engine_kwargs` are fields of SGLang's `ServerArgs`; they go there as they are and win over what is derived here.
+
+    `logprobs` is "temperature" or "raw"; SGLang chooses between them once per process. `load_format="dummy"` loads no
+    weights: nothing is generated before the first `update_weights`. `attention_backend=None` leaves it to SGLang on
+    CUDA (fa3, flashinfer and others) and is torch_native on CPU. `deterministic` makes seeds count (CUDA only).
+    """
+
+    model: str
+    dtype: str = "bfloat16"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.5
+    enforce_eager: bool = False
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    load_format: str = "auto"
+    attention_backend: str | None = None
+    disable_log_stats: bool = True
+    skip_tokenizer_init: bool = True
+    trust_remote_code: bool = False
+    deterministic: bool = False
+    seed: int = 0
+    logprobs: LogprobsMode = "temperature"
+    enable_sleep: bool = True
+    base_gpu_id: int = 0
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, rollout: RolloutConfig, model: str | Path, *, device: torch.device) -> SGLangSettings:
+        """From `actor_rollout_ref.rollout`. `processed_logprobs` is served as "temperature", which is the same wherever
+        nothing is cut and is what a trainer recomputes wherever something is."""
+        kwargs = dict(rollout.engine_kwargs.sglang)
+        if rollout.cudagraph_capture_sizes is not None:
+            kwargs.setdefault("cuda_graph_bs", rollout.cudagraph_capture_sizes)
+        if rollout.expert_parallel_size > 1:
+            kwargs.setdefault("ep_size", rollout.expert_parallel_size)
+        return cls(
+            model=str(model),
+            dtype=full_dtype(rollout.dtype),
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            max_model_len=rollout.context_length,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager,
+            enable_chunked_prefill=rollout.enable_chunked_prefill,
+            enable_prefix_caching=rollout.enable_prefix_caching,
+            load_format=rollout.load_format,
+            attention_backend=kwargs.pop("attention_backend", None),
+            deterministic=bool(kwargs.pop("enable_deterministic_inference", False)),
+            disable_log_stats=rollout.disable_log_stats,
+            skip_tokenizer_init=rollout.skip_tokenizer_init,
+            logprobs="raw" if rollout.logprobs_mode == "raw_logprobs" else "temperature",
+            enable_sleep=rollout.free_cache_engine,
+            base_gpu_id=device.index or 0 if device.type == "cuda" else 0,
+            engine_kwargs=kwargs,
+        )
+
+    def sglang_arguments(self, *, cpu: bool) -> dict[str, Any]:
+        """Keywords of SGLang's `ServerArgs`, but for ports."""
+        for name, reason in _OURS.items():
+            if name in self.engine_kwargs:
+                raise ValueError(f"engine_kwargs.sglang.{name} cannot be set: {reason}.")
+        arguments: dict[str, Any] = {
+            "model_path": self.model,
+            "host": "127.0.0.1",
+            "dtype": self.dtype,
+            "tp_size": self.tensor_parallel_size,
+            "context_length": self.max_model_len,
+            "max_running_requests": self.max_num_seqs,
+            "chunked_prefill_size": self.max_num_batched_tokens if self.enable_chunked_prefill else -1,
+            "mem_fraction_static": self.gpu_memory_utilization,
+            "disable_cuda_graph": self.enforce_eager,
+            "disable_radix_cache": not self.enable_prefix_caching,
+            "load_format": self.load_format,
+            "attention_backend": self.attention_backend,
+            "enable_deterministic_inference": self.deterministic,
+            "skip_tokenizer_init": self.skip_tokenizer_init,
+            "trust_remote_code": self.trust_remote_code,
+            "random_seed": self.seed,
+            "base_gpu_id": self.base_gpu_id,
+            "enable_memory_saver": self.enable_sleep and not cpu,
+            # Its warm-up generates text from weights that may be a dummy's, and needs a tokenizer.
+            "skip_server_warmup": True,
+            # Between batches the scheduler polls otherwise: a sixth of a core, while the trainer computes.
+            "sleep_on_idle": True,
+            "log_level": "error" if self.disable_log_stats else "info",
+        }
+        if cpu:
+            arguments |= self._on_cpu()
+        return {name: value for name, value in (arguments | dict(self.engine_kwargs)).items() if value is not None}
+
+    def _on_cpu(self) -> dict[str, Any]:
+        if self.attention_backend == _NO_UPDATES_ON_CPU:
+            raise ValueError(
+                f"engine_kwargs.sglang.attention_backend={_NO_UPDATES_ON_CPU} packs its weights, and SGLang writes "
+                "updates into the packed copies without packing them: the model is garbage then. Use torch_native."
+            )
+        if self.attention_backend not in (None, "torch_native"):
+            raise ValueError(
+                f"engine_kwargs.sglang.attention_backend={self.attention_backend} needs CUDA; on CPU use torch_native."
+            )
+        if self.deterministic:
+            raise ValueError(
+                "engine_kwargs.sglang.enable_deterministic_inference=True needs CUDA: the seeded sampler is a kernel."
+            )
+        context = self.max_model_len or 0
+        return {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            # It hands work to a second stream, which a CPU does not have.
+            "disable_overlap_schedule": True,
+            # A share of the machine's memory would be a lot.
+            "max_total_tokens": max(_CPU_MIN_TOKENS, 2 * context),
+        }
+
+
+def runs_on_cpu() -> bool:
+    return not torch.cuda.is_available()
