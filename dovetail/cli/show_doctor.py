@@ -20,6 +20,7 @@ from dovetail.trainer.doctor import Examination, SampledGaps, Stage
 
 WIDTH = 100
 _MARKS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "missing": ("-", "dim"), "unsupported": ("!", "yellow")}
+_VERSIONS_A_LINE = 4
 _BAR = "█"
 _BAR_WIDTH = 30
 
@@ -38,13 +39,8 @@ class DoctorView:
         grid = _grid()
         for name, words in rows:
             grid.add_row(Text(name, style="dim"), words)
-        versions = Text()
-        for part in core:
-            colour = "red" if part.failed else ""
-            version = part.found.removeprefix(part.name).strip() or "missing"
-            versions.append(f"{part.name}\u00a0", style="dim").append(version.replace(" ", "\u00a0"), style=colour)
-            versions.append("   ")
-        grid.add_row(Text("versions", style="dim"), versions)
+        for first in range(0, len(core), _VERSIONS_A_LINE):
+            grid.add_row(Text("" if first else "versions", style="dim"), _versions(core[first:][:_VERSIONS_A_LINE]))
         self._section("This machine", grid)
 
     def parts(self, parts: Sequence[Part]) -> None:
@@ -132,6 +128,14 @@ def _grid() -> Table:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     return grid
+
+
+def _versions(parts: Sequence[Part]) -> Text:
+    line = Text()
+    for part in parts:
+        version = part.found.removeprefix(part.name).strip() or "missing"
+        line.append(f"{part.name} ", style="dim").append(f"{version}   ", style="red" if part.failed else "")
+    return line
 
 
 def _state(part: Part) -> Text:

@@ -182,7 +182,7 @@ def _worst_tokens(batch: DataProto, log_probs: Tensor, tokenizer: Any) -> tuple[
 
 
 def _gap_words(gap: float, count: int) -> str:
-    return f"{gap:.2g} between log-probs of {count} tokens, on average"
+    return f"log-probs of {count} tokens within {gap:.2g} on average"
 
 
 class _Clock:

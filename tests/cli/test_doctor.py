@@ -33,7 +33,7 @@ def test_without_a_configuration_a_sound_machine_is_healthy(capsys: pytest.Captu
     shown = capsys.readouterr().out
     for words in (
         "This machine",
-        f"torch\u00a0{torch.__version__}",
+        f"torch {torch.__version__}",
         "rollout.name=native",
         "a random model of two layers",
         "train one step",
