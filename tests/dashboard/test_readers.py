@@ -1,0 +1,232 @@
+"""What is read from a run folder: all of it, only what is new, and nothing that is broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dovetail.dashboard.answer_file import AnswerFile, parse_head
+from dovetail.dashboard.answer_pages import AnswerFolder, Filter, Order, Wish
+from dovetail.dashboard.charts import OVERVIEW, names_of, points
+from dovetail.dashboard.config_view import config_rows, read_config
+from dovetail.dashboard.errors import DashboardError
+from dovetail.dashboard.metrics_table import MetricsTable
+from dovetail.dashboard.runs import Runs
+from dovetail.dashboard.series import binned_means, smoothed, thinned
+from dovetail.dashboard.step_times import Timelines, idle_share, phases, what_it_waits_for
+from dovetail.observability.run_folder import RunFolder
+from tests.dashboard.synthetic import answer_row, line, metrics_row, timeline_row, write_config, write_run
+
+pytestmark = pytest.mark.unit
+
+
+# ---- numbers ----
+
+
+def test_a_table_grows_with_its_file_and_waits_for_whole_lines(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    table = MetricsTable(file)
+    table.refresh()
+    assert len(table) == 0
+    second = line({"step": 2, "a": 2.0, "b": 5})
+    file.write_text(line({"step": 1, "a": 1.0, "bad": None}) + second[:9])
+    table.refresh()
+    assert table.steps.tolist() == [1]
+    assert np.isinf(table.column("bad")).tolist() == [True]
+    with file.open("a") as out:
+        out.write(second[9:] + "no json\n" + '["no object"]\n' + line({"a": 7}))
+    table.refresh()
+    assert table.finite("a")[1].tolist() == [1.0, 2.0]
+    assert table.finite("b")[0].tolist() == [2]
+    assert table.bad_lines == 3
+    assert table.latest("bad") is None
+
+
+def test_a_resumed_run_takes_its_later_steps_back(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.start()
+    for step in range(1, 6):
+        folder.log_metrics(step, {"a": float(step)})
+    table = MetricsTable(tmp_path / "metrics.jsonl")
+    table.refresh()
+    folder.resume(2)
+    folder.log_metrics(3, {"a": 30.0})
+    table.refresh()
+    assert table.steps.tolist() == [1, 2, 3]
+    assert table.finite("a")[1].tolist() == [1.0, 2.0, 30.0]
+
+
+def test_few_points_keep_every_spike_and_a_true_step() -> None:
+    values = np.zeros(10_000)
+    values[[17, 6001]] = 5.0, -3.0
+    drawn = thinned(values, 300)
+    assert len(drawn) <= 302
+    assert {0, 17, 6001, 9999} <= set(drawn.tolist())
+    assert thinned(values[:50], 300).tolist() == list(range(50))
+
+
+def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:
+    assert smoothed(np.full(20, 4.0), 0.9) == pytest.approx(np.full(20, 4.0))
+    found = smoothed(np.array([2.0, 0.0, 0.0]), 0.5)
+    assert found == pytest.approx([2.0, 2 / 3, 2 / 7])
+
+
+def test_means_over_neighbouring_steps_keep_the_total() -> None:
+    steps, columns = np.arange(1, 1001), np.vstack([np.arange(1000.0), np.ones(1000)])
+    at, means = binned_means(steps, columns, 100)
+    assert len(at) == 100
+    assert at[0] == 1
+    assert means.sum(axis=1) * 10 == pytest.approx(columns.sum(axis=1))
+
+
+def test_charts_find_their_metrics_and_smooth_before_they_thin(tmp_path: Path) -> None:
+    table = Runs([write_run(tmp_path / "run", steps=2000, rollouts_per_step=0)]).get("run").metrics
+    accuracy = next(chart for chart in OVERVIEW if chart.key == "accuracy")
+    assert names_of(accuracy, table.names) == ["reward/acc/mean", "val-core/toy/acc/mean@1"]
+    found = points(table, "response_length/mean", smoothing=0.9, most=100, first=500, last=600)
+    whole = points(table, "response_length/mean", smoothing=0.9, most=10_000)
+    assert min(found["x"]) >= 500
+    assert max(found["x"]) <= 600
+    assert (
+        dict(zip(whole["sx"], whole["sy"], strict=True))[550] == dict(zip(found["sx"], found["sy"], strict=True))[550]
+    )
+
+
+def test_phases_add_up_to_the_step_and_the_longest_is_named(tmp_path: Path) -> None:
+    run = Runs([write_run(tmp_path / "run")]).get("run")
+    found = phases(run.metrics, 100)
+    totals = np.sum([phase["seconds"] for phase in found["phases"]], axis=0)
+    assert totals == pytest.approx(run.metrics.column("timing_s/step"), rel=1e-4)
+    waits = what_it_waits_for(run.metrics, run.timelines.of(40))
+    assert "is generation, then actor update with" in waits["sentence"]
+    assert "Workers are busy 89% of the time in step 40" in waits["sentence"]
+    assert "rollout.name" in waits["advice"]
+
+
+def test_idle_time_is_what_no_call_covers(tmp_path: Path) -> None:
+    (tmp_path / "timeline.jsonl").write_text(line(timeline_row(1)) + '{"step": 2, "spans": [["odd"], 3]}\n')
+    timelines = Timelines(tmp_path / "timeline.jsonl")
+    timelines.refresh()
+    first = timelines.of(1)
+    assert first is not None
+    assert idle_share(first) == pytest.approx(1 - (2.49 + 2.74 + 2 * 1.9) / 2 / 5.1)
+    assert timelines.of(2) == {"step": 2, "spans": []}
+    assert timelines.of(3) is None
+    assert timelines.peaks == {"generate_sequences": 1.5, "update_actor": 2.5}
+
+
+# ---- answers ----
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> AnswerFolder:
+    return Runs([write_run(tmp_path / "run", steps=25)]).get("run").answers("rollouts")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rows", "groups"),
+    [("all", 32, 4), ("wrong", 29, 4), ("truncated", 6, 4), ("no_signal", 8, 1), ("failed", 0, 0)],
+)
+def test_filters_show_the_answers_they_name(answers: AnswerFolder, wanted: Filter, rows: int, groups: int) -> None:
+    page = answers.page(3, Wish(wanted), first=0, count=100)
+    assert page["num_groups"] == groups
+    assert sum(len(group["answers"]) for group in page["groups"]) == rows == page["counts"][wanted]
+
+
+@pytest.mark.parametrize(
+    ("order", "name", "sign"),
+    [("longest", "length", -1), ("best", "score", -1), ("worst", "score", 1), ("gap", "gap", -1)],
+)
+def test_orders_sort_within_and_between_groups(answers: AnswerFolder, order: Order, name: str, sign: int) -> None:
+    groups = answers.page(3, Wish(order=order), first=0, count=100)["groups"]
+    firsts = [sign * group["answers"][0][name] for group in groups]
+    assert firsts == sorted(firsts)
+    for group in groups:
+        values = [sign * answer[name] for answer in group["answers"]]
+        assert values == sorted(values)
+
+
+def test_pages_and_words_narrow_a_step(answers: AnswerFolder) -> None:
+    assert len(answers.page(3, Wish(), first=2, count=1)["groups"]) == 1
+    found = answers.page(3, Wish(words="IN ROW 13 is"), first=0, count=10)
+    assert [answer["row"] for group in found["groups"] for answer in group["answers"]] == [13]
+    assert answers.answer(3, 13)["token_entropies"] == [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]
+    with pytest.raises(DashboardError, match="step 3 has 32 answers; there is no answer 99"):
+        answers.answer(3, 99)
+
+
+def test_a_search_over_all_steps_comes_in_bites_and_finds_everything(answers: AnswerFolder) -> None:
+    found, cursor, bites = [], -1, 0
+    while cursor is not None:
+        bite = answers.search(Wish(words="in row 5 is"), cursor=cursor, seconds=0.0, most=40)
+        found += [answer["step"] for answer in bite["found"]]
+        cursor, bites = bite["next"], bites + 1
+    assert found == list(range(25, 0, -1))
+    assert bites == 25
+
+
+def test_a_prompt_is_found_in_its_other_steps(answers: AnswerFolder) -> None:
+    found = answers.steps_with_prompt(15, 8, cursor=-1, seconds=10.0)
+    assert found["steps"] == [25, 5]
+    group = answers.group_of_prompt(5, found["key"])
+    assert group["prompt"] == answers.answer(15, 8)["prompt"]
+    assert len(group["answers"]) == 8
+
+
+def test_the_index_reads_texts_that_look_like_its_own_keys(tmp_path: Path) -> None:
+    trap = 'x, "response_ids": [1, 2], {"score": 9}\n'
+    row = answer_row(1, 0, response=trap)
+    (tmp_path / "step_1.jsonl").write_text(line(row) + '{"prompt": "half' + "\n" + line(answer_row(1, 1)))
+    file = AnswerFile.read(tmp_path / "step_1.jsonl")
+    assert (len(file.entries), file.bad_lines) == (2, 1)
+    assert file.head(file.entries[0])["response"] == trap
+    assert file.whole(file.entries[0])["score"] == 1.0
+    head = parse_head(line(row).encode().rstrip())
+    assert head == {name: row[name] for name in list(row)[: list(row).index("response_ids")]}
+
+
+def test_answers_that_are_written_anew_are_read_anew(answers: AnswerFolder) -> None:
+    assert len(answers.file(3).entries) == 32
+    answers.file(3).path.write_text(line(answer_row(3, 0)))
+    assert len(answers.file(3).entries) == 1
+
+
+# ---- settings ----
+
+
+def test_settings_say_what_differs_from_defaults_and_hide_secrets(tmp_path: Path) -> None:
+    values = {
+        "trainer": {"seed": 7, "project_name": "dovetail"},
+        "ray_init": {"api_key": "hush"},
+        "data": {"train_batch_size": 64},
+    }
+    write_config(tmp_path, values)
+    rows = {row["key"]: row for row in config_rows(read_config(tmp_path / "config.yaml"))}
+    assert rows["trainer.project_name"]["is_default"]
+    assert not rows["trainer.seed"]["is_default"]
+    assert rows["data.train_batch_size"]["default"] == 1024
+    assert "Prompts per training step" in rows["data.train_batch_size"]["meaning"]
+    assert "hush" not in json.dumps(rows)
+
+
+def test_settings_of_two_runs_side_by_side() -> None:
+    rows = {
+        row["key"]: row for row in config_rows({"trainer.seed": 1, "same": 2}, {"trainer.seed": 3, "same": 2, "new": 4})
+    }
+    assert rows["trainer.seed"]["differs"]
+    assert not rows["same"]["differs"]
+    assert (rows["new"]["value"], rows["new"]["other"]) == (None, 4)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "just words", "\x00"])
+def test_a_broken_config_is_a_message(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(DashboardError, match=r"config.yaml (is not YAML|holds no keys)"):
+        read_config(tmp_path / "config.yaml")
+
+
+def test_synthetic_rows_have_the_names_of_real_ones() -> None:
+    assert {"critic/score/mean", "response_length/clip_ratio", "timing_s/gen"} <= set(metrics_row(1))
