@@ -90,3 +90,13 @@ class ActorConfig(Section):
     def needs_entropy(self) -> bool:
         """Whether the update must compute the entropy."""
         return self.calculate_entropy or self.entropy_coeff != 0
+
+    @property
+    def offloading(self) -> FSDPConfig | MegatronConfig:
+        """The section whose `param_offload` and `optimizer_offload` count."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp_config
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of weights and activations in forward and backward."""
+        return self.megatron.dtype if self.strategy == "megatron" else self.fsdp_config.mixed_precision.param_dtype

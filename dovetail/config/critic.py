@@ -72,3 +72,8 @@ class CriticConfig(Section):
     def forward_max_token_len(self) -> int:
         """Tokens per forward on one device."""
         return self.forward_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu
+
+    @property
+    def offloading(self) -> FSDPConfig | MegatronConfig:
+        """The section whose `param_offload` and `optimizer_offload` count."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp_config

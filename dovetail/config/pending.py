@@ -67,6 +67,12 @@ def _shared_devices(config: DovetailConfig) -> bool:
     return config.actor_rollout_ref.hybrid_engine
 
 
+def _no_megatron(config: DovetailConfig) -> bool:
+    policy = config.actor_rollout_ref
+    strategies = {policy.actor.strategy, policy.ref.strategy, config.critic.strategy, config.reward_model.strategy}
+    return "megatron" not in strategies
+
+
 def _no_servers(config: DovetailConfig) -> bool:
     rollout = config.actor_rollout_ref.rollout
     return rollout.mode != "server" or not rollout.server_urls
@@ -88,7 +94,6 @@ _POLICY, _ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _TURNS = f"{_ROLLOUT}.multi_turn"
 
-_MEGATRON = "there is no Megatron backend yet"
 _CONFIG_JSON = "the plan reads it, a run reads the `config.json` beside the weights; use `model.override_config`"
 _HELD_LOGITS = "the plain head holds its logits; `model.use_fused_kernels=True` computes the entropy without them"
 _WHOLE_CRITIC = "the critic is trained whole, without adapters"
@@ -130,7 +135,7 @@ PENDING: tuple[Pending, ...] = (
     Pending(f"{_ACTOR}.entropy_from_logits_with_chunking", _HELD_LOGITS),
     Pending(f"{_ACTOR}.entropy_checkpointing", _HELD_LOGITS),
     Pending("*.mixed_precision.buffer_dtype", "buffers keep the dtype the model gives them, rotary tables float32"),
-    Pending("*.megatron.*", _MEGATRON),
+    Pending("*.megatron.*", "it is read with `strategy=megatron` only", when=_no_megatron),
     Pending(f"{_ROLLOUT}.repetition_penalty", "no engine here applies it"),
     Pending(f"{_ROLLOUT}.calculate_log_probs", "the engine's log-probs are always kept", fulfilled=lambda value: True),
     *(Pending(f"{_TURNS}.{name}", _ONE_TURN) for name in _TURN_KEYS),

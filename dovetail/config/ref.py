@@ -6,7 +6,7 @@ from pydantic import Field
 
 from dovetail.config.actor import ActorConfig, Strategy
 from dovetail.config.base import Section, inherits
-from dovetail.config.fsdp import FSDPConfig
+from dovetail.config.fsdp import Dtype, FSDPConfig
 from dovetail.config.megatron import MegatronConfig
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -64,6 +64,7 @@ class RefMegatronConfig(MegatronConfig):
     param_offload: bool = inherits(
         f"{_MEGATRON}.param_offload", MegatronConfig, "param_offload", description="Weights in host memory."
     )
+    dtype: Dtype = inherits(f"{_MEGATRON}.dtype", MegatronConfig, "dtype", description="Dtype of weights.")
     override_transformer_config: dict = inherits(
         f"{_MEGATRON}.override_transformer_config",
         MegatronConfig,
@@ -105,3 +106,8 @@ class RefConfig(Section):
     )
     fsdp_config: FSDPConfig = Field(FSDPConfig.model_construct(), description="Sharding with fsdp and fsdp2.")
     megatron: RefMegatronConfig = Field(RefMegatronConfig.model_construct(), description="Parallelism with megatron.")
+
+    @property
+    def offloading(self) -> FSDPConfig | MegatronConfig:
+        """The section whose `param_offload` and `optimizer_offload` count."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp_config

@@ -35,17 +35,6 @@ Wish = tuple[str, object, str]
 
 
 def _backends(config: DovetailConfig) -> Iterator[Wish]:
-    policy = config.actor_rollout_ref
-    strategies = {f"{_POLICY}.actor.strategy": policy.actor.strategy}
-    if config.uses_reference:
-        strategies[f"{_POLICY}.ref.strategy"] = policy.ref.strategy
-    if config.uses_critic:
-        strategies["critic.strategy"] = config.critic.strategy
-    if config.reward_model.enable:
-        strategies["reward_model.strategy"] = config.reward_model.strategy
-    for key, strategy in strategies.items():
-        if strategy == "megatron":
-            yield key, strategy, "there is no Megatron backend yet; use fsdp2"
     if config.trainer.device == "npu":
         yield "trainer.device", "npu", "no backend here runs on it; use cuda, cpu or auto"
 

@@ -43,7 +43,7 @@ class StepUtilisation:
     def ask_peaks(self, trains: WorkerGroup, generates: WorkerGroup) -> None:
         """The peak of all devices together: configured, published for a GPU, measured on a CPU."""
         policy = self._config.actor_rollout_ref
-        dtype = full_dtype(policy.actor.fsdp_config.mixed_precision.param_dtype)
+        dtype = full_dtype(policy.actor.compute_dtype)
         self._peaks = {
             "training": self._peak(trains, dtype),
             "generation": self._peak(generates, full_dtype(policy.rollout.dtype)),

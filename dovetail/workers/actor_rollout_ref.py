@@ -67,6 +67,7 @@ class ActorRolloutRefWorker(TrainingRole):
                 policy.model,
                 strategy=policy.actor.strategy,
                 fsdp=policy.actor.fsdp_config,
+                megatron=policy.actor.megatron,
                 optim=optim,
                 grad_clip=policy.actor.grad_clip,
                 sp_size=policy.actor.ulysses_sequence_parallel_size,
@@ -89,14 +90,14 @@ class ActorRolloutRefWorker(TrainingRole):
             if policy.rollout.verify_start:
                 self.hybrid.verify().require(policy.rollout.name)
         if actor_backend is not None:
-            fsdp = policy.actor.fsdp_config
-            actor_backend.offload(params=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
+            offloading = policy.actor.offloading
+            actor_backend.offload(params=offloading.param_offload, optimizer=offloading.optimizer_offload)
 
     @register(dispatch_mode=Dispatch.mesh("actor", pad=True))
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` under the current weights."""
         actor = self._need(self.actor, "actor")
-        with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config):
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
             log_probs, entropies = actor.compute_log_prob(data, calculate_entropy=True)
         assert entropies is not None, "asked for with calculate_entropy=True"
         return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropies})
@@ -105,7 +106,7 @@ class ActorRolloutRefWorker(TrainingRole):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob`: log-probs of the frozen reference."""
         ref = self._need(self.ref, "ref")
-        with loaded(ref.backend, self._ref_fsdp):
+        with loaded(ref.backend, self._ref_offloading):
             log_probs, _ = ref.compute_log_prob(data)
         return DataProto.from_dict({"ref_log_prob": log_probs})
 
@@ -113,7 +114,7 @@ class ActorRolloutRefWorker(TrainingRole):
     def update_actor(self, data: DataProto) -> DataProto:
         """One PPO update; metrics in `meta_info["metrics"]`, equal on every rank."""
         actor = self._need(self.actor, "actor")
-        with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config, trains=True):
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading, trains=True):
             metrics = actor.update_policy(data)
             metrics.update(actor.backend.memory())
         if self.hybrid is not None:
@@ -172,7 +173,7 @@ class ActorRolloutRefWorker(TrainingRole):
         """Write this rank's part of `checkpoint.save_contents`; `background`: from a copy, while training goes on."""
         actor, settings = self._need(self.actor, "actor"), self.config.actor_rollout_ref.actor
         own = {"num_updates": actor.num_updates, **(extra or {})}
-        with loaded(actor.backend, settings.fsdp_config, trains=True):
+        with loaded(actor.backend, settings.offloading, trains=True):
             save_role(actor.backend, Path(local_path), settings.checkpoint, extra=own, background=background)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -189,7 +190,7 @@ class ActorRolloutRefWorker(TrainingRole):
     def load_checkpoint(self, local_path: str) -> dict[str, Any]:
         """Read what `save_checkpoint` wrote, on any number of processes; returns its `extra`."""
         actor = self._need(self.actor, "actor")
-        with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config, trains=True):
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading, trains=True):
             extra = load_role(actor.backend, Path(local_path), self.config.actor_rollout_ref.actor.checkpoint)
         actor.num_updates = extra.pop("num_updates", 0)
         if self.hybrid is not None:
@@ -203,7 +204,7 @@ class ActorRolloutRefWorker(TrainingRole):
         model = self.config.actor_rollout_ref.model
         tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
         wanted = None if dtype is None else getattr(torch, dtype)
-        with loaded(actor.backend, self.config.actor_rollout_ref.actor.fsdp_config):
+        with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
             export_hf_folder(actor.backend, Path(out), tokenizer=tokenizer, dtype=wanted)
 
     def _build_ref(self, actor_backend: TrainBackend | None) -> DataParallelPPOActor:
@@ -214,20 +215,21 @@ class ActorRolloutRefWorker(TrainingRole):
             policy.model,
             strategy=policy.ref.strategy,
             fsdp=policy.ref.fsdp_config,
+            megatron=policy.ref.megatron,
             optim=None,
             sp_size=policy.ref.ulysses_sequence_parallel_size,
             world_size=self.world_size,
             use_torch_compile=policy.ref.use_torch_compile,
             device=self.device,
         )
-        backend.offload(params=policy.ref.fsdp_config.param_offload, optimizer=False)
+        backend.offload(params=policy.ref.offloading.param_offload, optimizer=False)
         return self._actor_of(backend, is_ref=True)
 
     @property
-    def _ref_fsdp(self) -> Any:
+    def _ref_offloading(self) -> Any:
         policy = self.config.actor_rollout_ref
         shares_actor = self.actor is not None and self.ref is not None and self.ref.backend is self.actor.backend
-        return policy.actor.fsdp_config if shares_actor else policy.ref.fsdp_config
+        return policy.actor.offloading if shares_actor else policy.ref.offloading
 
     def _actor_of(self, backend: TrainBackend, *, is_ref: bool = False, adapters: bool = True) -> DataParallelPPOActor:
         policy = self.config.actor_rollout_ref

@@ -33,7 +33,7 @@ class HybridEngine:
         self._backend = backend
         self._rank = rank
         self._rollout = config.actor_rollout_ref.rollout
-        self._fsdp = config.actor_rollout_ref.actor.fsdp_config
+        self._offloading = config.actor_rollout_ref.actor.offloading
         self._dtype = full_dtype(self._rollout.dtype)
         whole = backend.whole_model(getattr(torch, self._dtype)) if self._rollout.name == "native" else None
         self.shares_weights = whole is not None
@@ -81,7 +81,7 @@ class HybridEngine:
             self._send_weights(self.engine, check=check or self._rollout.verify_weights)
             self._engine_version = self._trainer_version
             if not self.shares_weights:
-                self._backend.offload(params=self._fsdp.param_offload, optimizer=False)
+                self._backend.offload(params=self._offloading.param_offload, optimizer=False)
         self.engine.wake(["kv_cache"])
 
     def trainer_mode(self) -> None:
@@ -90,7 +90,7 @@ class HybridEngine:
             return
         if self.shares_weights:
             self.engine.sleep(["kv_cache"])
-            self._backend.offload(params=self._fsdp.param_offload, optimizer=False)
+            self._backend.offload(params=self._offloading.param_offload, optimizer=False)
         else:
             self.engine.sleep(["weights", "kv_cache"])
             self._engine_version = None
@@ -148,4 +148,4 @@ class HybridEngine:
         try:
             yield
         finally:
-            self._backend.offload(params=self._fsdp.param_offload, optimizer=False)
+            self._backend.offload(params=self._offloading.param_offload, optimizer=False)

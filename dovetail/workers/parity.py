@@ -156,7 +156,7 @@ class ParityProbe:
 def coarser_dtype(config: DovetailConfig) -> str:
     """The dtype with the larger rounding of engine and trainer: what their agreement can be held to."""
     policy = config.actor_rollout_ref
-    names = {full_dtype(policy.rollout.dtype), full_dtype(policy.actor.fsdp_config.mixed_precision.param_dtype)}
+    names = {full_dtype(policy.rollout.dtype), full_dtype(policy.actor.compute_dtype)}
     # float32 products may be made of bfloat16 ("medium") or of TF32 ("high"), which has the digits of float16.
     precision = config.trainer.float32_matmul_precision
     names.add({"medium": "bfloat16", "high": "float16"}.get(precision, "float32"))

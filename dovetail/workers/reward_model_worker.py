@@ -48,13 +48,14 @@ class RewardModelWorker(TrainingRole):
         self._backend = build_reward(
             config.model,
             strategy=config.strategy,
+            megatron=config.megatron,
             sp_size=config.ulysses_sequence_parallel_size,
             world_size=self.world_size,
             device=self.device,
         )
         self._tokenizers = _different_tokenizers(config.model)
         self.place_in_mesh("reward_model", self._backend)
-        self._backend.offload(params=config.model.fsdp_config.param_offload, optimizer=False)
+        self._backend.offload(params=config.offloading.param_offload, optimizer=False)
 
     @register(dispatch_mode=Dispatch.mesh("reward_model", pad=True))
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -69,7 +70,7 @@ class RewardModelWorker(TrainingRole):
             config.forward_max_token_len_per_gpu or 4 * longest,
         )
         plan = plan_micro_batches(inputs, limit, self.backend)
-        with loaded(self.backend, config.model.fsdp_config):
+        with loaded(self.backend, config.offloading):
             outputs = self.backend.forward(cut(inputs, plan))
         scores = restore([output.scores for output in outputs], plan).float().cpu()
         return DataProto.from_dict({"rm_scores": _on_last_token(scores, data)})

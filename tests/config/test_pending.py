@@ -17,10 +17,6 @@ VLLM = f"{R}.name=vllm"
 
 # What is set; the key it is refused at; words of the message: reason and fix.
 REFUSED: list[tuple[tuple[str, ...], str, str]] = [
-    ((f"{A}.strategy=megatron", "critic.strategy=fsdp2"), f"{A}.strategy", "no Megatron backend yet; use fsdp2"),
-    (("critic.strategy=megatron",), "critic.strategy", "no Megatron backend yet"),
-    ((f"{P}.ref.strategy=megatron", f"{A}.use_kl_loss=True"), f"{P}.ref.strategy", "no Megatron backend yet"),
-    (("reward_model.enable=True", "reward_model.strategy=megatron"), "reward_model.strategy", "no Megatron backend"),
     (("trainer.device=npu",), "trainer.device", "use cuda, cpu or auto"),
     ((f"{M}.lora_adapter_path=/a",), f"{M}.lora_adapter_path", "merge the adapter"),
     ((f"{M}.hf_config_path=/a",), f"{M}.hf_config_path", f"{M}.override_config"),
@@ -71,16 +67,23 @@ def test_a_run_refuses_it_and_a_plan_notices_it_once(overrides: tuple[str, ...],
 
 
 def test_everything_that_cannot_be_run_is_listed_at_once() -> None:
-    config = load_config(overrides=[f"{A}.strategy=megatron", f"{R}.name=openai", f"{R}.repetition_penalty=2"]).config
+    config = load_config(overrides=["trainer.device=npu", f"{R}.name=openai", f"{R}.repetition_penalty=2"]).config
     with pytest.raises(ConfigError) as caught:
         refuse_unsupported(config)
-    # The critic of GAE takes the actor's strategy.
-    assert len(caught.value.problems) == 4
+    assert len(caught.value.problems) == 3
 
 
 def test_roles_that_do_not_run_are_not_asked() -> None:
-    overrides = ["algorithm.adv_estimator=grpo", "critic.strategy=megatron", "reward_model.strategy=megatron"]
+    overrides = ["algorithm.adv_estimator=grpo", "critic.model.lora_rank=8"]
     assert unsupported_in_runs(load_config(overrides=overrides).config) == []
+
+
+def test_megatron_keys_of_a_run_without_megatron_are_told() -> None:
+    key = f"{A}.megatron.override_transformer_config.moe_router_dtype"
+    notices = load_config(overrides=[f"{A}.strategy=fsdp2", f"{key}=fp32"]).notices
+    assert any(key in str(notice) and "`strategy=megatron` only" in str(notice) for notice in notices)
+    notices = load_config(overrides=[f"{A}.strategy=megatron", f"{key}=fp32"]).notices
+    assert not any(key in str(notice) for notice in notices)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,6 @@ def test_roles_that_do_not_run_are_not_asked() -> None:
         (f"{A}.entropy_checkpointing=True", "use_fused_kernels=True"),
         ("algorithm.rollout_correction.loss_type=reinforce", "without `bypass_mode`"),
         (f"{A}.fsdp_config.mixed_precision.buffer_dtype=bf16", "rotary tables float32"),
-        (f"{A}.megatron.override_transformer_config.moe_router_dtype=fp32", "no Megatron backend yet"),
         (f"{R}.weight_sync=disk", "the same process"),
         (f"{R}.gpu_memory_utilization=0.8", "rollout.name=vllm"),
         (f"{R}.engine_kwargs.vllm.seed=1", "rollout.name=vllm"),
