@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich import box
 from rich.console import Console
@@ -15,7 +16,7 @@ from dovetail.config.checks.finding import Finding
 from dovetail.config.errors import Notice
 from dovetail.config.plan.batches import BatchPlan, PassBatches
 from dovetail.config.plan.layout import RoleLayout
-from dovetail.config.plan.memory import MemoryPlan, PhaseMemory
+from dovetail.config.plan.memory import MemoryPlan, PhaseMemory, StageMemory
 from dovetail.config.plan.plan import ModelSummary, Plan
 
 GIB = 1024**3
@@ -57,6 +58,9 @@ def _draw(console: Console, plan: Plan | None, notices: Sequence[Notice], findin
             _heading(console, f"Memory of the fullest {plan.memory.device} in each phase (GiB, of {size:.0f})")
             console.print(_memory(plan.memory, console))
             console.print(Padding(_memory_notes(plan.memory), (0, 0, 1, 2)))
+            for role in dict.fromkeys(stage.role for stage in plan.memory.stages):
+                _heading(console, f"Pipeline stages of the {role} during its update (GiB on each device)")
+                console.print(_stages([stage for stage in plan.memory.stages if stage.role == role], console))
     _bullets(console, "Warnings", "yellow", [str(f) for f in findings if f.severity == "warning"])
     _bullets(console, "Errors", "red", [str(f) for f in findings if f.severity == "error"])
     console.print(_verdict(plan, findings))
@@ -188,6 +192,44 @@ def _memory(memory: MemoryPlan, console: Console) -> Padding:
     table.add_row("total", *(_gib(phase.total) for phase in memory.phases), style="bold")
     table.add_row("", *(_fit(phase) for phase in memory.phases))
     return Padding(table, (0, 0, 0, 1))
+
+
+def _stages(stages: Sequence[StageMemory], console: Console) -> Padding:
+    table = _table(console)
+    names = ("stage", "layers", "experts", "dense\n(B)", "routed\n(B)", "weights", "grad-\nients", "opti-\nmizer")
+    for name in (*names, "activ-\nations", "logits", "rest", "total"):
+        table.add_column(name, justify="right")
+    # Stages in the middle are alike; one row stands for all that are.
+    alike = [list(group) for _, group in groupby(stages, key=_stage_cells)]
+    for group in alike:
+        layers = _ranges([layer for stage in group for layer in stage.layers])
+        numbers = _ranges([stage.stage for stage in group])
+        table.add_row(numbers, layers, *_stage_cells(group[0]))
+    return Padding(table, (0, 0, 1, 1))
+
+
+def _stage_cells(stage: StageMemory) -> tuple[str, ...]:
+    shown = ("weights", "gradients", "optimizer", "activations", "logits")
+    rest = sum(size for name, size in stage.items.items() if name not in shown)
+    return (
+        str(stage.experts_per_device) if stage.expert_layers else "-",
+        f"{stage.dense_parameters / 1e9:.2f}",
+        f"{stage.expert_parameters / 1e9:.2f}" if stage.expert_layers else "-",
+        *(_gib(stage.items[name]) for name in shown),
+        _gib(rest),
+        _gib(stage.total),
+    )
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """`0-3, 8-11`: a stage of an interleaved schedule holds several runs."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "-"
 
 
 def _item(phase: PhaseMemory, name: str) -> Text:

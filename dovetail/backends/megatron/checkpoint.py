@@ -116,35 +116,41 @@ def load_dist_weights(model: MegatronModel, folder: Path, *, prefix: str = "") -
         raise BrokenCheckpoint(folder, "it has no metadata.json of megatron.core.dist_checkpointing")
     with cuda_to_cpu(), torch.no_grad():
         sharded = _sharded_weights(model, prefix)
-        known = set(dist_checkpointing.load_tensors_metadata(str(folder)))
-        heads = _fresh_heads(model, sharded, known, prefix)
-        _load_weights(folder, model, sharded, prefix)
+        stored = dist_checkpointing.load_tensors_metadata(str(folder))
+        shapes = {name: tuple(tensor.global_shape) for name, tensor in stored.items()}
+        heads = _fresh_heads(model, sharded, shapes, prefix)
+        _load_weights(folder, model, sharded, prefix, may_miss=(HEAD, HEAD_BIAS) if heads else ())
         for parameter, value in heads:
             parameter.copy_(value)
 
 
 def _read(shards: Path, model: MegatronModel, optimizer: Any | None, *, weights: bool, steps: int) -> None:
-    sharded = _sharded_weights(model)
     if weights:
-        _load_weights(shards, model, sharded)
+        _load_weights(shards, model, _sharded_weights(model))
     if not steps or optimizer is None:
         return
-    from megatron.core.dist_checkpointing.dict_utils import merge
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-    asked = optimizer.sharded_state_dict(_flat(sharded), is_loading=True, metadata=_metadata(model))
+    # Loading puts tensors in the place of descriptions, so the weights are described anew.
+    sharded = _flat(_sharded_weights(model))
+    asked = optimizer.sharded_state_dict(sharded, is_loading=True, metadata=_metadata(model))
     stored, kept = _split(asked)
+    dict_list_map_inplace(lambda value: value.unwrap() if isinstance(value, LocalNonpersistentObject) else value, kept)
     for group in _parameter_groups(kept):
         group["step"] = steps
     found = _load(shards, {"optimizer": stored})["optimizer"]
     optimizer.load_state_dict(merge(kept, found))
 
 
-def _load_weights(shards: Path, model: MegatronModel, sharded: dict[str, Any], prefix: str = "") -> None:
+def _load_weights(
+    shards: Path, model: MegatronModel, sharded: dict[str, Any], prefix: str = "", may_miss: Collection[str] = ()
+) -> None:
     found = _load(shards, {"model": sharded})["model"]
     for number, chunk in enumerate(model.chunks):
         state = {name.removeprefix(prefix): value for name, value in found[str(number)].items()}
         result = chunk.load_state_dict(state, strict=False)
-        absent = [name for name in result.missing_keys if not name.endswith("_extra_state")]
+        absent = [name for name in result.missing_keys if not name.endswith("_extra_state") and name not in may_miss]
         assert not absent, f"{shards} gave nothing for {absent}"
 
 
@@ -226,18 +232,21 @@ def _parameter_groups(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def _fresh_heads(
-    model: MegatronModel, sharded: dict[str, Any], known: set[str], prefix: str
+    model: MegatronModel, sharded: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], prefix: str
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Take heads that the folder does not have out of what is asked of it; with what they start."""
+    """Take scalar heads that the folder does not have out of what is asked of it; with what they start.
+
+    A policy's folder has a head of the same name over the vocabulary.
+    """
     if model.role == "policy":
         return []
-    fresh = []
+    fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number, chunk in enumerate(model.chunks):
         parameters = dict(chunk.named_parameters())
         for name in (HEAD, HEAD_BIAS):
-            if name in parameters and prefix + name not in known:
+            own = parameters.get(name)
+            if own is not None and shapes.get(prefix + name) != tuple(own.shape):
                 sharded[str(number)].pop(prefix + name)
-                own = parameters[name]
                 fresh.append((own, scalar_head(None, name.replace("output_layer", "score"), tuple(own.shape))))
     return fresh
 

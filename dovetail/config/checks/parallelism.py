@@ -10,6 +10,14 @@ from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.plan.layout import RoleLayout
 
+# Sizes that Megatron's process groups are made of, and their keys.
+_GROUP_SIZES = {
+    "tensor_parallel": "tensor_model_parallel_size",
+    "pipeline_parallel": "pipeline_model_parallel_size",
+    "context_parallel": "context_parallel_size",
+    "expert_parallel": "expert_model_parallel_size",
+    "expert_tensor_parallel": "expert_tensor_parallel_size",
+}
 SECTIONS = {"actor": ACTOR, "ref": REF, "critic": "critic", "reward_model": "reward_model"}
 
 
@@ -92,6 +100,57 @@ def _stage_problem(num_layers: int, layout: RoleLayout, prefix: str, key: str) -
             f"or give the end stages their own share of the {num_layers} layers with +{option} "
             "and num_layers_in_last_pipeline_stage.",
         )
+
+
+def pipeline_splits_are_understood(run: Checked) -> Iterator[Finding]:
+    for layout, prefix in _megatron_roles(run):
+        extra = _section(run, layout.role).override_transformer_config
+        key = f"{prefix}.megatron.override_transformer_config.pipeline_model_parallel_layout"
+        if extra.get("pipeline_model_parallel_layout") is not None:
+            yield error(
+                key,
+                f"{key} is not planned here; say how the layers are shared with num_layers_in_first_pipeline_stage, "
+                "num_layers_in_last_pipeline_stage, account_for_embedding_in_pipeline_split and "
+                "account_for_loss_in_pipeline_split.",
+            )
+
+
+def megatron_roles_share_one_layout(run: Checked) -> Iterator[Finding]:
+    """Megatron keeps its process groups for the whole process, and the roles of a pool share processes."""
+    first: dict[str, RoleLayout] = {}
+    for name, prefix in SECTIONS.items():
+        layout = run.layouts.get(name)
+        if layout is None or not layout.is_megatron:
+            continue
+        other = first.setdefault(layout.pool, layout)
+        for field, key in _GROUP_SIZES.items():
+            asked, used = getattr(layout, field), getattr(other, field)
+            if asked != used:
+                yield error(
+                    f"{prefix}.megatron.{key}",
+                    f"{prefix}.megatron.{key}={asked} and the {other.role} in the same processes has {used}; Megatron "
+                    f"has one layout for each process: use {used}.",
+                )
+
+
+def tensor_parallel_sizes_divide_the_widths(run: Checked) -> Iterator[Finding]:
+    if run.shape is None:
+        return
+    for layout, prefix in _megatron_roles(run):
+        if not divides(layout):
+            continue
+        shape, size, share = run.shape, layout.tensor_parallel, layout.expert_tensor_parallel
+        has_dense = any(not layer.is_moe for layer in shape.layers)
+        widths = [
+            ("tensor_model_parallel_size", size, shape.intermediate_size if has_dense else 0, "feed-forward width"),
+            ("tensor_model_parallel_size", size, shape.shared_intermediate_size, "width of the shared expert"),
+            ("expert_tensor_parallel_size", share, shape.expert_intermediate_size, "width of an expert"),
+        ]
+        for name, parts, width, words in widths:
+            if width % parts:
+                key = f"{prefix}.megatron.{name}"
+                best = nearest_divisor(width, parts)
+                yield error(key, f"{key}={parts} does not divide the model's {words} of {width}; use {best}.")
 
 
 def tensor_parallel_size_divides_the_heads(run: Checked) -> Iterator[Finding]:
@@ -244,6 +303,17 @@ def _megatron_roles(run: Checked) -> list[tuple[RoleLayout, str]]:
     return [(layout, prefix) for layout, prefix in _roles(run) if layout.is_megatron]
 
 
+def _section(run: Checked, role: str) -> MegatronConfig:
+    policy = run.config.actor_rollout_ref
+    sections = {
+        "actor": policy.actor.megatron,
+        "ref": policy.ref.megatron,
+        "critic": run.config.critic.megatron,
+        "reward_model": run.config.reward_model.megatron,
+    }
+    return sections[role]
+
+
 def _fsdp_roles(run: Checked) -> list[tuple[RoleLayout, str, FSDPConfig]]:
     config = run.config
     sections = {
@@ -264,6 +334,9 @@ CHECKS = (
     model_parallel_sizes_divide_the_world,
     expert_parallel_sizes_fit,
     pipeline_stages_share_the_layers,
+    pipeline_splits_are_understood,
+    megatron_roles_share_one_layout,
+    tensor_parallel_sizes_divide_the_widths,
     tensor_parallel_size_divides_the_heads,
     sequence_parallel_size_fits,
     sequence_parallel_needs_packing,

@@ -30,6 +30,9 @@ class RoleLayout:
     virtual_pipeline: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    # Megatron's account_for_*_in_pipeline_split: embedding and head take the place of a layer.
+    embedding_counts: bool = False
+    head_counts: bool = False
     # Rollout only: independent engines.
     num_engines: int | None = None
 
@@ -54,7 +57,13 @@ class RoleLayout:
             virtual=self.virtual_pipeline,
             first=self.first_stage_layers,
             last=self.last_stage_layers,
+            count_embedding=self.embedding_counts,
+            count_head=self.head_counts,
         )
+
+    def experts_per_rank(self, shape: ModelShape) -> int:
+        """Routed experts of each layer that a device holds, whole or its part of them."""
+        return shape.num_experts // self.expert_parallel if shape.is_moe else 0
 
 
 @dataclass(frozen=True)

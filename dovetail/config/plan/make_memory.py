@@ -8,8 +8,17 @@ from dovetail.config.plan.batches import BatchPlan
 from dovetail.config.plan.devices import GIB, Device
 from dovetail.config.plan.engine_memory import EngineMemory, engine_memory
 from dovetail.config.plan.layout import RoleLayout
-from dovetail.config.plan.memory import MemoryPlan, PhaseMemory, rollout_phase, sync_phase, training_phase
-from dovetail.config.plan.role_memory import RoleMemory, role_memory, with_value_head
+from dovetail.config.plan.memory import (
+    MemoryPlan,
+    PhaseMemory,
+    StageMemory,
+    rollout_phase,
+    stage_memory,
+    sync_phase,
+    training_phase,
+    training_stages,
+)
+from dovetail.config.plan.role_memory import RoleMemory, TrainingSection, role_memory, with_value_head
 from dovetail.config.plan.shapes import Shapes
 from dovetail.config.root import DovetailConfig
 
@@ -36,6 +45,7 @@ def make_memory(
         shares_weights=_shares_weights(config, layouts),
     )
     phases = _phases(config, layouts, batches, roles, engine, device)
+    stages = _stages(config, layouts, batches, roles, engine, device)
     advice = tuple(_advice(config, layouts, batches, phases))
     return MemoryPlan(
         device=device.name,
@@ -46,6 +56,7 @@ def make_memory(
         full_sequences=engine.full_sequences,
         verdict=_verdict(phases, device),
         advice=advice,
+        stages=tuple(stages),
     )
 
 
@@ -73,7 +84,7 @@ def _roles(config: DovetailConfig, layouts: dict[str, RoleLayout], shapes: Shape
             shapes.policy,
             fsdp=policy.actor.fsdp_config,
             optim=policy.actor.optim,
-            checkpointing=checkpointing,
+            checkpointing=_recomputes(policy.actor, checkpointing),
             fused_head=fused,
             activation_offload=policy.model.enable_activation_offload,
             needs_entropy=policy.actor.needs_entropy,
@@ -98,7 +109,7 @@ def _roles(config: DovetailConfig, layouts: dict[str, RoleLayout], shapes: Shape
             with_value_head(shapes.critic),
             fsdp=config.critic.fsdp_config,
             optim=config.critic.optim,
-            checkpointing=config.critic.model.enable_gradient_checkpointing,
+            checkpointing=_recomputes(config.critic, config.critic.model.enable_gradient_checkpointing),
             fused_head=False,
             activation_offload=config.critic.model.enable_activation_offload,
             lora_rank=config.critic.model.lora_rank,
@@ -129,8 +140,7 @@ def _phases(
     shared = pool == layouts["actor"].pool
     neighbours = {name: role for name, role in roles.items() if role.layout.pool == pool}
     phases = [rollout_phase(engine, neighbours, pool, device)]
-    asleep = SLEEPING_ENGINE if device.is_accelerator and rollout.name != "native" else 0.0
-    left = asleep if rollout.free_cache_engine else engine.weights + engine.workspace + engine.cache
+    left = _left_by_engine(config, engine, device)
     for batch in batches.passes:
         role = batch.role if batch.role in roles else "actor" if batch.role == "ref" else None
         if role is None:
@@ -142,6 +152,43 @@ def _phases(
     bucket = rollout.update_weights_bucket_megabytes * MIB
     phases.append(sync_phase(engine, trainers, bucket, device, shared=shared))
     return phases
+
+
+def _stages(
+    config: DovetailConfig,
+    layouts: dict[str, RoleLayout],
+    batches: BatchPlan,
+    roles: dict[str, RoleMemory],
+    engine: EngineMemory,
+    device: Device,
+) -> list[StageMemory]:
+    found: list[StageMemory] = []
+    for batch in batches.passes:
+        active = roles.get(batch.role)
+        if active is None or not batch.trains or not active.layout.is_megatron:
+            continue
+        mates = {name: mate for name, mate in roles.items() if mate.layout.pool == active.layout.pool}
+        shares = active.layout.pool == layouts["rollout"].pool
+        rest = _left_by_engine(config, engine, device) if shares else 0.0
+        found.extend(stage_memory(active, training_stages(batch.name, batch.role, mates, batch, rest, device)))
+    return found
+
+
+def _left_by_engine(config: DovetailConfig, engine: EngineMemory, device: Device) -> float:
+    """Bytes of the engine on a device while a role computes."""
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.free_cache_engine:
+        return engine.weights + engine.workspace + engine.cache
+    return SLEEPING_ENGINE if device.is_accelerator and rollout.name != "native" else 0.0
+
+
+def _recomputes(section: TrainingSection, default: bool) -> bool:
+    """Whether layers are computed again in backward; Megatron's own option goes before the model's."""
+    if section.strategy != "megatron":
+        return default
+    return (
+        section.megatron.override_transformer_config.get("recompute_granularity", "full" if default else "") == "full"
+    )
 
 
 def _advice(

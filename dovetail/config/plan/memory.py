@@ -14,6 +14,7 @@ from dovetail.config.plan.activations import (
 from dovetail.config.plan.batches import PassBatches
 from dovetail.config.plan.devices import GIB, Device
 from dovetail.config.plan.engine_memory import EngineMemory
+from dovetail.config.plan.layout import stage_parameters
 from dovetail.config.plan.role_memory import RoleMemory
 
 ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "KV cache", "engine", "waiting roles", "runtime")
@@ -46,6 +47,27 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
+class StageMemory:
+    """One pipeline stage of a role on Megatron: what each of its devices holds, and needs during an update.
+
+    Devices of a stage hold equal amounts; those of one expert-parallel group hold different experts.
+    """
+
+    role: str
+    stage: int
+    layers: tuple[int, ...]
+    expert_layers: int
+    experts_per_device: int
+    dense_parameters: float
+    expert_parameters: float
+    items: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Every phase, and host memory for what waits outside the devices."""
 
@@ -57,6 +79,8 @@ class MemoryPlan:
     full_sequences: float
     verdict: str
     advice: tuple[str, ...] = field(default=())
+    # Of the roles that train on Megatron.
+    stages: tuple[StageMemory, ...] = field(default=())
 
     @property
     def fits(self) -> bool:
@@ -67,12 +91,34 @@ def training_phase(
     name: str, role: str, roles: dict[str, RoleMemory], batch: PassBatches, rest: float, device: Device
 ) -> PhaseMemory:
     """A phase in which `role` computes; `rest` is what the engine leaves on the device."""
-    active = roles[role]
-    candidates = [
-        _training_stage(name, role, roles, batch, stage, rest, device)
-        for stage in range(active.layout.pipeline_parallel)
+    return max(training_stages(name, role, roles, batch, rest, device), key=lambda phase: phase.total)
+
+
+def training_stages(
+    name: str, role: str, roles: dict[str, RoleMemory], batch: PassBatches, rest: float, device: Device
+) -> list[PhaseMemory]:
+    """The same phase on the devices of every pipeline stage."""
+    stages = range(roles[role].layout.pipeline_parallel)
+    return [_training_stage(name, role, roles, batch, stage, rest, device) for stage in stages]
+
+
+def stage_memory(active: RoleMemory, phases: list[PhaseMemory]) -> list[StageMemory]:
+    """Every pipeline stage of a role with its part of the model, from its phases of an update."""
+    shape, layout = active.shape, active.layout
+    held = layout.stages(shape.num_layers)
+    return [
+        StageMemory(
+            role=layout.role,
+            stage=index,
+            layers=held[index],
+            expert_layers=sum(shape.layers[layer].is_moe for layer in held[index]),
+            experts_per_device=layout.experts_per_rank(shape),
+            dense_parameters=parameters.dense,
+            expert_parameters=parameters.experts,
+            items=phase.items,
+        )
+        for index, (parameters, phase) in enumerate(zip(stage_parameters(shape, layout), phases, strict=True))
     ]
-    return max(candidates, key=lambda phase: phase.total)
 
 
 def rollout_phase(engine: EngineMemory, roles: dict[str, RoleMemory], pool: str, device: Device) -> PhaseMemory:

@@ -102,6 +102,8 @@ def _megatron_layout(role: str, megatron: MegatronConfig, world: int, pool: str)
         virtual_pipeline=megatron.virtual_pipeline_model_parallel_size or 1,
         first_stage_layers=_layers(extra.get("num_layers_in_first_pipeline_stage")),
         last_stage_layers=_layers(extra.get("num_layers_in_last_pipeline_stage")),
+        embedding_counts=bool(extra.get("account_for_embedding_in_pipeline_split")),
+        head_counts=bool(extra.get("account_for_loss_in_pipeline_split")),
     )
 
 

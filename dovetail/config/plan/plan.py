@@ -49,6 +49,8 @@ class Plan:
             plain["memory"]["fits"] = self.memory.fits
             for phase, written in zip(self.memory.phases, plain["memory"]["phases"], strict=True):
                 written["total"], written["fits"] = phase.total, phase.fits
+            for stage, written in zip(self.memory.stages, plain["memory"]["stages"], strict=True):
+                written["total"] = stage.total
         return plain
 
 

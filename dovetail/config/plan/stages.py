@@ -4,12 +4,27 @@ from __future__ import annotations
 
 
 def pipeline_stages(
-    num_layers: int, pipeline: int, *, virtual: int = 1, first: int | None = None, last: int | None = None
+    num_layers: int,
+    pipeline: int,
+    *,
+    virtual: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+    count_embedding: bool = False,
+    count_head: bool = False,
 ) -> tuple[tuple[int, ...], ...]:
     """Layer indices of each stage, `first` and `last` layers in the end stages where they are given.
 
-    With `virtual` chunks per stage, stage `s` holds chunks `s`, `s + pipeline`, ... as interleaved schedules do.
+    `count_embedding` and `count_head` count the ends as a layer each, so that their stages hold one layer less. With
+    `virtual` chunks per stage, stage `s` holds chunks `s`, `s + pipeline`, ... as interleaved schedules do.
     """
+    if (count_embedding or count_head) and pipeline > 1:
+        if first is not None or last is not None:
+            raise ValueError(
+                "account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split cannot be combined "
+                "with a number of layers for the first or last stage"
+            )
+        return _counting_ends(num_layers, pipeline, virtual, int(count_embedding), int(count_head))
     counts = stage_sizes(num_layers, pipeline, first=first, last=last)
     if virtual == 1:
         starts = [sum(counts[:stage]) for stage in range(pipeline)]
@@ -34,6 +49,8 @@ def stage_sizes(
     """Layers per stage; a ValueError says why a split is impossible."""
     if pipeline == 1:
         return (num_layers,)
+    if first == 0 or last == 0:
+        raise ValueError("a first or last stage of 0 layers is not built by Megatron; it must hold at least one")
     inner = num_layers - (first or 0) - (last or 0)
     inner_stages = pipeline - (first is not None) - (last is not None)
     if inner < 0:
@@ -52,3 +69,22 @@ def stage_sizes(
     if last is not None:
         sizes[-1] = last
     return tuple(sizes)
+
+
+def _counting_ends(
+    num_layers: int, pipeline: int, virtual: int, embedding: int, head: int
+) -> tuple[tuple[int, ...], ...]:
+    places = num_layers + embedding + head
+    chunks = pipeline * virtual
+    if places % chunks:
+        raise ValueError(
+            f"{num_layers} layers and {embedding + head} end{'s' * (embedding + head > 1)} that count as one cannot be "
+            f"shared equally by {pipeline} pipeline stages" + (f" of {virtual} virtual chunks" if virtual > 1 else "")
+        )
+    held: list[list[int]] = [[] for _ in range(pipeline)]
+    next_layer = 0
+    for chunk in range(chunks):
+        size = places // chunks - (embedding if chunk == 0 else 0) - (head if chunk == chunks - 1 else 0)
+        held[chunk % pipeline].extend(range(next_layer, next_layer + size))
+        next_layer += size
+    return tuple(tuple(layers) for layers in held)
