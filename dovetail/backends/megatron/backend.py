@@ -30,7 +30,7 @@ from dovetail.backends.device_memory import free_device_cache, memory_in_use
 from dovetail.backends.megatron.checkpoint import load_megatron, save_megatron
 from dovetail.backends.megatron.families.base import MegatronFamily
 from dovetail.backends.megatron.gradients import GradientBuffers, read_gradient
-from dovetail.backends.megatron.host_copies import HostCopies, storages
+from dovetail.backends.megatron.host_copies import HostCopies
 from dovetail.backends.megatron.optimizer import MegatronStepper
 from dovetail.backends.megatron.outputs import empty_outputs, pipeline_item, token_output
 from dovetail.backends.megatron.parts import MegatronModel
@@ -160,13 +160,10 @@ class MegatronBackend(TrainBackend):
         return self._family.named_weights(self.model, read_gradient, buffers=False)
 
     def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
-        weights = list(self._weights())
-        addresses = {storage.data_ptr() for storage in storages(weights)}
-        if optimizer and self._stepper is not None and "optimizer" not in self._away:
-            self._require_here("params")  # else memory that both share could not be told apart
-            self._host["optimizer"].offload(self._stepper.state_tensors(addresses))
+        if optimizer and self._stepper is not None:
+            self._host["optimizer"].offload(self._stepper.state_tensors(self._weights()))
         if params:
-            self._host["params"].offload(weights)
+            self._host["params"].offload(self._weights())
         self._away |= {name for name, chosen in (("params", params), ("optimizer", optimizer)) if chosen}
         free_device_cache(self.device)
 

@@ -48,5 +48,10 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            found.setdefault(storage.data_ptr(), storage)
+            found.setdefault(storage_id(tensor), storage)
     return list(found.values())
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The same for all views of one piece of memory, wherever its contents are. Its address would change."""
+    return tensor.untyped_storage()._cdata

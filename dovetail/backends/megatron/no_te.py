@@ -79,7 +79,7 @@ class GroupStepAdam(torch.optim.Optimizer):
         steps = [torch.tensor(before, device=p.device if on_cuda else None) for p in parameters]
         torch.optim._functional.adam(
             parameters,
-            [parameter.grad for parameter in parameters],
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
             [self.state[parameter]["exp_avg"] for parameter in parameters],
             [self.state[parameter]["exp_avg_sq"] for parameter in parameters],
             [],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from dovetail.backends.megatron import settings
+from dovetail.backends.megatron.host_copies import storage_id
 from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.optim import OptimConfig
@@ -44,14 +45,15 @@ class MegatronStepper:
         self.optimizer.zero_grad()
         return norm
 
-    def state_tensors(self, weights: set[int]) -> Iterator[Tensor]:
-        """Moments and float32 master weights; not what shares the memory (`weights`: addresses) of the model."""
+    def state_tensors(self, weights: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Moments and float32 master weights; not what shares the memory of the model's `weights`."""
+        shared = {storage_id(weight) for weight in weights}
         for part in self._parts():
             tensors = [*part.get_parameters()]
             for state in part.optimizer.state.values() if part.optimizer is not None else ():
                 tensors += [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
             for tensor in tensors:
-                if tensor.untyped_storage().data_ptr() not in weights:
+                if storage_id(tensor) not in shared:
                     yield tensor
 
     def _parts(self) -> list[Any]:

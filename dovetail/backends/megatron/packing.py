@@ -71,18 +71,18 @@ def pack_thd(input_ids: Tensor, attention_mask: Tensor, layout: MegatronLayout) 
     positions = torch.cat([torch.arange(length) for length in lengths])
     own = zigzag_places(lengths, layout.cp_size, layout.cp_rank) if layout.cp_size > 1 else None
     offsets = starts.to(device=device, dtype=torch.int32)
-    params = HostPackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        host_lengths=lengths,
-    )
+    described: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_kv": offsets,
+        "max_seqlen_q": max(lengths),
+        "max_seqlen_kv": max(lengths),
+        "host_lengths": lengths,
+    }
     packed = ThdBatch(
         input_ids=input_ids,
         position_ids=(positions if own is None else positions[own]).unsqueeze(0).to(device),
-        params=params,
+        params=HostPackedSeqParams(**described),
         shape=(input_ids.size(0), input_ids.size(1)),
         num_packed=sum(lengths),
         sources=mask.flatten().nonzero().squeeze(1),

@@ -8,6 +8,7 @@ change.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,35 +22,47 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def cuda_to_cpu() -> Iterator[None]:
-    """Around everything that runs Megatron's code. Re-entrant; per thread where torch is (autograd's CPU thread is the
-    caller's own)."""
-    if torch.cuda.is_available() or _Redirect.depth:
+    """Around everything that runs Megatron's code, in each thread that does. Re-entrant."""
+    if torch.cuda.is_available() or getattr(_THREAD, "inside", False):
         yield
         return
     _patch_megatron_once()
-    own = {name: getattr(torch.cuda, name) for name in _STAND_INS}
+    _count_users(1)
+    _THREAD.inside = True
     try:
-        for name, stand_in in _STAND_INS.items():
-            setattr(torch.cuda, name, stand_in)
         with _Redirect():
             yield
     finally:
-        for name, value in own.items():
-            setattr(torch.cuda, name, value)
+        _THREAD.inside = False
+        _count_users(-1)
+
+
+_THREAD = threading.local()  # torch's function modes are one thread's own; backward on a CPU runs in the caller's
+_LOCK = threading.Lock()
+_OWN: dict[str, Any] = {}
+"""What `torch.cuda` had, while stand-ins are in its place."""
+_users = 0
+
+
+def _count_users(change: int) -> None:
+    """The first thread that enters changes `torch.cuda`, the last one that leaves puts it back."""
+    global _users
+    with _LOCK:
+        if _users == 0 and change > 0:
+            _OWN.update({name: getattr(torch.cuda, name) for name in _STAND_INS})
+            _set_in_cuda(_STAND_INS)
+        _users += change
+        if _users == 0:
+            _set_in_cuda(_OWN)
+
+
+def _set_in_cuda(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(torch.cuda, name, value)
 
 
 class _Redirect(TorchFunctionMode):
     """Explicit CUDA placement becomes CPU placement."""
-
-    depth = 0
-
-    def __enter__(self) -> Any:
-        _Redirect.depth += 1
-        return super().__enter__()
-
-    def __exit__(self, *failure: Any) -> None:
-        _Redirect.depth -= 1
-        super().__exit__(*failure)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
