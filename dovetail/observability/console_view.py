@@ -108,6 +108,12 @@ def _phase(state: ConsoleState, now: float, inner: int) -> RenderableType:
     seconds = now - state.phase_start
     name = Text(state.phase_name.replace("_", " "), style="cyan")
     name.append(f"  {seconds:.1f} s", style="dim")
+    usual = state.metrics.get(f"timing_s/{state.phase_name}", 0.0)
+    if not state.total and usual > 0:
+        # Nobody counts here; the time the phase took in the last step is what can be said of its end.
+        name.append(f" of about {usual:.1f} s", style="dim")
+        bar = ProgressBar(usual, min(seconds, usual), complete_style="cyan", finished_style="cyan")
+        return Group(_labelled("phase", name), _row("", "", bar, inner))
     if not state.total:
         # The empty line is the place of the bar: nothing below moves when a phase has none.
         return Group(_labelled("phase", name), Text())
@@ -127,6 +133,8 @@ def _last_step(metrics: Mapping[str, float]) -> RenderableType:
     words = Text(f"{metrics['timing_s/step']:.2f} s" if "timing_s/step" in metrics else "")
     if "perf/throughput" in metrics:
         words.append(f"  {metrics['perf/throughput']:,.0f} tokens/s", style="dim")
+    if "perf/mfu/actor" in metrics:
+        words.append(f"  {metrics['perf/mfu/actor']:.0%} of the peak in updates", style="dim")
     return _labelled("last step", words)
 
 
@@ -140,7 +148,7 @@ def _phase_bars(times: Mapping[str, float], inner: int) -> RenderableType:
     table.add_column(justify="right", width=8)
     table.add_column(justify="right", width=5, style="dim")
     for name, seconds in sorted(times.items(), key=lambda item: -item[1]):
-        blocks = max(1, round(seconds / longest * width))
+        blocks = round(seconds / longest * width)
         table.add_row(
             name.replace("_", " "), Text("━" * blocks, style="blue"), f"{seconds:.2f} s", f"{seconds / total:.0%}"
         )
@@ -200,10 +208,6 @@ def _join(values: Mapping[str, float]) -> Text:
     return text
 
 
-def _note(event: str) -> Text:
-    return Text(f"· {event}", style="dim", overflow="ellipsis", no_wrap=True)
-
-
 def _labelled(label: str, content: RenderableType) -> RenderableType:
     table = Table.grid(padding=0)
     table.add_column(width=_LABEL, style="dim")
@@ -213,9 +217,11 @@ def _labelled(label: str, content: RenderableType) -> RenderableType:
 
 
 def _row(label: str, value: str, bar: ProgressBar, inner: int) -> RenderableType:
+    gap = len(value) + 2 if value else 0
     table = Table.grid(padding=0)
     table.add_column(width=_LABEL, style="dim")
-    table.add_column(width=len(value) + 2 if value else 0)
-    table.add_column(width=inner - _LABEL - (len(value) + 2 if value else 0))
-    table.add_row(label, value, bar)
+    if value:
+        table.add_column(width=gap)
+    table.add_column(width=inner - _LABEL - gap)
+    table.add_row(label, *([value] if value else []), bar)
     return table

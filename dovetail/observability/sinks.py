@@ -95,11 +95,11 @@ class MLflowSink:
 
 
 class TrackioSink:
-    """A local Trackio project."""
+    """A local Trackio project. A resumed run of the same name continues its curves."""
 
     def __init__(self, facts: RunFacts) -> None:
         self._trackio = need("trackio", "trackio", "trackio")
-        self._trackio.init(project=facts.project, name=facts.experiment, config=dict(facts.config))
+        self._trackio.init(facts.project, facts.experiment, config=dict(facts.config), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._trackio.log(dict(metrics), step=step)

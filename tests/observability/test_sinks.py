@@ -1,0 +1,215 @@
+"""Trackers get every number under its name and step: TensorBoard's own files, and the documented calls of the others.
+
+W&B, MLflow, Trackio, SwanLab and ClearML are stood in for by modules that accept exactly the calls their documentation
+has; anything else is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.sinks import SINKS, RunFacts
+from dovetail.observability.tracker import Tracker
+
+pytestmark = pytest.mark.unit
+
+STEPS = [
+    (1, {"critic/score/mean": 0.25, "actor/grad_norm": 1.5}),
+    (2, {"critic/score/mean": 0.5, "val-core/openai/gsm8k/acc/mean@8": 0.75}),
+]
+CONFIG = {"trainer": {"seed": 1}, "data": {"train_files": ["a.parquet"]}}
+
+
+def log_steps(name: str, folder: Path) -> None:
+    run = RunFolder(folder)
+    run.start()
+    with Tracker([name], run, project="project", experiment="experiment", config=CONFIG) as tracker:
+        for step, metrics in STEPS:
+            tracker.log(step, metrics)
+
+
+# ---- TensorBoard, for real ----
+
+
+def test_tensorboard_files_hold_every_number_and_a_resumed_run_adds_to_them(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_steps("tensorboard", tmp_path)
+    facts = RunFacts("project", "experiment", CONFIG, tmp_path)
+    resumed = SINKS["tensorboard"](facts)
+    resumed.log(3, {"critic/score/mean": 0.625})
+    resumed.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    scalars = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    assert scalars == {
+        "critic/score/mean": [(1, 0.25), (2, 0.5), (3, 0.625)],
+        "actor/grad_norm": [(1, 1.5)],
+        "val-core/openai/gsm8k/acc/mean@8": [(2, 0.75)],
+    }
+
+
+# ---- the others, by their documented calls ----
+
+
+@dataclass
+class Calls:
+    """What a stand-in was told."""
+
+    opened: list[dict[str, Any]] = field(default_factory=list)
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    files: dict[str, Any] = field(default_factory=dict)
+    closed: int = 0
+
+    def close(self) -> None:
+        assert self.closed < len(self.opened), "closed more often than opened"
+        self.closed += 1
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        assert type(step) is int
+        assert all(type(value) is float for value in metrics.values())
+        self.logged.append((step, metrics))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Stand-ins in the place of the libraries, whether they are installed or not."""
+    calls = Calls()
+    for name, make in {"wandb": wandb, "mlflow": mlflow, "trackio": trackio, "swanlab": swanlab}.items():
+        module = ModuleType(name)
+        vars(module).update(make(calls))
+        monkeypatch.setitem(sys.modules, name, module)
+    module = ModuleType("clearml")
+    vars(module).update(Task=clearml_task(calls))
+    monkeypatch.setitem(sys.modules, "clearml", module)
+    return calls
+
+
+def wandb(calls: Calls) -> dict[str, Any]:
+    def init(
+        *, project: str, name: str, config: dict[str, Any], dir: str, id: str | None, resume: str
+    ) -> SimpleNamespace:
+        assert resume in ("allow", "must", "never", "auto")
+        calls.opened.append({"project": project, "name": name, "config": config, "dir": dir, "id": id})
+
+        def log(data: dict[str, float], step: int | None = None) -> None:
+            assert step is not None
+            calls.log(data, step)
+
+        return SimpleNamespace(id=id or "made-id", log=log, finish=calls.close)
+
+    return {"init": init}
+
+
+def mlflow(calls: Calls) -> dict[str, Any]:
+    allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-. :/")
+
+    def set_experiment(experiment_name: str) -> None:
+        calls.files["experiment"] = experiment_name
+
+    def start_run(run_id: str | None = None, *, run_name: str | None = None) -> SimpleNamespace:
+        assert (run_id is None) != (run_name is None)
+        calls.opened.append({"id": run_id, "name": run_name})
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "made-id"))
+
+    def log_dict(dictionary: dict[str, Any], artifact_file: str) -> None:
+        calls.files[artifact_file] = dictionary
+
+    def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        # https://mlflow.org: names hold letters, digits, underscores, dashes, periods, spaces, colons and slashes.
+        assert all(set(name) <= allowed for name in metrics), f"a name MLflow refuses in {list(metrics)}"
+        calls.log(metrics, step)
+
+    return {
+        "set_experiment": set_experiment, "start_run": start_run, "log_dict": log_dict, "log_metrics": log_metrics,
+        "end_run": calls.close,
+    }  # fmt: skip
+
+
+def trackio(calls: Calls) -> dict[str, Any]:
+    def init(project: str, name: str | None = None, *, config: dict[str, Any] | None = None, resume: str) -> None:
+        assert resume in ("must", "allow", "never")
+        calls.opened.append({"project": project, "name": name, "config": config})
+
+    def log(metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        calls.log(metrics, step)
+
+    return {"init": init, "log": log, "finish": calls.close}
+
+
+def swanlab(calls: Calls) -> dict[str, Any]:
+    def init(*, project: str, experiment_name: str, config: dict[str, Any], logdir: str) -> None:
+        calls.opened.append({"project": project, "name": experiment_name, "config": config})
+
+    def log(data: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        calls.log(data, step)
+
+    return {"init": init, "log": log, "finish": calls.close}
+
+
+def clearml_task(calls: Calls) -> type:
+    class Task:
+        @classmethod
+        def init(
+            cls, *, project_name: str, task_name: str, continue_last_task: bool | int, output_uri: bool | None
+        ) -> Task:
+            calls.opened.append({"project": project_name, "name": task_name})
+            return cls()
+
+        def connect_configuration(self, configuration: dict[str, Any], name: str) -> None:
+            calls.files[name] = configuration
+
+        def get_logger(self) -> SimpleNamespace:
+            def report_scalar(title: str, series: str, value: float, iteration: int) -> None:
+                calls.log({f"{title}/{series}": value}, iteration)
+
+            return SimpleNamespace(report_scalar=report_scalar)
+
+        def close(self) -> None:
+            calls.close()
+
+    return Task
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "swanlab"])
+def test_every_number_arrives_with_its_step_and_the_run_is_closed(tmp_path: Path, calls: Calls, name: str) -> None:
+    log_steps(name, tmp_path)
+    assert calls.logged == STEPS
+    assert calls.opened[0]["project"] == "project"
+    assert calls.opened[0]["name"] == "experiment"
+    assert calls.opened[0]["config"] == CONFIG
+    assert calls.closed == 1
+
+
+def test_mlflow_gets_names_it_accepts_and_the_configuration_once(tmp_path: Path, calls: Calls) -> None:
+    log_steps("mlflow", tmp_path)
+    assert calls.logged[1] == (2, {"critic/score/mean": 0.5, "val-core/openai/gsm8k/acc/mean_at_8": 0.75})
+    assert calls.files == {"experiment": "project", "config.json": CONFIG}
+    calls.files.clear()
+    log_steps("mlflow", tmp_path)
+    assert [run["id"] for run in calls.opened] == [None, "made-id"]
+    assert "config.json" not in calls.files
+
+
+def test_clearml_gets_a_plot_and_a_curve(tmp_path: Path, calls: Calls) -> None:
+    log_steps("clearml", tmp_path)
+    assert calls.logged[:2] == [(1, {"critic/score/mean": 0.25}), (1, {"actor/grad_norm": 1.5})]
+    assert calls.files == {"config": CONFIG}
+    assert calls.closed == 1
+
+
+def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path, calls: Calls) -> None:
+    log_steps("wandb", tmp_path)
+    log_steps("wandb", tmp_path)
+    assert [run["id"] for run in calls.opened] == [None, "made-id"]
+    assert calls.closed == 2
