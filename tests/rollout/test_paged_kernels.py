@@ -15,6 +15,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.native.cuda.kernels import linear as linear_kernels
+from dovetail.rollout.native.cuda.kernels import plain
 from dovetail.rollout.native.cuda.kernels.attention import decode_attention, prefill_attention
 from dovetail.rollout.native.cuda.kernels.layer import add_rms_norm, rms_norm, rotate_and_store, silu_mul
 from dovetail.rollout.native.cuda.kernels.rows import begin_rows, end_rows
@@ -127,7 +129,46 @@ def test_rms_norm_adds_and_normalises() -> None:
 
 def test_silu_mul() -> None:
     gate, up = randn(3, 1000), randn(3, 1000)
-    close(silu_mul(gate, up), F.silu(gate) * up)
+    expected = F.silu(gate) * up
+    close(silu_mul(gate, up), expected)
+
+
+def half(*size: int) -> torch.Tensor:
+    """bfloat16 on CUDA; the interpreter knows float16 better."""
+    return (randn(*size) * 0.1).to(torch.bfloat16 if DEVICE.type == "cuda" else torch.float16)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within the rounding of half precision."""
+    assert ((found - expected).float().norm() / expected.float().norm()) < 6e-3
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("bias", [True, False])
+def test_three_projections_in_one_launch(rows: int, bias: bool) -> None:
+    torch.manual_seed(4)
+    x, weights = half(rows, 128), [half(128, 128), half(64, 128), half(64, 128)]
+    biases = [half(w.shape[0]) if bias else None for w in weights]
+    expected = plain.project_qkv(x, weights, biases)
+    for a, b in zip(linear_kernels.project_qkv(x, weights, biases), expected, strict=True):
+        near(a, b)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_a_few_rows_through_the_gated_feed_forward(rows: int) -> None:
+    torch.manual_seed(5)
+    x, gate, up = half(rows, 256), half(96, 256), half(96, 256)
+    near(linear_kernels.gated(x, gate, up), plain.gated(x, gate, up))
+
+
+@pytest.mark.parametrize("width", [128, 1408])
+def test_a_sum_cut_in_parts_is_added_up_in_the_norm(width: int) -> None:
+    torch.manual_seed(6)
+    x, weight, residual, norm = half(5, width), half(96, width), half(5, 96), half(96)
+    expected_residual = residual.clone()
+    expected = plain.linear_add_norm(x, weight, expected_residual, norm, 1e-6)
+    near(linear_kernels.linear_add_norm(x, weight, residual, norm, 1e-6), expected)
+    near(residual, expected_residual)
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -91,10 +92,12 @@ class FusedDecoder:
         hidden = self._ops.rms_norm(residual, first.weight, first.variance_epsilon)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             attended = self._attention(index, layer.self_attn, hidden, rotation, step)
-            norm = layer.post_attention_layernorm
-            hidden = self._ops.add_rms_norm(attended, residual, norm.weight, norm.variance_epsilon)
-            forwarded = self._feed_forward(layer.mlp, hidden) if self._is_dense[index] else layer.mlp(hidden[None])[0]
-            hidden = self._ops.add_rms_norm(forwarded, residual, next_norm.weight, next_norm.variance_epsilon)
+            hidden = self._into_residual(layer.self_attn.o_proj, attended, residual, layer.post_attention_layernorm)
+            if not self._is_dense[index]:
+                experts = layer.mlp(hidden[None])[0]
+                hidden = self._ops.add_rms_norm(experts, residual, next_norm.weight, next_norm.variance_epsilon)
+                continue
+            hidden = self._into_residual(layer.mlp.down_proj, self._gated(layer.mlp, hidden), residual, next_norm)
         return hidden
 
     def _attention(
@@ -105,7 +108,10 @@ class FusedDecoder:
         rotation: tuple[torch.Tensor, torch.Tensor],
         step: PagedStep,
     ) -> torch.Tensor:
-        query, key, value = module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)
+        projections = (module.q_proj, module.k_proj, module.v_proj)
+        query, key, value = self._ops.project_qkv(
+            hidden, [linear.weight for linear in projections], [linear.bias for linear in projections]
+        )
         query_norm = getattr(module, "q_norm", None)
         key_norm = getattr(module, "k_norm", None)
         self._ops.rotate_and_store(
@@ -120,7 +126,15 @@ class FusedDecoder:
             key_norm=None if key_norm is None else key_norm.weight,
             eps=0.0 if query_norm is None else query_norm.variance_epsilon,
         )
-        return module.o_proj(step.attention(index, query, module.scaling))
+        return step.attention(index, query, module.scaling)
 
-    def _feed_forward(self, module: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return module.down_proj(self._ops.silu_mul(module.gate_proj(hidden), module.up_proj(hidden)))
+    def _gated(self, module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if module.gate_proj.bias is not None:
+            return F.silu(module.gate_proj(hidden)) * module.up_proj(hidden)
+        return self._ops.gated(hidden, module.gate_proj.weight, module.up_proj.weight)
+
+    def _into_residual(self, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
+        """Add linear(x) to the residual in place, and norm it."""
+        if linear.bias is not None:
+            return self._ops.add_rms_norm(linear(x), residual, norm.weight, norm.variance_epsilon)
+        return self._ops.linear_add_norm(x, linear.weight, residual, norm.weight, norm.variance_epsilon)

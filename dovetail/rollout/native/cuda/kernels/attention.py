@@ -25,7 +25,7 @@ def decode_attention(
     scaling: float,
     *,
     num_splits: int = 1,
-    num_warps: int = 4,
+    num_warps: int | None = None,
     num_stages: int = 3,
 ) -> torch.Tensor:
     """One query token per row: query (rows, heads * head size), `slots` the table row of each, `lengths` its keys.
@@ -64,7 +64,8 @@ def decode_attention(
         PAGE=page_size,
         SPLITS=num_splits,
         STAGES=num_stages,
-        num_warps=num_warps,
+        # Measured on an H200: more small programs reach more bandwidth, unless few programs share long sequences.
+        num_warps=num_warps or (2 if num_splits == 1 and page_size <= 64 else 4),
     )
     if num_splits > 1:
         _combine_kernel[(rows, num_kv)](

@@ -19,7 +19,9 @@ class Ops:
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., torch.Tensor]
     rotate_and_store: Callable[..., None]
-    silu_mul: Callable[..., torch.Tensor]
+    project_qkv: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    gated: Callable[..., torch.Tensor]
+    linear_add_norm: Callable[..., torch.Tensor]
     draw: Callable[..., None]
     begin_rows: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
     end_rows: Callable[..., None]
@@ -36,7 +38,9 @@ def plain_ops() -> Ops:
         plain.rms_norm,
         plain.add_rms_norm,
         plain.rotate_and_store,
-        plain.silu_mul,
+        plain.project_qkv,
+        plain.gated,
+        plain.linear_add_norm,
         plain.draw,
         plain.begin_rows,
         plain.end_rows,
@@ -44,7 +48,7 @@ def plain_ops() -> Ops:
 
 
 def triton_ops() -> Ops:
-    from dovetail.rollout.native.cuda.kernels import attention, layer, rows, sampling
+    from dovetail.rollout.native.cuda.kernels import attention, layer, linear, rows, sampling
 
     return Ops(
         attention.decode_attention,
@@ -52,7 +56,9 @@ def triton_ops() -> Ops:
         layer.rms_norm,
         layer.add_rms_norm,
         layer.rotate_and_store,
-        layer.silu_mul,
+        linear.project_qkv,
+        linear.gated,
+        linear.linear_add_norm,
         sampling.draw,
         rows.begin_rows,
         rows.end_rows,

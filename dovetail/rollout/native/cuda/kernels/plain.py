@@ -5,6 +5,8 @@ Slow on purpose: one sequence at a time where that reads best.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -96,8 +98,21 @@ def rotate_and_store(
     values[pages, :, offsets] = value.view(-1, num_kv, head_size)[chosen]
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return F.silu(gate).mul_(up)
+def project_qkv(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query, key, value = (F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return query, key, value
+
+
+def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def linear_add_norm(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return add_rms_norm(F.linear(x, weight), residual, norm, eps)
 
 
 def draw(
