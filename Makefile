@@ -55,19 +55,21 @@ test-unit: setup ## the tests that take seconds
 test-gpu: setup  ## the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-check: setup     ## style, layers, types, generated docs
+check: setup     ## style, layers, types, generated docs, the site without a warning
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyrefly check --summarize-errors
 	$(BIN)/python -m dovetail.config.document --check docs/configuration.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: setup    ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup      ## regenerate docs/configuration.md from the config classes
+docs: setup      ## regenerate docs/configuration.md from the config classes, build the site into build/site
 	$(BIN)/python -m dovetail.config.document docs/configuration.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: setup engines ## speed, as ratios against the alternative in the same run
 	$(BIN)/python -m benchmarks.run $(ARGS)

@@ -1,0 +1,97 @@
+"""Every command and code block of the guide is carried out, page by page, as a reader would type it.
+
+A page gets an empty folder; models it names are tiny ones with random weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import Block, blocks_of
+from tests.trainer.toy_run import save_toy_model
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+_MODEL = re.compile(r"\bmodels/[\w.-]+")
+
+
+@pytest.fixture(scope="module")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_toy_model(tmp_path_factory.mktemp("model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 8192  # the pages speak of answers of thousands of tokens
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_every_block_of_the_page_does_what_it_says(page: Path, toy_model: Path, tmp_path: Path) -> None:
+    for name in set(_MODEL.findall(page.read_text())):
+        shutil.copytree(toy_model, tmp_path / name)
+    blocks = blocks_of(page)
+    for block in blocks:
+        if block.title is not None:
+            (tmp_path / block.title).write_text(block.text)
+        elif block.language == "python":
+            _run([sys.executable, "-c", block.text], block, tmp_path)
+        elif block.language == "bash":
+            for command in block.commands():
+                _run(_as_run(command, block), block, tmp_path)
+        else:
+            pytest.fail(f"{block}: a block of {block.language or 'no language'} without a title is not carried out")
+
+
+def test_the_guide_has_no_block_that_the_reader_of_blocks_overlooks() -> None:
+    for page in PAGES:
+        fences = len(re.findall(r"^```", page.read_text(), re.MULTILINE))
+        assert fences == 2 * len(blocks_of(page)), page.name
+
+
+def _as_run(command: str, block: Block) -> list[str]:
+    words = shlex.split(command, comments=True)
+    if block.how == "check":
+        assert words[:2] == ["dovetail", "train"], f"{block}: only a training run can be checked instead"
+        return ["dovetail", "check", *words[2:]]
+    if block.how == "dry":
+        if words[0] == "make":
+            return ["make", "-C", str(ROOT), "--dry-run", *words[1:]]
+        if words[:2] == ["pip", "install"]:
+            return [sys.executable, "-m", "pip", "install", "--help"] if "torch" in words[2] else [
+                sys.executable, "-c", _EXTRAS, str(ROOT / "pyproject.toml"), words[-1]
+            ]  # fmt: skip
+        assert words[0] == "ray", f"{block}: no way to look at {words[0]} without carrying it out"
+        # Fails on an option that does not exist; starts nothing.
+        return ["ray", *words[1:], "--help"]
+    return words
+
+
+_EXTRAS = """
+import re, sys, tomllib
+known = tomllib.load(open(sys.argv[1], "rb"))["project"]["optional-dependencies"]
+asked = re.fullmatch(r"\\.\\[([\\w,-]+)\\]", sys.argv[2]).group(1).split(",")
+assert set(asked) <= set(known), (asked, sorted(known))
+"""
+
+
+def _run(words: list[str], block: Block, folder: Path) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(folder),
+    }
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == block.exit_code, (
+        f"{block}: {' '.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    )
