@@ -89,9 +89,8 @@ def _servers(rollout: RolloutConfig) -> Iterator[Wish]:
         yield f"{_ROLLOUT}.name", "openai", why
     if rollout.weight_sync == "colocated":
         yield f"{_ROLLOUT}.weight_sync", "colocated", "servers have memory of their own; use auto, disk or broadcast"
-    elif rollout.weights_folder is None and (rollout.weight_sync == "disk" or rollout.name == "sglang"):
-        why = f"{rollout.name} servers then read weights from a folder that all see: set {_ROLLOUT}.weights_folder"
-        yield f"{_ROLLOUT}.weight_sync", rollout.weight_sync, why
+    elif rollout.weight_sync == "disk" and rollout.weights_folder is None:
+        yield f"{_ROLLOUT}.weight_sync", "disk", f"it needs a folder that all servers see: {_ROLLOUT}.weights_folder"
 
 
 def _sampling(config: DovetailConfig) -> Iterator[Wish]:

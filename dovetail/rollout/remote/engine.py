@@ -38,12 +38,14 @@ from dovetail.rollout.remote.ranks import on_first_rank
 from dovetail.rollout.remote.router import NoServerError
 from dovetail.rollout.remote.samples import samples_of
 from dovetail.rollout.remote.sglang_dialect import SGLangDialect
+from dovetail.rollout.remote.sglang_group import SGLangGroupChannel
 from dovetail.rollout.remote.update import WeightUpdater
 from dovetail.rollout.remote.vllm_dialect import VLLMDialect
 from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, WeightChannel
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.requests import check_prompt, same_meaning
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES
+from dovetail.weight_sync.broadcast import GroupBackend
 
 logger = logging.getLogger(__name__)
 
@@ -262,14 +264,11 @@ class RemoteRollout(RolloutEngine):
         expected = expected_weights(self._folder, trust_remote_code=trust_remote_code)
         if weights_folder is not None:
             return DiskChannel(weights_folder, self._dialect, self._loop, expected, bucket_bytes=bucket_bytes)
-        return GroupChannel(
-            self._dialect,
-            self._loop,
-            expected,
-            bucket_bytes=bucket_bytes,
-            backend="nccl" if device.type == "cuda" else "gloo",
-            device=device,
-        )
+        backend: GroupBackend = "nccl" if device.type == "cuda" else "gloo"
+        options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "backend": backend, "device": device}
+        if isinstance(self._dialect, SGLangDialect):
+            return SGLangGroupChannel(self._dialect, self._loop, expected, **options)
+        return GroupChannel(self._dialect, self._loop, expected, **options)
 
     def _reload_if_all_forgot(self) -> None:
         """Servers that were started again since the last update have old weights: they must not write."""

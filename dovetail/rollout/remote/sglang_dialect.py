@@ -1,4 +1,4 @@
-"""SGLang's own server: `/generate` with token ids, its routes for pause, caches and weights from disk.
+"""SGLang's own server: `/generate` with token ids, its routes for pause, caches and weights.
 
 Never makes the calls that are known to end the server: no cache is flushed inside an update, no memory is resumed that
 was not released, none is released while a request runs.
@@ -7,7 +7,7 @@ was not released, none is released while a request runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dovetail.rollout.base import MemoryTag, WeightUpdateError
@@ -30,9 +30,12 @@ class SGLangDialect(Dialect):
     def __init__(self, client: Any, *, max_model_len: int) -> None:
         super().__init__(client)
         self._max_model_len = max_model_len
+        self._num_workers: dict[str, int] = {}
 
     async def info(self, server: str) -> ServerInfo:
         answer = await self.client.get(f"{server}/model_info")
+        if server not in self._num_workers:
+            self._num_workers[server] = await self._count_workers(server)
         with understood(server, answer):
             model = str(answer["model_path"])
             shape = {"model_type": answer["model_type"]} if answer.get("model_type") else {}
@@ -42,6 +45,7 @@ class SGLangDialect(Dialect):
             self._max_model_len,
             "temperature",
             weight_version=int(version) if version.isdecimal() else None,  # "default" before the first update
+            num_workers=self._num_workers[server],
             shape=shape,
         )
 
@@ -106,7 +110,8 @@ class SGLangDialect(Dialect):
 
     async def load_from_disk(self, server: str, found: DiskVersion, expected: ExpectedWeights) -> None:
         # An update that flushes the cache itself ends the server if a request is pending: `forget_caches` does it.
-        body = {"model_path": str(found.folder), "weight_version": str(found.version), "flush_cache": False}
+        # The format is named, because it would take the one it was started with: dummy, usually.
+        body = {"model_path": str(found.folder), "load_format": "auto", "flush_cache": False}
         try:
             answer = await self.client.post(f"{server}/update_weights_from_disk", body, timeout_s=_LONG_S)
         except ServerError as error:
@@ -117,4 +122,14 @@ class SGLangDialect(Dialect):
             raise WeightUpdateError(f"{server} did not take the weights: {answer.get('message')}")
 
     async def set_version(self, server: str, version: int) -> None:
-        """It came with the weights."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self.client.post(f"{server}/update_weight_version", body, timeout_s=_LONG_S)
+
+    async def post(self, server: str, route: str, body: Mapping[str, Any]) -> Any:
+        """Any other call, for as long as it takes."""
+        return await self.client.post(server + route, body, timeout_s=_LONG_S)
+
+    async def _count_workers(self, server: str) -> int:
+        answer = await self.client.get(f"{server}/server_info")
+        with understood(server, answer):
+            return int(answer["tp_size"]) * int(answer.get("pp_size", 1))

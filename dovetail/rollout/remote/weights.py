@@ -23,7 +23,8 @@ from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.remote.client import ServerError
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo
 from dovetail.rollout.remote.loop import LoopThread
-from dovetail.weight_sync import DiskVersion, DiskWeights, ExpectedWeights, NamedTensors, WeightAccount, WeightSender
+from dovetail.rollout.sglang.weights import CheckedWeights
+from dovetail.weight_sync import DiskVersion, DiskWeights, ExpectedWeights, NamedTensors, WeightSender
 from dovetail.weight_sync.broadcast import LOOPBACK, GroupBackend
 
 logger = logging.getLogger(__name__)
@@ -78,11 +79,8 @@ class DiskChannel(WeightChannel):
         self._found: DiskVersion | None = None
 
     def stage(self, weights: NamedTensors, version: int) -> None:
-        checked = _Checked(weights, self._expected)
-        self._found = self._disk.write(checked, version)
-        if checked.problem:
-            self._found = None
-            raise WeightUpdateError(checked.problem)
+        self._found = None
+        self._found = self._disk.write(_whole(weights, self._expected), version)
 
     def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
         return self._loop.run(self._on_each(servers, self._load))
@@ -176,7 +174,7 @@ class GroupChannel(WeightChannel):
         if self._sender is not None and members == self._members:
             return
         sender = WeightSender(
-            sum(members.values()), host=_own_address(members), backend=self._backend, device=self._device
+            sum(members.values()), host=own_address(members), backend=self._backend, device=self._device
         )
         first_ranks, rank = {}, 1
         for server, num_workers in members.items():
@@ -187,7 +185,7 @@ class GroupChannel(WeightChannel):
             await self._dialect.join_group(server, sender.address, first_ranks[server])
 
         # Joining answers when the group is complete, which takes this side too.
-        connecting = threading.Thread(target=_connect, args=(sender,), name="dovetail-weight-group", daemon=True)
+        connecting = threading.Thread(target=connect_quietly, args=(sender.connect,), daemon=True)
         connecting.start()
         failures = self._loop.run(self._on_each(members, join))
         if failures:
@@ -196,29 +194,22 @@ class GroupChannel(WeightChannel):
         self._sender, self._members = sender, dict(members)
 
 
-class _Checked:
-    """A stream and the first misfit in it. Passed on to the end even so."""
-
-    def __init__(self, weights: NamedTensors, expected: ExpectedWeights) -> None:
-        self._weights = weights
-        self._account = WeightAccount(expected)
-        self.problem: str | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._weights:
-            self.problem = self.problem or self._account.problem_with(name, tuple(tensor.shape))
-            yield name, tensor
-        self.problem = self.problem or self._account.gap()
-
-
-def _connect(sender: WeightSender) -> None:
+def connect_quietly(connect: Callable[[], None]) -> None:
+    """On a thread beside the calls that make the servers join: those say what went wrong."""
     try:
-        sender.connect()
-    except RuntimeError as error:  # the servers that did not join say why
+        connect()
+    except RuntimeError as error:
         logger.warning("the group for the weights is not complete: %s", error)
 
 
-def _own_address(servers: Iterable[str]) -> str:
+def _whole(weights: NamedTensors, expected: ExpectedWeights) -> Iterator[tuple[str, Tensor]]:
+    """The stream; WeightUpdateError at its end if it does not fit, so that no version is made of it."""
+    checked = CheckedWeights(weights, expected)
+    yield from checked
+    checked.require_complete()
+
+
+def own_address(servers: Iterable[str]) -> str:
     """This machine's address as the servers see it: loopback only if all of them are here."""
     for server in servers:
         parts = urlsplit(server)

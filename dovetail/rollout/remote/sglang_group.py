@@ -1,0 +1,117 @@
+"""Weights to SGLang servers by broadcast: SGLang's own protocol, in which every bucket is announced over HTTP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dovetail.rollout.base import EngineError, WeightUpdateError
+from dovetail.rollout.remote.client import ServerError
+from dovetail.rollout.remote.dialect import ServerInfo
+from dovetail.rollout.remote.loop import LoopThread
+from dovetail.rollout.remote.sglang_dialect import SGLangDialect
+from dovetail.rollout.remote.weights import Failures, WeightChannel, connect_quietly, own_address
+from dovetail.rollout.sglang.group import WeightGroup
+from dovetail.rollout.sglang.weights import CheckedWeights
+from dovetail.weight_sync import Bucket, ExpectedWeights, NamedTensors, iter_buckets
+from dovetail.weight_sync.broadcast import GroupBackend
+
+
+class SGLangGroupChannel(WeightChannel):
+    """All servers must have the same number of model processes. The group is built anew when servers come or go."""
+
+    def __init__(
+        self,
+        dialect: SGLangDialect,
+        loop: LoopThread,
+        expected: ExpectedWeights,
+        *,
+        bucket_bytes: int,
+        backend: GroupBackend = "gloo",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(dialect, loop, expected, bucket_bytes=bucket_bytes)
+        self._sglang = dialect
+        self._backend: GroupBackend = backend
+        self._device = device
+        self._group: WeightGroup | None = None
+        self._members: list[str] = []
+        self._weights: NamedTensors = ()
+
+    def stage(self, weights: NamedTensors, version: int) -> None:
+        self._weights = weights
+
+    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
+        """The stream is read to its end whatever happens: on other ranks of the trainer a gather waits."""
+        checked = CheckedWeights(self._weights, self._expected)
+        stream = iter(checked)
+        try:
+            group = self._join(servers)
+            for bucket in iter_buckets(stream, self._bucket_bytes):
+                self._send(group, bucket)
+            checked.require_complete()
+        except WeightUpdateError:
+            raise
+        except BaseException:
+            self._group = None
+            raise
+        finally:
+            self._weights = ()
+            for _ in stream:
+                pass
+        return {}
+
+    def _send(self, group: WeightGroup, bucket: Bucket) -> None:
+        body = {
+            "names": [entry.name for entry in bucket.entries],
+            "dtypes": [entry.dtype for entry in bucket.entries],
+            "shapes": [list(entry.shape) for entry in bucket.entries],
+            "group_name": group.name,
+            "flush_cache": False,
+        }
+        receiving = self._loop.start(self._tell("/update_weights_from_distributed", dict.fromkeys(self._members, body)))
+        try:
+            for _, tensor in bucket.tensors():
+                group.broadcast(tensor)
+        except RuntimeError as error:
+            raise EngineError(
+                f"the broadcast of weights broke off ({error}). The next update builds the group anew; "
+                "rollout.weight_sync=disk needs no group."
+            ) from error
+        failures = receiving.result()
+        if failures:
+            raise EngineError(f"weights were not taken: {'; '.join(map(str, failures.values()))}")
+
+    def _join(self, servers: Mapping[str, ServerInfo]) -> WeightGroup:
+        if self._group is not None and self._members == list(servers):
+            return self._group
+        sizes = {info.num_workers for info in servers.values()}
+        if len(sizes) > 1:
+            raise EngineError(
+                f"SGLang servers with {sorted(sizes)} processes cannot share a group; use weight_sync=disk."
+            )
+        self._group, self._members = None, list(servers)
+        group = WeightGroup(
+            len(servers), sizes.pop(), backend=self._backend, device=self._device, host=own_address(servers)
+        )
+        # Joining answers when the group is complete, which takes this side too.
+        connecting = threading.Thread(target=connect_quietly, args=(group.connect,), daemon=True)
+        connecting.start()
+        bodies = {server: group.join_body(index) for index, server in enumerate(servers)}
+        failures = self._loop.run(self._tell("/init_weights_update_group", bodies))
+        if failures:
+            raise EngineError(f"a group for the weights could not be built: {'; '.join(map(str, failures.values()))}")
+        connecting.join()
+        self._group = group
+        return group
+
+    async def _tell(self, route: str, bodies: Mapping[str, Mapping[str, Any]]) -> Failures:
+        async def tell(server: str) -> None:
+            answer = await self._sglang.post(server, route, bodies[server])
+            if isinstance(answer, dict) and not answer.get("success", True):
+                raise ServerError(f"{server}{route}: {answer.get('message')}", url=server)
+
+        return await self._on_each(bodies, tell)

@@ -1,0 +1,31 @@
+"""Two vLLM servers for the whole folder, started side by side: a start costs more than all the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.models.tiny import save_tiny_model
+from tests.rollout_remote.servers import VLLMServer
+
+FAMILY = "llama_tied"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(FAMILY, tmp_path_factory.mktemp("models") / FAMILY)
+
+
+@pytest.fixture(scope="session")
+def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServer]]:
+    logs = tmp_path_factory.mktemp("logs")
+    started = [VLLMServer(folder, logs / f"server{number}.log") for number in range(2)]
+    try:
+        for server in started:
+            server.wait()
+        yield started
+    finally:
+        for server in started:
+            server.stop()
