@@ -26,7 +26,9 @@ class BackgroundSave:
         """Begin to write; returns at once, unless the last save is not over yet."""
         self.finish()
         if dist.is_initialized() and self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup), "every rank saves, so every rank is in the group"
+            self._group = group
         self._thread = threading.Thread(target=self._write, args=(folder, snapshot), name="checkpoint", daemon=True)
         self._thread.start()
 

@@ -14,14 +14,17 @@ from typing import Any, Literal
 from dovetail.config.root import DovetailConfig
 from dovetail.trainer.run import run_training
 
-Moment = Literal["generation", "update", "save", "after_save"]
+Moment = Literal["generation", "update", "save", "after_save", "any"]
 _PHASES = {"generation": "gen", "update": "update_actor", "save": "save_checkpoint", "after_save": "save_checkpoint"}
 DIED_IN = "died_in.txt"
 
 
-def run_until_killed(config: DovetailConfig, moment: Moment, step: int) -> int:
-    """Returns the exit code: -9 when the kill came, 0 when the run was over first."""
-    process = mp.get_context("forkserver").Process(target=_train, args=(config, moment, step))
+def run_until_killed(config: DovetailConfig, moment: Moment, step: int = 0, *, after: float = 0.0) -> int:
+    """Returns the exit code: -9 when the kill came, 0 when the run was over first.
+
+    The moment `any` is `after` seconds from the first phase of the run, whatever it does then.
+    """
+    process = mp.get_context("forkserver").Process(target=_train, args=(config, moment, step, after))
     process.start()
     process.join(timeout=120)
     if process.exitcode is None:
@@ -30,24 +33,29 @@ def run_until_killed(config: DovetailConfig, moment: Moment, step: int) -> int:
     return int(process.exitcode or 0)
 
 
-def _train(config: DovetailConfig, moment: Moment, step: int) -> None:
+def _train(config: DovetailConfig, moment: Moment, step: int, after: float) -> None:
     import torch
 
     torch.set_num_threads(1)
-    run_training(config, use_ray=False, console=lambda title, total: _Killer(config, moment, step))
+    run_training(config, use_ray=False, console=lambda title, total: _Killer(config, moment, step, after))
 
 
 class _Killer:
     """A console, because that is who is told about phases."""
 
-    def __init__(self, config: DovetailConfig, moment: Moment, step: int) -> None:
+    def __init__(self, config: DovetailConfig, moment: Moment, step: int, after: float) -> None:
         self._folder = Path(config.trainer.run_dir)
-        self._moment, self._step = moment, step
+        self._moment, self._step, self._after = moment, step, after
         self._phase: str | None = None
         self._steps_begun = 0
 
     def phase(self, name: str | None) -> None:
         before, self._phase = self._phase, name
+        if self._moment == "any":
+            if before is None and self._steps_begun == 0:
+                self._steps_begun = 1
+                threading.Thread(target=self._die_soon, daemon=True).start()
+            return
         self._steps_begun += name == "gen"
         if self._steps_begun != self._step:
             return
@@ -63,7 +71,7 @@ class _Killer:
             while not (self._folder / f".global_step_{self._step}.partial" / "actor" / "shards").exists():
                 time.sleep(0.0002)
         else:
-            time.sleep(0.01)
+            time.sleep(self._after if self._moment == "any" else 0.01)
         self._die()
 
     def _die(self) -> None:

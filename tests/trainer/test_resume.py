@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,24 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
     if name == "dapo":
         # The case is worth its name only if groups were waiting in the checkpoint it resumed from.
         assert rows[latest - 1]["train/groups_carried_over"] > 0
+
+
+def test_a_run_killed_at_three_random_moments_ends_as_an_uninterrupted_one(toy: Toy, tmp_path: Path) -> None:
+    """Whatever it does at that moment; the seed of the moments is in the message of a failure."""
+    expected, expected_answers = reference("grpo", toy, GRPO, tmp_path / "whole")
+    started = time.monotonic()
+    train(toy.config(tmp_path / "measured", GRPO))
+    duration = time.monotonic() - started
+    seed = random.SystemRandom().randrange(10**6)
+    moments = [random.Random(seed + number).uniform(0.0, 0.6 * duration) for number in range(3)]
+    config = toy.config(tmp_path / "killed", GRPO)
+    codes = [run_until_killed(config, "any", after=seconds) for seconds in moments]
+    _, rows = train(config)
+    said = f"seed {seed}, killed after {moments}, exit codes {codes}"
+    assert -signal.SIGKILL in codes, said
+    assert set(codes) <= {0, -signal.SIGKILL}, said
+    assert repeatable(rows) == expected, said
+    assert answers(tmp_path / "killed") == expected_answers, said
 
 
 def test_a_finished_run_that_is_started_again_changes_nothing(toy: Toy, tmp_path: Path) -> None:

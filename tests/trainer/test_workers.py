@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from dovetail.cli.main import main
 from dovetail.observability.run_folder import RunFolder
+from dovetail.trainer.groups import create_groups
 from tests.trainer.toy_run import Toy, repeatable, train
+from tests.workers.tiny_run import rollout_batch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
 
@@ -82,12 +87,32 @@ def test_two_workers_continue_the_checkpoint_of_one(toy: Toy, tmp_path: Path, on
     for step in (3, 4):
         assert answers(tmp_path, step) == answers(one_worker, step)
 
+    assert_export_is_the_policy(toy, tmp_path)
+
     # And one process reads what two have written.
     shutil.rmtree(tmp_path / "global_step_4")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3\n")
     _, again = train(toy.config(tmp_path, KEYS))
     assert [row["step"] for row in again] == [2, 3, 4]
     assert_close(again[-1:], expected[-1:])
+
+
+def assert_export_is_the_policy(toy: Toy, run: Path) -> None:
+    """Plain transformers gives the log-probs of the policy that two processes have saved."""
+    assert main(["export", str(run), str(run / "exported")]) == 0
+    groups = create_groups(toy.config(run / "unused", KEYS), use_ray=False, use_gpu=False)
+    groups.actor_rollout.init_model(STEPS)
+    groups.actor_rollout.load_checkpoint(str(run / f"global_step_{STEPS}" / "actor"))
+    batch = rollout_batch(2)
+    ours = groups.actor_rollout.compute_log_prob(batch).tensors["old_log_probs"]
+    model = AutoModelForCausalLM.from_pretrained(run / "exported", dtype=torch.float32).eval()
+    columns, width = batch.tensors, ours.shape[1]
+    inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    with torch.no_grad():
+        logits = model(**inputs).logits / batch.meta_info["temperature"]
+    theirs = logits.log_softmax(-1)[:, :-1].gather(-1, columns["input_ids"][:, 1:, None]).squeeze(-1)[:, -width:]
+    mask = columns["attention_mask"][:, -width:].bool()
+    torch.testing.assert_close(ours[mask], theirs[mask], atol=1e-5, rtol=0)
 
 
 def test_the_program_killed_on_ray_and_started_again_ends_as_the_run_without_ray(
