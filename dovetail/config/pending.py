@@ -156,9 +156,9 @@ PENDING: tuple[Pending, ...] = (
     *(Pending(f"{_ROLLOUT}.{name}", _NATIVE, when=_native) for name in _ENGINE_SETTINGS),
     Pending(
         f"{_ROLLOUT}.restart_engine",
-        "an engine in the trainer's own process ends with it; vllm with mode=async, and engines on devices of their own "
-        "(`hybrid_engine=False`), are started again",
-        when=lambda config: _shared_devices(config) and _not("vllm", "async")(config),
+        "an engine in the trainer's own process ends with it; vllm with mode=async, sglang, and engines on devices of "
+        "their own (`hybrid_engine=False`), are started again",
+        when=lambda config: _shared_devices(config) and _not("vllm", "async")(config) and _not_sglang(config),
     ),
     Pending(f"{_ROLLOUT}.engine_kwargs.sglang*", "only `rollout.name=sglang` reads it", when=_not_sglang),
     Pending(f"{_ROLLOUT}.sglang_python", _NO_SGLANG_SERVER, when=_no_sglang_server),
