@@ -1,0 +1,66 @@
+"""FSDP2 on two real processes feeding an SGLang server, through the sharding manager of the hybrid engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.backends.build import build_backend
+from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
+from dovetail.models.policy import PolicyModel
+from dovetail.rollout.base import GenerationRequest, SamplingParams
+from dovetail.rollout.sglang import SGLangRollout
+from dovetail.weight_sync import FSDPSGLangShardingManager, weight_checksum
+from tests.models.tiny import tiny_model
+from tests.ranks import run_ranks
+from tests.rollout_sglang.conftest import small_settings
+from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32"))
+PROMPT = list(range(3, 203))
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+NAMES = ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"]
+
+
+@torch.no_grad()
+def _change(parameters: Any) -> None:
+    """What a training step stands for here: every weight moves, the same way sharded or not."""
+    for parameter in parameters:
+        parameter.mul_(1.05).add_(0.003)
+
+
+def _hybrid(rank: int, world_size: int, folder: str) -> list[tuple[list[int], list[int], list[float], dict]]:
+    policy = PolicyModel(tiny_model("llama_tied"), use_remove_padding=False, use_fused_kernels=False)
+    backend = build_backend("fsdp2", policy, fsdp=FP32)
+    settings = small_settings(folder, load_format="dummy")
+    engine = SGLangRollout(settings, num_servers=1, bucket_bytes=1 << 18) if rank == 0 else None
+    manager = FSDPSGLangShardingManager(backend, engine, version=1)
+    outcome = []
+    for _ in range(2):
+        with manager:
+            if engine is not None:
+                (result,) = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+                held = engine.weight_checksums(NAMES)
+                outcome.append((result.token_ids, result.weight_versions, result.log_probs, held))
+        _change(backend.module.parameters())
+        manager.weights_changed()
+    if engine is not None:
+        engine.close()
+    return outcome
+
+
+def test_two_fsdp2_ranks_feed_a_server_of_sglang(tiny_folder: Path) -> None:
+    outcome, nothing = run_ranks(_hybrid, 2, str(tiny_folder), timeout=800)
+    assert nothing == []
+    model = tiny_model("llama_tied")
+    for step, (tokens, versions, scores, held) in enumerate(outcome):
+        assert tokens == greedy(model, PROMPT, 12)
+        assert versions == [1 + step] * 12
+        assert mean_gap(log_probs(model, PROMPT, tokens), scores) <= 1e-5
+        assert held == weight_checksum(model.named_parameters(), NAMES)
+        _change(model.parameters())

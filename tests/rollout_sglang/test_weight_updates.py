@@ -1,0 +1,126 @@
+"""After an update, by whatever path, SGLang is the new model; what does not fit is named, and SGLang survives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
+from dovetail.rollout.sglang import SGLangRollout
+from dovetail.rollout.sglang.weights import TensorFiles
+from dovetail.weight_sync import DiskWeights, weight_checksum
+from tests.models.tiny import tiny_model
+from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPT = list(range(3, 290))
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+
+
+def _tensors(engine: SGLangRollout, model: Any, version: int, folder: Path) -> None:
+    engine.update_weights(model.named_parameters(), version)
+
+
+def _broadcast(engine: SGLangRollout, model: Any, version: int, folder: Path) -> None:
+    engine.update_weights_by_broadcast(model.named_parameters(), version)
+
+
+def _disk(engine: SGLangRollout, model: Any, version: int, folder: Path) -> None:
+    engine.update_weights_from_disk(DiskWeights(folder, bucket_bytes=1 << 16).write(model.named_parameters(), version))
+
+
+PATHS: dict[str, Callable[[SGLangRollout, Any, int, Path], None]] = {
+    "tensors": _tensors,
+    "gloo broadcast": _broadcast,
+    "disk": _disk,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_after_an_update_the_engine_is_the_new_model(engine: SGLangRollout, path: str, tmp_path: Path) -> None:
+    version = 20 + len(path)
+    before = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0] if engine.health().ok else None
+    new = tiny_model("llama_tied", seed=version)
+    PATHS[path](engine, new, version, tmp_path)
+    after = engine.generate([GenerationRequest(str(n), PROMPT, GREEDY) for n in range(4)])
+    assert [result.token_ids for result in after] == [greedy(new, PROMPT, 12)] * 4
+    assert before is None or after[0].token_ids != before.token_ids
+    assert after[0].weight_versions == [version] * 12
+    assert mean_gap(log_probs(new, PROMPT, after[0].token_ids), after[0].log_probs) <= 1e-5
+    assert engine.health().weight_version == version
+    names = ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+    assert engine.weight_checksums(names) == weight_checksum(new.named_parameters(), names)
+
+
+def test_the_prompt_of_these_tests_really_sits_in_the_radix_cache(engine: SGLangRollout) -> None:
+    old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=1)
+    engine.update_weights(old.named_parameters(), 0)
+    engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+    with TensorFiles() as files:  # an update that leaves the caches alone
+        for payload in files.payloads(new.named_parameters()):
+            body = {"serialized_named_tensors": [payload], "flush_cache": False, "weight_version": "0"}
+            engine._call("/update_weights_from_tensor", body)
+    stale = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
+    assert mean_gap(log_probs(new, PROMPT, stale.token_ids), stale.log_probs) > 0.01
+
+
+def test_weights_of_somebody_else_are_noticed(engine: SGLangRollout) -> None:
+    model = tiny_model("llama_tied")
+    engine.update_weights(model.named_parameters(), 4)
+    engine._call("/update_weight_version", {"new_version": "theirs", "abort_all_requests": False})
+    with pytest.raises(EngineError, match="version 'theirs'; '4' was sent"):
+        engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+    engine.update_weights(model.named_parameters(), 5)
+
+
+def test_missing_misshapen_and_unknown_tensors_are_named_and_the_engine_waits_for_a_whole_update(
+    engine: SGLangRollout, tmp_path: Path
+) -> None:
+    model = tiny_model("llama_tied", seed=2)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    short = {name: tensor for name, tensor in weights.items() if name != "model.layers.1.self_attn.k_proj.weight"}
+    with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.layers\.1\.self_attn\.k_proj\.weight"):
+        engine.update_weights(short.items(), 5)
+    with pytest.raises(EngineError, match="version 5 did not finish"):
+        engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
+    assert not engine.health().ok
+    bent = weights | {"model.norm.weight": weights["model.norm.weight"][:7]}
+    misfit = r"'model\.norm\.weight' has shape \(7,\).*\(128,\)"
+    with pytest.raises(WeightUpdateError, match=misfit):
+        engine.update_weights(bent.items(), 5)
+    with pytest.raises(WeightUpdateError, match=misfit):
+        engine.update_weights_by_broadcast(bent.items(), 5)
+    with pytest.raises(WeightUpdateError, match=misfit):
+        engine.update_weights_from_disk(DiskWeights(tmp_path).write(bent.items(), 5))
+    with pytest.raises(WeightUpdateError, match=r"no tensor 'model\.extra'"):
+        engine.update_weights([*weights.items(), ("model.extra", weights["model.norm.weight"])], 5)
+    engine.update_weights(weights.items(), 6)
+    assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
+
+
+def test_a_tied_tensor_counts_under_either_name(engine: SGLangRollout) -> None:
+    model = tiny_model("llama_tied", seed=3)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    engine.update_weights(weights.items(), 7)
+    assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
+
+
+def test_every_tensor_of_the_source_is_taken_even_after_a_misfit(engine: SGLangRollout) -> None:
+    model = tiny_model("llama_tied")
+    taken = []
+
+    def source() -> Any:
+        yield "model.extra", model.model.norm.weight
+        for name, tensor in model.named_parameters():
+            taken.append(name)
+            yield name, tensor
+
+    with pytest.raises(WeightUpdateError, match=r"model\.extra"):
+        engine.update_weights(source(), 1)
+    assert len(taken) == len(list(model.named_parameters()))
+    engine.update_weights(model.named_parameters(), 1)

@@ -1,0 +1,160 @@
+"""SGLang as servers: shared by a sticky router, killed in the middle of a generation, started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
+from dovetail.rollout.sglang import SGLangRollout
+from dovetail.rollout.sglang.server import ServerLink, _hold_port
+from tests.models.tiny import tiny_model
+from tests.rollout_sglang.conftest import Running
+from tests.rollout_vllm.reference import greedy
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_new_tokens=250, ignore_eos=True)
+
+
+@pytest.fixture
+def model(engine: SGLangRollout) -> Any:
+    model = tiny_model("llama_tied", seed=4)
+    engine._core._level = "request"
+    if engine._core.version != 6:
+        engine.update_weights(model.named_parameters(), 6)
+    return model
+
+
+def _servers(engine: SGLangRollout) -> list[ServerLink]:
+    return [link for link in engine._core.links if isinstance(link, ServerLink)]
+
+
+def _batch(count: int, sampling: SamplingParams) -> list[GenerationRequest]:
+    return [GenerationRequest(f"{sampling.max_new_tokens} {n}", [9, 5 + n, 11], sampling) for n in range(count)]
+
+
+def _wanted(model: Any, requests: list[GenerationRequest]) -> list[list[int]]:
+    return [greedy(model, list(r.prompt_token_ids), r.sampling.max_new_tokens) for r in requests]
+
+
+def test_a_held_port_is_given_to_nobody_but_the_server_that_asks_for_it() -> None:
+    with _hold_port() as holder, socket.socket() as server:
+        port = holder.getsockname()[1]
+        others = [socket.create_server(("127.0.0.1", 0)) for _ in range(50)]
+        assert port not in [other.getsockname()[1] for other in others]
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        for other in others:
+            other.close()
+
+
+def test_both_servers_work_and_the_samples_of_a_request_stay_together(engine: SGLangRollout, model: Any) -> None:
+    seen: dict[str, set[str]] = {}
+    for link in _servers(engine):
+        original = link.call
+
+        async def watched(route: str, body: Any, *, link: ServerLink = link, original: Any = original) -> Any:
+            if route == "/generate":
+                seen.setdefault(str(body["input_ids"][:3]), set()).add(link.name)
+            return await original(route, body)
+
+        link.call = watched
+    requests = _batch(12, SamplingParams(temperature=0, max_new_tokens=8, n=3, ignore_eos=True))
+    results = engine.generate(requests)
+    for link in _servers(engine):
+        del link.call
+    assert [result.token_ids for result in results[::3]] == _wanted(model, requests)
+    assert {len(servers) for servers in seen.values()} == {1}
+    assert len(set.union(*seen.values())) == 2
+
+
+def test_servers_listen_on_loopback_only(engine: SGLangRollout) -> None:
+    for link in _servers(engine):
+        processes = [psutil.Process(link.pid), *psutil.Process(link.pid).children(recursive=True)]
+        heard = [one for process in processes for one in process.net_connections() if one.status == "LISTEN"]
+        assert {one.laddr.ip for one in heard} <= {"127.0.0.1", "::1"}
+        assert heard
+
+
+def test_what_a_killed_server_was_writing_is_written_by_the_other(engine: SGLangRollout, model: Any) -> None:
+    requests = [*_batch(3, GREEDY), *_batch(6, LONG)]
+    running = Running(engine, requests)
+    time.sleep(0.5)
+    os.kill(_servers(engine)[0].pid, signal.SIGKILL)
+    results = running.join(300)
+    assert [result.request_id for result in results] == [request.request_id for request in requests]
+    assert [result.token_ids for result in results] == _wanted(model, requests)
+    assert {version for result in results for version in result.weight_versions} == {6}
+    assert len(engine._core.deaths) == 1
+
+
+def test_servers_that_are_all_dead_are_started_again_with_the_current_weights(
+    engine: SGLangRollout, model: Any
+) -> None:
+    requests = [*_batch(2, GREEDY), *_batch(2, LONG)]
+    running = Running(engine, requests)
+    time.sleep(0.5)
+    engine._restarts_left = 1
+    engine.reload_weights = lambda fresh: fresh.update_weights(model.named_parameters(), 6)
+    # The scheduler alone: its server notices, and ends.
+    server = psutil.Process(_servers(engine)[1].pid)
+    (scheduler,) = [child for child in server.children() if "scheduler" in " ".join(child.cmdline())]
+    scheduler.kill()
+    results = running.join(800)
+    assert [result.token_ids for result in results] == _wanted(model, requests)
+    assert {version for result in results for version in result.weight_versions} == {6}
+    assert (engine._restarts_left, engine._core.deaths) == (0, [])
+
+
+def test_killed_servers_are_reported_within_ten_seconds(engine: SGLangRollout, model: Any) -> None:
+    running = Running(engine, _batch(4, LONG))
+    running.paused_after(1)
+    engine.continue_()
+    start = time.monotonic()
+    for link in _servers(engine):
+        os.kill(link.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="ended with status -9"):
+        running.join(10)
+    assert time.monotonic() - start < 10
+    assert not engine.health().ok
+    with pytest.raises(EngineError, match="ended with status -9"):
+        engine.generate(_batch(1, GREEDY))
+
+
+def test_a_server_that_cannot_start_says_why(tiny_folder: Any, tmp_path: Any) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "SGLang 0.4.1 is installed for this test" >&2\nexit 3\n')
+    python.chmod(0o755)
+    from tests.rollout_sglang.conftest import small_settings
+
+    with pytest.raises(EngineError, match=r"(?s)supports 0\.5\.18 to 0\.5\.23.*SGLang 0\.4\.1 is installed"):
+        SGLangRollout(small_settings(tiny_folder), num_servers=1, python=str(python))
+
+
+def test_a_server_ends_with_whoever_started_it(tmp_path: Any) -> None:
+    """Its standard input is a pipe from the starter; serve.py needs no SGLang to notice that it closed."""
+    from dovetail.rollout.sglang import serve
+
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text(
+        "import runpy, sys, threading, time\n"
+        f"names = runpy.run_path({serve.__file__!r})\n"
+        "threading.Thread(target=names['_end_with_starter'], daemon=True).start()\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [os.environ.get("PYTHON", "python3"), str(sleeper)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(30) == -signal.SIGKILL
