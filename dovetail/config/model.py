@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dovetail.config.base import Section, inherits
 from dovetail.config.fsdp import FSDPConfig
@@ -44,6 +45,11 @@ class ModelConfig(Section):
     lora_adapter_path: str | None = Field(None, description="Adapter folder to start from. Null: fresh adapters.")
     lora_merge: bool = Field(True, description="Send merged weights to the engine instead of adapters.")
 
+    @field_validator("path", "hf_config_path", "tokenizer_path", "lora_adapter_path")
+    @classmethod
+    def _from_home(cls, value: Any) -> Any:
+        return _expanded(value)
+
     @property
     def config_path(self) -> str:
         """Folder of `config.json`."""
@@ -61,6 +67,11 @@ class ModelConfig(Section):
 
 
 _POLICY = "actor_rollout_ref.model"
+
+
+def _expanded(path: Any) -> Any:
+    """`~` as a shell would have it: files have none to do it. Once, here, and not in every engine that reads a path."""
+    return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 class CriticModelConfig(ModelConfig):
@@ -108,3 +119,8 @@ class RewardNetworkConfig(Section):
         f"{_POLICY}.use_remove_padding", ModelConfig, "use_remove_padding", description="Pack sequences."
     )
     fsdp_config: FSDPConfig = Field(FSDPConfig.model_construct(), description="Sharding of the reward model.")
+
+    @field_validator("path", "input_tokenizer")
+    @classmethod
+    def _from_home(cls, value: Any) -> Any:
+        return _expanded(value)

@@ -149,7 +149,7 @@ def _rewards_failing(facts: Facts) -> Iterator[Finding]:
             "rewards_failing", "bad" if share > FAILED_BAD else "warn", "Rewards fail",
             f"{share:.1%} of the answers in the last steps could not be scored (timeout, exception or NaN).",
             "Filter the rollouts by `reward failed` and run the function on such an answer; raise its timeout if it is "
-            "slow. Above reward_model.reward_kwargs.max_failed_share the run stops.", name,
+            "slow. Above reward_model.max_failed_share the run stops.", name,
         )  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
-from dovetail.config import DovetailConfig
+from dovetail.config import DovetailConfig, load_config
 from dovetail.config.actor import ActorConfig
 from dovetail.config.data import DataConfig
 from dovetail.config.inherit import inheritance
@@ -104,3 +106,13 @@ def _value(tree: dict, key: str) -> object:
     for part in key.split("."):
         tree = tree[part]
     return tree
+
+
+def test_a_tilde_in_a_model_path_is_the_home_folder_in_files_too(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("actor_rollout_ref: {model: {path: ~/models/policy}}\nreward_model: {model: {path: ~/judge}}\n")
+    config = load_config([file]).config
+    home = str(Path.home())
+    assert config.actor_rollout_ref.model.path == f"{home}/models/policy"
+    assert config.critic.model.path == config.actor_rollout_ref.model.tokenizer_source == f"{home}/models/policy"
+    assert config.reward_model.model.path == f"{home}/judge"

@@ -29,6 +29,7 @@ EXPECTED = {
     *("response_length/clip_ratio", "prompt_length/clip_ratio", "actor/entropy", "reward/failed"),
     *("timing_s/gen", "timing_s/reward", "timing_s/old_log_prob", "timing_s/adv", "timing_s/update_actor"),
     *("timing_s/step", "timing_per_token_ms/gen", "timing_per_token_ms/update_actor"),
+    *("perf/mfu/actor", "perf/mfu/actor_infer", "perf/mfu/rollout", "perf/peak_tflops"),
     *("perf/throughput", "perf/total_num_tokens", "perf/time_per_step", "perf/cpu_memory_used_gb"),
     *("training/global_step", "training/epoch", "global_seqlen/mean"),
     *("rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/training_ppl", "rollout_corr/rollout_ppl"),
@@ -36,6 +37,7 @@ EXPECTED = {
 WITH_CRITIC = {
     *("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/lr"),
     *("critic/values/mean", "critic/vf_explained_var", "timing_s/values", "timing_s/update_critic"),
+    *("perf/mfu/critic", "perf/mfu/critic_infer"),
 }
 
 
