@@ -10,10 +10,14 @@ _MAX_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWeights:
-    """Names and shapes one model takes. `ties` maps a name to the one that stands for both: either is enough."""
+    """Names and shapes one model takes. `ties` maps a name to the one that stands for both: either is enough.
+
+    `optional` may come and need not: buffers that a checkpoint holds and nothing trains.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     ties: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class WeightAccount:
@@ -25,7 +29,7 @@ class WeightAccount:
 
     def problem_with(self, name: str, shape: tuple[int, ...]) -> str | None:
         """Why this tensor cannot be taken; None counts it as arrived."""
-        wanted = self._expected.shapes.get(name)
+        wanted = self._expected.shapes.get(name, self._expected.optional.get(name))
         if wanted is None:
             return f"the engine's model has no tensor {name!r} (shape {tuple(shape)})."
         if tuple(shape) != tuple(wanted):

@@ -87,6 +87,11 @@ def _places(model: PreTrainedModel) -> dict[str, _Place]:
         for disk_name, target in parts[name].items():
             pieces = frozenset([disk_name]) if len(parts[name]) > 1 else frozenset([own])
             places.setdefault(disk_name, _Place(target, pieces, part_of_stack=len(parts[name]) > 1))
+    # Buffers of a checkpoint (the bias of a sigmoid router) may be sent too; none is required: they are not trained.
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            places.setdefault(name, _Place(buffer, frozenset()))
     return places
 
 

@@ -130,7 +130,8 @@ class VLLMDialect(Dialect):
 
     async def begin_update(self, server: str, expected: ExpectedWeights) -> None:
         shapes = {name: list(shape) for name, shape in expected.shapes.items()}
-        await self._call(server, "dovetail_start_update", (shapes, dict(expected.ties)))
+        optional = {name: list(shape) for name, shape in expected.optional.items()}
+        await self._call(server, "dovetail_start_update", (shapes, dict(expected.ties), optional))
 
     async def receive(self, server: str) -> str | None:
         return _first_problem(await self._call(server, "dovetail_receive"))

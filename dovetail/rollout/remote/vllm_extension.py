@@ -36,10 +36,12 @@ class ServerExtension(WeightUpdateExtension):
             return "temperature"
         return "processed" if "processed" in str(self.vllm_config.model_config.logprobs_mode) else "raw"
 
-    def dovetail_start_update(self, shapes: dict[str, list[int]], ties: dict[str, str]) -> None:
+    def dovetail_start_update(
+        self, shapes: dict[str, list[int]], ties: dict[str, str], optional: dict[str, list[int]] | None = None
+    ) -> None:
         """From here to `dovetail_set_version` the weights are of no version."""
         self._dovetail_version = None
-        self.dovetail_begin_update(shapes, ties)
+        self.dovetail_begin_update(shapes, ties, optional)
 
     def dovetail_load(self, named: list[tuple[str, Tensor]]) -> str | None:
         """As in one process, but whatever goes wrong comes back in words: the rest of a broadcast must be received,

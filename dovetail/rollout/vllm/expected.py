@@ -24,7 +24,9 @@ def expected_weights(model: str | Path, *, trust_remote_code: bool = False) -> E
             ties[name] = own
             twins[name] = tuple(parameter.shape)
     shapes = {name: tuple(tensor.shape) for name, tensor in to_checkpoint_tensors(empty, empty.named_parameters())}
-    return ExpectedWeights(shapes | twins, {name: own for name, own in ties.items() if own in shapes})
+    stored = empty.state_dict().keys()
+    buffers = {name: tuple(buffer.shape) for name, buffer in empty.named_buffers() if name in stored}
+    return ExpectedWeights(shapes | twins, {name: own for name, own in ties.items() if own in shapes}, buffers)
 
 
 def stop_token_ids(model: str | Path, *, trust_remote_code: bool = False) -> frozenset[int]:

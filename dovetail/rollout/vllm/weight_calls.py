@@ -36,7 +36,8 @@ def update_calls(expected: ExpectedWeights, loads: Iterable[Call]) -> Calls:
     The loads are run through to the end even after a misfit: on the other ranks of a sharded source a gather waits.
     """
     shapes = {name: list(shape) for name, shape in expected.shapes.items()}
-    yield "dovetail_begin_update", (shapes, dict(expected.ties))
+    optional = {name: list(shape) for name, shape in expected.optional.items()}
+    yield "dovetail_begin_update", (shapes, dict(expected.ties), *([optional] if optional else []))
     problem: str | None = None
     try:
         for call in loads:

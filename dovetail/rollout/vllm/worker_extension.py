@@ -55,10 +55,16 @@ class WeightUpdateExtension:
         device = self.device if address["backend"] == "nccl" else "cpu"
         self._dovetail_receiver = WeightReceiver(GroupAddress(**address), first_rank + self.rank, device)
 
-    def dovetail_begin_update(self, shapes: Mapping[str, Iterable[int]], ties: Mapping[str, str]) -> None:
+    def dovetail_begin_update(
+        self,
+        shapes: Mapping[str, Iterable[int]],
+        ties: Mapping[str, str],
+        optional: Mapping[str, Iterable[int]] | None = None,
+    ) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        expected = ExpectedWeights({name: tuple(shape) for name, shape in shapes.items()}, ties)
+        required, extra = ({name: tuple(shape) for name, shape in sizes.items()} for sizes in (shapes, optional or {}))
+        expected = ExpectedWeights(required, ties, extra)
         self._dovetail_account = WeightAccount(expected)
         with self._dovetail_config():
             initialize_layerwise_reload(self.model_runner.get_model())
