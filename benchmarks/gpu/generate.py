@@ -298,24 +298,40 @@ def log_prob_gaps(model: Any, work: Workload, results: list[GenerationResult], n
 
 
 def profile_step(engine: NativeEngine, work: Workload, folder: Path) -> None:
-    """The decode step by kernel at the middle of a response, from a prompt as long as that."""
-    from torch.profiler import ProfilerActivity, profile
-
-    num_steps = 32
-    middle = Workload(work.name, work.shape, work.num_prompts, work.n, work.prompt + work.response // 2, num_steps)
-    engine.generate(middle.requests("warm", limit=4))
-    before = engine.stats.decode_steps
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        engine.generate(middle.requests("profile"))
-    steps = engine.stats.decode_steps - before
-    events = sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)
-    lines = [f"{work.name}: {steps} decode steps and one prefill; ms and calls per decode step"]
+    """The decode step by kernel at the middle of a response. Two runs that differ in their steps alone are compared, so
+    that prefill drops out.
+    """
+    few, many = 4, 36
+    prompt = work.prompt + work.response // 2
+    # Distinct prompts: samples that share a prompt share cache lines too, which at this length would flatter.
+    middle = Workload(work.name, work.shape, work.num_sequences, 1, prompt, many)
+    engine.generate(middle.requests("warm", limit=few))
+    long, short = (kernel_times(engine, middle.requests("profile", limit=count)) for count in (many, few))
+    per_step = {
+        name: ((total - short.get(name, (0.0, 0))[0]) / (many - few), (count - short.get(name, (0.0, 0))[1]))
+        for name, (total, count) in long.items()
+    }
+    whole = sum(milliseconds for milliseconds, _ in per_step.values())
+    lines = [
+        f"{work.name}, sequences of {prompt} tokens: {whole:.3f} ms of kernels in a decode step",
+        "ms  calls  kernel",
+    ]
     lines += [
-        f"{event.self_device_time_total / 1e3 / steps:9.4f} {event.count / steps:7.1f}  {event.key[:120]}"
-        for event in events[:40]
+        f"{milliseconds:8.4f} {count / (many - few):6.1f}  {name[:110]}"
+        for name, (milliseconds, count) in sorted(per_step.items(), key=lambda item: -item[1][0])[:24]
     ]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"decode_{work.num_sequences}_{work.shape}_{work.response}.txt").write_text("\n".join(lines) + "\n")
+
+
+def kernel_times(engine: NativeEngine, requests: list[GenerationRequest]) -> dict[str, tuple[float, int]]:
+    """Milliseconds and calls of each kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        engine.generate(requests)
+        torch.cuda.synchronize()
+    return {event.key: (event.self_device_time_total / 1e3, event.count) for event in recorded.key_averages()}
 
 
 def copy_bandwidth(size: int = 4 << 30, repeats: int = 5) -> float:
