@@ -34,6 +34,8 @@ def _bound(port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((HOST, port))
+        # Who reads the address may connect at once, before the server has started.
+        found.listen()
     except OSError:
         found.close()
         raise

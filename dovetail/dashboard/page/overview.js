@@ -1,12 +1,13 @@
 // Curves of one or several runs, with events.
 
 import { ask, debounce, el, field, short } from "./dom.js";
-import { draw, drawWhenSeen, eventTraces, EVENTS, legend, lineLayout, lineTraces } from "./plot.js";
+import { draw, drawWhenSeen, eventTraces, EVENTS, legend, lineLayout, lineTraces, sketch } from "./plot.js";
 import { go } from "./main.js";
 
 export async function overview(box, state) {
   const options = { smoothing: state.parameters.smooth ? Number(state.parameters.smooth) : null, log: state.parameters.log === "1",
     range: null, extra: (state.parameters.extra ?? "").split("\n").filter(Boolean) };
+  options.smoothing ??= (state.runs.find((run) => run.name === state.run)?.step ?? 0) > 50 ? 0.6 : 0;
   const names = [...state.shown].sort((a, b) => (a === state.run ? -1 : b === state.run ? 1 : 0));
   const cards = el("div", { class: "cards" });
   const warnings = el("div", { class: "warning-strip" });
@@ -33,15 +34,14 @@ export async function overview(box, state) {
   box.append(cards, warnings, el("div", { class: "bar" }, field("Smoothing", el("span", { class: "inline" }, slider, sliderValue)),
     el("label", { class: "check" }, logBox, " log scale"), picker, pickerNames, reset, marks), grid);
 
+  let asked = 0;
   async function load() {
-    const want = { smoothing: options.smoothing ?? 0, extra: options.extra, first: options.range?.[0], last: options.range?.[1] };
+    const mine = ++asked;
+    const want = { smoothing: options.smoothing, extra: options.extra, first: options.range?.[0], last: options.range?.[1] };
     const results = await Promise.allSettled(names.map((run) => ask("overview", { run, ...want })));
+    if (mine !== asked) return;
     if (results[0].status === "rejected") throw results[0].reason;
     found = results.map((result, index) => ({ run: names[index], ...(result.value ?? { charts: [], events: [], names: [] }) }));
-    if (options.smoothing === null) {
-      options.smoothing = (found[0].status.step ?? 0) > 50 ? 0.6 : 0;
-      if (options.smoothing) return load();
-    }
     slider.value = options.smoothing;
     sliderValue.textContent = Number(options.smoothing).toFixed(2);
     reset.hidden = !options.range;
@@ -73,6 +73,7 @@ export async function overview(box, state) {
     made.card.classList.toggle("without", !lines.length);
     if (!lines.length) return;
     const events = found[0].events;
+    sketch(made.plot, lines, { manyRuns, log: options.log });
     drawWhenSeen(made.plot, async () => {
       await draw(made.plot, [...lineTraces(lines, { smoothing: options.smoothing, manyRuns }), ...eventTraces(events)],
         lineLayout({ log: options.log, events, range: options.range, share: ["accuracy", "truncated", "clip"].includes(chart.key) }));
@@ -106,6 +107,8 @@ export async function overview(box, state) {
   }
 
   await load();
+  // After the first frame with numbers and curves: what a reader calls the first view.
+  requestAnimationFrame(() => setTimeout(() => performance.mark("first-view")));
   return { refresh: () => load(), repaint: paint, key: (key) => { if (key === "l") logBox.click(); } };
 }
 

@@ -31,17 +31,39 @@ export function phaseColour(phase) {
   return OTHERS[sum % OTHERS.length];
 }
 
+// Five megabytes take a moment to start: first the browser shows what is there already.
 let loading = null;
 export function plotly() {
-  loading ??= new Promise((resolve, reject) => {
+  loading ??= new Promise((resolve) => { requestAnimationFrame(() => setTimeout(resolve)); }).then(() => new Promise((resolve, reject) => {
     if (window.Plotly) { resolve(window.Plotly); return; }
     const script = document.createElement("script");
     script.src = "/plotly.min.js";
     script.onload = () => resolve(window.Plotly);
     script.onerror = () => reject(new Error("The chart library could not be loaded."));
     document.head.append(script);
-  });
+  }));
   return loading;
+}
+
+// The curves as plain lines, until the chart library is there.
+export function sketch(box, lines, { manyRuns, log }) {
+  if (box.dataset.drawn || !lines.length) return;
+  const value = (y) => (log ? Math.log10(Math.max(y, 1e-12)) : y);
+  const all = lines.flatMap((line) => line.y.map(value));
+  const ends = lines.flatMap((line) => [line.x[0], line.x.at(-1)]);
+  const [left, right, low, high] = [Math.min(...ends), Math.max(...ends), Math.min(...all), Math.max(...all)];
+  const picture = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  for (const [name, setting] of Object.entries({ class: "sketch", viewBox: "0 0 100 100", preserveAspectRatio: "none", "aria-hidden": "true" })) picture.setAttribute(name, setting);
+  const names = [...new Set(lines.map((line) => line.name))];
+  for (const line of lines) {
+    const curve = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
+    const [x, y] = line.sx ? [line.sx, line.sy] : [line.x, line.y];
+    const points = x.map((step, index) => `${(100 * (step - left)) / (right - left || 1)},${100 - (100 * (value(y[index]) - low)) / (high - low || 1)}`);
+    curve.setAttribute("points", points.join(" "));
+    curve.setAttribute("stroke", manyRuns ? RUN_COLOURS[line.runIndex % RUN_COLOURS.length] : LINE_COLOURS[names.indexOf(line.name) % LINE_COLOURS.length]);
+    picture.append(curve);
+  }
+  box.replaceChildren(picture);
 }
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -84,11 +106,19 @@ export function drawWhenSeen(box, draw) {
   watcher.observe(box);
 }
 
-export async function draw(box, traces, layout) {
-  const Plotly = await plotly();
-  if (!box.isConnected) return;
-  await Plotly.react(box, traces, layout, CONFIG);
-  box.dataset.drawn = "1";
+// One chart at a time, with a breath between: the first is seen soon, and the page answers meanwhile.
+let line = Promise.resolve();
+export function draw(box, traces, layout) {
+  const drawn = line.then(async () => {
+    const Plotly = await plotly();
+    if (!box.isConnected) return;
+    box.querySelector(".sketch")?.remove();
+    await Plotly.react(box, traces, layout, CONFIG);
+    box.dataset.drawn = "1";
+    await new Promise((resolve) => { setTimeout(resolve); });
+  });
+  line = drawn.catch(() => {});
+  return drawn;
 }
 
 // lines: [{run, runIndex, name, x, y, sx, sy}]

@@ -1,0 +1,111 @@
+"""A real Chromium, and `dovetail dashboard` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def chromium() -> str:
+    """Where the browser is; `make browser` installs one."""
+    found = next((path for name in _NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.fail(f"these tests need a browser, and there is none of {', '.join(_NAMES)}; run `make browser`.")
+    return found
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """A headless browser."""
+    with sync_playwright() as playwright:
+        # Containers run as root, where Chromium's own sandbox does not start.
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `dovetail dashboard`."""
+
+    address: str
+    pid: int
+
+    def resident_mib(self) -> float:
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@contextmanager
+def serve(*folders: Path) -> Iterator[Server]:
+    """The command itself, on a free port."""
+    command = [sys.executable, "-m", "dovetail.cli.main", "dashboard", *map(str, folders), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert "http://127.0.0.1:" in said, f"the dashboard said {said!r}"
+        yield Server(said.split(" at ")[1].split()[0], process.pid)
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def show(page: Page, server: Server, place: str = "") -> Page:
+    """Open a view and wait until it has what it asked for. Errors in the page fail the test."""
+    if not hasattr(page, "problems"):
+        page.problems = []  # type: ignore[attr-defined]
+        page.on("pageerror", lambda error: page.problems.append(str(error)))  # type: ignore[attr-defined]
+        page.on("console", lambda said: page.problems.append(said.text) if said.type == "error" else None)  # type: ignore[attr-defined]
+    page.goto("about:blank")
+    page.goto(f"{server.address}/{place}")
+    page.wait_for_selector(".view[data-ready]")
+    return page
+
+
+def drawn(page: Page, chart: str) -> None:
+    """Wait until a chart is drawn."""
+    page.locator(f'.plot[data-chart="{chart}"]').scroll_into_view_if_needed()
+    page.wait_for_selector(f'.plot[data-chart="{chart}"][data-drawn]')
+
+
+def seconds_to_first_view(page: Page, server: Server) -> float:
+    """From asking for the page to the first frame with numbers and curves, with a core to itself.
+
+    Where other programs share the cores, the time on the clock is multiplied by the share of a core that is to be had.
+    """
+    before = share_of_a_core()
+    page.goto(server.address, wait_until="commit")
+    question = "() => performance.getEntriesByName('first-view')[0]?.startTime ?? null"
+    until(page, f"() => ({question})() !== null", seconds=120.0)
+    return page.evaluate(question) / 1000 * (before + share_of_a_core()) / 2
+
+
+def share_of_a_core(seconds: float = 0.2) -> float:
+    """Computing time per time on the clock, measured for a moment; 1 on a quiet machine."""
+    start, busy = time.perf_counter(), time.process_time()
+    while time.process_time() - busy < seconds:
+        pass
+    return min(1.0, seconds / (time.perf_counter() - start))
+
+
+def until(page: Page, question: str, *, seconds: float = 30.0) -> None:
+    """Ask until the answer is yes. The page forbids `eval`, which Playwright's own waiting would need."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(question):
+        assert time.monotonic() < end, f"not within {seconds} s: {question}"
+        page.wait_for_timeout(50)

@@ -1,0 +1,301 @@
+"""The page in a real Chromium: open, hover, filter, switch, compare, watch a run write, and a very large run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from dovetail.observability.run_folder import RunFolder
+from tests.dashboard.browser import Server, drawn, open_browser, seconds_to_first_view, serve, show, until
+from tests.dashboard.synthetic import answer_row, line, metrics_row, timeline_row, write_run
+
+pytestmark = pytest.mark.e2e
+
+expect.set_options(timeout=30_000)
+NASTY = '<img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script> & "quotes" é 日本'
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    home = tmp_path_factory.mktemp("runs")
+    one = write_run(home / "one", steps=40, config={"seed": 1})
+    two = write_run(home / "two<b>", steps=60, config={"seed": 2})
+    rows = [answer_row(12, row) for row in range(32)]
+    (one / "rollouts" / "step_12.jsonl").write_text("".join(line(row) for row in rows))
+    nasty = line(answer_row(7, 1, response=NASTY, num_tokens=4))
+    with (one / "rollouts" / "step_7.jsonl").open("a") as file:
+        file.write(nasty)
+    plan = {"memory": {"device": "GPU", "device_bytes": 4 * 2**30, "verdict": "fits", "phases": []}}
+    plan["memory"]["phases"] = [{"name": "update actor", "items": {"weights": 2**30, "optimizer": 2**30}}]
+    (one / "plan.json").write_text(json.dumps(plan))
+    return [one, two]
+
+
+@pytest.fixture(scope="module")
+def server(folders: list[Path]) -> Iterator[Server]:
+    with serve(*folders) as started:
+        yield started
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    opened = context.new_page()
+    opened.set_default_timeout(30_000)
+    yield opened
+    assert getattr(opened, "problems", []) == []
+    context.close()
+
+
+# ---- overview ----
+
+
+def test_the_first_view_shows_numbers_charts_and_values_under_the_pointer(page: Page, server: Server) -> None:
+    show(page, server)
+    expect(page.locator("#status")).to_contain_text("step 40 of 40")
+    expect(page.locator(".cards .number").first).to_contain_text("reward")
+    drawn(page, "reward")
+    box = page.locator('.plot[data-chart="reward"] .nsewdrag').bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    hover = page.locator('.plot[data-chart="reward"] .hoverlayer')
+    expect(hover).to_contain_text("critic/score/mean")
+    for chart in ("accuracy", "length", "entropy", "kl", "grad_norm", "clip", "mismatch"):
+        drawn(page, chart)
+    events = page.evaluate("""() => document.querySelector('.plot[data-chart="reward"]').data
+        .filter((trace) => trace.yaxis === "y2").map((trace) => trace.name)""")
+    assert events == ["validation", "checkpoint", "skipped step", "resume"]
+
+
+def test_smoothing_log_scale_zoom_and_extra_metrics(page: Page, server: Server) -> None:
+    show(page, server)
+    drawn(page, "reward")
+    traces = "() => document.querySelector('.plot[data-chart=\"reward\"]').data.length"
+    before = page.evaluate(traces)
+    page.locator("input[type=range]").fill("0.8")
+    until(page, f"() => ({traces})() === {before + 1}")
+    page.keyboard.press("l")
+    until(page, "() => document.querySelector('.plot[data-chart=\"reward\"]').layout.yaxis.type === 'log'")
+    page.get_by_label("Add a metric").fill("actor/lr")
+    page.get_by_label("Add a metric").press("Enter")
+    drawn(page, "actor/lr")
+    drawn(page, "reward")
+    page.evaluate(
+        "() => Plotly.relayout(document.querySelector('.plot[data-chart=\"reward\"]'), "
+        "{'xaxis.range[0]': 10, 'xaxis.range[1]': 20})"
+    )
+    until(page, "() => Math.min(...document.querySelector('.plot[data-chart=\"reward\"]').data[0].x) === 10")
+    page.get_by_role("button", name="Whole run").click()
+    until(page, "() => Math.min(...document.querySelector('.plot[data-chart=\"reward\"]').data[0].x) === 1")
+    page.reload()
+    drawn(page, "actor/lr")
+    assert page.evaluate("() => document.querySelector('.plot[data-chart=\"reward\"]').layout.yaxis.type") == "log"
+
+
+def test_runs_are_switched_and_laid_over_each_other(page: Page, server: Server) -> None:
+    show(page, server)
+    drawn(page, "reward")
+    page.locator("#overlay-runs input:not([disabled])").check()
+    until(
+        page,
+        """() => { const plot = document.querySelector('.plot[data-chart="reward"]');
+        return plot?.data?.some((trace) => trace.name.startsWith("two&lt;b")); }""",
+    )
+    expect(page.locator("#overlay-runs")).to_contain_text("two<b>")
+    page.locator("#run").select_option("two<b>")
+    expect(page.locator("#status")).to_contain_text("step 60 of 60")
+    page.keyboard.press("r")
+    expect(page.locator("#status")).to_contain_text("step 40 of 40")
+
+
+def test_a_click_on_a_point_opens_the_answers_of_its_step(page: Page, server: Server) -> None:
+    show(page, server)
+    drawn(page, "reward")
+    box = page.locator('.plot[data-chart="reward"] .nsewdrag').bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 30, box["y"] + 30)
+    page.wait_for_timeout(300)
+    page.mouse.click(box["x"] + 30, box["y"] + 30)
+    page.wait_for_selector(".view.rollouts[data-ready]")
+    assert 1 <= int(page.get_by_role("spinbutton", name="Step").input_value()) <= 10
+
+
+# ---- time ----
+
+
+def test_time_has_a_sentence_bars_a_timeline_and_memory(page: Page, server: Server) -> None:
+    show(page, server, "#view=time&run=one")
+    expect(page.locator(".sentence")).to_contain_text("of a step (4.5 s) is generation, then actor update")
+    for chart in ("Seconds per step, by phase", "One step across driver and workers", "Tokens per second and device"):
+        drawn(page, chart)
+    rows = "() => [...new Set(document.querySelector('[data-chart^=\"One step\"]').data.flatMap((t) => t.y))].sort()"
+    assert page.evaluate(rows) == ["driver", "worker 0", "worker 1"]
+    drawn(page, "Memory in each phase (GiB): planned parts, and measured")
+    measured = "() => document.querySelector('[data-chart^=\"Memory\"]').data.find((t) => t.name === 'measured').x"
+    assert page.evaluate(measured) == [2.5]
+    page.locator(".view").click(position={"x": 5, "y": 5})
+    page.keyboard.press(",")
+    expect(page.get_by_label("Step of the timeline")).to_have_value("39")
+
+
+# ---- rollouts ----
+
+
+def test_answers_are_filtered_ordered_and_searched(page: Page, server: Server) -> None:
+    show(page, server, "#view=rollouts&run=one&step=12")
+    expect(page.locator(".summary")).to_contain_text("4 of 4 prompts · 32 answers in step 12")
+    page.locator("[data-filter=no_signal]").click()
+    expect(page.locator(".group")).to_have_count(1)
+    expect(page.locator(".group .badge.quiet")).to_have_text("no signal")
+    page.locator("[data-filter=wrong]").click()
+    expect(page.locator(".answer.wrong")).to_have_count(29)
+    expect(page.locator(".answer:not(.wrong)")).to_have_count(0)
+    page.locator("[data-filter=truncated]").click()
+    expect(page.locator(".answer .badge.cut")).to_have_count(6)
+    page.locator("[data-filter=all]").click()
+    page.locator("#order").select_option("longest")
+    expect(page.locator(".answer").first).to_contain_text("36 tokens")
+    page.get_by_label("Search answers and prompts").fill("in row 17 is")
+    expect(page.locator(".answer")).to_have_count(1)
+    page.locator("#scope").select_option("run")
+    expect(page.locator(".summary")).to_contain_text("40 answers found in all steps")
+    page.get_by_role("button", name="step 33", exact=True).click()
+    expect(page.locator(".summary")).to_contain_text("32 answers in step 33")
+
+
+def test_tokens_are_coloured_and_say_their_numbers(page: Page, server: Server) -> None:
+    show(page, server, "#view=rollouts&run=one&step=12")
+    for colouring in ("token_advantages", "token_logprob_gaps", "token_entropies"):
+        page.locator("#colour").select_option(colouring)
+        expect(page.locator(".answer .token")).to_have_count(32 * 6)
+    last = page.locator(".answer").first.locator(".token").last
+    assert "rgba(147, 51, 234, 0.72" in (last.get_attribute("style") or "")
+    last.hover()
+    for words in ("token 6, id 5", "advantage 2", "log-prob gap 0.05", "entropy 1"):
+        expect(page.locator("#tip")).to_contain_text(words)
+    assert page.locator(".answer").first.locator(".tokens").inner_text() == "The sum of step 12 in row 0 is 0."
+
+
+def test_what_a_model_wrote_is_text_and_never_html(page: Page, server: Server) -> None:
+    show(page, server, "#view=rollouts&run=one&step=7&words=onerror")
+    expect(page.locator(".answer .text")).to_have_text(NASTY)
+    page.locator("#colour").select_option("token_entropies")
+    expect(page.locator(".answer .token")).to_have_count(4)
+    assert page.locator(".answer .tokens").inner_text() == NASTY
+    assert page.locator(".answer img, .answer script").count() == 0
+    assert page.title() != "owned"
+
+
+def test_two_steps_side_by_side_for_one_prompt(page: Page, server: Server) -> None:
+    show(page, server, "#view=rollouts&run=one&step=12")
+    page.get_by_role("button", name="other steps").first.click()
+    expect(page.locator(".compare .chip")).to_have_text(["step 32", "step 22", "step 2"])
+    page.locator(".compare .chip", has_text="step 22").click()
+    expect(page.locator(".side h3")).to_have_text(["step 12", "step 22"])
+    expect(page.locator(".side").last.locator(".answer")).to_have_count(8)
+    page.keyboard.press("Escape")
+    expect(page.locator(".compare")).to_have_count(0)
+    page.locator("#kind").select_option("validation")
+    page.get_by_role("button", name="other steps").first.click()
+    expect(page.locator(".side h3")).to_have_text(["step 10", "step 40"])
+
+
+# ---- settings, health, keys, small screens ----
+
+
+def test_settings_of_two_runs_differ_where_they_differ(page: Page, server: Server) -> None:
+    show(page, server, "#view=config&run=one")
+    expect(page.locator("tbody tr")).to_have_count(2)
+    page.locator("#other").select_option("two<b>")
+    expect(page.locator("tbody th code")).to_have_text(["trainer.seed", "trainer.total_training_steps"])
+    expect(page.locator("td.differs")).to_have_text(["2", "60"])
+
+
+def test_keys_reach_every_view_and_the_theme(page: Page, server: Server) -> None:
+    show(page, server)
+    for key, view in (("5", "health"), ("4", "config"), ("3", "rollouts"), ("2", "time"), ("1", "overview")):
+        page.keyboard.press(key)
+        page.wait_for_selector(f".view.{view}[data-ready]")
+    before = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    page.keyboard.press("t")
+    assert page.evaluate("() => getComputedStyle(document.body).backgroundColor") != before
+    page.keyboard.press("?")
+    expect(page.locator("#help")).to_be_visible()
+
+
+@pytest.mark.parametrize("view", ["overview", "time", "rollouts", "config", "health"])
+def test_a_small_screen_needs_no_sideways_scrolling(browser: Browser, server: Server, view: str) -> None:
+    context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark")
+    small = show(context.new_page(), server, f"#view={view}&run=one")
+    small.wait_for_timeout(200)
+    assert small.evaluate("() => document.documentElement.scrollWidth") <= 360
+    assert small.evaluate("() => document.documentElement.dataset.theme") == "dark"
+    context.close()
+
+
+# ---- live, broken, large ----
+
+
+def test_the_page_follows_a_run_that_writes(page: Page, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "live")
+    folder.start()
+    folder.write_config({"trainer": {"seed": 3}})
+    folder.write_now(step=1, total_steps=9, phase="gen")
+    with serve(tmp_path / "live") as server:
+        show(page, server)
+        expect(page.locator("#message")).to_contain_text("No step is finished yet")
+        expect(page.locator("#status")).to_contain_text("running")
+        expect(page.locator("#status")).to_contain_text("gen for")
+        for step in (1, 2, 3):
+            folder.log_metrics(step, {k: v for k, v in metrics_row(step, 9).items() if k != "step"})
+            folder.write_answers(step, [answer_row(step, row) for row in range(16)])
+            folder.log_timeline(step, [(w, p, s, e, m) for w, p, s, e, m in timeline_row(step)["spans"]])
+            expect(page.locator("#status")).to_contain_text(f"step {step} of 9")
+        drawn(page, "reward")
+        until(page, "() => document.querySelector('.plot[data-chart=\"reward\"]').data[0].x.length === 3")
+        page.keyboard.press("3")
+        expect(page.locator(".summary")).to_contain_text("in step 3")
+        folder.write_answers(4, [answer_row(4, row) for row in range(16)])
+        expect(page.locator(".summary")).to_contain_text("in step 4")
+
+
+def test_a_broken_place_in_the_address_is_a_message(page: Page, server: Server) -> None:
+    show(page, server, "#view=nothing&run=nobody&step=zzz")
+    expect(page.locator("#status")).to_contain_text("step 40 of 40")
+    page.goto(f"{server.address}/#view=rollouts&run=one&step=zzz")
+    page.wait_for_selector(".view.rollouts[data-ready]")
+    expect(page.locator(".summary")).to_contain_text("in step 40")
+
+
+def test_ten_thousand_steps_and_a_million_answers_stay_quick(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "large", steps=10_000, rollouts_per_step=100)
+    views = []
+    # A fresh server knows nothing yet; the best of three, because other programs may be at work here.
+    while not views or (min(views) > 2.0 and len(views) < 3):
+        with serve(folder) as server:
+            context = browser.new_context(viewport={"width": 1280, "height": 900})
+            page = context.new_page()
+            page.set_default_timeout(120_000)
+            views.append(seconds_to_first_view(page, server))
+            drawn(page, "reward")
+            page.goto(f"{server.address}/#view=rollouts&run=large&step=5000")
+            page.wait_for_selector(".group")
+            page.get_by_label("Search answers and prompts").fill("step 5000 in row 77")
+            expect(page.locator(".answer")).to_have_count(1)
+            for view in ("time", "health", "config"):
+                page.goto(f"{server.address}/#view={view}&run=large")
+                page.wait_for_selector(f".view.{view}[data-ready]")
+            memory = server.resident_mib()
+            context.close()
+    assert min(views) < 2.0, f"seconds to the first view: {views}"
+    assert memory < 300, f"{memory:.0f} MiB"
