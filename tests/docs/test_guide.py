@@ -41,21 +41,26 @@ def test_every_block_of_the_page_does_what_it_says(page: Path, toy_model: Path, 
         shutil.copytree(toy_model, tmp_path / name)
     blocks = blocks_of(page)
     for block in blocks:
-        if block.title is not None:
-            (tmp_path / block.title).write_text(block.text)
-        elif block.language == "python":
-            _run([sys.executable, "-c", block.text], block, tmp_path)
-        elif block.language == "bash":
-            for command in block.commands():
-                _run(_as_run(command, block), block, tmp_path)
-        else:
-            pytest.fail(f"{block}: a block of {block.language or 'no language'} without a title is not carried out")
+        run_block(block, tmp_path)
 
 
 def test_the_guide_has_no_block_that_the_reader_of_blocks_overlooks() -> None:
     for page in PAGES:
         fences = len(re.findall(r"^```", page.read_text(), re.MULTILINE))
         assert fences == 2 * len(blocks_of(page)), page.name
+
+
+def run_block(block: Block, folder: Path) -> None:
+    """Write the block's file, or carry the block out in `folder`."""
+    if block.title is not None:
+        (folder / block.title).write_text(block.text)
+    elif block.language == "python":
+        _run([sys.executable, "-c", block.text], block, folder)
+    elif block.language == "bash":
+        for command in block.commands():
+            _run(_as_run(command, block), block, folder)
+    else:
+        pytest.fail(f"{block}: a block of {block.language or 'no language'} without a title is not carried out")
 
 
 def _as_run(command: str, block: Block) -> list[str]:
