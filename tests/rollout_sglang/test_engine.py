@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPTS = [[5, 6, 7, 8], [250, 9], list(range(3, 290)), [17] * 40]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_new_tokens=250, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_new_tokens=160, ignore_eos=True)
 
 
 @pytest.fixture(params=["batch", "request"])
@@ -122,7 +122,7 @@ def test_abort_ends_one_request_and_keeps_what_it_wrote(engine: SGLangRollout, m
     assert cut.finish_reason == "abort"
     assert len(cut.token_ids) >= written["cut"]
     assert cut.token_ids == greedy(model, [7], len(cut.token_ids))
-    assert kept.token_ids == greedy(model, [8], 250)
+    assert kept.token_ids == greedy(model, [8], 160)
     assert engine.health().num_running == 0
 
 
@@ -150,9 +150,9 @@ def test_an_update_in_the_middle_of_a_paused_generation_goes_on_under_the_new_we
     for result in running.join(120):
         prompt, count = prompts[result.request_id], written[result.request_id]
         head, tail = prompt + result.token_ids[:count], result.token_ids[count:]
-        assert result.weight_versions == [0] * count + [9] * (250 - count)
+        assert result.weight_versions == [0] * count + [9] * (160 - count)
         assert result.token_ids[:count] == greedy(model, prompt, count)
-        assert tail == greedy(new, head, 250 - count)
+        assert tail == greedy(new, head, 160 - count)
         assert mean_gap(log_probs(new, head, tail), result.log_probs[count:]) <= 1e-5
 
 
@@ -164,9 +164,9 @@ def test_an_update_does_not_wait_for_what_is_running(engine: SGLangRollout, mode
     engine.update_weights(new.named_parameters(), 3)
     (result,) = running.join(120)
     count = result.weight_versions.count(0)
-    assert result.weight_versions == [0] * count + [3] * (250 - count)
-    assert 5 <= count < 250
-    assert result.token_ids[count:] == greedy(new, [5, 6, 7, *result.token_ids[:count]], 250 - count)
+    assert result.weight_versions == [0] * count + [3] * (160 - count)
+    assert 5 <= count < 160
+    assert result.token_ids[count:] == greedy(new, [5, 6, 7, *result.token_ids[:count]], 160 - count)
 
 
 def test_a_sleeping_engine_refuses_work_and_waking_what_is_awake_does_no_harm(

@@ -61,7 +61,7 @@ def test_the_config_maps_onto_settings() -> None:
     )
     settings = SGLangSettings.from_config(config, "some/model", device=torch.device("cuda:3"))
     arguments = settings.sglang_arguments(cpu=False)
-    assert arguments["context_length"] == 128
+    assert 128 < arguments["context_length"] <= 136  # SGLang keeps a few tokens free
     assert arguments["attention_backend"] == "fa3"
     assert arguments["schedule_policy"] == "lpm"
     assert arguments["disable_radix_cache"] is True

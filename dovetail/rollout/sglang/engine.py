@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -70,7 +71,6 @@ class SGLangRollout(RolloutEngine):
     ) -> None:
         from transformers import AutoConfig
 
-        self.settings = settings
         self._cpu = runs_on_cpu()
         self._num_servers = num_servers
         self._python = server_python(python) if num_servers else ""
@@ -83,6 +83,7 @@ class SGLangRollout(RolloutEngine):
         ).get_text_config()
         self._vocab_size = int(text.vocab_size)
         self._max_model_len = int(settings.max_model_len or text.max_position_embeddings)
+        self.settings = replace(settings, max_model_len=self._max_model_len)
         self._unloaded = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
         self._group: WeightGroup | None = None
         self._kv_cache_bytes = 0

@@ -41,13 +41,13 @@ class ServerLink:
     def __init__(self, settings: SGLangSettings, client: HttpClient, *, python: str, cpu: bool) -> None:
         self._client = client
         self._ports = [_hold_port(), _hold_port()]
-        port, nccl_port = (holder.getsockname()[1] for holder in self._ports)
+        port, self.store_port = (holder.getsockname()[1] for holder in self._ports)
         self.name = f"http://{LOOPBACK}:{port}"
         self.death = ""
         self._watch: Watch | None = None
         handle, log = tempfile.mkstemp(prefix="dovetail-sglang-", suffix=".log")
         self.log = Path(log)
-        arguments = settings.sglang_arguments(cpu=cpu) | {"port": port, "nccl_port": nccl_port}
+        arguments = settings.sglang_arguments(cpu=cpu) | {"port": port, "nccl_port": self.store_port}
         spec = {"arguments": arguments, "oldest": list(OLDEST), "newest": list(NEWEST)}
         own = environment(cpu=cpu, raw_logprobs=settings.logprobs == "raw")
         try:

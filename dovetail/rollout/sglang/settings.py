@@ -30,6 +30,8 @@ _OURS = {
 }
 _NO_UPDATES_ON_CPU = "intel_amx"
 _CPU_MIN_TOKENS = 16384
+_KEPT_BY_SGLANG = 8
+"""SGLang takes no prompt that comes within six tokens of the context, and ends responses two tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class SGLangSettings:
             "host": "127.0.0.1",
             "dtype": self.dtype,
             "tp_size": self.tensor_parallel_size,
-            "context_length": self.max_model_len,
+            "context_length": None if self.max_model_len is None else self.max_model_len + _KEPT_BY_SGLANG,
             "max_running_requests": self.max_num_seqs,
             "chunked_prefill_size": self.max_num_batched_tokens if self.enable_chunked_prefill else -1,
             "mem_fraction_static": self.gpu_memory_utilization,
