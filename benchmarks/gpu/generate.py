@@ -245,9 +245,10 @@ def model_config(work: Workload) -> Qwen2Config:
 
 def counted_limit(work: Workload, config: Qwen2Config, num_parameters: int, ceilings: Ceilings) -> float:
     """Seconds the device needs at least: every prompt once through the matrices; then for each step the slower of the
-    matrix products and the reading of the weights, plus one reading of the running sequences' keys and values.
+    matrix products and the reading of the weights, plus one reading of the running sequences' keys and values, those of
+    a prompt once for all its samples.
     """
-    lengths = [length for length in work.lengths() for _ in range(work.n)]
+    lengths = work.lengths()
     head_size = config.hidden_size // config.num_attention_heads
     kv_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
     seconds = 2 * num_parameters * work.num_prompts * work.prompt / ceilings.matrix
@@ -256,9 +257,10 @@ def counted_limit(work: Workload, config: Qwen2Config, num_parameters: int, ceil
     for step in range(lengths[-1]):
         while lengths[finished] <= step:
             finished += 1
-        rows = len(lengths) - finished
+        groups = len(lengths) - finished
+        rows = groups * work.n
         products = max(2 * num_parameters * rows / ceilings.matrix, 2 * num_parameters / ceilings.bandwidth)
-        seconds += products + rows * (work.prompt + step) * kv_bytes / ceilings.bandwidth
+        seconds += products + (groups * work.prompt + rows * step) * kv_bytes / ceilings.bandwidth
     return seconds
 
 
