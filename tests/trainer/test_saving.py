@@ -168,7 +168,10 @@ def test_a_disk_that_is_really_full_is_said_and_the_run_goes_on_when_there_is_sp
         {program} > {tmp_path}/out.txt 2> {tmp_path}/second.txt; echo $? > {tmp_path}/second_code.txt
         cp {disk}/run/metrics.jsonl {tmp_path}/metrics.jsonl
     """
-    subprocess.run(["unshare", "--mount", "--map-root-user", "sh", "-c", script], check=True, timeout=280)
+    apart = ["unshare", "--mount", "--map-root-user"]
+    if subprocess.run([*apart, "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("this machine allows no mount namespace; the limit on file sizes is tested elsewhere")
+    subprocess.run([*apart, "sh", "-c", script], check=True, timeout=280)
     said = (tmp_path / "first.txt").read_text()
     assert (tmp_path / "first_code.txt").read_text().strip() == "2", said
     assert "Traceback" not in said
