@@ -129,6 +129,10 @@ class TrainBackend(ABC):
         All ranks must take all of them. A tensor may be reused for the next one: copy it to keep it.
         """
 
+    def named_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Full adapter tensors alone, under their names in memory. All ranks must take all of them."""
+        return iter(())
+
     @abstractmethod
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients of the trainable parameters, between ``forward_backward`` and ``optim_step``."""

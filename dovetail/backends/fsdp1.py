@@ -7,7 +7,7 @@ rank's original parameter is a flat slice of its unit, whole again only inside `
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -102,7 +102,9 @@ class Fsdp1Sharding:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         return self.module.clip_grad_norm_(max_norm)
 
-    def full_tensors(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(
+        self, *, gradients: bool = False, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         seen: set[str] = set()
         for prefix, unit in self.module.named_modules():
             if not isinstance(unit, FSDP):
@@ -115,6 +117,8 @@ class Fsdp1Sharding:
                     tensor = parameter.grad if gradients else parameter.detach()
                     if gradients and not parameter.requires_grad:
                         continue  # a part of the unit's flat gradient, with zeros in it
+                    if wanted is not None and not wanted(name):
+                        continue
                     if name not in seen and tensor is not None:
                         seen.add(name)
                         # A copy: the gathered storage is freed below, and must not be a view that a consumer keeps

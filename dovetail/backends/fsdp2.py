@@ -5,7 +5,7 @@ One shard group, or several that hold a replica each (hybrid sharding), accordin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -144,11 +144,13 @@ class Fsdp2Sharding:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         return fsdp2_clip_grad_norm_(self.module.parameters(), max_norm, device=self._device)
 
-    def full_tensors(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(
+        self, *, gradients: bool = False, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         self.after_forward()
         for name, parameter in self.module.named_parameters():
             tensor = parameter.grad if gradients else parameter.detach()
-            if tensor is None:
+            if tensor is None or (wanted is not None and not wanted(name)):
                 continue
             tensor = tensor.to(self._device)
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +81,13 @@ class Sharding(Protocol):
         """Scale the gradients down to ``max_norm``; return the norm before, of the whole model, equal on all ranks."""
         ...
 
-    def full_tensors(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters (or gradients) of ``state_module`` one at a time, under their names in it as it is now."""
+    def full_tensors(
+        self, *, gradients: bool = False, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters (or gradients) of ``state_module`` one at a time, under their names in it as it is now.
+
+        Those ``wanted`` by name, the same on every rank; None: all.
+        """
         ...
 
     def plain_name(self, name: str) -> str:

@@ -61,8 +61,12 @@ class SingleProcess:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(self.state_module.parameters(), max_norm)
 
-    def full_tensors(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(
+        self, *, gradients: bool = False, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.state_module.named_parameters():
+            if wanted is not None and not wanted(name):
+                continue
             if not gradients:
                 yield name, parameter.detach()
             elif parameter.grad is not None:

@@ -32,7 +32,7 @@ from dovetail.checkpoint.background import BackgroundSave
 from dovetail.checkpoint.sharded import CONTENTS, load_sharded, save_sharded, take_snapshot
 from dovetail.models.activations import activation_offload
 from dovetail.models.backbone import HF_PREFIX, TransformerBackbone
-from dovetail.models.lora import adapter_disabled, has_lora, merged_weights
+from dovetail.models.lora import adapter_disabled, has_lora, is_lora_name, merged_weights
 from dovetail.models.weights import to_checkpoint_tensors
 from dovetail.parallel.ulysses import ulysses_group
 from dovetail.protocol import DataProto
@@ -139,6 +139,10 @@ class TorchBackend(TrainBackend):
         named = ((self._sharding.plain_name(name).removeprefix(HF_PREFIX), tensor) for name, tensor in tensors)
         # Adapters have no name on disk; with them, names in memory are all there is.
         return named if adapted and not merge_adapters else to_checkpoint_tensors(self._hf_model, named)
+
+    def named_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._sharding.full_tensors(wanted=is_lora_name):
+            yield self._sharding.plain_name(name).removeprefix(HF_PREFIX), tensor
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._sharding.full_tensors(gradients=True):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich import box
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
@@ -116,7 +118,9 @@ class DoctorView:
 
     def save_svg(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._console.save_svg(str(path), title="dovetail doctor")
+        # Rich's own format fetches a font from the internet; any monospace font of the reader's machine will do.
+        offline = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+        self._console.save_svg(str(path), title="dovetail doctor", code_format=offline)
 
     def _section(self, title: str, body: RenderableType, colour: str = "") -> None:
         self._console.print(Text(title, style=f"bold {colour}".strip()))

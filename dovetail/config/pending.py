@@ -127,7 +127,11 @@ PENDING: tuple[Pending, ...] = (
     Pending("*.model.use_shm", "every process reads the weights from the folder"),
     Pending("*.model.hf_config_path", _CONFIG_JSON),
     Pending(f"{_POLICY}.lora_adapter_path", "adapters start fresh"),
-    Pending(f"{_POLICY}.lora_merge", "the engine always gets merged weights"),
+    Pending(
+        f"{_POLICY}.lora_merge",
+        "the engine gets merged weights; vllm with mode=sync on the trainer's devices takes adapters",
+        when=lambda config: _not("vllm", "sync")(config) or not _shared_devices(config),
+    ),
     Pending("critic.model.tokenizer_path", "the critic reads the policy's tokens"),
     Pending("critic.model.lora_*", _WHOLE_CRITIC),
     Pending("critic.model.target_modules", _WHOLE_CRITIC),

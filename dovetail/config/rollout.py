@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dovetail.config.actor import ActorConfig
 from dovetail.config.base import Section, inherits
@@ -118,7 +118,9 @@ class RolloutConfig(Section):
         True, description="Prove at the start that engine and trainer agree: checksums, and a greedy probe."
     )
     verify_weights: bool = Field(False, description="Prove it again after every weight update.")
-    restart_engine: int = Field(0, ge=0, description="How often a dead engine is started again before the run stops.")
+    restart_engine: int | bool = Field(
+        0, ge=0, description="How often a dead engine is started again before the run stops; true: once."
+    )
     log_prob_micro_batch_size_per_gpu: int | None = inherits(
         f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
         ActorConfig,
@@ -138,6 +140,11 @@ class RolloutConfig(Section):
     )
     multi_turn: MultiTurnConfig = Field(MultiTurnConfig.model_construct(), description="Tools and several turns.")
     agent: AgentLoopConfig = Field(AgentLoopConfig.model_construct(), description="Loops that drive a conversation.")
+
+    @field_validator("restart_engine", mode="before")
+    @classmethod
+    def _once(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, bool) else value
 
     @property
     def context_length(self) -> int:

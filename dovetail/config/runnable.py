@@ -72,8 +72,8 @@ def _engine(config: DovetailConfig) -> Iterator[Wish]:
         yield f"{_ROLLOUT}.quantization", rollout.quantization, why
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"):
         size = getattr(rollout, name)
-        if size > 1:
-            why = "each process of the trainer has a whole engine on its own device; use 1"
+        if size > 1 and not (name.startswith("tensor") and (rollout.name, rollout.mode) == ("vllm", "sync")):
+            why = "each process has a whole engine; use 1 (only vllm with mode=sync is tensor parallel over processes)"
             yield f"{_ROLLOUT}.{name}", size, why
     if rollout.multi_turn.enable:
         yield f"{_ROLLOUT}.multi_turn.enable", True, "an answer is one turn, and no tool is called; use False"

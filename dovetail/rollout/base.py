@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from dovetail.config.rollout import RolloutConfig
+from dovetail.weight_sync import LoraAdapter
 
 FinishReason = Literal["stop", "length", "abort"]
 LogprobsMode = Literal["temperature", "processed", "raw"]
@@ -31,6 +32,15 @@ ALL_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 class EngineError(RuntimeError):
     """The engine cannot do this now: it is closed, asleep, or holds no usable weights."""
+
+
+class EngineDiedError(EngineError):
+    """The engine's process is gone; what it was generating is lost. Only a new one helps."""
+
+    def __init__(self, message: str, finished: Mapping[str, list[GenerationResult]] | None = None) -> None:
+        super().__init__(message)
+        self.finished: dict[str, list[GenerationResult]] = dict(finished or {})
+        """Requests of the same call that were complete before, by their id."""
 
 
 class WeightUpdateError(ValueError):
@@ -130,6 +140,8 @@ class RolloutEngine(ABC):
     """Whether its memory is the trainer's to want back. Engines elsewhere stay awake while the trainer works."""
     reload_weights: Callable[[Any], None] | None = None
     """Set by the owner of the weights: called with an engine that was restarted, to bring it up to date."""
+    num_restarts: int = 0
+    """How often the engine has died and been started again."""
 
     @classmethod
     @abstractmethod
@@ -163,6 +175,10 @@ class RolloutEngine(ABC):
         Requests that are running go on under the new weights; their tokens carry the version that wrote them.
         `None` says the weights have already changed in place (engines that share the trainer's memory only).
         """
+
+    def update_adapter(self, adapter: LoraAdapter, version: int) -> None:
+        """Take a new LoRA adapter over base weights that stay, and forget every cache computed with the old one."""
+        raise EngineError(f"the {self.name} engine applies no adapters; send merged weights with update_weights.")
 
     def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
         """`dovetail.weight_sync.tensor_checksum` of the weights the engine computes with, in `dtype` when given.

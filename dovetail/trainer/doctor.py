@@ -118,27 +118,28 @@ def examine(
     mark = PASS_MARKS[coarser_dtype(config)]
 
     with clock("load the model and start the engine"):
-        policy.init_model(1)
+        groups.init_policy(1)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.tokenizer_source)
     with clock("sync, generate, compare"):
-        before = _worst(policy.check_parity())
+        before = _worst(groups.rollout.check_parity())
     clock.judge(before.passed, _gap_words(before.mean_gap, len(before.tokens)))
     with clock("train one step"):
-        old, old_log_probs = _answers(policy, tokenizer)
-        moved = _train(config, policy, old, old_log_probs)
+        old, old_log_probs = _answers(groups, tokenizer)
+        moved = _train(policy, old, old_log_probs)
+        groups.weights_changed()
     clock.outcome = f"log-probs of {int(old.tensors['response_mask'].sum())} tokens moved by {moved:.2g} on average"
     with clock("sync again, generate, compare"):
-        after = _worst(policy.check_parity())
+        after = _worst(groups.rollout.check_parity())
     clock.judge(after.passed, _gap_words(after.mean_gap, len(after.tokens)))
     with clock("sample answers, compare"):
-        new, log_probs = _answers(policy, tokenizer)
+        new, log_probs = _answers(groups, tokenizer)
         kept = new.tensors["response_mask"].bool()
         sampled = SampledGaps((new.tensors["rollout_log_probs"] - log_probs).abs()[kept], moved, mark)
     clock.judge(sampled.passed, _gap_words(sampled.mean, sampled.gaps.numel()))
     return Examination(tuple(clock.stages), before, after, sampled, _worst_tokens(new, log_probs, tokenizer))
 
 
-def _answers(policy: WorkerGroup, tokenizer: Any) -> tuple[DataProto, Tensor]:
+def _answers(groups: RoleGroups, tokenizer: Any) -> tuple[DataProto, Tensor]:
     """Sampled answers and the trainer's log-probs of them."""
     ids = np.empty(NUM_PROMPTS, dtype=object)
     ids[:] = [tokenizer.encode(text, add_special_tokens=False)[:64] for text in PROMPTS]
@@ -147,11 +148,11 @@ def _answers(policy: WorkerGroup, tokenizer: Any) -> tuple[DataProto, Tensor]:
         {"raw_prompt_ids": ids, "sampling_seed": np.arange(NUM_PROMPTS)},
         {"n": NUM_SAMPLES},
     )
-    batch = policy.generate_sequences(prompts)
-    return batch, policy.compute_log_prob(batch).tensors["old_log_probs"]
+    batch = groups.rollout.generate_sequences(prompts)
+    return batch, groups.actor_rollout.compute_log_prob(batch).tensors["old_log_probs"]
 
 
-def _train(config: DovetailConfig, policy: WorkerGroup, batch: DataProto, old_log_probs: Tensor) -> float:
+def _train(policy: WorkerGroup, batch: DataProto, old_log_probs: Tensor) -> float:
     """One update that likes the first answer to each prompt; how far it moved the log-probs, on average."""
     mask = batch.tensors["response_mask"]
     liked = torch.tensor([1.0, -1.0]).repeat(NUM_PROMPTS)[:, None]

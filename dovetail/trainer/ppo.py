@@ -209,12 +209,21 @@ class RayPPOTrainer:
         request = prompts.select(batch_keys=[], non_tensor_batch_keys=wanted)
         request.meta_info = {"n": n, **sampling}
         answers = self.groups.rollout.generate_sequences(request)
+        self._note_restarts(answers)
         answers.meta_info = {"temperature": answers.meta_info["temperature"]}
         # The engine wrote these three for prompt and response together.
         kept = [name for name in prompts.tensors if name not in _PROMPT_COLUMNS]
         rows = prompts.select(batch_keys=kept).repeat(n, interleave=True)
         rows.meta_info = {}
         return rows.union(answers)
+
+    def _note_restarts(self, answers: DataProto) -> None:
+        """Engines beside the trainer that died and were started again while they wrote this batch."""
+        counts = answers.meta_info.get("metrics", {}).get("rollout/engine_restarts", 0)
+        total = int(sum(counts) if isinstance(counts, list) else counts)
+        if total:
+            reason = f"{total} engine{'s' * (total > 1)} died while generating and finished the batch after a restart"
+            self.tracker.event("engine_restart", self.global_step, reason=reason)
 
     def _arranged(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Rows in the order in which ranks take them: whole mini-batches, equal work."""

@@ -1,6 +1,7 @@
 """How weights reach an engine: a `WeightSource` streams full tensors, a `WeightSink` takes them."""
 
 from dovetail.weight_sync.account import ExpectedWeights, WeightAccount
+from dovetail.weight_sync.adapter import LoraAdapter, write_peft_folder
 from dovetail.weight_sync.broadcast import BroadcastFailedError, GroupAddress, WeightReceiver, WeightSender
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, iter_buckets
 from dovetail.weight_sync.checksum import (
@@ -34,6 +35,7 @@ __all__ = [
     "FSDPSGLangShardingManager",
     "FSDPVLLMShardingManager",
     "GroupAddress",
+    "LoraAdapter",
     "MegatronVLLMShardingManager",
     "NamedTensors",
     "SampledWeights",
@@ -52,4 +54,5 @@ __all__ = [
     "require_equal",
     "tensor_checksum",
     "weight_checksum",
+    "write_peft_folder",
 ]

@@ -86,7 +86,8 @@ class ActorRolloutRefWorker(TrainingRole):
         if self._is_rollout:
             assert actor_backend is not None, "every role that generates here trains as well"
             self.hybrid = HybridEngine(self.config, actor_backend, device=self.device, rank=self.rank)
-            self._register_dispatch_collect_info("rollout", self.rank, True)
+            size = self.hybrid.engine_size
+            self._register_dispatch_collect_info("rollout", self.rank // size, self.rank % size == 0)
             if policy.rollout.verify_start:
                 self.hybrid.verify().require(policy.rollout.name)
         if actor_backend is not None:

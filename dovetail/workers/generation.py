@@ -9,15 +9,18 @@ from typing import Any
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
 from dovetail.rollout.assemble import assemble
-from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams
+from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams, derive_seed
 
 
-def requests_of(prompts: DataProto, rollout: RolloutConfig, *, name: str) -> list[GenerationRequest]:
+def requests_of(
+    prompts: DataProto, rollout: RolloutConfig, *, name: str, unseeded: str | None = None
+) -> list[GenerationRequest]:
     """One request per prompt, `meta_info["n"]` samples each.
 
     `meta_info["validate"]` takes the sampling of `rollout.val_kwargs`, `meta_info["do_sample"]=False` the most
     likely token. The column `sampling_seed` makes a prompt's answers independent of the batch and of the number
-    of workers. `name` makes the requests' ids unique among those that run.
+    of workers. `name` makes the requests' ids unique among those that run. Prompts without a seed get one made from
+    `unseeded`: the processes of one engine must draw the same numbers.
     """
     meta = prompts.meta_info
     sampling = sampling_params(
@@ -27,7 +30,8 @@ def requests_of(prompts: DataProto, rollout: RolloutConfig, *, name: str) -> lis
         greedy=not meta.get("do_sample", True),
     )
     ids = prompt_token_ids(prompts)
-    seeds = prompts.non_tensor_batch.get("sampling_seed", [None] * len(ids))
+    fresh = [None if unseeded is None else derive_seed(unseeded, index) for index in range(len(ids))]
+    seeds = prompts.non_tensor_batch.get("sampling_seed", fresh)
     return [
         GenerationRequest(
             f"{name}-{index}",

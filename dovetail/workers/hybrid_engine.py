@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from dovetail.backends.base import TrainBackend
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.root import DovetailConfig
 from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
-from dovetail.rollout.base import RolloutEngine
+from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
 from dovetail.rollout.registry import engine_class_for
+from dovetail.workers.adapters import adapter_of, sends_adapter, with_base_and_adapter
 from dovetail.workers.generation import answers_of, requests_of
 from dovetail.workers.parity import ParityProbe, ParityReport
+from dovetail.workers.restarts import RestartableEngine, generate_together
 from dovetail.workers.weight_check import WatchedWeights, compare_answers
 
 logger = logging.getLogger(__name__)
@@ -32,25 +35,34 @@ class HybridEngine:
     def __init__(self, config: DovetailConfig, backend: TrainBackend, *, device: torch.device, rank: int = 0) -> None:
         self._backend = backend
         self._rank = rank
+        self._model = config.actor_rollout_ref.model
+        self._sends_adapter = sends_adapter(config)
         self._rollout = config.actor_rollout_ref.rollout
+        if self._sends_adapter:
+            self._rollout = with_base_and_adapter(self._rollout, self._model)
         self._offloading = config.actor_rollout_ref.actor.offloading
         self._dtype = full_dtype(self._rollout.dtype)
         whole = backend.whole_model(getattr(torch, self._dtype)) if self._rollout.name == "native" else None
         self.shares_weights = whole is not None
         """Whether the engine reads the trainer's own tensors: nothing is copied between them then."""
-        model = config.actor_rollout_ref.model
         engine_class = engine_class_for(self._rollout)
-        self.engine: RolloutEngine = engine_class.from_config(self._rollout, model.path, device=device, shared=whole)
-        # Gathering weights takes all ranks, and only the one whose engine died would be asking.
+        self.engine: RolloutEngine = engine_class.from_config(
+            self._rollout, self._model.path, device=device, shared=whole
+        )
+        self.engine_size = self._rollout.engine_world_size
+        """Processes that share one engine: they are asked for the same answers, and the first of them gives them."""
+        # Gathering weights takes all ranks: with several of them a dead engine is everybody's affair.
+        self._restarts_together = self._rollout.restart_engine > 0 and backend.place.world_size > 1
         if not self.shares_weights and backend.place.world_size == 1:
-            self.engine.reload_weights = lambda engine: self._send_weights(engine, check=False)
+            self.engine.reload_weights = self._reload
         self._trainer_version = 1
         self._engine_version: int | None = None  # None: the engine holds no weights of this trainer
         self._num_compared = 0
-        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+        tokenizer = load_tokenizer(self._model.tokenizer_source, trust_remote_code=self._model.trust_remote_code)
         self._pad_token_id = tokenizer.pad_token_id
         self._probe = ParityProbe(config, tokenizer)
         self._num_calls = 0
+        self._num_restarts = 0
         logger.info(
             "engine %s %s the trainer's weights", self._rollout.name, "shares" if whole is not None else "copies"
         )
@@ -104,12 +116,17 @@ class HybridEngine:
         with self.generating():
             probed = self._probe.ask(self.engine) if is_new and self._rollout.verify_weights else None
             self._num_calls += 1
-            requests = requests_of(prompts, self._rollout, name=f"{self._rank}-{self._num_calls}")
-            results = self.engine.generate(requests)
+            name = f"{self._rank // self.engine_size}-{self._num_calls}"
+            unseeded = name if self.engine_size > 1 else None
+            requests = requests_of(prompts, self._rollout, name=name, unseeded=unseeded)
+            results = self._generate(requests)
         if probed is not None:
             with self._loaded():
                 compare_answers(self._probe, probed, self._backend).require(self._rollout.name)
-        return answers_of(requests, results, self._rollout, pad_token_id=self._pad_token_id)
+        batch = answers_of(requests, results, self._rollout, pad_token_id=self._pad_token_id)
+        batch.meta_info["metrics"] = {"rollout/engine_restarts": self.engine.num_restarts - self._num_restarts}
+        self._num_restarts = self.engine.num_restarts
+        return batch
 
     def verify(self) -> ParityReport:
         """Send the weights and compare both sides: tensors by checksum, a few greedy answers by log-prob.
@@ -130,7 +147,30 @@ class HybridEngine:
         )
         return report
 
+    def _generate(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
+        engine = self.engine
+        if not (self._restarts_together and isinstance(engine, RestartableEngine)):
+            return engine.generate(requests)
+        return generate_together(engine, requests, reload=self._reload_together, gather=_words_of_all_ranks)
+
+    def _reload(self, engine: RolloutEngine) -> None:
+        """The current weights for an engine that was started again."""
+        with self._loaded():
+            self._send_weights(engine, check=False)
+
+    def _reload_together(self, mine: bool) -> None:
+        with self._loaded():
+            if mine:
+                self._send_weights(self.engine, check=False)
+                return
+            stream = self._backend.named_adapters() if self._sends_adapter else self._backend.named_weights()
+            for _ in stream:  # gathering is collective: every rank takes every tensor
+                pass
+
     def _send_weights(self, engine: RolloutEngine, *, check: bool) -> None:
+        if self._sends_adapter:
+            engine.update_adapter(adapter_of(self._backend, self._model), self._trainer_version)
+            return
         weights = self._backend.named_weights()
         watched = WatchedWeights(weights, self._backend.hf_config, self._dtype) if check else None
         if self.shares_weights:
@@ -149,3 +189,9 @@ class HybridEngine:
             yield
         finally:
             self._backend.offload(params=self._offloading.param_offload, optimizer=False)
+
+
+def _words_of_all_ranks(word: str) -> list[str]:
+    words = [""] * dist.get_world_size()
+    dist.all_gather_object(words, word)
+    return words

@@ -87,8 +87,9 @@ class RolloutWorker(TrainingRole):
         if not self._has_weights:
             raise EngineError("the engine has no weights of the trainer yet; call receive_weights first.")
         self._num_calls += 1
-        name = f"{self.rank // self._rollout.engine_world_size}-{self._num_calls}"
-        requests = requests_of(prompts, self._rollout, name=name)
+        size = self._rollout.engine_world_size
+        name = f"{self.rank // size}-{self._num_calls}"
+        requests = requests_of(prompts, self._rollout, name=name, unseeded=name if size > 1 else None)
         results = engine.generate(requests)
         return answers_of(requests, results, self._rollout, pad_token_id=self._pad_token_id)
 

@@ -42,6 +42,7 @@ def test_without_a_configuration_a_sound_machine_is_healthy(capsys: pytest.Captu
     ):
         assert words in shown
     assert "<svg" in picture.read_text()
+    assert "cdn" not in picture.read_text(), "the picture needs no internet"
 
 
 @pytest.mark.usefixtures("no_demo_package")

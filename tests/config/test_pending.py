@@ -127,6 +127,12 @@ def test_what_happens_anyway_is_not_worth_a_notice(override: str) -> None:
     assert load_config(overrides=[override]).notices == ()
 
 
+@pytest.mark.parametrize(("text", "count"), [("true", 1), ("false", 0), ("3", 3)])
+def test_a_restart_may_be_asked_for_in_one_word(text: str, count: int) -> None:
+    config = load_config(overrides=[VLLM, f"{R}.mode=async", f"{R}.restart_engine={text}"]).config
+    assert config.actor_rollout_ref.rollout.restart_engine == count
+
+
 def test_engine_settings_are_for_vllm() -> None:
     assert load_config(overrides=[VLLM, f"{R}.gpu_memory_utilization=0.8"]).notices == ()
 

@@ -163,7 +163,7 @@ def _pids(engine: RayVLLMEngine) -> tuple[int, int]:
 def test_an_engine_killed_in_mid_batch_is_replaced_and_the_batch_finished(engine: RayVLLMEngine) -> None:
     model = tiny_model("llama_tied", seed=4)
     engine.update_weights(model.named_parameters(), 6)
-    engine._restarts_left = 1
+    engine.restarts_left = 1
     engine.reload_weights = lambda fresh: fresh.update_weights(model.named_parameters(), 6)
     requests = [GenerationRequest(f"short {n}", [*PROMPT, 5 + n], GREEDY) for n in range(3)]
     requests += [GenerationRequest(f"long {n}", [*PROMPT, 9 + n], LONG) for n in range(2)]
@@ -177,7 +177,7 @@ def test_an_engine_killed_in_mid_batch_is_replaced_and_the_batch_finished(engine
     wanted = [greedy(model, list(r.prompt_token_ids), r.sampling.max_new_tokens) for r in requests]
     assert [result.token_ids for result in running.results] == wanted
     assert {version for result in running.results for version in result.weight_versions} == {6}
-    assert engine._restarts_left == 0
+    assert engine.restarts_left == 0
 
 
 def test_a_killed_engine_process_is_reported_within_ten_seconds(engine: RayVLLMEngine) -> None:

@@ -6,24 +6,51 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.observability.run_folder import RunFolder
 from tests.models.tiny import save_tiny_model
+from tests.trainer.test_workers import answers, assert_close
 from tests.trainer.toy_run import Toy, save_toy_data, train
 
 pytestmark = pytest.mark.engine
 
 
-def test_engine_and_trainer_agree_at_every_step_of_a_run(tmp_path: Path) -> None:
-    model = save_tiny_model("llama_tied", tmp_path / "model")
-    toy = Toy(model, save_toy_data(tmp_path / "data", count=12))
-    changes = {
-        "actor_rollout_ref.rollout.name": "vllm",
-        "actor_rollout_ref.rollout.enforce_eager": True,
-        "actor_rollout_ref.rollout.engine_kwargs": {"vllm": {"kv_cache_memory_bytes": 64 * 2**20}},
-        "actor_rollout_ref.rollout.max_num_seqs": 16,
-        "actor_rollout_ref.actor.optim.lr": 1e-2,
-    }
-    result, metrics = train(toy.config(tmp_path / "run", changes))
+KEYS = {
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.enforce_eager": True,
+    "actor_rollout_ref.rollout.engine_kwargs": {"vllm": {"kv_cache_memory_bytes": 64 * 2**20}},
+    "actor_rollout_ref.rollout.max_num_seqs": 16,
+    "actor_rollout_ref.actor.optim.lr": 1e-2,
+    "actor_rollout_ref.actor.optim.eps": 1e-3,
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    folder = tmp_path_factory.mktemp("toy")
+    return Toy(save_tiny_model("llama_tied", folder / "model"), save_toy_data(folder / "data", count=12))
+
+
+@pytest.fixture(scope="module")
+def one_process(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    result, metrics = train(toy.config(folder, KEYS))
     assert result.steps == 3
     # A stale engine would be off by tenths after an update at this rate; float32 kernels differ by rounding.
     assert [row["rollout_corr/probs_diff_max"] < 1e-4 for row in metrics] == [True] * 3
     assert all(row["actor/grad_norm"] > 0 for row in metrics)
+    return folder
+
+
+def test_engine_and_trainer_agree_at_every_step_of_a_run(one_process: Path) -> None:
+    assert (one_process / "metrics.jsonl").exists()
+
+
+def test_two_trainer_processes_that_share_a_tensor_parallel_engine_make_the_same_run(
+    toy: Toy, tmp_path: Path, one_process: Path
+) -> None:
+    keys = {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2}
+    _, metrics = train(toy.config(tmp_path, {**KEYS, **keys}), use_ray=True)
+    for step in (1, 2, 3):
+        assert answers(tmp_path, step) == answers(one_process, step)
+    assert_close(metrics, RunFolder(one_process).read_metrics())
+    assert all(row["rollout_corr/probs_diff_max"] < 1e-4 for row in metrics)

@@ -15,6 +15,7 @@ from typing import Any
 
 from dovetail.rollout.base import (
     ALL_TAGS,
+    EngineDiedError,
     EngineError,
     EngineHealth,
     GenerationRequest,
@@ -38,10 +39,6 @@ from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress, NamedTensors
 
 logger = logging.getLogger(__name__)
-
-
-class EngineDiedError(EngineError):
-    """The engine's process is gone; what it was generating is lost. Only a new one helps."""
 
 
 class AsyncVLLMEngine:

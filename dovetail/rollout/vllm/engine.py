@@ -27,6 +27,7 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.native.gate import StepGate
 from dovetail.rollout.vllm import weight_calls
+from dovetail.rollout.vllm.adapter import load_adapter
 from dovetail.rollout.vllm.environment import prepare, without_compiling
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.lifetime import shut_down, start_engine
@@ -39,7 +40,7 @@ from dovetail.rollout.vllm.requests import (
     vllm_sampling_params,
 )
 from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
-from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress, NamedTensors
+from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress, LoraAdapter, NamedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class VLLMEngine(RolloutEngine):
             logger.warning("verify_weights is off: tensor-parallel workers hold parts of weights, none to compare.")
         self._gate = StepGate()
         self._version = 0
+        self._adapter: Any = None  # vLLM's LoRARequest of the adapter in use
         self._live: dict[str, Sample] = {}
         self._serial = itertools.count()
         self._asleep: frozenset[MemoryTag] = frozenset()
@@ -153,6 +155,19 @@ class VLLMEngine(RolloutEngine):
         else:
             loads = weight_calls.loads_through_shared_memory(weights, self._bucket_bytes)
         self._update(loads, version, verification)
+
+    def update_adapter(self, adapter: LoraAdapter, version: int) -> None:
+        """Needs `engine_kwargs.vllm.enable_lora`. Every request from now on is written with this adapter."""
+        with self._gate.between_steps():
+            self._check_open()
+            if "weights" in self._asleep:
+                raise EngineError("the engine's weights are asleep; call wake(['weights']) before update_adapter.")
+            self._settle()
+            self._weights_gap = f"the update of the adapter to version {version} did not finish"
+            self._adapter = load_adapter(self._llm, adapter, self._adapter)
+            self._forget_caches()
+            self._weights_gap = ""
+            self._version = version
 
     def update_weights_through_shared_memory(self, weights: NamedTensors, version: int) -> None:
         """The path that worker processes use, also for a worker in this process."""
@@ -255,7 +270,7 @@ class VLLMEngine(RolloutEngine):
     def _submit(self, sample: Sample) -> None:
         room = self._max_model_len - len(sample.request.prompt_token_ids)
         params = vllm_sampling_params(sample, eos_ids=self._eos_ids, room=room)
-        self._llm.add_request(sample.vllm_id, prompt_of(sample.request), params)
+        self._llm.add_request(sample.vllm_id, prompt_of(sample.request), params, lora_request=self._adapter)
         self._live[sample.vllm_id] = sample
 
     def _step(self) -> bool:

@@ -36,9 +36,14 @@ def start_engine(settings: VLLMSettings, *, cpu: bool) -> Any:
     _process.groups_are_vllms |= not dist.is_initialized()
     with _random_state_kept(), starting_processes(cpu=cpu), without_compiling(cpu=cpu):
         config = EngineArgs(**settings.vllm_arguments(cpu=cpu, **placement)).create_engine_config()
+        executor_class = Executor.get_class(config)
+        if placement:
+            from dovetail.rollout.vllm.launcher import NamedLauncher
+
+            executor_class = NamedLauncher
         llm = LLMEngine(
             config,
-            executor_class=Executor.get_class(config),
+            executor_class=executor_class,
             log_stats=not settings.disable_log_stats,
             multiprocess_mode=False,
         )

@@ -16,6 +16,7 @@ import torch
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
     ALL_TAGS,
+    EngineDiedError,
     EngineError,
     EngineHealth,
     GenerationRequest,
@@ -25,7 +26,7 @@ from dovetail.rollout.base import (
     WeightUpdateError,
 )
 from dovetail.rollout.vllm import weight_calls
-from dovetail.rollout.vllm.async_engine import AsyncVLLMEngine, EngineDiedError
+from dovetail.rollout.vllm.async_engine import AsyncVLLMEngine
 from dovetail.rollout.vllm.environment import environment
 from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress
@@ -76,7 +77,7 @@ class RayVLLMEngine(RolloutEngine):
         self._ray = ray
         self.settings = settings
         self._bucket_bytes = bucket_bytes
-        self._restarts_left = restarts
+        self.restarts_left = restarts
         self.reload_weights = reload_weights
         self._on_device = on_device
         self._closed = False
@@ -113,7 +114,12 @@ class RayVLLMEngine(RolloutEngine):
             try:
                 self._generate([request for request in requests if request.request_id not in finished], finished)
             except EngineDiedError as error:
-                self._restart(error)
+                if not self._brings_weights_back:
+                    raise EngineDiedError(str(error), finished) from error
+                logger.warning("%s Starting it again; %d restarts are left.", error, self.restarts_left - 1)
+                self.restart(error)
+                if self._needs_weights and self.reload_weights is not None:
+                    self.reload_weights(self)
         return [result for request in requests for result in finished[request.request_id]]
 
     def num_tokens(self) -> dict[str, int]:
@@ -175,6 +181,15 @@ class RayVLLMEngine(RolloutEngine):
         except EngineError as error:
             return EngineHealth(False, str(error), self._version, 0, 0, False, frozenset(), 0)
 
+    def restart(self, error: EngineDiedError) -> None:
+        """Start a new process in place of the dead one. It has none of the weights that were sent."""
+        if self.restarts_left <= 0:
+            raise error
+        self.restarts_left -= 1
+        self.num_restarts += 1
+        self._ray.kill(self.actor)
+        self._start()
+
     def close(self) -> None:
         if self._closed:
             return
@@ -189,16 +204,14 @@ class RayVLLMEngine(RolloutEngine):
         self.actor = vllm_actor_class(**self._on_device).remote(self.settings, bucket_bytes=self._bucket_bytes)
         return self._get(self.actor.start.remote(), timeout=START_TIMEOUT_S)
 
-    def _restart(self, error: EngineDiedError) -> None:
-        needs_weights = self._version != 0 or self.settings.load_format == "dummy"
-        if not self._restarts_left or (needs_weights and self.reload_weights is None):
-            raise error
-        self._restarts_left -= 1
-        logger.warning("%s Starting it again; %d restarts are left.", error, self._restarts_left)
-        self._ray.kill(self.actor)
-        self._start()
-        if needs_weights and self.reload_weights is not None:
-            self.reload_weights(self)
+    @property
+    def _needs_weights(self) -> bool:
+        return self._version != 0 or self.settings.load_format == "dummy"
+
+    @property
+    def _brings_weights_back(self) -> bool:
+        """Whether this engine can be restarted without help: it may, and finds the weights it had."""
+        return self.restarts_left > 0 and (not self._needs_weights or self.reload_weights is not None)
 
     def _generate(self, requests: Sequence[GenerationRequest], finished: dict[str, list[GenerationResult]]) -> None:
         """Add to `finished` what gets finished, also when the engine dies; any other failure ends the rest."""

@@ -93,6 +93,8 @@ class VLLMSettings:
             seed=seed,
             logprobs="raw" if rollout.logprobs_mode == "raw_logprobs" else "temperature",
             enable_sleep=rollout.free_cache_engine,
+            # Under an adapter the base is never sent, so it must survive a sleep.
+            sleep_level=1 if kwargs.get("enable_lora") else 2,
             engine_kwargs=kwargs,
         )
 

@@ -1,0 +1,79 @@
+"""Finish a batch although an engine dies, where the trainer's weights are spread over several processes.
+
+Weights can only be gathered by all ranks together, so a rank whose engine died may not ask for them by itself. Every
+rank therefore stops at the end of its own requests and hears how the others fared; those with a dead engine start it
+again, all gather, and the lost requests are written anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from dovetail.rollout.base import EngineDiedError, EngineError, GenerationRequest, GenerationResult
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class RestartableEngine(Protocol):
+    """An engine in a process of its own. `restart` leaves it without the trainer's weights."""
+
+    restarts_left: int
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]: ...
+
+    def restart(self, error: EngineDiedError) -> None: ...
+
+
+def generate_together(
+    engine: RestartableEngine,
+    requests: Sequence[GenerationRequest],
+    *,
+    reload: Callable[[bool], None],
+    gather: Callable[[str], Sequence[str]],
+) -> list[GenerationResult]:
+    """Results in the order of the requests. Collective.
+
+    `gather(word)` gives the words of all ranks, in their order; `reload(mine)` is called on all ranks after a death,
+    with whether this rank's engine needs the weights.
+    """
+    finished: dict[str, list[GenerationResult]] = {}
+    while True:
+        death = _generate_into(finished, engine, requests)
+        words = gather(_word(engine, death))
+        if not any(words):
+            return [result for request in requests for result in finished[request.request_id]]
+        lost = next((f"rank {rank}: {word}" for rank, word in enumerate(words) if word.startswith(_LOST)), "")
+        if lost:
+            # Every rank raises: the others would wait for this one in the next gather.
+            raise EngineError(f"an engine died and is not started again ({lost}).") from death
+        if death is not None:
+            logger.warning("%s Starting it again; %d restarts are left.", death, engine.restarts_left - 1)
+            engine.restart(death)
+        reload(death is not None)
+
+
+def _generate_into(
+    finished: dict[str, list[GenerationResult]], engine: RestartableEngine, requests: Sequence[GenerationRequest]
+) -> EngineDiedError | None:
+    left = [request for request in requests if request.request_id not in finished]
+    if not left:
+        return None
+    try:
+        for result in engine.generate(left):
+            finished.setdefault(result.request_id, []).append(result)
+    except EngineDiedError as error:
+        finished.update(error.finished)
+        return error
+    return None
+
+
+_LOST = "no restart is left"
+
+
+def _word(engine: RestartableEngine, death: EngineDiedError | None) -> str:
+    if death is None:
+        return ""
+    return str(death) if engine.restarts_left > 0 else f"{_LOST}: {death}"
