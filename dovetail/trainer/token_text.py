@@ -15,23 +15,22 @@ def token_ends(text: str, pieces: Sequence[str]) -> list[int]:
     Space goes to the token after it, a character of several tokens to the last of them, an absent token is empty.
     """
     ends: list[int] = []
-    position, broken = 0, 0
+    position = 0
+    least, most = 0, 0  # characters that broken tokens since `position` stand for
     for piece in pieces:
         if _BROKEN in piece:
-            broken += 1
+            least = (least or 1) + len(piece.replace(_BROKEN, ""))
+            most += len(piece)
             ends.append(position)
             continue
-        found = _find(text, piece, position, broken) if piece else -1
+        # One more for a space that decoding alone has dropped.
+        found = text.find(piece, position + least, position + most + 1 + len(piece)) if piece else -1
         if found >= 0:
-            if broken:
+            if most:
                 ends[-1] = found
-            position, broken = found + len(piece), 0
+            position = found + len(piece)
+            least, most = 0, 0
         ends.append(position)
-    if broken:
+    if most:
         ends[-1] = len(text)
     return ends
-
-
-def _find(text: str, piece: str, position: int, broken: int) -> int:
-    # Each broken token before is at most one character; one more for a space that decoding alone has dropped.
-    return text.find(piece, position, position + broken + 1 + len(piece))
