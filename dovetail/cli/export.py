@@ -9,8 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dovetail.config import ConfigError, DovetailConfig, load_config
+
+if TYPE_CHECKING:
+    from dovetail.backends.base import TrainBackend
 
 CONFIG = "config.yaml"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -45,8 +49,18 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
     import torch
 
     from dovetail.backends.export import export_hf_folder
-    from dovetail.config.fsdp import FSDPConfig
     from dovetail.models.load import load_tokenizer
+
+    policy = config.actor_rollout_ref
+    backend = (_megatron_policy if policy.actor.strategy == "megatron" else _plain_policy)(config, folder / "actor")
+    tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
+    export_hf_folder(backend, out, tokenizer=tokenizer, dtype=None if dtype is None else getattr(torch, dtype))
+
+
+def _plain_policy(config: DovetailConfig, folder: Path) -> TrainBackend:
+    import torch
+
+    from dovetail.config.fsdp import FSDPConfig
     from dovetail.workers.build import build_policy
 
     policy = config.actor_rollout_ref
@@ -59,9 +73,35 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
         optim=policy.actor.optim.model_copy(update={"total_training_steps": 1}),
         device=torch.device("cpu"),
     )
-    backend.load_state(folder / "actor", contents=("model",))
-    tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
-    export_hf_folder(backend, out, tokenizer=tokenizer, dtype=None if dtype is None else getattr(torch, dtype))
+    backend.load_state(folder, contents=("model",))
+    return backend
+
+
+def _megatron_policy(config: DovetailConfig, folder: Path) -> TrainBackend:
+    """On a layout of one process: Megatron's checkpoints fit every layout."""
+    import torch
+
+    from dovetail.config.megatron import MegatronConfig
+    from dovetail.workers.build import build_policy
+
+    policy = config.actor_rollout_ref
+    used = policy.actor.megatron
+    overrides = {name: value for name, value in used.override_transformer_config.items() if "pipeline" not in name}
+    alone = MegatronConfig(
+        dtype=used.dtype,
+        use_dist_checkpointing=True,
+        dist_checkpointing_path=str(folder),
+        override_transformer_config=overrides,
+        override_mcore_model_config=used.override_mcore_model_config,
+    )
+    return build_policy(
+        policy.model,
+        strategy="megatron",
+        fsdp=policy.actor.fsdp_config,
+        megatron=alone,
+        optim=None,
+        device=torch.device("cpu"),
+    )
 
 
 def _checkpoint_folder(given: Path) -> Path:

@@ -196,7 +196,7 @@ def _memory(memory: MemoryPlan, console: Console) -> Padding:
 
 def _stages(stages: Sequence[StageMemory], console: Console) -> Padding:
     table = _table(console)
-    names = ("stage", "layers", "experts", "dense\n(B)", "routed\n(B)", "weights", "grad-\nients", "opti-\nmizer")
+    names = ("stage", "layers", "ex-\nperts", "dense\n(B)", "routed\n(B)", "wei-\nghts", "grad-\nients", "opti-\nmizer")
     for name in (*names, "activ-\nations", "logits", "rest", "total"):
         table.add_column(name, justify="right")
     # Stages in the middle are alike; one row stands for all that are.

@@ -20,7 +20,10 @@ pytestmark = pytest.mark.distributed
 
 # Near-zero gradients make Adam's step depend on rounding; a large epsilon keeps layouts comparable.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, lr_warmup_steps=2, total_training_steps=8, weight_decay=0.1)
-SAVED_ON = {"qwen2": {"tp": 2}, "deepseek_v3": {"pp": 2, "override": {"num_layers_in_first_pipeline_stage": 1}}}
+SAVED_ON: dict[str, dict[str, Any]] = {
+    "qwen2": {"tp": 2},
+    "deepseek_v3": {"pp": 2, "override": {"num_layers_in_first_pipeline_stage": 1}},
+}
 LOADED_ON: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2": ({"tp": 2}, {"pp": 2}, {}),
     "deepseek_v3": (

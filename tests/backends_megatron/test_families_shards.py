@@ -112,10 +112,11 @@ def test_an_unknown_family_is_refused_with_the_known_ones_and_a_new_one_is_found
     class Gpt2(LlamaFamily):
         model_types = ("gpt2-like",)
 
+    class Gpt2LikeConfig(GPT2Config):
+        model_type = "gpt2-like"
+
     family: MegatronFamily = register_family(Gpt2())
-    config = GPT2Config()
-    config.model_type = "gpt2-like"
-    assert family_for(config) is family
+    assert family_for(Gpt2LikeConfig()) is family
 
 
 @pytest.mark.parametrize(
