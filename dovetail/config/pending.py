@@ -63,6 +63,10 @@ def _native(config: DovetailConfig) -> bool:
     return config.actor_rollout_ref.rollout.name == "native"
 
 
+def _native_on_cpu(config: DovetailConfig) -> bool:
+    return _native(config) and config.trainer.device == "cpu"
+
+
 def _shared_devices(config: DovetailConfig) -> bool:
     return config.actor_rollout_ref.hybrid_engine
 
@@ -102,14 +106,16 @@ _SHARED_DEVICES = "the engine runs on the trainer's devices, one engine in each 
 _REWARD_DEVICES = "the reward network runs on the trainer's devices"
 _IN_RUN_FOLDER = "answers are always written to `rollouts/` and `validation/` of the run folder"
 _TAKE_TURNS = "generation and training take turns"
+_NATIVE_ON_CPU = "the native engine reads it on CUDA only"
 _NATIVE = "the native engine has no such setting; it is read by `rollout.name=vllm`"
 
 _NO_SERVERS = "no server is used without `rollout.mode=server` and `rollout.server_urls`"
 
 _NO_SGLANG_SERVER = "only `rollout.name=sglang` with mode=server and no server_urls starts servers"
 
+_CUDA_SETTINGS = ("gpu_memory_utilization", "enforce_eager")
 _ENGINE_SETTINGS = (
-    *("gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes", "enable_chunked_prefill"),
+    *("cudagraph_capture_sizes", "enable_chunked_prefill"),
     *("enable_prefix_caching", "limit_images", "load_format", "scheduling_policy", "disable_log_stats"),
     *("skip_tokenizer_init", "update_weights_bucket_megabytes", "expert_parallel_size", "engine_kwargs.vllm*"),
     *("quantization", "logprobs_mode"),
@@ -158,6 +164,7 @@ PENDING: tuple[Pending, ...] = (
         f"{_ROLLOUT}.mode", "the native engine takes the requests of a batch together in its own process", when=_native
     ),
     *(Pending(f"{_ROLLOUT}.{name}", _NATIVE, when=_native) for name in _ENGINE_SETTINGS),
+    *(Pending(f"{_ROLLOUT}.{name}", _NATIVE_ON_CPU, when=_native_on_cpu) for name in _CUDA_SETTINGS),
     Pending(
         f"{_ROLLOUT}.restart_engine",
         "an engine in the trainer's own process ends with it; vllm with mode=async, sglang, and engines on devices of "

@@ -95,7 +95,7 @@ def test_megatron_keys_of_a_run_without_megatron_are_told() -> None:
         ("algorithm.rollout_correction.loss_type=reinforce", "without `bypass_mode`"),
         (f"{A}.fsdp_config.mixed_precision.buffer_dtype=bf16", "rotary tables float32"),
         (f"{R}.weight_sync=disk", "the same process"),
-        (f"{R}.gpu_memory_utilization=0.8", "rollout.name=vllm"),
+        (f"{R}.enable_prefix_caching=False", "rollout.name=vllm"),
         (f"{R}.engine_kwargs.vllm.seed=1", "rollout.name=vllm"),
         (f"{R}.agent.num_workers=4", "one turn"),
         ("trainer.rollout_data_dir=/tmp/answers", "`rollouts/`"),
@@ -134,7 +134,14 @@ def test_a_restart_may_be_asked_for_in_one_word(text: str, count: int) -> None:
 
 
 def test_engine_settings_are_for_vllm() -> None:
-    assert load_config(overrides=[VLLM, f"{R}.gpu_memory_utilization=0.8"]).notices == ()
+    assert load_config(overrides=[VLLM, f"{R}.enable_prefix_caching=False"]).notices == ()
+
+
+def test_memory_and_graphs_are_settings_of_the_native_engine_on_cuda_alone() -> None:
+    keys = [f"{R}.gpu_memory_utilization=0.8", f"{R}.enforce_eager=True"]
+    assert load_config(overrides=keys).notices == ()
+    on_cpu = " ".join(str(notice) for notice in load_config(overrides=[*keys, "trainer.device=cpu"]).notices)
+    assert all(word in on_cpu for word in ("on CUDA only", "gpu_memory_utilization", "enforce_eager"))
 
 
 def test_input_tokenizer_is_the_policys_when_unset_and_none_when_null(tmp_path: Path) -> None:
