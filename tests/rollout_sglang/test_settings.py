@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from dovetail.rollout.sglang import SGLangRollout, SGLangSettings
 from dovetail.rollout.sglang.environment import PYTHON_VARIABLE, check_version, environment, server_python
 from dovetail.rollout.sglang.expected import _expected_by_folder
 from dovetail.rollout.sglang.samples import check_request, samples_of
+from dovetail.rollout.sglang.weights import CheckedWeights
+from dovetail.weight_sync import ExpectedWeights
 from tests.models.tiny import save_tiny_model
 
 pytestmark = pytest.mark.unit
@@ -142,3 +145,18 @@ def test_names_are_read_off_a_folder_where_no_trainer_runs(tmp_path: Path) -> No
     assert tied.ties == {"lm_head.weight": "model.embed_tokens.weight"}
     assert plain.ties == {}
     assert tied.shapes == plain.shapes
+
+
+def test_a_source_is_read_to_its_end_when_an_update_fails_half_way() -> None:
+    taken: list[str] = []
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "abcd":
+            taken.append(name)
+            yield name, torch.zeros(2)
+
+    checked = CheckedWeights(source(), ExpectedWeights(dict.fromkeys("abcd", (2,))))
+    next(iter(checked))
+    with pytest.raises(EngineError, match="SGLang died"), checked:
+        raise EngineError("SGLang died")
+    assert taken == list("abcd")

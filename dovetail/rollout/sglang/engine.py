@@ -166,7 +166,7 @@ class SGLangRollout(RolloutEngine):
         if weights is None:
             raise ValueError("update_weights(None) is for engines that share the trainer's memory; SGLang has its own.")
         checked = CheckedWeights(weights, self._expected)
-        with self._updating(version) as note, TensorFiles(self._bucket_bytes) as files:
+        with checked, self._updating(version) as note, TensorFiles(self._bucket_bytes) as files:
             for payload in files.payloads(checked):
                 # One payload for each tensor-parallel rank: every one reads all and keeps its part.
                 payloads = [payload] * self.settings.tensor_parallel_size
@@ -178,7 +178,7 @@ class SGLangRollout(RolloutEngine):
     ) -> None:
         """Over a process group that SGLang's model processes join at the first call."""
         checked = CheckedWeights(weights, self._expected)
-        with self._updating(version) as note:
+        with checked, self._updating(version) as note:
             group = self._group or self._join_group(backend, device)
             for bucket in iter_buckets(checked, self._bucket_bytes):
                 names = {

@@ -35,10 +35,11 @@ from dovetail.weight_sync import (
 
 class CheckedWeights:
     """Passes on the tensors that fit, until one does not; takes the rest of the source even so: on the other ranks of
-    a sharded source a gather waits. A tied tensor goes under the one name that SGLang loads it by, once."""
+    a sharded source a gather waits. As a context manager it does the same when the update fails half-way. A tied tensor
+    goes under the one name that SGLang loads it by, once."""
 
     def __init__(self, weights: NamedTensors, expected: ExpectedWeights) -> None:
-        self._weights = weights
+        self._weights = iter(weights)
         self._ties = expected.ties
         self._account = WeightAccount(expected)
         self._sent: set[str] = set()
@@ -52,6 +53,16 @@ class CheckedWeights:
             if self._problem is None and own not in self._sent:
                 self._sent.add(own)
                 yield own, tensor.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc is not None:
+            for _ in self._weights:
+                pass
 
     def require_complete(self) -> None:
         """After the end: WeightUpdateError for the first misfit, or for what never came."""
