@@ -33,18 +33,18 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize(("value_size", "kv_heads"), [(8, 4), (8, 2), (6, 4)])
 def test_pieces_of_all_ranks_together_are_attention_over_the_row(cp_size: int, value_size: int, kv_heads: int) -> None:
-    from dovetail.backends.megatron.attention import _by_piece, attention_pieces, zigzag_places
+    from dovetail.backends.megatron.attention import AttentionPlan, _by_piece, zigzag_places
 
     query, key, value = tensors(value_size, kv_heads)
     expected = masked_attention(query, key, value)
     seen = torch.zeros(len(query), dtype=torch.bool)
     for rank in range(cp_size):
         own = zigzag_places(LENGTHS, cp_size, rank) if cp_size > 1 else torch.arange(len(query))
-        pieces = attention_pieces(LENGTHS, cp_size, rank)
-        out = _by_piece(query[own], key, value, pieces, None)
+        plan = AttentionPlan(LENGTHS, cp_size, rank, torch.device("cpu"))
+        out = _by_piece(query[own], key, value, plan, None)
         torch.testing.assert_close(out, expected[own], atol=1e-6, rtol=0)
         seen[own] = True
-        assert sum(piece.num_queries for piece in pieces) == len(own) == len(query) // cp_size
+        assert sum(piece.num_queries for piece in plan.pieces) == len(own) == len(query) // cp_size
     assert seen.all()
 
 

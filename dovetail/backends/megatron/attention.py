@@ -12,6 +12,7 @@ the keys up to its own end.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,39 @@ class Piece:
     num_queries: int
     key: int
     num_keys: int
+
+
+class AttentionPlan:
+    """What all layers need to know of one packed row. Made once for each: a layer must not wait for the device."""
+
+    def __init__(self, lengths: list[int], cp_size: int, cp_rank: int, device: torch.device) -> None:
+        self.pieces = attention_pieces(lengths, cp_size, cp_rank)
+        self.row_order: Tensor | None = None
+        """Where in what all ranks hold together the tokens of the row are, one after the other."""
+        if cp_size > 1:
+            held = torch.cat([zigzag_places(lengths, cp_size, rank) for rank in range(cp_size)])
+            self.row_order = held.argsort().to(device)
+        self._device = device
+
+    @cached_property
+    def key_runs(self) -> Tensor | None:
+        """The keys of all pieces one after the other, where pieces share keys; the varlen kernel wants runs."""
+        if all(piece.num_queries == piece.num_keys for piece in self.pieces):
+            return None
+        return torch.cat([torch.arange(p.key, p.key + p.num_keys) for p in self.pieces]).to(self._device)
+
+    @cached_property
+    def query_offsets(self) -> Tensor:
+        return _offsets([piece.num_queries for piece in self.pieces], self._device)
+
+    @cached_property
+    def key_offsets(self) -> Tensor:
+        return _offsets([piece.num_keys for piece in self.pieces], self._device)
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of a piece."""
+        return max(piece.num_queries for piece in self.pieces), max(piece.num_keys for piece in self.pieces)
 
 
 class TorchCoreAttention(MegatronModule):
@@ -78,16 +112,23 @@ class TorchCoreAttention(MegatronModule):
         assert attention_bias is None, "no model built here has an attention bias"
         if packed_seq_params is None:
             return self._padded(query, key, value)
-        cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
-        lengths = sequence_lengths(packed_seq_params)
-        if cp_size > 1:
-            key, value = self._gathered(key, lengths), self._gathered(value, lengths)
-        pieces = attention_pieces(lengths, cp_size, cp_rank)
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            out = _varlen(query, key, value, pieces, self.softmax_scale)
-        else:
-            out = _by_piece(query, key, value, pieces, self.softmax_scale)
-        return out.flatten(1)
+        plan = self._plan(packed_seq_params, query.device)
+        if plan.row_order is not None:
+            # Backward adds up what the ranks' queries say of this rank's keys.
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[plan.row_order]
+                for x in (key, value)
+            )
+        kernel = _varlen if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _by_piece
+        return kernel(query, key, value, plan, self.softmax_scale).flatten(1)
+
+    def _plan(self, packed_seq_params: Any, device: torch.device) -> AttentionPlan:
+        plan = getattr(packed_seq_params, "attention_plan", None)
+        if plan is None:
+            lengths = sequence_lengths(packed_seq_params)
+            plan = AttentionPlan(lengths, self.cp_group.size(), self.cp_group.rank(), device)
+            packed_seq_params.attention_plan = plan
+        return plan
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.cp_group.size() > 1:
@@ -98,18 +139,9 @@ class TorchCoreAttention(MegatronModule):
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _gathered(self, x: Tensor, lengths: list[int]) -> Tensor:
-        """All ranks' tokens in the order of the packed row; backward adds the ranks' gradients of mine up."""
-        whole = gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)
-        order = torch.cat([zigzag_places(lengths, self.cp_group.size(), r) for r in range(self.cp_group.size())])
-        return whole[order.argsort().to(x.device)]
-
 
 def sequence_lengths(packed_seq_params: Any) -> list[int]:
-    """Tokens of each sequence with its padding, over all context-parallel ranks, from the host where they are known."""
-    known = getattr(packed_seq_params, "host_lengths", None)
-    if known is not None:
-        return known
+    """Tokens of each sequence with its padding, over all context-parallel ranks."""
     padded = packed_seq_params.cu_seqlens_q_padded
     offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
     return offsets.diff().tolist()
@@ -142,10 +174,10 @@ def attention_pieces(lengths: list[int], cp_size: int, cp_rank: int) -> list[Pie
     return pieces
 
 
-def _by_piece(query: Tensor, key: Tensor, value: Tensor, pieces: list[Piece], scale: float | None) -> Tensor:
+def _by_piece(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     outs = []
-    for piece in pieces:
+    for piece in plan.pieces:
         square = piece.num_queries == piece.num_keys
         out = F.scaled_dot_product_attention(
             q[:, :, piece.query : piece.query + piece.num_queries],
@@ -165,29 +197,22 @@ def _lower_right(piece: Piece, device: torch.device) -> Tensor:
     return torch.arange(piece.num_keys, device=device) <= rows[:, None]
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, pieces: list[Piece], scale: float | None) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    scale = query.size(-1) ** -0.5 if scale is None else scale
     value_size, missing = value.size(-1), query.size(-1) - value.size(-1)
     if missing:  # the kernel takes one head size; zero columns stay zero
         value = F.pad(value, (0, missing))
-    if any(piece.num_queries != piece.num_keys for piece in pieces):
-        # Pieces of one sequence share keys, and the kernel wants each piece's keys in a run of their own.
-        runs = torch.cat([torch.arange(piece.key, piece.key + piece.num_keys) for piece in pieces]).to(key.device)
-        key, value = key[runs], value[runs]
-    cu_q = _offsets([piece.num_queries for piece in pieces], query.device)
-    cu_k = _offsets([piece.num_keys for piece in pieces], query.device)
-    longest_q, longest_k = max(p.num_queries for p in pieces), max(p.num_keys for p in pieces)
+    if plan.key_runs is not None:
+        key, value = key[plan.key_runs], value[plan.key_runs]
     out = varlen_attn(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        cu_q,
-        cu_k,
-        longest_q,
-        longest_k,
-        scale=scale,
+        plan.query_offsets,
+        plan.key_offsets,
+        *plan.longest,
+        scale=query.size(-1) ** -0.5 if scale is None else scale,
         **varlen_options(None),
     )
     assert isinstance(out, Tensor), "only a request for the normaliser makes varlen_attn return a pair"

@@ -153,6 +153,8 @@ def _check_equal(layout: MegatronLayout, config: MegatronConfig) -> None:
 
 
 def _join_a_world_of_one(device: torch.device) -> None:
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

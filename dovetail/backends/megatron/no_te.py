@@ -6,6 +6,7 @@ Each change names the fault upstream; `tests/backends_megatron` fails when one o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 
+@lru_cache(maxsize=1)
 def has_transformer_engine() -> bool:
     """Whether Megatron's own fast modules can be used."""
     return find_spec("transformer_engine") is not None
@@ -75,8 +77,8 @@ class GroupStepAdam(torch.optim.Optimizer):
                 self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
         on_cuda = all(parameter.is_cuda for parameter in parameters)
         # The kernel counts up by itself, from the steps taken before; the fused one wants its count on the device.
-        before = float(group["step"] - 1)
-        steps = [torch.tensor(before, device=p.device if on_cuda else None) for p in parameters]
+        device = parameters[0].device if on_cuda else None
+        steps = list(torch.full((len(parameters),), float(group["step"] - 1), device=device).unbind())
         torch.optim._functional.adam(
             parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],

@@ -16,13 +16,7 @@ from torch import Tensor
 
 from dovetail.backends.megatron.attention import zigzag_places
 from dovetail.backends.megatron.layout import MegatronLayout
-
-
-@dataclass
-class HostPackedSeqParams(PackedSeqParams):
-    """With the lengths on the host as well: attention loops over them and must not wait for the device."""
-
-    host_lengths: list[int] | None = None
+from dovetail.backends.megatron.no_te import has_transformer_engine
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class ThdBatch:
     """`[1, t]`"""
     position_ids: Tensor
     """`[1, t]`"""
-    params: HostPackedSeqParams
+    params: PackedSeqParams
     shape: tuple[int, int]
     num_packed: int
     """`N`"""
@@ -70,19 +64,20 @@ def pack_thd(input_ids: Tensor, attention_mask: Tensor, layout: MegatronLayout) 
     places = torch.cat([start + torch.arange(count) for start, count in zip(starts.tolist(), counts, strict=False)])
     positions = torch.cat([torch.arange(length) for length in lengths])
     own = zigzag_places(lengths, layout.cp_size, layout.cp_rank) if layout.cp_size > 1 else None
-    offsets = starts.to(device=device, dtype=torch.int32)
-    described: dict[str, Any] = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": offsets,
-        "cu_seqlens_kv": offsets,
-        "max_seqlen_q": max(lengths),
-        "max_seqlen_kv": max(lengths),
-        "host_lengths": lengths,
-    }
+    # Rotary embeddings ask for the lengths on the host, twice in every layer; only Transformer Engine's kernels want
+    # them on the device.
+    offsets = starts.to(device=device if has_transformer_engine() else "cpu", dtype=torch.int32)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
     packed = ThdBatch(
         input_ids=input_ids,
         position_ids=(positions if own is None else positions[own]).unsqueeze(0).to(device),
-        params=HostPackedSeqParams(**described),
+        params=params,
         shape=(input_ids.size(0), input_ids.size(1)),
         num_packed=sum(lengths),
         sources=mask.flatten().nonzero().squeeze(1),
