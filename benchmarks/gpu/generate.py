@@ -16,7 +16,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,15 @@ def main() -> None:
         results.append(found)
         free_memory()
     if importlib.util.find_spec("vllm") is not None and not args.no_vllm:
+        by_shape: dict[str, list[tuple[Workload, dict[str, Any]]]] = {}
         for found, name in zip(results, args.workloads, strict=True):
-            found |= measure_vllm(WORKLOADS[name], args.repeats)
-            found["ratio"] = round(found["vllm_s"] / found["seconds"], 2)
-            print(json.dumps(found), flush=True)
+            by_shape.setdefault(WORKLOADS[name].shape, []).append((WORKLOADS[name], found))
+        for rows in by_shape.values():
+            for work, measured in measure_vllm([work for work, _ in rows], args.repeats):
+                found = next(found for own, found in rows if own is work)
+                found |= measured
+                found["ratio"] = round(found["vllm_s"] / found["seconds"], 2)
+                print(json.dumps(found), flush=True)
             free_memory()
     print(table(results))
 
@@ -161,29 +166,32 @@ def measure_native(
     return found
 
 
-def measure_vllm(work: Workload, repeats: int) -> dict[str, Any]:
-    """vLLM well set: graphs up to the batch, no detokenisation, the log-prob of the sampled token and no other."""
+def measure_vllm(works: Sequence[Workload], repeats: int) -> Iterator[tuple[Workload, dict[str, Any]]]:
+    """vLLM well set: graphs up to the batch, no detokenisation, the log-prob of the sampled token and no other.
+
+    One engine, large enough for all `works`, which are of one shape: it takes more than a minute to start.
+    """
     from vllm import LLM
     from vllm import SamplingParams as VllmSampling
 
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(544, 1025, 32)]
     with tempfile.TemporaryDirectory() as folder:
-        model_config(work).save_pretrained(folder)
+        model_config(works[0]).save_pretrained(folder)
         start = time.perf_counter()
         llm = LLM(
             folder,
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_num_seqs=work.num_sequences,
-            max_model_len=work.longest,
+            max_num_seqs=max(work.num_sequences for work in works),
+            max_model_len=max(work.longest for work in works),
             max_num_batched_tokens=16_384,
             gpu_memory_utilization=0.8,
             compilation_config={"cudagraph_capture_sizes": sizes},
         )
         start_up = time.perf_counter() - start
 
-        def generate(limit: int | None = None) -> object:
+        def generate(work: Workload, limit: int | None = None) -> object:
             asked = work.requests("run", limit)
             return llm.generate(
                 [{"prompt_token_ids": list(request.prompt_token_ids)} for request in asked],
@@ -201,15 +209,19 @@ def measure_vllm(work: Workload, repeats: int) -> dict[str, Any]:
                 use_tqdm=False,
             )
 
-        generate(limit=8)
-        times, _ = timed(generate, repeats)
+        for work in works:
+            generate(work, limit=8)
+            times, _ = timed(lambda work=work: generate(work), repeats)
+            seconds = statistics.median(times)
+            yield (
+                work,
+                {
+                    "vllm_s": round(seconds, 3),
+                    "vllm_tokens_per_s": round(work.num_tokens / seconds),
+                    "vllm_start_up_s": round(start_up, 1),
+                },
+            )
         llm.llm_engine.engine_core.shutdown()
-    seconds = statistics.median(times)
-    return {
-        "vllm_s": round(seconds, 3),
-        "vllm_tokens_per_s": round(work.num_tokens / seconds),
-        "vllm_start_up_s": round(start_up, 1),
-    }
 
 
 def free_memory() -> None:
