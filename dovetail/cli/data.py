@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generated.add_argument("--test", type=int, default=200, help="test problems, none of them in training")
     converted = parser.add_argument_group("data sets")
     converted.add_argument("--instruction", help="words after each question; '' for none")
+    converted.add_argument(
+        "--max-calculations",
+        type=int,
+        help="gsm8k: train on solutions with at most so many; tests keep all",
+    )
     converted.add_argument("--splits", nargs="+", default=["train", "test"], help="splits to convert")
     converted.add_argument("--data-source", default="exact", help="jsonl: name that selects the reward rule")
     converted.add_argument("--question-field", default="question", help="jsonl: field of the question")
@@ -71,7 +76,8 @@ def _convert(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         raw = _raw_rows(args, split, hub)
         options = {"system": args.system} | ({} if args.instruction is None else {"instruction": args.instruction})
         if args.kind == "gsm8k":
-            made[split] = convert.gsm8k_rows(raw, split, **options)
+            most = args.max_calculations if split == "train" else None
+            made[split] = convert.gsm8k_rows(raw, split, max_calculations=most, **options)
         else:
             from dovetail.rewards.rules.boxed import last_boxed
 

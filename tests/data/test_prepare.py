@@ -150,3 +150,29 @@ def test_math_takes_the_boxed_answer_as_truth() -> None:
         math_rows([{"solution": r"\boxed{1}"}], "train", last_boxed)
     with pytest.raises(DataError, match="row 0 has no 'question'"):
         gsm8k_rows([{"answer": "#### 1"}], "train")
+
+
+def test_gsm8k_can_be_cut_to_short_solutions_for_training_only(tmp_path: Path) -> None:
+    answers = ["2 + 3 = <<2+3=5>>5\n#### 5", "<<1+1=2>>2, <<2*2=4>>4, <<4-1=3>>3\n#### 3"]
+    for split in ("train", "test"):
+        rows = [json.dumps({"question": f"{split} {i}?", "answer": answer}) for i, answer in enumerate(answers)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
+    assert (
+        main(
+            [
+                "data",
+                "gsm8k",
+                str(tmp_path),
+                "--out",
+                str(tmp_path / "out"),
+                "--max-calculations",
+                "2",
+                "--format",
+                "jsonl",
+            ]
+        )
+        == 0
+    )
+    train, test = (list(read_rows(str(tmp_path / "out" / f"{split}.jsonl"))) for split in ("train", "test"))
+    assert [row["reward_model"]["ground_truth"] for row in train] == ["5"]
+    assert [row["reward_model"]["ground_truth"] for row in test] == ["5", "3"]

@@ -15,15 +15,25 @@ MATH_INSTRUCTION = "Think step by step, then write the final answer in \\boxed{}
 
 
 def gsm8k_rows(
-    raw: Iterable[Mapping[str, Any]], split: str, *, instruction: str = GSM8K_INSTRUCTION, system: str | None = None
+    raw: Iterable[Mapping[str, Any]],
+    split: str,
+    *,
+    instruction: str = GSM8K_INSTRUCTION,
+    system: str | None = None,
+    max_calculations: int | None = None,
 ) -> list[dict[str, Any]]:
-    """`question`, `answer` with `#### number` at its end."""
+    """`question`, `answer` with `#### number` at its end.
+
+    `max_calculations` leaves out problems whose solution marks more (`<<3+4=7>>`): an easier set to begin with.
+    """
     rows = []
     for index, row in enumerate(raw):
         question, answer = _field(row, "question", index), _field(row, "answer", index)
         _, mark, truth = str(answer).rpartition("####")
         if not mark:
             raise DataError(f"row {index} of GSM8K has no '####' in its answer: {str(answer)[-60:]!r}.")
+        if max_calculations is not None and str(answer).count("<<") > max_calculations:
+            continue
         info = {"split": split, "index": index, "answer": answer, "question": question}
         rows.append(
             prompt_row(
