@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
 from tests.models.tiny import save_tiny_model
 from tests.rollout_remote.servers import VLLMServer
 
 FAMILY = "llama_tied"
+collect_ignore = [] if PYTHON_VARIABLE in os.environ else ["test_sglang_server.py"]
 
 
 @pytest.fixture(scope="session")

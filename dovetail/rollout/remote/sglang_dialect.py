@@ -108,7 +108,12 @@ class SGLangDialect(Dialect):
     async def wake(self, server: str, tags: Collection[MemoryTag]) -> None:
         await self.client.post(f"{server}/resume_memory_occupation", {"tags": sorted(tags)}, timeout_s=_LONG_S)
 
+    async def begin_update(self, server: str, expected: ExpectedWeights) -> None:
+        """From here on the weights are of no version, until `set_version`."""
+        await self._name_version(server, "incomplete")
+
     async def load_from_disk(self, server: str, found: DiskVersion, expected: ExpectedWeights) -> None:
+        await self.begin_update(server, expected)
         # An update that flushes the cache itself ends the server if a request is pending: `forget_caches` does it.
         # The format is named, because it would take the one it was started with: dummy, usually.
         body = {"model_path": str(found.folder), "load_format": "auto", "flush_cache": False}
@@ -122,12 +127,14 @@ class SGLangDialect(Dialect):
             raise WeightUpdateError(f"{server} did not take the weights: {answer.get('message')}")
 
     async def set_version(self, server: str, version: int) -> None:
-        body = {"new_version": str(version), "abort_all_requests": False}
-        await self.client.post(f"{server}/update_weight_version", body, timeout_s=_LONG_S)
+        await self._name_version(server, str(version))
 
     async def post(self, server: str, route: str, body: Mapping[str, Any]) -> Any:
         """Any other call, for as long as it takes."""
         return await self.client.post(server + route, body, timeout_s=_LONG_S)
+
+    async def _name_version(self, server: str, name: str) -> None:
+        await self.post(server, "/update_weight_version", {"new_version": name, "abort_all_requests": False})
 
     async def _count_workers(self, server: str) -> int:
         answer = await self.client.get(f"{server}/server_info")

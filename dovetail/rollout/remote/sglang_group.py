@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -50,6 +51,7 @@ class SGLangGroupChannel(WeightChannel):
         stream = iter(checked)
         try:
             group = self._join(servers)
+            self._loop.run(self._begin_all())
             for bucket in iter_buckets(stream, self._bucket_bytes):
                 self._send(group, bucket)
             checked.require_complete()
@@ -63,6 +65,9 @@ class SGLangGroupChannel(WeightChannel):
             for _ in stream:
                 pass
         return {}
+
+    async def _begin_all(self) -> None:
+        await asyncio.gather(*(self._sglang.begin_update(server, self._expected) for server in self._members))
 
     def _send(self, group: WeightGroup, bucket: Bucket) -> None:
         body = {

@@ -1,0 +1,73 @@
+"""A real SGLang server by URL. Collected where there is one: DOVETAIL_SGLANG_PYTHON names the Python that has it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
+from dovetail.rollout.remote.engine import RemoteRollout
+from dovetail.rollout.sglang import SGLangRollout, SGLangSettings
+from tests.models.tiny import tiny_model
+from tests.rollout_remote.conftest import FAMILY
+from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPT = list(range(3, 203))
+PROMPTS = [PROMPT, [5, 6, 7, 8], [17] * 40]
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    """The server is started by the engine of `rollout.name=sglang`, which is then left alone."""
+    settings = SGLangSettings(
+        str(folder),
+        dtype="float32",
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        load_format="auto",
+        engine_kwargs={"max_total_tokens": 4096},
+    )
+    with SGLangRollout(settings, num_servers=1) as owner:
+        yield next(iter(owner._core._links))
+
+
+@pytest.mark.parametrize("path", ["disk", "gloo broadcast"])
+def test_an_sglang_server_follows_the_trainer_also_in_mid_generation(
+    url: str, folder: Path, path: str, tmp_path: Path
+) -> None:
+    weights = str(tmp_path) if path == "disk" else None
+    old, new = tiny_model(FAMILY, seed=1), tiny_model(FAMILY, seed=2)
+    with RemoteRollout([url], str(folder), dialect="sglang", weights_folder=weights, bucket_bytes=1 << 17) as engine:
+        engine.update_weights(old.named_parameters(), 4)
+        results = engine.generate([GenerationRequest(str(n), prompt, GREEDY) for n, prompt in enumerate(PROMPTS)])
+        assert [result.token_ids for result in results] == [greedy(old, prompt, 12) for prompt in PROMPTS]
+        cut = SamplingParams(temperature=0.7, top_k=20, top_p=0.8, max_new_tokens=16, n=2, ignore_eos=True)
+        for result in engine.generate([GenerationRequest("cut", PROMPT, cut)]):
+            assert mean_gap(log_probs(old, PROMPT, result.token_ids, 0.7), result.log_probs) <= 1e-5
+
+        running: list[GenerationResult] = []
+        request = GenerationRequest("long", PROMPT, LONG)
+        thread = threading.Thread(target=lambda: running.extend(engine.generate([request])))
+        thread.start()
+        while not engine.health().num_running:
+            time.sleep(0.02)
+        time.sleep(1.0)  # SGLang does not say how many tokens a call has written
+        engine.update_weights(new.named_parameters(), 5)
+        thread.join(120)
+        (result,) = running
+        count = result.weight_versions.count(4)
+        assert result.weight_versions == [4] * count + [5] * (200 - count)
+        assert result.token_ids[:count] == greedy(old, PROMPT, count)
+        assert result.token_ids[count:] == greedy(new, PROMPT + result.token_ids[:count], 200 - count)
+
+        short = [item for item in new.named_parameters() if item[0] != "model.norm.weight"]
+        with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.norm\.weight"):
+            engine.update_weights(short, 6)
