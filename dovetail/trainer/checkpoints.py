@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dovetail.checkpoint.manifest import verify_folder
+from dovetail.checkpoint.manifest import BrokenCheckpoint, verify_folder
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config.checkpoint import CheckpointConfig
 from dovetail.config.root import DovetailConfig
@@ -140,7 +140,10 @@ class TrainerCheckpoints:
             raise
 
     def _advice(self) -> str:
-        latest = self._store.latest()
+        try:
+            latest = self._store.latest()
+        except BrokenCheckpoint:  # none is whole; the error that is being explained matters more
+            latest = None
         kept = f"; {latest} is whole, and the run continues from it when started again" if latest else ""
         return (
             "free some space, set trainer.max_actor_ckpt_to_keep to keep fewer checkpoints, or set "
