@@ -106,7 +106,7 @@ def test_servers_that_are_all_dead_are_started_again_with_the_current_weights(
     requests = [*_batch(2, GREEDY), *_batch(2, LONG)]
     running = Running(engine, requests)
     time.sleep(0.5)
-    engine._restarts_left = 1
+    engine.restarts_left = 1
     engine.reload_weights = lambda fresh: fresh.update_weights(model.named_parameters(), 6)
     # The scheduler alone: its server notices, and ends.
     server = psutil.Process(_servers(engine)[1].pid)
@@ -115,7 +115,7 @@ def test_servers_that_are_all_dead_are_started_again_with_the_current_weights(
     results = running.join(800)
     assert [result.token_ids for result in results] == _wanted(model, requests)
     assert {version for result in results for version in result.weight_versions} == {6}
-    assert (engine._restarts_left, engine._core.deaths) == (0, [])
+    assert (engine.restarts_left, engine._core.deaths) == (0, [])
 
 
 def test_killed_servers_are_reported_within_ten_seconds(engine: SGLangRollout, model: Any) -> None:

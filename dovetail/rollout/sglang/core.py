@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
-from dovetail.rollout.base import EngineError, MemoryTag
+from dovetail.rollout.base import EngineDiedError, EngineError, MemoryTag
 from dovetail.rollout.remote.router import NoServerError, Router
-from dovetail.rollout.sglang.link import EngineDiedError, RefusedError, SGLangLink
+from dovetail.rollout.sglang.link import RefusedError, SGLangLink
 from dovetail.rollout.sglang.samples import Sample, batch_body, generate_body
 from dovetail.rollout.sglang.settings import Level
 

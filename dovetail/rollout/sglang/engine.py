@@ -21,6 +21,7 @@ import torch
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
     ALL_TAGS,
+    EngineDiedError,
     EngineError,
     EngineHealth,
     GenerationRequest,
@@ -36,8 +37,8 @@ from dovetail.rollout.sglang.environment import server_python
 from dovetail.rollout.sglang.expected import expected_weights
 from dovetail.rollout.sglang.group import WeightGroup
 from dovetail.rollout.sglang.in_process import InProcessLink
-from dovetail.rollout.sglang.link import EngineDiedError, SGLangLink
-from dovetail.rollout.sglang.samples import check_request, samples_of
+from dovetail.rollout.sglang.link import SGLangLink
+from dovetail.rollout.sglang.samples import Sample, check_request, samples_of
 from dovetail.rollout.sglang.server import ServerLink
 from dovetail.rollout.sglang.settings import Level, SGLangSettings, runs_on_cpu
 from dovetail.rollout.sglang.weights import CheckedWeights, TensorFiles, check_folder
@@ -74,7 +75,7 @@ class SGLangRollout(RolloutEngine):
         self._cpu = runs_on_cpu()
         self._num_servers = num_servers
         self._python = server_python(python) if num_servers else ""
-        self._restarts_left = restarts
+        self.restarts_left = restarts
         self._bucket_bytes = bucket_bytes
         self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
         self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
@@ -146,12 +147,17 @@ class SGLangRollout(RolloutEngine):
                 room=self._max_model_len - len(request.prompt_token_ids),
             )
         ]
-        self._revive_some()
+        if self._brings_weights_back and self._revive() and self._needs_weights and self.reload_weights is not None:
+            self.reload_weights(self)
         while unfinished := [sample for sample in samples if sample.finish_reason is None]:
             try:
                 self._run(self._core.finish(unfinished))
             except EngineDiedError as error:
-                self._restart(error)
+                if not self._brings_weights_back:
+                    raise EngineDiedError(str(error), _complete(samples)) from error
+                self.restart(error)
+                if self._needs_weights and self.reload_weights is not None:
+                    self.reload_weights(self)
         return [sample.result() for sample in samples]
 
     def num_tokens(self) -> dict[str, int]:
@@ -250,6 +256,22 @@ class SGLangRollout(RolloutEngine):
             kv_cache_bytes=self._kv_cache_bytes,
         )
 
+    def restart(self, error: EngineDiedError) -> None:
+        """Start new instances in place of the dead ones. They have none of the weights that were sent."""
+        if self.restarts_left <= 0:
+            raise error
+        self.restarts_left -= 1
+        self.num_restarts += 1
+        logger.warning("%s Starting it again; %d restarts are left.", error, self.restarts_left)
+        links = self._core.links
+        dead = [index for index, link in enumerate(links) if link.death]
+        for index in dead:
+            self._run(links[index].close())
+        for index, fresh in zip(dead, self._start_links(len(dead)), strict=True):
+            links[index] = fresh
+        self._group = None  # its members are not all there any more
+        self._run(self._core.replace(links, "it was started again" if self._needs_weights else ""))
+
     def close(self) -> None:
         if self._core.closed:
             return
@@ -302,7 +324,7 @@ class SGLangRollout(RolloutEngine):
     def _updating(self, version: int) -> Iterator[dict[str, Any]]:
         """Inside, the engine is idle. Yields what every update call carries: the flush comes once, at the end, when
         it can be refused without harm, and the version counts when all has arrived."""
-        self._revive_some(reload=False)
+        self._revive()
         self._run(self._core.enter_update(version))
         done: int | None = None
         try:
@@ -322,30 +344,22 @@ class SGLangRollout(RolloutEngine):
         self._group = group
         return group
 
-    def _restart(self, error: EngineDiedError) -> None:
-        """Start dead instances again and give them the current weights, or raise `error`."""
-        needs_weights = self._core.version != 0 or bool(self._unloaded)
-        if not self._restarts_left or (needs_weights and self.reload_weights is None):
-            raise error
-        self._restarts_left -= 1
-        logger.warning("%s Starting it again; %d restarts are left.", error, self._restarts_left)
-        links = self._core.links
-        dead = [index for index, link in enumerate(links) if link.death]
-        for index in dead:
-            self._run(links[index].close())
-        for index, fresh in zip(dead, self._start_links(len(dead)), strict=True):
-            links[index] = fresh
-        self._group = None  # its members are not all there any more
-        self._run(self._core.replace(links, "it was started again" if needs_weights else ""))
-        if needs_weights and self.reload_weights is not None:
-            self.reload_weights(self)
+    @property
+    def _needs_weights(self) -> bool:
+        return self._core.version != 0 or bool(self._unloaded)
 
-    def _revive_some(self, *, reload: bool = True) -> None:
-        """Between batches: servers that died while others went on."""
+    @property
+    def _brings_weights_back(self) -> bool:
+        """Whether this engine can be restarted without help: it may, and finds the weights it had."""
+        return self.restarts_left > 0 and (not self._needs_weights or self.reload_weights is not None)
+
+    def _revive(self) -> bool:
+        """Between batches: start servers again that died while others went on."""
         deaths = self._core.deaths
-        if not self._core.closed and deaths and self._restarts_left and (reload is False or self.reload_weights):
-            logger.info("%d of %d servers died.", len(deaths), len(self._core.links))
-            self._restart(EngineDiedError(deaths[0]))
+        if self._core.closed or not deaths or not self.restarts_left:
+            return False
+        self.restart(EngineDiedError(deaths[0]))
+        return True
 
     def _call(self, route: str, body: dict[str, Any]) -> list[Any]:
         return self._run(self._core.call_all(route, body))
@@ -357,6 +371,18 @@ class SGLangRollout(RolloutEngine):
             if isinstance(error, EngineError) or "event loop is closed" not in str(error):
                 raise
             raise EngineError("the engine is closed; build a new one.") from error
+
+
+def _complete(samples: Sequence[Sample]) -> dict[str, list[GenerationResult]]:
+    """The requests all of whose samples are finished, by their id."""
+    by_request: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_request.setdefault(sample.request.request_id, []).append(sample)
+    return {
+        request_id: [sample.result() for sample in group]
+        for request_id, group in by_request.items()
+        if all(sample.finish_reason is not None for sample in group)
+    }
 
 
 async def _start(links: Sequence[SGLangLink]) -> None:

@@ -6,13 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from dovetail.rollout.base import EngineError
+from dovetail.rollout.base import EngineDiedError, EngineError
 
 T = TypeVar("T")
-
-
-class EngineDiedError(EngineError):
-    """SGLang's processes are gone; what they were generating is lost. Only a new instance helps."""
 
 
 class RefusedError(EngineError):

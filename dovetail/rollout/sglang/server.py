@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.rollout.base import EngineError
+from dovetail.rollout.base import EngineDiedError, EngineError
 from dovetail.rollout.remote.client import HttpClient, ServerError, ServerGoneError
 from dovetail.rollout.sglang.environment import NEWEST, OLDEST, environment, how_to_install, supported_range
-from dovetail.rollout.sglang.link import EngineDiedError, RefusedError, Watch
+from dovetail.rollout.sglang.link import RefusedError, Watch
 from dovetail.rollout.sglang.serve import WRONG_VERSION
 from dovetail.rollout.sglang.settings import SGLangSettings
 
