@@ -43,8 +43,9 @@ export async function config(box, state) {
     table.replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, head.map((title) => el("th", { text: title, scope: "col" })))),
       el("tbody", {}, kept.slice(0, 1000).map((row) => el("tr", { class: row.is_default ? "" : "changed" },
         el("th", { scope: "row" }, el("code", { text: row.key }), el("small", { class: "soft", text: row.meaning })),
-        el("td", {}, el("code", { text: text(row.value) })), other && el("td", { class: row.differs ? "differs" : "" }, el("code", { text: text(row.other) })),
-        el("td", { class: "soft" }, el("code", { text: text(row.default) })))))));
+        el("td", { data: { of: state.run } }, el("code", { text: text(row.value) })),
+        other && el("td", { class: row.differs ? "differs" : "", data: { of: other } }, el("code", { text: text(row.other) })),
+        el("td", { class: "soft", data: { of: "default" } }, el("code", { text: text(row.default) })))))));
     if (!kept.length) table.replaceChildren(el("p", { class: "empty", text: only === "between" ? "The two runs have the same configuration." : "Nothing fits." }));
   }
 

@@ -77,11 +77,11 @@ export function baseLayout(changes = {}) {
   };
   const { xaxis = {}, yaxis = {}, ...rest } = changes;
   return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    paper_bgcolor: colour("--card"), plot_bgcolor: colour("--card"),
     font: { family: "system-ui, sans-serif", size: 12, color: colour("--text") },
     margin: { l: 44, r: 10, t: 6, b: 30 }, showlegend: false, hovermode: "x unified", dragmode: "zoom",
     hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text"), size: 12 } },
-    xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...rest,
+    xaxis: { ...axis, spikecolor: colour("--soft"), spikethickness: 1, spikedash: "dot", ...xaxis }, yaxis: { ...axis, ...yaxis }, ...rest,
   };
 }
 
@@ -163,7 +163,7 @@ export function lineLayout({ log, events, range, share }) {
   const strong = events.filter((event) => event.kind === "skipped_step" || event.kind === "resume");
   return baseLayout({
     xaxis: { title: { text: "step", font: { size: 11 }, standoff: 4 }, range: range ?? undefined, autorange: !range,
-      hoverformat: "d", tickformat: "~d" },
+      hoverformat: "d", tickformat: "~d", unifiedhovertitle: { text: "step %{x}" } },
     yaxis: { type: log ? "log" : "linear", rangemode: share && !log ? "tozero" : "normal", tickformat: log ? ".1e" : "" },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     shapes: strong.slice(-200).map((event) => ({
