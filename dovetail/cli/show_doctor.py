@@ -175,7 +175,9 @@ def _histogram(sampled: SampledGaps) -> Group:
         good = power is None or 10**power < sampled.mark.mean
         bar = _BAR * max(1 if count else 0, round(_BAR_WIDTH * count / most))
         name = "equal" if power is None else f"from 1e{power}"
-        table.add_row(name, Text(bar, style="green" if good else "yellow"), f"{count} tokens" if count else "")
+        table.add_row(
+            name, Text(bar, style="green" if good else "yellow"), f"{count} token{'s' * (count != 1)}" if count else ""
+        )
     summary = Text()
     summary.append(f"mean {sampled.mean:.2g}", style="bold green" if sampled.mean <= sampled.mark.mean else "bold red")
     summary.append(f" (pass mark {sampled.mark.mean:g})", style="dim")

@@ -70,7 +70,7 @@ class SeparateEngines:
             if self._engine_version is None:
                 self._initialise()
             if self._engine_version != self._version:
-                self._send(check=self._rollout.verify_weights)
+                self._send_and_prove(self._rollout.verify_weights)
             return self.group.generate_sequences(prompts)
 
         return self._retrying(generate)
@@ -91,10 +91,12 @@ class SeparateEngines:
         joining = self.group.join_weight_group.submit(address)
         connecting = self._trainer.connect_weight_group.submit()
         self._both(joining, connecting, "meet")
-        self._send(check=self._rollout.verify_start)
-        if self._rollout.verify_start:
-            for report in self._judged():
-                report.require(self._rollout.name)
+        self._send_and_prove(self._rollout.verify_start)
+
+    def _send_and_prove(self, proof: bool) -> None:
+        self._send(check=proof)
+        for report in self._judged() if proof else ():
+            report.require(self._rollout.name)
 
     def _send(self, *, check: bool) -> None:
         receiving = self.group.receive_weights.submit(self._version)

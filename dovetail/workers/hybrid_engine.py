@@ -18,7 +18,7 @@ from dovetail.config.fsdp import full_dtype
 from dovetail.config.root import DovetailConfig
 from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
-from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
+from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, RolloutEngine
 from dovetail.rollout.registry import engine_class_for
 from dovetail.workers.adapters import adapter_of, sends_adapter, with_base_and_adapter
 from dovetail.workers.generation import answers_of, requests_of
@@ -77,8 +77,13 @@ class HybridEngine:
         self.rollout_mode(check=check)
         try:
             yield
-        finally:
-            self.trainer_mode()
+        except BaseException:
+            try:
+                self.trainer_mode()
+            except EngineError as error:  # of an engine that is dead: what killed it is the error to raise
+                logger.warning("the engine could not be put to sleep after a failure: %s", error)
+            raise
+        self.trainer_mode()
 
     def rollout_mode(self, *, check: bool = False) -> None:
         """Wake the engine and bring its weights up to date; then only the engine needs the device.
