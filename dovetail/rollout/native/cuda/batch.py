@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -131,6 +132,11 @@ class PagedBatch:
     @torch.inference_mode()
     def step(self, version: int) -> bool:
         """Prefill what is missing, else launch decode steps and read the launch before; True if a response ended."""
+        # Triton launches on the current device, which need not be the engine's.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            return self._step(version)
+
+    def _step(self, version: int) -> bool:
         scheduler = self._scheduler
         if not scheduler.rows:
             self._prepare()

@@ -161,5 +161,6 @@ def _race_kernel(
     raced = tl.argmax(tl.exp(scores - top).to(tl.float64) / inner, axis=0)
     winner = tl.where(is_greedy, tl.argmax(scores, axis=0), raced)
     chosen = tl.sum(tl.where(offsets == winner, scores, 0.0), axis=0)
-    tl.store(token_ptr + row, block * BLOCK + winner)
+    # Logits that are not numbers have no winner; whatever comes out must still be a token.
+    tl.store(token_ptr + row, tl.minimum(block * BLOCK + winner, vocabulary - 1))
     tl.store(log_prob_ptr + row, ((chosen - top).to(tl.float64) - tl.log(total)).to(tl.float32))
