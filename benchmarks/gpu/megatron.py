@@ -55,10 +55,15 @@ class Variant:
         return f"{self.strategy}, {head}{', recomputation' if self.recompute else ''}, lengths {self.lengths}"
 
 
-VARIANTS = tuple(
-    Variant(strategy, **options)
-    for options in ({}, {"recompute": True}, {"lengths": "log-uniform"}, {"fused": False})
-    for strategy in ("single", "megatron")
+VARIANTS = (
+    Variant("single"),
+    Variant("megatron"),
+    Variant("single", recompute=True),
+    Variant("megatron", recompute=True),
+    Variant("single", lengths="log-uniform"),
+    Variant("megatron", lengths="log-uniform"),
+    Variant("single", fused=False),
+    Variant("megatron", fused=False),
 )
 
 

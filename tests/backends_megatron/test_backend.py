@@ -264,6 +264,7 @@ def skipped_step(folder: Path) -> tuple[float, bool, int, float, float]:
 def two_roles(folders: Folders) -> dict[str, Any]:
     """A policy that waits on the host while a reward model of the same layout runs."""
     from dovetail.backends.megatron.backend import MegatronBackend
+    from dovetail.backends.megatron.gradients import read_gradient
 
     policy = build(folders.policy, OFFLOAD | TP2)
     steps(policy, 1)
@@ -274,7 +275,7 @@ def two_roles(folders: Folders) -> dict[str, Any]:
     model = policy.model
     sizes = (
         sum(p.untyped_storage().nbytes() for chunk in model.chunks for p in chunk.parameters()),
-        sum(p.main_grad.untyped_storage().nbytes() for chunk in model.chunks for p in chunk.parameters()),
+        sum(read_gradient(p).untyped_storage().nbytes() for chunk in model.chunks for p in chunk.parameters()),
         sum(t.untyped_storage().nbytes() for t in stepper.state_tensors([])),
     )
     return {"bytes": sizes, "scores": scores(folders.reward, TP2)}

@@ -81,7 +81,8 @@ def compute(rank: int, world_size: int) -> dict[str, Any]:
     size = PADDED // world_size
     shard = VocabShard(dist.group.WORLD, rank * size, (rank + 1) * size, VOCAB)
     found = {}
-    for name, options in [*CASES.items(), ("no rows", {"need_entropy": True, "chunk_size": 2})]:
+    cases: dict[str, dict[str, Any]] = {**CASES, "no rows": {"need_entropy": True, "chunk_size": 2}}
+    for name, options in cases.items():
         hidden, weight, labels = inputs()
         if name == "no rows":
             hidden, labels = hidden[:0], labels[:0]
