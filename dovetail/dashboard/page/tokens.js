@@ -48,5 +48,5 @@ function largestOf(values, kind) {
   const sorted = values.map(Math.abs).sort((a, b) => a - b);
   const high = sorted[Math.floor(sorted.length * 0.98)] ?? 0;
   // So that noise is not painted like a finding.
-  return Math.max(high, { token_advantages: 1e-6, token_logprob_gaps: 0.02, token_entropies: 0.5 }[kind]);
+  return Math.max(high, { token_advantages: 1, token_logprob_gaps: 0.02, token_entropies: 0.5 }[kind]);
 }
