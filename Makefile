@@ -98,8 +98,8 @@ docs: setup      ## regenerate docs/configuration.md from the config classes, bu
 	$(BIN)/python -m dovetail.config.document docs/configuration.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: setup engines ## speed, as ratios against the alternative in the same run
-	$(BIN)/python -m benchmarks.run $(ARGS)
+bench: setup engines sglang-env ## speed, as ratios against the alternative in the same run
+	DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m benchmarks.run $(ARGS)
 
 clean:           ## remove the environment and caches
 	rm -rf $(VENV) $(SGLANG_VENV) .pytest_cache .ruff_cache build *.egg-info
