@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dovetail.config.root import DovetailConfig
+from dovetail.rollout.base import EngineDiedError, EngineError
 from dovetail.trainer.groups import create_groups
 from dovetail.weight_sync import SampledWeights, WeightMismatchError, tensor_checksum
 from dovetail.workers import weight_check
@@ -204,3 +205,23 @@ def test_a_sample_follows_names_and_not_their_order() -> None:
     assert found == sample(weights[::-1])
     assert 5 <= len(found) <= 6
     assert found["layer.7"] == tensor_checksum(weights[7][1])
+
+
+def test_what_killed_an_engine_is_raised_and_not_that_it_cannot_sleep(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = create_groups(one_process(folder, {f"{R}.verify_start": False}), use_ray=False, use_gpu=False)
+    groups.actor_rollout.init_model()
+    policy: Any = groups.actor_rollout
+    engine = policy.worker.hybrid.engine
+
+    def dies(*args: Any) -> Any:
+        raise EngineDiedError("its process is gone.")
+
+    def is_dead(*args: Any) -> Any:
+        raise EngineError("there is no engine to put to sleep.")
+
+    monkeypatch.setattr(engine, "generate", dies)
+    monkeypatch.setattr(engine, "sleep", is_dead)
+    with pytest.raises(EngineDiedError, match="its process is gone"):
+        policy.worker.generate_sequences(prompts())
