@@ -46,6 +46,7 @@ LAYOUTS: dict[str, Layout] = {
     "CP2, dynamic micro-batches": Layout(2, megatron=CP2, tokens=16),
     "DP2, dynamic micro-batches": Layout(2, tokens=20),
     "DP2, whole optimizer": Layout(2, megatron={"use_distributed_optimizer": False}),
+    "DP2, overlapped reduction": Layout(2, megatron={"override_ddp_config": {"overlap_grad_reduce": True}}),
     "EP2": Layout(2, "moe", megatron=EP2, critic=True),
     "EP2, whole optimizer": Layout(2, "moe", megatron=EP2 | {"use_distributed_optimizer": False}),
     "TP2+EP2": Layout(2, "moe", megatron=TP2 | EP2),
