@@ -190,6 +190,7 @@ def measure_vllm(works: Sequence[Workload], repeats: int) -> Iterator[tuple[Work
             compilation_config={"cudagraph_capture_sizes": sizes},
         )
         start_up = time.perf_counter() - start
+        print(f"vLLM is up after {start_up:.0f} s", flush=True)
 
         def generate(work: Workload, limit: int | None = None) -> object:
             asked = work.requests("run", limit)

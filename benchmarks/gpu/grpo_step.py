@@ -113,6 +113,7 @@ class StepClock:
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.ends.append(time.perf_counter())
         self.metrics.append(dict(metrics))
+        print(f"step {step} is over", flush=True)
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None: ...
 
@@ -197,6 +198,7 @@ def run_trl(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             torch.cuda.synchronize()
             ends.append(time.perf_counter())
+            print(f"step {len(ends) - 1} is over", flush=True)
 
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:
         return [float(len(str(text)) % 7) for text in completions]

@@ -28,6 +28,8 @@ def engine(folders: dict[str, Path]) -> Iterator[VLLMEngine]:
         max_num_seqs=32,
         gpu_memory_utilization=0.2,
         enforce_eager=True,
+        # In float32 vLLM's first choice is FlashInfer, which need not be installed.
+        engine_kwargs={"attention_backend": "TRITON_ATTN"},
     )
     with VLLMEngine(settings, verify_weights=4) as built:
         yield built
