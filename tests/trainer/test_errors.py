@@ -16,6 +16,7 @@ from dovetail.checkpoint.store import CheckpointStore
 from dovetail.cli.main import main
 from dovetail.data.errors import DataError
 from dovetail.data.write import prompt_row, write_rows
+from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
 from dovetail.rewards.errors import RewardError
 from dovetail.trainer.main_ppo import main as main_ppo
@@ -207,7 +208,7 @@ def test_a_full_disk_during_a_save_leaves_the_last_checkpoint_whole_and_resumabl
         return write_data(self, *args, **kwargs)
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(DiskFullError, match=r"global_step_3 could not be written, the disk is full: about "):
         train(toy.config(run, keys))
     monkeypatch.undo()
     assert sorted(path.name for path in run.iterdir() if "global_step" in path.name) == [
