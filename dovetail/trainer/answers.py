@@ -35,7 +35,7 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
             yield record
             continue
         values = {name: _rounded(column[row][kept[row]].tolist()) for name, column in tokens.items()}
-        ends = token_ends(record["response"], [pieces[token] for token in values["response_ids"]])
+        ends = token_ends(record["response"], [pieces[int(token)] for token in values["response_ids"]])
         yield {**record, **values, "token_ends": ends}
 
 
