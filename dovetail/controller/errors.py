@@ -34,6 +34,8 @@ class WorkerError(RuntimeError):
         self.reason = reason
         self.worker_traceback = worker_traceback
         self.exception = exception
+        self.was_raised = False
+        """Whether some call has raised it; a death is raised once by those who only hear of it."""
         super().__init__(self._message())
 
     def _message(self) -> str:

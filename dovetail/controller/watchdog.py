@@ -58,16 +58,22 @@ class Watchdog:
                 if name not in living and not processes.stopped and processes.failure is None:
                     error = processes.report_death(rank, "Its process is gone (killed, crashed or out of memory).")
                     with self._lock:
-                        self._unreported.append(error)
+                        # A call may have met the death itself in the meantime, and raised it.
+                        if not error.was_raised:
+                            self._unreported.append(error)
 
     def take_unreported(self) -> WorkerError | None:
         """A death that no call has raised yet; it counts as raised from now on."""
         with self._lock:
-            return self._unreported.pop(0) if self._unreported else None
+            error = self._unreported.pop(0) if self._unreported else None
+            if error is not None:
+                error.was_raised = True
+            return error
 
     def mark_reported(self, error: WorkerError) -> None:
         """A call raises this error itself."""
         with self._lock:
+            error.was_raised = True
             self._unreported = [other for other in self._unreported if other is not error]
 
     def _run(self) -> None:
