@@ -5,6 +5,7 @@ What depends on how parameters are spread is asked of a ``Sharding``; what depen
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -137,12 +138,21 @@ class TorchBackend(TrainBackend):
         if adapted and merge_adapters:
             tensors = merged_weights(self.module, tensors)
         named = ((self._sharding.plain_name(name).removeprefix(HF_PREFIX), tensor) for name, tensor in tensors)
+        named = itertools.chain(named, self._saved_buffers())
         # Adapters have no name on disk; with them, names in memory are all there is.
         return named if adapted and not merge_adapters else to_checkpoint_tensors(self._hf_model, named)
 
     def named_adapters(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._sharding.full_tensors(wanted=is_lora_name):
             yield self._sharding.plain_name(name).removeprefix(HF_PREFIX), tensor
+
+    def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint holds beside parameters, such as the bias of a sigmoid router. Whole on every rank."""
+        for prefix, module in self._hf_model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    full_name = f"{prefix}.{name}" if prefix else name
+                    yield self._sharding.plain_name(full_name), buffer
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._sharding.full_tensors(gradients=True):

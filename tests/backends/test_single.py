@@ -194,6 +194,22 @@ def test_weights_come_once_under_the_names_transformers_saves() -> None:
     assert "lm_head.weight" in [name for name, _ in build(tied=False).named_weights()]
 
 
+def test_the_bias_of_a_sigmoid_router_is_sent_and_saved_though_nothing_trains_it() -> None:
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    backend = build_backend("single", PolicyModel(model), fsdp=FP32, optim=OPTIM)
+    biases = {name: tensor for name, tensor in backend.named_weights() if name.endswith("e_score_correction_bias")}
+    assert list(biases) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert all(tensor.shape == (4,) for tensor in biases.values())
+
+
 def test_export_loads_in_plain_transformers_with_equal_logits(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -18,6 +18,7 @@ from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
+EOS = 2
 PROMPT = list(range(3, 203))
 PROMPTS = [PROMPT, [5, 6, 7, 8], [17] * 40]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
@@ -49,6 +50,14 @@ def test_an_sglang_server_follows_the_trainer_also_in_mid_generation(
         engine.update_weights(old.named_parameters(), 4)
         results = engine.generate([GenerationRequest(str(n), prompt, GREEDY) for n, prompt in enumerate(PROMPTS)])
         assert [result.token_ids for result in results] == [greedy(old, prompt, 12) for prompt in PROMPTS]
+        plain = results[0].token_ids
+        for ignore_eos in (True, False):  # SGLang alone would overlook the stop token of the first
+            stop = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=(plain[4],), ignore_eos=ignore_eos)
+            (stopped,) = engine.generate([GenerationRequest(f"stop-{ignore_eos}", PROMPT, stop)])
+            ends = {plain[4]} if ignore_eos else {plain[4], EOS}
+            assert stopped.token_ids == plain[: next(at for at, token in enumerate(plain) if token in ends) + 1]
+            assert len(stopped.log_probs) == len(stopped.token_ids)
+            assert stopped.finish_reason == "stop"
         cut = SamplingParams(temperature=0.7, top_k=20, top_p=0.8, max_new_tokens=16, n=2, ignore_eos=True)
         for result in engine.generate([GenerationRequest("cut", PROMPT, cut)]):
             assert mean_gap(log_probs(old, PROMPT, result.token_ids, 0.7), result.log_probs) <= 1e-5

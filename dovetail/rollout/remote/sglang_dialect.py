@@ -62,7 +62,7 @@ class SGLangDialect(Dialect):
                 "min_p": sampling.min_p,
                 "max_new_tokens": sample.remaining,
                 "stop_token_ids": sorted(sample.stop_token_ids),
-                "ignore_eos": True,
+                "ignore_eos": sampling.ignore_eos,
                 "skip_special_tokens": False,
                 # Heard by servers with --enable-deterministic-inference; the others draw as they like.
                 "sampling_seed": sample.seed & _MAX_SEED,
@@ -73,10 +73,16 @@ class SGLangDialect(Dialect):
             meta = answer["meta_info"]
             entries = meta["output_token_logprobs"]
             version = str(meta.get("weight_version", ""))
+            tokens = [int(entry[1]) for entry in entries]
+            reason = finish_reason(server, meta["finish_reason"]["type"])
+            end = next((at + 1 for at, token in enumerate(tokens) if token in sample.stop_token_ids), None)
+            if end is not None:
+                # SGLang does not look for stop tokens in a request that ignores end-of-sequence tokens.
+                tokens, reason = tokens[:end], "stop"
             return Part(
-                [int(entry[1]) for entry in entries],
-                [float(entry[0]) for entry in entries],
-                finish_reason(server, meta["finish_reason"]["type"]),
+                tokens,
+                [float(entry[0]) for entry in entries[: len(tokens)]],
+                reason,
                 weight_version=int(version) if version.isdecimal() else None,
             )
 
