@@ -93,6 +93,20 @@ class TrainBackend(ABC):
         self.place = place
         self.device = device
 
+    def check_equal_count(self, count: int) -> None:
+        """Raise on every rank unless all of them have as many micro-batches: a rank with fewer would leave the others
+        waiting, for its weights, its stage or its tokens."""
+        if self.place.world_size == 1:
+            return
+        bounds = torch.tensor([count, -count], device=self.device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        most, fewest = int(bounds[0]), -int(bounds[1])
+        if most != fewest:
+            raise ValueError(
+                f"rank {self.place.rank} has {count} micro-batches, other ranks from {fewest} to {most}; "
+                "plan them with the data-parallel group so that all ranks have as many"
+            )
+
     @property
     @abstractmethod
     def dp_group(self) -> dist.ProcessGroup | None:

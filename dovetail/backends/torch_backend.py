@@ -92,7 +92,7 @@ class TorchBackend(TrainBackend):
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
     ) -> list[dict[str, Tensor]]:
         optimizer, _ = self._trainable()
-        self._check_equal_count(len(micro_batches))
+        self.check_equal_count(len(micro_batches))
         self.module.train()
         optimizer.zero_grad(set_to_none=True)
         metrics: list[dict[str, Tensor]] = []
@@ -108,7 +108,7 @@ class TorchBackend(TrainBackend):
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[DataProto], options: ForwardOptions = PLAIN_FORWARD) -> list[TokenOutput]:
-        self._check_equal_count(len(micro_batches))
+        self.check_equal_count(len(micro_batches))
         self.module.eval()
         with nullcontext() if options.adapters else adapter_disabled(self.module):
             outputs = [self._run(self._here(micro_batch), options) for micro_batch in micro_batches]
@@ -250,19 +250,6 @@ class TorchBackend(TrainBackend):
         if self._optimizer is None or self._schedule is None:
             raise RuntimeError("this backend was built without an optimizer; pass optim to build_backend to train it")
         return self._optimizer, self._schedule
-
-    def _check_equal_count(self, count: int) -> None:
-        # Every forward gathers weights from all ranks: a rank with fewer pieces would leave the others waiting.
-        if self.place.world_size == 1:
-            return
-        bounds = torch.tensor([count, -count], device=self.device)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        most, fewest = int(bounds[0]), -int(bounds[1])
-        if most != fewest:
-            raise ValueError(
-                f"rank {self.place.rank} has {count} micro-batches, other ranks from {fewest} to {most}; "
-                "plan them with the data-parallel group so that all ranks have as many"
-            )
 
     def _move(self, device: torch.device, *, params: bool, optimizer: bool) -> None:
         if params:

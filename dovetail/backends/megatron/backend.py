@@ -104,7 +104,7 @@ class MegatronBackend(TrainBackend):
     ) -> list[dict[str, Tensor]]:
         self._trainable()
         self._require_here("params")
-        self._check_equal_count(len(micro_batches))
+        self.check_equal_count(len(micro_batches))
         assert self._gradients is not None, "a trainable backend has gradient buffers"
         self._gradients.clear()
         self._set_training(True)
@@ -121,7 +121,7 @@ class MegatronBackend(TrainBackend):
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[DataProto], options: ForwardOptions = PLAIN_FORWARD) -> list[TokenOutput]:
         self._require_here("params")
-        self._check_equal_count(len(micro_batches))
+        self.check_equal_count(len(micro_batches))
         self._set_training(False)
         here = [self._here(micro_batch) for micro_batch in micro_batches]
         items = [pipeline_item(self.model, micro_batch, options) for micro_batch in here]
@@ -250,19 +250,6 @@ class MegatronBackend(TrainBackend):
         if self._stepper is None or self._schedule is None:
             raise RuntimeError("this backend was built without an optimizer; pass optim to train it")
         return self._stepper, self._schedule
-
-    def _check_equal_count(self, count: int) -> None:
-        # Stages wait for each other's micro-batches, and experts for each other's tokens.
-        if self.place.world_size == 1:
-            return
-        bounds = torch.tensor([count, -count], device=self.device)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        most, fewest = int(bounds[0]), -int(bounds[1])
-        if most != fewest:
-            raise ValueError(
-                f"rank {self.place.rank} has {count} micro-batches, other ranks from {fewest} to {most}; "
-                "plan them with the data-parallel group so that all ranks have as many"
-            )
 
 
 def _finalize_without_normalising(chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
