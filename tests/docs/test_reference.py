@@ -1,0 +1,166 @@
+"""Code of the reference pages: Python blocks are run page by page, what they take as given is made here first.
+
+Commands of these pages are those of the guide with other arguments: they are parsed, and keys are resolved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dovetail.cli.main import COMMANDS
+from dovetail.config import load_config
+from tests.docs.blocks import Block, blocks_of
+from tests.docs.test_guide import ROOT
+from tests.trainer.toy_run import save_toy_model
+
+pytestmark = pytest.mark.e2e
+
+DOCS = ROOT / "docs"
+BLOCKS = [block for page in sorted(DOCS.glob("*.md")) for block in blocks_of(page)]
+PYTHON_PAGES = sorted({block.page for block in BLOCKS if block.language == "python"})
+
+CONFIG = """
+from dovetail.config import load_config
+from dovetail.data.tasks.generate import generate_task
+from dovetail.data.write import write_rows
+from dovetail.models.load import load_tokenizer
+from pathlib import Path
+write_rows(generate_task("addition", levels=[1], num_train=8, num_test=2).train, Path("train.parquet"))
+config = load_config(overrides=[
+    "data.train_files=train.parquet", "data.train_batch_size=2", "data.max_prompt_length=128",
+    "data.max_response_length=8", "actor_rollout_ref.model.path=model", "trainer.n_gpus_per_node=1",
+]).config
+tokenizer, processor = load_tokenizer("model"), None
+"""
+ENGINE = """
+import torch
+from transformers import AutoModelForCausalLM
+from dovetail.backends.build import build_backend
+from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
+from dovetail.models.policy import PolicyModel
+from dovetail.rollout import GenerationRequest, SamplingParams, get_engine_class
+fsdp = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32"))
+model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+backend = build_backend("single", PolicyModel(model), fsdp=fsdp)
+engine = get_engine_class("native")("model", dtype=torch.float32)
+requests = [GenerationRequest("q", [5, 6, 7], SamplingParams(max_new_tokens=4))]
+"""
+# What the n-th Python block of a page takes as given.
+GIVEN: dict[tuple[str, int], str] = {
+    ("algorithms.md", 0): """
+import torch
+micro_batches = [
+    {"response_mask": torch.ones(n, 3), "losses": torch.ones(n, 3, requires_grad=True)} for n in (1, 2)
+]
+""",
+    ("controller.md", 0): """
+import torch
+from dovetail.protocol import DataProto
+batch = DataProto.from_dict({"x": torch.arange(8.0)})
+""",
+    ("controller.md", 2): """
+assert scores.tensors["scores"].tolist() == [2.0 * n for n in range(8)]
+class Rollout(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({"y": batch.tensors["x"] + 1})
+class Critic(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({"v": batch.tensors["y"] * 10})
+rollout = LocalWorkerGroup(RayClassWithInitArgs(Rollout))
+critic = LocalWorkerGroup(RayClassWithInitArgs(Critic))
+prompts = batch
+""",
+    ("data.md", 0): CONFIG,
+    ("protocol.md", 0): """
+import numpy as np, torch
+from dovetail.protocol import DataProto
+ids, uids = torch.ones(2, 3), np.array(["a", "b"], dtype=object)
+outputs = [DataProto.from_dict({"values": torch.zeros(4)}) for _ in range(4)]
+""",
+    ("rewards.md", 0): CONFIG
+    + """
+from dovetail.data.build import build_train_loader
+from tests.rewards.test_runner import answers
+dataset = build_train_loader(config, tokenizer, processor).dataset
+batch = answers("4", "x", truth="4", source="dovetail/addition")
+""",
+    ("rollout.md", 0): "prompt_ids = [5, 6, 7]\n",
+    ("weight_sync.md", 0): ENGINE,
+}
+AFTER = {
+    ("algorithms.md", 0): "assert torch.allclose(micro_batches[1]['losses'].grad, torch.full((2, 3), 1 / 9))\n",
+    (
+        "controller.md",
+        2,
+    ): "assert values.get().tensors['v'].tolist() == [10.0 * n for n in range(1, 9)]\nstop_ray()\n",
+    ("protocol.md", 0): "assert len(batch) == 16 and len(parts) == 4 and 'values' in batch\n",
+    ("rewards.md", 0): "assert 'token_level_scores' in batch\n",
+    ("rewards.md", 1): "assert compute_score('', ' 4', '4', {})['acc']\n",
+    ("rollout.md", 0): "assert len(results) == 8 and len(batch) == 8\n",
+    ("weight_sync.md", 0): "assert engine.weight_version == 7\n",
+    ("weight_sync.md", 1): "assert len(results) == 1\n",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_toy_model(tmp_path_factory.mktemp("reference-model"))
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES)
+def test_python_of_the_page_runs(page: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(model)
+    blocks = [block for block in BLOCKS if block.page == page and block.language == "python"]
+    parts = [GIVEN.get((page, n), "") + block.text + AFTER.get((page, n), "") for n, block in enumerate(blocks)]
+    body = "\n".join(parts).replace("path/to/model", "model").replace("max_new_tokens=512", "max_new_tokens=8")
+    (tmp_path / "page.py").write_text(body)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, f"{page}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=str)
+def test_commands_of_the_page_can_be_read(block: Block) -> None:
+    for command in block.commands():
+        words = [word for word in shlex.split(command, comments=True) if word != "..."]
+        words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S+", word)]
+        if words[0] == "dovetail":
+            _read(words[1], words[2:])
+        elif words[0] == "make":
+            subprocess.run(["make", "-C", str(ROOT), "--dry-run", *words[1:]], check=True, capture_output=True)
+        elif words[0] == "pip":
+            assert words[1] == "install"
+        else:
+            assert words[:2] == ["python", "-m"], f"{block}: {command}"
+            extension = words[words.index("--worker-extension-cls") + 1]
+            module, _, name = extension.rpartition(".")
+            assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
+def test_configuration_of_the_page_resolves(block: Block, tmp_path: Path) -> None:
+    assert isinstance(yaml.safe_load(block.text), dict)
+    (tmp_path / "page.yaml").write_text(block.text)
+    load_config([tmp_path / "page.yaml"])
+
+
+def _read(command: str, arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
+    found = parser.parse_intermixed_args(arguments)
+    if command in ("train", "check"):
+        load_config(overrides=found.inputs)
