@@ -107,7 +107,7 @@ def test_weights_without_shuffling_spread_files_evenly() -> None:
 
 
 def test_wrong_weights_and_too_little_data_are_errors() -> None:
-    with pytest.raises(DataError, match="do not fit 2 files"):
+    with pytest.raises(DataError, match="does not fit 2 files"):
         PromptSampler([4, 4], batch_size=2, weights=[1])
     with pytest.raises(DataError, match="there are 3 prompts, fewer than one batch of 4"):
         PromptSampler([3], batch_size=4)
