@@ -1,6 +1,7 @@
 """Settings every test shares: one thread per process, no network, fixed seed."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,3 +15,13 @@ def _fixed_seed() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _level_of_worker_logs_as_it_was() -> Iterator[None]:
+    """A command called in a test sets it for the workers it starts; those of later tests would be silent."""
+    before = os.environ.get("DOVETAIL_LOGGING_LEVEL")
+    yield
+    os.environ.pop("DOVETAIL_LOGGING_LEVEL", None)
+    if before is not None:
+        os.environ["DOVETAIL_LOGGING_LEVEL"] = before

@@ -89,7 +89,7 @@ def show(config: DovetailConfig, result: BenchResult) -> None:
     for phase in result.phases:
         table.add_row(
             phase.name,
-            f"{phase.seconds:.2f}",
+            f"{phase.seconds:.3f}",
             f"{phase.tokens_per_second:,.0f}",
             "-" if phase.mfu is None else f"{phase.mfu:.1%}",
             "-" if phase.planned_gib is None else f"{phase.planned_gib:.1f}",

@@ -89,9 +89,10 @@ def test_servers_listen_on_loopback_but_for_the_store_of_torch(engine: SGLangRol
 
 
 def test_what_a_killed_server_was_writing_is_written_by_the_other(engine: SGLangRollout, model: Any) -> None:
-    requests = [*_batch(3, GREEDY), *_batch(6, LONG)]
+    requests = _batch(6, LONG)
     running = Running(engine, requests)
-    time.sleep(0.5)
+    running.paused_after(1)
+    engine.continue_()
     os.kill(_servers(engine)[0].pid, signal.SIGKILL)
     results = running.join(300)
     assert [result.request_id for result in results] == [request.request_id for request in requests]
@@ -103,9 +104,10 @@ def test_what_a_killed_server_was_writing_is_written_by_the_other(engine: SGLang
 def test_servers_that_are_all_dead_are_started_again_with_the_current_weights(
     engine: SGLangRollout, model: Any
 ) -> None:
-    requests = [*_batch(2, GREEDY), *_batch(2, LONG)]
+    requests = _batch(4, LONG)
     running = Running(engine, requests)
-    time.sleep(0.5)
+    running.paused_after(1)
+    engine.continue_()
     engine.restarts_left = 1
     engine.reload_weights = lambda fresh: fresh.update_weights(model.named_parameters(), 6)
     # The scheduler alone: its server notices, and ends.
