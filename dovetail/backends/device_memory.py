@@ -7,19 +7,22 @@ import resource
 
 import torch
 
+from dovetail.observability.device_peaks import DevicePeaks, cuda_peaks
+
 _GIB = 1024**3
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:
-    """GiB. Peaks are since the process began or since ``torch.cuda.reset_peak_memory_stats``."""
+    """GiB. Peaks are since the process began: over all phases, though each of them has a peak of its own."""
     # Linux reports the peak resident set in KiB.
     found = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2}
     if device.type == "cuda":
+        peaks = _peaks(device).of_run()
         found |= {
             "memory/allocated_gib": torch.cuda.memory_allocated(device) / _GIB,
             "memory/reserved_gib": torch.cuda.memory_reserved(device) / _GIB,
-            "memory/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / _GIB,
-            "memory/peak_reserved_gib": torch.cuda.max_memory_reserved(device) / _GIB,
+            "memory/peak_allocated_gib": peaks.allocated_gib,
+            "memory/peak_reserved_gib": peaks.reserved_gib,
         }
     return found
 
@@ -29,3 +32,13 @@ def free_device_cache(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def mark_memory(device: torch.device) -> None:
+    """Look at the device now, because an engine has just woken or is about to sleep: see ``DevicePeaks.mark``."""
+    if device.type == "cuda":
+        _peaks(device).mark()
+
+
+def _peaks(device: torch.device) -> DevicePeaks:
+    return cuda_peaks(torch.cuda, torch.cuda.current_device() if device.index is None else device.index)

@@ -1,7 +1,7 @@
 """When a process worked on which call, and how much memory it had: the raw material of a timeline. Decides nothing.
 
-Memory is in GiB. With a GPU: what was in use on the device, by all its processes, when the call ended. Without: the
-largest resident set seen during the call.
+Memory is in GiB. With a GPU: the most that was in use on the device, by all its processes, during the call
+(`observability.device_peaks`). Without: the largest resident set seen during the call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from dovetail.observability.device_peaks import cuda_peaks
 
 _GIB = 1024**3
 # A process that nobody asks for its spans must not grow.
@@ -62,9 +64,9 @@ def _memory_watch() -> Iterator[_Watch]:
     watch = _Watch()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        yield watch
-        free, total = torch.cuda.mem_get_info()
-        watch.gib = (total - free) / _GIB
+        with cuda_peaks(torch.cuda, torch.cuda.current_device()).phase() as phase:
+            yield watch
+        watch.gib = phase.peak_gib
         return
     over = threading.Event()
     sampler = threading.Thread(target=_sample, args=(watch, over), name="memory of a call", daemon=True)

@@ -24,9 +24,11 @@ from dovetail.trainer.arrange import arrange_rows
 from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.trainer.run import start_cluster, uses_gpu
+from dovetail.trainer.step_metrics import update_metrics
 
 GIB = 1024**3
 _PHASES = {"gen": "rollout", "old_log_prob": "old log-probs", "update_actor": "actor update"}
+_PLANNED_AS = {"gen": "rollout", "old_log_prob": "log-probs", "update_actor": "update actor"}
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,11 @@ def bench(config: DovetailConfig, groups: RoleGroups, *, steps: int) -> BenchRes
             with timers("old_log_prob"):
                 batch = batch.union(policy.compute_log_prob(batch))
         with timers("update_actor"):
-            metrics = policy.update_actor(batch).meta_info["metrics"]
+            metrics = update_metrics(policy.update_actor(batch))
         found = timers.seconds()
         seconds.append(found)
         shares.append(utilisation.take(batch, found))
-        peak = metrics.get("memory/device_peak_gib", peak)
+        peak = metrics.get("memory/peak_allocated_gib", peak)
         whole, written = (int(batch.tensors[name].sum()) for name in ("attention_mask", "response_mask"))
         tokens = {"gen": written, "old_log_prob": whole, "update_actor": whole}
     planned = _planned(config)
@@ -114,7 +116,7 @@ def bench(config: DovetailConfig, groups: RoleGroups, *, steps: int) -> BenchRes
             statistics.median(step[phase] for step in measured),
             tokens[phase],
             mfu=_median([step.get(_mfu_name(phase)) for step in shares[1:]]),
-            planned_gib=planned.get(label),
+            planned_gib=planned.get(_PLANNED_AS[phase]),
         )
         for phase, label in _PHASES.items()
         if phase in measured[0]

@@ -36,7 +36,14 @@ from dovetail.trainer.checkpoints import TrainerCheckpoints
 from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.prompt_draws import PromptDraws
-from dovetail.trainer.step_metrics import data_metrics, memory_metrics, throughput_metrics, timing_metrics, token_counts
+from dovetail.trainer.step_metrics import (
+    data_metrics,
+    memory_metrics,
+    throughput_metrics,
+    timing_metrics,
+    token_counts,
+    update_metrics,
+)
 from dovetail.trainer.timeline import take_timeline
 from dovetail.trainer.validation import validate
 
@@ -170,10 +177,10 @@ class RayPPOTrainer:
                 batch = self._add_advantages(batch, metrics)
             if self.groups.critic is not None:
                 with self.timers("update_critic"):
-                    metrics |= _reported(self.groups.critic.update_critic(batch))
+                    metrics |= update_metrics(self.groups.critic.update_critic(batch))
             if self.global_step > self.config.trainer.critic_warmup:
                 with self.timers("update_actor"):
-                    metrics |= _reported(self.groups.actor_rollout.update_actor(batch))
+                    metrics |= update_metrics(self.groups.actor_rollout.update_actor(batch))
                     self.groups.weights_changed()
         self._report(batch, metrics)
         return metrics
@@ -371,12 +378,6 @@ def _inputs(batch: DataProto) -> DataProto:
     names = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
     images = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
     return batch.select(batch_keys=names, non_tensor_batch_keys=images)
-
-
-def _reported(output: DataProto) -> Metrics:
-    """The metrics of an update. Ranks report equal numbers, except for memory, where the largest matters."""
-    found = output.meta_info["metrics"]
-    return {name: max(values) if isinstance(values, list) else values for name, values in found.items()}
 
 
 def groups_of(batch: DataProto) -> dict[str, torch.Tensor]:

@@ -70,6 +70,12 @@ def throughput_metrics(seconds: float, num_tokens: int, num_devices: int) -> Met
     }
 
 
+def update_metrics(output: DataProto) -> Metrics:
+    """What an update reported. Ranks report equal numbers, except for memory, where the largest matters."""
+    found = output.meta_info["metrics"]
+    return {name: max(values) if isinstance(values, list) else values for name, values in found.items()}
+
+
 def memory_metrics(reported: Mapping[str, float]) -> Metrics:
     """`perf/max_memory_*` of the fullest device and `perf/cpu_memory_used_gb` of the largest process."""
     return {name: reported[measured] for measured, name in _MEMORY_NAMES.items() if measured in reported}

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.backends.base import TrainBackend
+from dovetail.backends.device_memory import mark_memory
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.root import DovetailConfig
 from dovetail.models.load import load_tokenizer
@@ -100,11 +101,13 @@ class HybridEngine:
             if not self.shares_weights:
                 self._backend.offload(params=self._offloading.param_offload, optimizer=False)
         self.engine.wake(["kv_cache"])
+        mark_memory(self._backend.device)
 
     def trainer_mode(self) -> None:
         """Give the engine's memory back. Shared weights stay: they are the trainer's."""
         if not self._rollout.free_cache_engine or not self.engine.on_trainer_devices:
             return
+        mark_memory(self._backend.device)
         if self.shares_weights:
             self.engine.sleep(["kv_cache"])
             self._backend.offload(params=self._offloading.param_offload, optimizer=False)

@@ -1,0 +1,155 @@
+"""Peak memory of single phases on a device whose counter knows one peak only, and the peak of the whole run beside it.
+
+The counter is set back at each edge of a phase, so phases may nest. What the device has in use beyond the counter is
+added: the driver, other processes, and, as a negative number, what an engine has unmapped in its sleep while the
+counter still counts it. Between two edges the lower of both is taken: a peak is never overstated, and it is exact when
+engines fall asleep and wake at edges (`mark`). Knows torch only as the module it is given.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+_GIB = 1024**3
+
+
+class MemoryCounter(Protocol):
+    """Bytes on one device: of this process's allocator, and of all its processes."""
+
+    def allocated(self) -> int: ...
+
+    def reserved(self) -> int: ...
+
+    def peak_allocated(self) -> int:
+        """Since the last `reset_peaks`."""
+        ...
+
+    def peak_reserved(self) -> int: ...
+
+    def reset_peaks(self) -> None: ...
+
+    def in_use(self) -> int:
+        """By every process, as the driver counts."""
+        ...
+
+
+@dataclass
+class Phase:
+    """GiB on the device, by all its processes; None before the phase has ended."""
+
+    peak_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class RunPeaks:
+    """GiB of this process's allocator since the process began."""
+
+    allocated_gib: float
+    reserved_gib: float
+
+
+class DevicePeaks:
+    """`with peaks.phase() as phase: ...`, then `phase.peak_gib`; `peaks.of_run()`: phases and what lay between."""
+
+    def __init__(self, counter: MemoryCounter) -> None:
+        self._counter = counter
+        self._lock = threading.Lock()
+        self._open: list[_Running] = []
+        self._run_allocated = self._run_reserved = 0
+        self._edge = self._look()
+
+    @contextmanager
+    def phase(self) -> Iterator[Phase]:
+        """What happens inside. A phase that raises has no peak."""
+        phase, running = Phase(), _Running()
+        with self._lock:
+            self._fold()
+            self._open.append(running)
+        try:
+            yield phase
+        finally:
+            with self._lock:
+                self._fold()
+                self._open.remove(running)
+        phase.peak_gib = running.peak / _GIB
+
+    def mark(self) -> None:
+        """An edge inside a phase: an engine has just woken, or is about to fall asleep."""
+        with self._lock:
+            self._fold()
+
+    def of_run(self) -> RunPeaks:
+        with self._lock:
+            allocated = max(self._run_allocated, self._counter.peak_allocated())
+            reserved = max(self._run_reserved, self._counter.peak_reserved())
+        return RunPeaks(allocated / _GIB, reserved / _GIB)
+
+    def _fold(self) -> None:
+        """Give the peak since the last edge to the run and to every open phase, and begin again from here."""
+        peak, before, now = self._counter.peak_allocated(), self._edge, self._look()
+        self._run_allocated = max(self._run_allocated, peak)
+        self._run_reserved = max(self._run_reserved, self._counter.peak_reserved())
+        on_device = max(before.used, now.used, peak + min(before.beyond, now.beyond))
+        for running in self._open:
+            running.peak = max(running.peak, on_device)
+        self._counter.reset_peaks()
+        self._edge = now
+
+    def _look(self) -> _Edge:
+        allocated = self._counter.allocated()
+        # Memory that torch keeps for later is counted neither here nor in the peak: it is there to be used.
+        beyond = self._counter.in_use() - self._counter.reserved()
+        return _Edge(beyond, used=allocated + beyond)
+
+
+class CudaCounter:
+    """`torch.cuda`, of one device."""
+
+    def __init__(self, cuda: Any, device: int) -> None:
+        self._cuda, self._device = cuda, device
+
+    def allocated(self) -> int:
+        return self._cuda.memory_allocated(self._device)
+
+    def reserved(self) -> int:
+        return self._cuda.memory_reserved(self._device)
+
+    def peak_allocated(self) -> int:
+        return self._cuda.max_memory_allocated(self._device)
+
+    def peak_reserved(self) -> int:
+        return self._cuda.max_memory_reserved(self._device)
+
+    def reset_peaks(self) -> None:
+        self._cuda.reset_peak_memory_stats(self._device)
+
+    def in_use(self) -> int:
+        free, total = self._cuda.mem_get_info(self._device)
+        return total - free
+
+
+def cuda_peaks(cuda: Any, device: int) -> DevicePeaks:
+    """The one of this process for a device, as torch's counters are one per process: `cuda_peaks(torch.cuda, 0)`."""
+    if (cuda, device) not in _OF_PROCESS:
+        _OF_PROCESS[cuda, device] = DevicePeaks(CudaCounter(cuda, device))
+    return _OF_PROCESS[cuda, device]
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """Bytes on the device: `beyond` what the allocator holds, and `used` together with what is allocated of it."""
+
+    beyond: int
+    used: int
+
+
+@dataclass(eq=False)
+class _Running:
+    peak: int = 0
+
+
+_OF_PROCESS: dict[tuple[Any, int], DevicePeaks] = {}
