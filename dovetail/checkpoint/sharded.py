@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dovetail.checkpoint.manifest import BrokenCheckpoint
+from dovetail.checkpoint.one_process import without_collectives
 from dovetail.checkpoint.rng import capture_rng, restore_rng
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def write_snapshot(folder: Path, snapshot: StateSnapshot, group: dist.ProcessGro
             snapshot.tensors,
             storage_writer=dcp.FileSystemWriter(folder / _SHARDS),
             process_group=group,
-            no_dist=world_size == 1,
+            no_dist=without_collectives(world_size),
         )
     except CheckpointException as failure:  # not an Exception: it would pass every handler on its way out
         raise OSError(f"{folder} could not be written: {first_failure(failure)}") from failure
@@ -157,7 +158,7 @@ def load_sharded(
         if description["has_steps"]:
             state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder / _SHARDS), no_dist=world_size == 1)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder / _SHARDS), no_dist=without_collectives(world_size))
     except CheckpointException as failure:
         raise BrokenCheckpoint(folder, first_failure(failure)) from failure
     if "model" in state:

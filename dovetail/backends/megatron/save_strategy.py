@@ -18,6 +18,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
+from dovetail.checkpoint.one_process import without_collectives
+
 
 class PlainSave(SaveShardedStrategy):
     """Reads back with Megatron's own loader."""
@@ -36,5 +38,5 @@ class PlainSave(SaveShardedStrategy):
             mcore_to_pyt_state_dict(own, False),
             storage_writer=dcp.FileSystemWriter(checkpoint_dir),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            no_dist=dist.get_world_size() == 1,
+            no_dist=without_collectives(dist.get_world_size()),
         )
