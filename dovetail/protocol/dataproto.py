@@ -20,6 +20,11 @@ import torch
 from tensordict import TensorDict
 
 from dovetail.protocol import columns as col
+from dovetail.protocol import row_numbers
+from dovetail.protocol.combine import concat_columns, new_names, refuse_clashes
+from dovetail.protocol.compare import batch_difference
+from dovetail.protocol.consistency import check_parts, check_tensors
+from dovetail.protocol.item import DataProtoItem
 from dovetail.protocol.meta import merge_meta_info, unite_meta_info
 from dovetail.protocol.readonly import is_readonly
 from dovetail.protocol.serialization import load_pickle, pack_objects, pack_tensor, save_pickle
@@ -31,15 +36,6 @@ AUTO_PADDING = "auto_padding"
 
 PADDING_COLUMN = "__padding__"
 """Bool numpy column that ``chunk`` adds when it pads; ``concat`` drops the rows it marks."""
-
-
-@dataclass
-class DataProtoItem:
-    """One row: tensors without the batch dimension, numpy entries, and the meta_info of its batch."""
-
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -66,12 +62,8 @@ class DataProto:
     ) -> DataProto:
         """Build a batch from tensors and from arrays or sequences with one entry per row."""
         tensors = dict(tensors or {})
-        batch = None
-        if tensors:
-            for name, tensor in tensors.items():
-                _check_tensor(name, tensor)
-            _check_lengths({name: len(tensor) for name, tensor in tensors.items()})
-            batch = TensorDict(tensors, batch_size=[len(next(iter(tensors.values())))])
+        check_tensors(tensors)
+        batch = _tensordict(tensors, len(next(iter(tensors.values())))) if tensors else None
         arrays = {name: col.as_array(values) for name, values in (non_tensors or {}).items()}
         meta = dict(meta_info or {})
         if auto_padding:
@@ -96,7 +88,7 @@ class DataProto:
         rows = [
             cls(
                 batch=None if item.batch is None else item.batch.unsqueeze(0),
-                non_tensor_batch={name: _one_row(value) for name, value in item.non_tensor_batch.items()},
+                non_tensor_batch=item.numpy_columns(),
             )
             for item in items
         ]
@@ -136,46 +128,11 @@ class DataProto:
 
     def check_consistency(self) -> None:
         """Raise unless every column has the same number of rows and a type that travels."""
-        lengths: dict[str, int] = {}
-        if self.batch is not None:
-            if len(self.batch.batch_size) != 1:
-                raise ValueError(
-                    f"batch has batch_size {tuple(self.batch.batch_size)}; it must have one dimension, rows."
-                )
-            for name, tensor in self.tensors.items():
-                _check_tensor(name, tensor)
-            lengths["(batch)"] = int(self.batch.batch_size[0])
-        for name, array in self.non_tensor_batch.items():
-            if not isinstance(array, np.ndarray):
-                raise TypeError(
-                    f"non_tensor_batch[{name!r}] is a {type(array).__name__}; use a numpy array (DataProto.from_dict "
-                    f"converts sequences)."
-                )
-            if array.ndim == 0:
-                raise ValueError(f"non_tensor_batch[{name!r}] is a scalar; a column has one entry per row.")
-            lengths[name] = len(array)
-        _check_lengths(lengths)
-        twice = self.tensors.keys() & self.non_tensor_batch.keys()
-        if twice:
-            raise ValueError(f"columns {sorted(twice)} are both tensors and numpy arrays; rename one of each.")
+        check_parts(self.batch, self.non_tensor_batch)
 
     def difference(self, other: DataProto) -> str | None:
         """Say how two batches differ in columns or meta_info, or return None. NaN equals NaN."""
-        for part in ("tensors", "non_tensor_batch", "meta_info"):
-            left, right = getattr(self, part), getattr(other, part)
-            if left.keys() != right.keys():
-                return f"{part}: keys {sorted(map(str, left))} against {sorted(map(str, right))}"
-        if len(self) != len(other):
-            return f"{len(self)} rows against {len(other)}"
-        theirs = other.columns
-        for name, column in self.columns.items():
-            found = col.first_difference(column, theirs[name])
-            if found:
-                return f"column {name!r}: {found}"
-        for key, value in self.meta_info.items():
-            if not col.deep_equal(value, other.meta_info[key]):
-                return f"meta_info[{key!r}]: {value!r} against {other.meta_info[key]!r}"
-        return None
+        return batch_difference(self, other)
 
     def equals(self, other: DataProto) -> bool:
         """Whether both batches hold the same columns, rows and meta_info."""
@@ -184,9 +141,7 @@ class DataProto:
     def get_data_info(self) -> str:
         """A table of the columns: name, dtype, shape, megabytes; and the keys of meta_info."""
         lines = [f"{len(self)} rows, {self.nbytes / 2**20:.1f} MiB of numbers"]
-        for name, column in self.columns.items():
-            where = f" on {column.device}" if isinstance(column, torch.Tensor) else ""
-            lines.append(f"  {name}: {col.describe_column(column)}{where}, {column.nbytes / 2**20:.2f} MiB")
+        lines += [f"  {name}: {col.describe_size(column)}" for name, column in self.columns.items()]
         lines.append(f"  meta_info: {sorted(map(str, self.meta_info))}")
         return "\n".join(lines)
 
@@ -222,7 +177,7 @@ class DataProto:
 
     def select_idxs(self, idxs: Any) -> DataProto:
         """Copy the rows that a list, array, tensor or bool mask picks, in that order."""
-        index = col.as_row_indices(idxs, len(self))
+        index = row_numbers.as_row_indices(idxs, len(self))
         index_np = index.numpy()
         return self._with_rows(
             lambda tensor: tensor.index_select(0, index.to(tensor.device)), lambda array: array[index_np]
@@ -234,31 +189,15 @@ class DataProto:
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Repeat all rows: ``a a b b`` when interleaved, else ``a b a b``."""
-        if repeat_times < 0:
-            raise ValueError(f"repeat_times={repeat_times} is negative; use 0 or more.")
-        index = torch.arange(len(self))
-        return self.select_idxs(index.repeat_interleave(repeat_times) if interleave else index.repeat(repeat_times))
+        return self.select_idxs(row_numbers.repeated(len(self), repeat_times, interleave))
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
         """Repeat row ``i`` ``repeat_times[i]`` times; 0 drops it."""
-        times = torch.as_tensor(np.asarray(repeat_times)) if not torch.is_tensor(repeat_times) else repeat_times.cpu()
-        if times.shape != (len(self),):
-            raise ValueError(
-                f"repeat_times has shape {tuple(times.shape)}; it needs one count for each of {len(self)} rows."
-            )
-        if len(times) and int(times.min()) < 0:
-            raise ValueError(f"repeat_times has {int(times.min())}; counts are 0 or more.")
-        return self.select_idxs(torch.arange(len(self)).repeat_interleave(times.to(torch.int64)))
+        return self.select_idxs(row_numbers.repeated_each(len(self), repeat_times))
 
     def reorder(self, indices: Any) -> None:
         """Permute the rows of every column, in place: row ``i`` becomes what row ``indices[i]`` was."""
-        index = col.as_row_indices(indices, len(self))
-        if not torch.equal(index.sort().values, torch.arange(len(self))):
-            raise ValueError(
-                f"reorder takes a permutation of {len(self)} rows, got {len(index)} indices with "
-                f"{len(index.unique())} different ones; use select_idxs to pick rows."
-            )
-        ordered = self.select_idxs(index)
+        ordered = self.select_idxs(row_numbers.permutation(indices, len(self)))
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def split(self, split_size: int) -> list[DataProto]:
@@ -299,18 +238,8 @@ class DataProto:
         ``dataloader_kwargs`` knows ``shuffle`` (a new order each epoch, fixed by ``seed``) and ``drop_last`` (needed
         when the rows do not divide: True leaves the rest out, False gives a shorter last mini-batch).
         """
-        options = dict(dataloader_kwargs or {})
-        unknown = options.keys() - {"shuffle", "drop_last"}
-        if unknown:
-            raise ValueError(f"dataloader_kwargs has {sorted(unknown)}; known are 'shuffle' and 'drop_last'.")
-        if mini_batch_size <= 0:
-            raise ValueError(f"mini_batch_size={mini_batch_size} must be positive.")
-        if len(self) % mini_batch_size and "drop_last" not in options:
-            raise ValueError(
-                f"{len(self)} rows do not divide into mini-batches of {mini_batch_size}; use a divisor, or say what "
-                f"happens to the rest with dataloader_kwargs={{'drop_last': True or False}}."
-            )
-        return self._iterate(mini_batch_size, epochs, seed, **options)
+        picked = row_numbers.mini_batches(len(self), mini_batch_size, epochs, seed, dataloader_kwargs)
+        return (self[index] for index in picked)
 
     # ---- columns ----
 
@@ -347,21 +276,10 @@ class DataProto:
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
         """Rename columns, in place; returns the batch."""
-        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
-        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        if len(old) != len(new):
-            raise ValueError(f"rename got {len(old)} old and {len(new)} new names; give one new name for each.")
-        missing = [name for name in old if name not in self]
-        if missing:
-            raise KeyError(col.missing_keys_message("the batch", missing, self.columns))
-        renaming = dict(zip(old, new, strict=True))
-        names = [renaming.get(name, name) for name in self.columns]
-        clashes = sorted({name for name in names if names.count(name) > 1})
-        if clashes:
-            raise ValueError(f"rename would give several columns the name {clashes}; rename or pop the others first.")
+        names = new_names(self.columns, old_keys, new_keys)
         if self.batch is not None:
-            self.batch = _tensordict({renaming.get(k, k): v for k, v in self.tensors.items()}, len(self))
-        self.non_tensor_batch = {renaming.get(k, k): v for k, v in self.non_tensor_batch.items()}
+            self.batch = _tensordict({names[name]: tensor for name, tensor in self.tensors.items()}, len(self))
+        self.non_tensor_batch = {names[name]: array for name, array in self.non_tensor_batch.items()}
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -372,10 +290,7 @@ class DataProto:
         if self.columns and other.columns and len(self) != len(other):
             raise ValueError(f"union of {len(self)} rows with {len(other)} rows; both batches need the same rows.")
         mine = self.columns
-        for name, column in other.columns.items():
-            found = col.first_difference(mine[name], column) if name in mine else None
-            if found:
-                raise ValueError(f"union: column {name!r} clashes: {found}; pop or rename it in one batch first.")
+        refuse_clashes(mine, other.columns)
         meta_info = unite_meta_info(self.meta_info, other.meta_info)
         tensors = {**self.tensors, **{name: tensor for name, tensor in other.tensors.items() if name not in mine}}
         if tensors:
@@ -398,16 +313,7 @@ class DataProto:
         parts = [part for part in data if part.columns]
         if not parts:
             return cls(meta_info=meta_info)
-        tensors_of, arrays_of = [part.tensors for part in parts], [part.non_tensor_batch for part in parts]
-        for number, (tensors, arrays) in enumerate(zip(tensors_of, arrays_of, strict=True)):
-            odd = sorted((tensors.keys() ^ tensors_of[0].keys()) | (arrays.keys() ^ arrays_of[0].keys()))
-            if odd:
-                raise ValueError(
-                    f"concat: batch {number} and the first differ in columns {odd}; select or pop them, and keep a "
-                    f"column a tensor, or a numpy array, in all batches."
-                )
-        tensors = {name: col.concat_tensors(name, [part[name] for part in tensors_of]) for name in tensors_of[0]}
-        arrays = {name: col.concat_arrays(name, [part[name] for part in arrays_of]) for name in arrays_of[0]}
+        tensors, arrays = concat_columns([part.tensors for part in parts], [part.non_tensor_batch for part in parts])
         batch = _tensordict(tensors, sum(len(part) for part in parts)) if tensors else None
         joined = cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
         return joined.without_padding()
@@ -474,14 +380,9 @@ class DataProto:
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=dict(self.meta_info))
 
     def _pick(self, tensors: list[str], arrays: list[str], facts: list[str]) -> DataProto:
-        for what, wanted, known in (
-            ("batch", tensors, self.tensors),
-            ("non_tensor_batch", arrays, self.non_tensor_batch),
-            ("meta_info", facts, self.meta_info),
-        ):
-            missing = [name for name in wanted if name not in known]
-            if missing:
-                raise KeyError(col.missing_keys_message(what, missing, known))
+        col.check_known("batch", tensors, self.tensors)
+        col.check_known("non_tensor_batch", arrays, self.non_tensor_batch)
+        col.check_known("meta_info", facts, self.meta_info)
         mine = self.tensors
         return type(self)(
             batch=_tensordict({name: mine[name] for name in tensors}, len(self)) if tensors else None,
@@ -490,44 +391,11 @@ class DataProto:
         )
 
     def _padded(self, num_rows: int) -> DataProto:
-        index = torch.arange(len(self) + num_rows) % len(self)
+        index = row_numbers.filled_up(len(self), num_rows)
         padded = self.select_idxs(index)
         padded.non_tensor_batch[PADDING_COLUMN] = np.arange(len(index)) >= len(self)
         return padded
 
-    def _iterate(
-        self, mini_batch_size: int, epochs: int, seed: int | None, shuffle: bool = False, drop_last: bool = False
-    ) -> Iterator[DataProto]:
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        for _ in range(epochs):
-            order = torch.randperm(len(self), generator=generator) if shuffle else torch.arange(len(self))
-            for start in range(0, len(self), mini_batch_size):
-                index = order[start : start + mini_batch_size]
-                if len(index) == mini_batch_size or not drop_last:
-                    yield self.select_idxs(index) if shuffle else self[start : start + mini_batch_size]
-
 
 def _tensordict(tensors: Mapping[str, torch.Tensor], rows: int) -> TensorDict:
     return TensorDict(dict(tensors), batch_size=[rows])
-
-
-def _check_tensor(name: str, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"batch[{name!r}] is a {type(value).__name__}; what is no tensor goes to non_tensor_batch.")
-    if value.is_nested:
-        raise TypeError(f"batch[{name!r}] is a nested tensor; pad it, or put one tensor per row in an object column.")
-    if value.ndim == 0:
-        raise ValueError(f"batch[{name!r}] is a scalar; a column has one entry per row.")
-
-
-def _check_lengths(lengths: Mapping[str, int]) -> None:
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"columns have different numbers of rows: {dict(lengths)}; give each one entry per row.")
-
-
-def _one_row(value: Any) -> np.ndarray:
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value[None]
-    if isinstance(value, np.generic):
-        return np.asarray([value])
-    return col.as_array([value])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.protocol.columns import deep_equal
+from dovetail.protocol.compare import deep_equal
 
 METRICS = "metrics"
 TIMINGS = ("timing", "timing_raw")

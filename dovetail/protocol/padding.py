@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from dovetail.protocol.dataproto import DataProto
+from dovetail.protocol.row_numbers import filled_up
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -14,7 +13,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     pad_size = -len(data) % size_divisor
     if pad_size == 0:
         return data, 0
-    return data.select_idxs(torch.arange(len(data) + pad_size) % len(data)), pad_size
+    return data.select_idxs(filled_up(len(data), pad_size)), pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
