@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dovetail.backends.device_memory import memory_in_use
 from dovetail.checkpoint.sharded import CONTENTS
 from dovetail.protocol import DataProto
 
@@ -187,10 +188,20 @@ class TrainBackend(ABC):
     def load_state(self, folder: Path, *, contents: Collection[str] = CONTENTS) -> dict[str, Any]:
         """Read what ``save_state`` wrote, on any number of processes; return ``extra`` (empty when not asked for)."""
 
-    @abstractmethod
     def memory(self) -> dict[str, float]:
         """GiB in use on this process's device and host, ``area/name`` style keys."""
+        return memory_in_use(self.device)
 
-    @abstractmethod
     def sum_over_dp(self, counts: Tensor) -> Tensor:
         """Add ``counts`` up over data-parallel ranks: the global counts that shares of a loss are normalised by."""
+        counts = counts.to(self.device)
+        if self.dp_group is not None:
+            counts = counts.clone()
+            dist.all_reduce(counts, group=self.dp_group)
+        return counts
+
+    def on_device(self, micro_batch: DataProto) -> DataProto:
+        """The micro-batch on this device. The caller's own stays where it is: all of them at once may not fit."""
+        if micro_batch.batch is None:
+            return micro_batch
+        return DataProto(micro_batch.batch.to(self.device), micro_batch.non_tensor_batch, micro_batch.meta_info)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from dovetail.backends.base import (
     TokenOutput,
     TrainBackend,
 )
-from dovetail.backends.device_memory import free_device_cache, memory_in_use
+from dovetail.backends.device_memory import free_device_cache
 from dovetail.backends.network import network_call
+from dovetail.backends.progress import NOT_TRAINABLE, TrainingProgress
+from dovetail.backends.residence import Residence
 from dovetail.backends.schedule import LearningRateSchedule
 from dovetail.backends.sharding import Sharding
 from dovetail.checkpoint.background import BackgroundSave
@@ -64,10 +66,9 @@ class TorchBackend(TrainBackend):
         self._dp_group = dp_group
         self._sp_group = sp_group
         self._optimizer = optimizer
-        self._schedule = schedule
         self._max_grad_norm = max_grad_norm
-        self._num_skipped = 0
-        self._away: set[str] = set()
+        self._progress = TrainingProgress(schedule)
+        self._residence = Residence()
         self._background = BackgroundSave()
 
     @property
@@ -91,7 +92,7 @@ class TorchBackend(TrainBackend):
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
     ) -> list[dict[str, Tensor]]:
-        optimizer, _ = self._trainable()
+        optimizer = self._require_optimizer()
         self.check_equal_count(len(micro_batches))
         self.module.train()
         optimizer.zero_grad(set_to_none=True)
@@ -99,7 +100,7 @@ class TorchBackend(TrainBackend):
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             with nullcontext() if is_last else self._sharding.accumulating():
-                micro_batch = self._here(micro_batch)
+                micro_batch = self.on_device(micro_batch)
                 with activation_offload() if self._offloads_activations else nullcontext():
                     loss, found = loss_fn(self._run(micro_batch, options), micro_batch)
                 (loss * self._sharding.reduce_factor).backward()
@@ -111,26 +112,20 @@ class TorchBackend(TrainBackend):
         self.check_equal_count(len(micro_batches))
         self.module.eval()
         with nullcontext() if options.adapters else adapter_disabled(self.module):
-            outputs = [self._run(self._here(micro_batch), options) for micro_batch in micro_batches]
+            outputs = [self._run(self.on_device(micro_batch), options) for micro_batch in micro_batches]
         self._sharding.after_forward()
         return outputs
 
     def optim_step(self, *, advance_schedule: bool = True) -> StepResult:
-        optimizer, schedule = self._trainable()
-        self._require_here("params", "optimizer")
-        lr = schedule.lr
+        optimizer = self._require_optimizer()
+        self._residence.require("params", "optimizer")
         # The norm is reduced over all ranks, so all of them take the same decision.
         norm = float(self._sharding.clip_grad_norm(self._max_grad_norm))
-        skipped = not math.isfinite(norm)
-        if skipped:
-            self._num_skipped += 1
-        else:
+        if math.isfinite(norm):
             optimizer.step()
             self._sharding.state_changed()
-            if advance_schedule:
-                schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        return StepResult(grad_norm=norm, skipped=skipped, lr=lr, num_skipped=self._num_skipped)
+        return self._progress.stepped(norm, advance_schedule=advance_schedule)
 
     def named_weights(self, *, merge_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
         tensors = self._sharding.full_tensors()
@@ -160,27 +155,27 @@ class TorchBackend(TrainBackend):
 
     def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
         self._move(torch.device("cpu"), params=params, optimizer=optimizer)
-        self._away |= {name for name, chosen in (("params", params), ("optimizer", optimizer)) if chosen}
+        self._residence.leave(params=params, optimizer=optimizer)
         free_device_cache(self.device)
 
     def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
         self._move(self.device, params=params, optimizer=optimizer)
-        self._away -= {name for name, chosen in (("params", params), ("optimizer", optimizer)) if chosen}
+        self._residence.come_back(params=params, optimizer=optimizer)
 
     def save_state(
         self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
     ) -> None:
         module = self._sharding.state_module
-        with self._brought_in():
-            save_sharded(folder, module, self._optimizer, extra=self._with_own_state(extra), contents=contents)
+        with self._residence.everything_here(self):
+            save_sharded(folder, module, self._optimizer, extra=self._progress.pack(extra), contents=contents)
 
     def start_save(
         self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
     ) -> None:
         module = self._sharding.state_module
-        with self._brought_in():
+        with self._residence.everything_here(self):
             snapshot = take_snapshot(
-                module, self._optimizer, extra=self._with_own_state(extra), contents=contents, copied=True
+                module, self._optimizer, extra=self._progress.pack(extra), contents=contents, copied=True
             )
         self._background.start(folder, snapshot)
 
@@ -191,65 +186,20 @@ class TorchBackend(TrainBackend):
         self._background.finish()
 
     def load_state(self, folder: Path, *, contents: Collection[str] = CONTENTS) -> dict[str, Any]:
-        with self._brought_in():
+        with self._residence.everything_here(self):
             saved = load_sharded(folder, self._sharding.state_module, self._optimizer, contents=contents)
             self._sharding.state_changed()
-        if saved is None:
-            return {}
-        own = saved["backend"]
-        if self._schedule is not None and own["schedule"] is not None:
-            self._schedule.load_state_dict(own["schedule"])
-        self._num_skipped = own["num_skipped"]
-        return saved["extra"]
-
-    def memory(self) -> dict[str, float]:
-        return memory_in_use(self.device)
-
-    def sum_over_dp(self, counts: Tensor) -> Tensor:
-        counts = counts.to(self.device)
-        if self._dp_group is not None:
-            counts = counts.clone()
-            dist.all_reduce(counts, group=self._dp_group)
-        return counts
-
-    def _with_own_state(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        own = {
-            "schedule": self._schedule.state_dict() if self._schedule is not None else None,
-            "num_skipped": self._num_skipped,
-        }
-        return {"backend": own, "extra": dict(extra or {})}
+        return self._progress.unpack(saved)
 
     def _run(self, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
-        self._require_here("params")
+        self._residence.require("params")
         with ulysses_group(self._sp_group), self._sharding.compute_context():
             return self._call(self.module, micro_batch, options)
 
-    def _here(self, micro_batch: DataProto) -> DataProto:
-        """The micro-batch on this device. The caller's own stays where it is: all of them at once may not fit."""
-        if micro_batch.batch is None:
-            return micro_batch
-        return DataProto(micro_batch.batch.to(self.device), micro_batch.non_tensor_batch, micro_batch.meta_info)
-
-    def _require_here(self, *names: str) -> None:
-        # Checked on the CPU too, where nothing moves: a laptop run then finds the missing call before a cluster does.
-        away = sorted(self._away.intersection(names))
-        if away:
-            raise RuntimeError(f"{' and '.join(away)} are offloaded; call onload() first")
-
-    @contextmanager
-    def _brought_in(self) -> Iterator[None]:
-        away = set(self._away)
-        self.onload(params="params" in away, optimizer="optimizer" in away)
-        try:
-            yield
-        finally:
-            if away:
-                self.offload(params="params" in away, optimizer="optimizer" in away)
-
-    def _trainable(self) -> tuple[torch.optim.Optimizer, LearningRateSchedule]:
-        if self._optimizer is None or self._schedule is None:
-            raise RuntimeError("this backend was built without an optimizer; pass optim to build_backend to train it")
-        return self._optimizer, self._schedule
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        if self._optimizer is None or not self._progress.has_schedule:
+            raise RuntimeError(NOT_TRAINABLE)
+        return self._optimizer
 
     def _move(self, device: torch.device, *, params: bool, optimizer: bool) -> None:
         if params:

@@ -6,9 +6,7 @@ them return the same results.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -26,7 +24,7 @@ from dovetail.backends.base import (
     TokenOutput,
     TrainBackend,
 )
-from dovetail.backends.device_memory import free_device_cache, memory_in_use
+from dovetail.backends.device_memory import free_device_cache
 from dovetail.backends.megatron.checkpoint import load_megatron, save_megatron
 from dovetail.backends.megatron.families.base import MegatronFamily
 from dovetail.backends.megatron.gradients import GradientBuffers, read_gradient
@@ -36,6 +34,8 @@ from dovetail.backends.megatron.outputs import empty_outputs, pipeline_item, tok
 from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.backends.megatron.schedule import from_last_stage, metrics_from_last_stage, run_pipeline
 from dovetail.backends.megatron.shim import cuda_to_cpu
+from dovetail.backends.progress import NOT_TRAINABLE, TrainingProgress
+from dovetail.backends.residence import Residence
 from dovetail.backends.schedule import LearningRateSchedule
 from dovetail.checkpoint.sharded import CONTENTS
 from dovetail.protocol import DataProto
@@ -73,10 +73,9 @@ class MegatronBackend(TrainBackend):
         self.layout = model.layout
         self._family = family
         self._stepper = stepper
-        self._schedule = schedule
-        self._num_skipped = 0
+        self._progress = TrainingProgress(schedule)
         self._host = {"params": HostCopies(), "optimizer": HostCopies()}
-        self._away: set[str] = set()
+        self._residence = Residence()
         self._gradients: GradientBuffers | None = None
         if stepper is not None:
             self._gradients = GradientBuffers(model, frees=frees_gradients)
@@ -102,13 +101,13 @@ class MegatronBackend(TrainBackend):
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
     ) -> list[dict[str, Tensor]]:
-        self._trainable()
-        self._require_here("params")
+        self._require_stepper()
+        self._residence.require("params")
         self.check_equal_count(len(micro_batches))
         assert self._gradients is not None, "a trainable backend has gradient buffers"
         self._gradients.clear()
         self._set_training(True)
-        here = [self._here(micro_batch) for micro_batch in micro_batches]
+        here = [self.on_device(micro_batch) for micro_batch in micro_batches]
         items = [pipeline_item(self.model, micro_batch, options) for micro_batch in here]
 
         def on_output(index: int, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,10 +119,10 @@ class MegatronBackend(TrainBackend):
     @_on_this_device
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[DataProto], options: ForwardOptions = PLAIN_FORWARD) -> list[TokenOutput]:
-        self._require_here("params")
+        self._residence.require("params")
         self.check_equal_count(len(micro_batches))
         self._set_training(False)
-        here = [self._here(micro_batch) for micro_batch in micro_batches]
+        here = [self.on_device(micro_batch) for micro_batch in micro_batches]
         items = [pipeline_item(self.model, micro_batch, options) for micro_batch in here]
 
         def on_output(index: int, output: Tensor) -> tuple[Tensor, TokenOutput]:
@@ -137,21 +136,15 @@ class MegatronBackend(TrainBackend):
 
     @_on_this_device
     def optim_step(self, *, advance_schedule: bool = True) -> StepResult:
-        stepper, schedule = self._trainable()
-        self._require_here("params", "optimizer")
-        lr = schedule.lr
+        stepper = self._require_stepper()
+        self._residence.require("params", "optimizer")
         norm = stepper.step()
-        skipped = not math.isfinite(norm)
-        if skipped:
-            self._num_skipped += 1
-        elif advance_schedule:
-            schedule.step()
         assert self._gradients is not None, "a trainable backend has gradient buffers"
         self._gradients.release()
-        return StepResult(grad_norm=norm, skipped=skipped, lr=lr, num_skipped=self._num_skipped)
+        return self._progress.stepped(norm, advance_schedule=advance_schedule)
 
     def named_weights(self, *, merge_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
-        self._require_here("params")
+        self._residence.require("params")
         return self._family.named_weights(self.model, torch.Tensor.detach)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -164,48 +157,28 @@ class MegatronBackend(TrainBackend):
             self._host["optimizer"].offload(self._stepper.state_tensors(self._weights()))
         if params:
             self._host["params"].offload(self._weights())
-        self._away |= {name for name, chosen in (("params", params), ("optimizer", optimizer)) if chosen}
+        self._residence.leave(params=params, optimizer=optimizer)
         free_device_cache(self.device)
 
     def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
         for name, chosen in (("params", params), ("optimizer", optimizer)):
             if chosen:
                 self._host[name].onload()
-                self._away.discard(name)
+        self._residence.come_back(params=params, optimizer=optimizer)
 
     @_on_this_device
     def save_state(
         self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
     ) -> None:
-        own = {
-            "schedule": self._schedule.state_dict() if self._schedule is not None else None,
-            "num_skipped": self._num_skipped,
-        }
-        everything = {"backend": own, "extra": dict(extra or {})}
-        with self._brought_in():
+        everything = self._progress.pack(extra)
+        with self._residence.everything_here(self):
             save_megatron(folder, self.model, self._optimizer(), extra=everything, contents=contents)
 
     @_on_this_device
     def load_state(self, folder: Path, *, contents: Collection[str] = CONTENTS) -> dict[str, Any]:
-        with self._brought_in():
+        with self._residence.everything_here(self):
             saved = load_megatron(folder, self.model, self._optimizer(), contents=contents)
-        if saved is None:
-            return {}
-        own = saved["backend"]
-        if self._schedule is not None and own["schedule"] is not None:
-            self._schedule.load_state_dict(own["schedule"])
-        self._num_skipped = own["num_skipped"]
-        return saved["extra"]
-
-    def memory(self) -> dict[str, float]:
-        return memory_in_use(self.device)
-
-    def sum_over_dp(self, counts: Tensor) -> Tensor:
-        counts = counts.to(self.device)
-        if self.layout.dp_size > 1:
-            counts = counts.clone()
-            dist.all_reduce(counts, group=self.layout.dp_group)
-        return counts
+        return self._progress.unpack(saved)
 
     def _on_all_stages(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
         names = [[name for name, value in vars(output).items() if value is not None] for output in outputs]
@@ -217,12 +190,10 @@ class MegatronBackend(TrainBackend):
         for chunk in self.model.wrapped:
             chunk.train(training)
 
-    def _here(self, micro_batch: DataProto) -> DataProto:
+    def on_device(self, micro_batch: DataProto) -> DataProto:
         if "multi_modal_inputs" in micro_batch.non_tensor_batch:
             raise ValueError("a model with images is not built on Megatron here; use strategy=fsdp2.")
-        if micro_batch.batch is None:
-            return micro_batch
-        return DataProto(micro_batch.batch.to(self.device), micro_batch.non_tensor_batch, micro_batch.meta_info)
+        return super().on_device(micro_batch)
 
     def _weights(self) -> Iterator[Tensor]:
         for chunk in self.model.chunks:
@@ -231,25 +202,10 @@ class MegatronBackend(TrainBackend):
     def _optimizer(self) -> Any:
         return None if self._stepper is None else self._stepper.optimizer
 
-    def _require_here(self, *names: str) -> None:
-        away = sorted(self._away.intersection(names))
-        if away:
-            raise RuntimeError(f"{' and '.join(away)} are offloaded; call onload() first")
-
-    @contextmanager
-    def _brought_in(self) -> Iterator[None]:
-        away = set(self._away)
-        self.onload(params="params" in away, optimizer="optimizer" in away)
-        try:
-            yield
-        finally:
-            if away:
-                self.offload(params="params" in away, optimizer="optimizer" in away)
-
-    def _trainable(self) -> tuple[MegatronStepper, LearningRateSchedule]:
-        if self._stepper is None or self._schedule is None:
-            raise RuntimeError("this backend was built without an optimizer; pass optim to train it")
-        return self._stepper, self._schedule
+    def _require_stepper(self) -> MegatronStepper:
+        if self._stepper is None or not self._progress.has_schedule:
+            raise RuntimeError(NOT_TRAINABLE)
+        return self._stepper
 
 
 def _finalize_without_normalising(chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
