@@ -76,7 +76,9 @@ def run_config(folder: Path | str, changes: Mapping[str, Any] | None = None) -> 
 
 
 def rollout_batch(rows: int = NUM_ROWS, *, seed: int = 1) -> DataProto:
-    """Prompts of 2 to 6 tokens, responses of 1 to 8; row 3 is masked out whole, row 5 holds tokens it did not write."""
+    """Prompts of 2 to 6 tokens, responses of 1 to 8; row 3 is masked out whole, row 5 holds tokens it did not write.
+
+    Every other prompt ends in the padding token."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(2, PROMPT + 1, (rows,), generator=generator)
     answers = torch.randint(1, RESPONSE + 1, (rows,), generator=generator)
@@ -86,6 +88,7 @@ def rollout_batch(rows: int = NUM_ROWS, *, seed: int = 1) -> DataProto:
     answer_mask = (torch.arange(RESPONSE)[None] < answers[:, None]).long()
     mask = torch.cat([prompt_mask, answer_mask], dim=1)
     ids = torch.randint(3, 259, mask.shape, generator=generator) * mask
+    ids[::2, PROMPT - 1] = 0  # the padding token as a word of its own, as chat templates use it
     response_mask = answer_mask.clone()
     if rows > 5:
         response_mask[3] = 0

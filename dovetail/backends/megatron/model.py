@@ -190,7 +190,22 @@ def _build_chunk(
         **arguments,
     ).to(device)
     family.finish(chunk, hf_config)
+    if chunk.pre_process and hf_config.pad_token_id is not None:
+        _leave_padding_row(chunk.embedding.word_embeddings, hf_config.pad_token_id)
     return chunk
+
+
+def _leave_padding_row(embedding: VocabParallelEmbedding, padding_id: int) -> None:
+    """Looking a padding token up gives its row no gradient, as transformers has it (`padding_idx`). Packed rows have no
+    padding, but the same token may be meant: chat templates often end a turn with it."""
+
+    def without_gradient(module: VocabParallelEmbedding, arguments: tuple[Tensor], found: Tensor) -> Tensor:
+        is_padding = arguments[0] == padding_id
+        if module.reduce_scatter_embeddings:
+            is_padding = is_padding.t().chunk(module.tp_group.size())[module.tp_group.rank()]
+        return torch.where(is_padding.unsqueeze(-1), found.detach(), found)
+
+    embedding.register_forward_hook(without_gradient)
 
 
 def _seed_random_states() -> None:
