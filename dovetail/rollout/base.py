@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from dovetail.config.rollout import RolloutConfig
-from dovetail.weight_sync import LoraAdapter
+from dovetail.weight_sync import GroupAddress, LoraAdapter
 
 FinishReason = Literal["stop", "length", "abort"]
 LogprobsMode = Literal["temperature", "processed", "raw"]
@@ -143,6 +143,12 @@ class RolloutEngine(ABC):
     num_restarts: int = 0
     """How often the engine has died and been started again."""
 
+    @property
+    def num_weight_ranks(self) -> int:
+        """Ranks that processes of the engine take in a trainer's weight group (`join_weight_group`); 0 for an engine
+        that leaves it to its owner to receive, and to pass on with `update_weights`."""
+        return 0
+
     @classmethod
     @abstractmethod
     def from_config(
@@ -179,6 +185,14 @@ class RolloutEngine(ABC):
     def update_adapter(self, adapter: LoraAdapter, version: int) -> None:
         """Take a new LoRA adapter over base weights that stay, and forget every cache computed with the old one."""
         raise EngineError(f"the {self.name} engine applies no adapters; send merged weights with update_weights.")
+
+    def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
+        """Join a `WeightSender`'s group, on ranks from `first_rank` on. Blocks until the whole group is there."""
+        raise EngineError(f"the {self.name} engine joins no group; receive here and use update_weights.")
+
+    def receive_weights(self, version: int) -> None:
+        """Take the update that the sender of the group is sending, as `update_weights` takes its argument."""
+        raise EngineError(f"the {self.name} engine is in no group; receive here and use update_weights.")
 
     def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
         """`dovetail.weight_sync.tensor_checksum` of the weights the engine computes with, in `dtype` when given.

@@ -11,10 +11,11 @@ from typing import TypeVar
 
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import RayWorkerGroup, WorkerGroup
-from dovetail.controller.errors import WorkerDiedError
+from dovetail.controller.errors import WorkerDiedError, WorkerError
 from dovetail.controller.futures import GroupFuture
 from dovetail.controller.rendezvous import LOOPBACK
 from dovetail.protocol import DataProto
+from dovetail.rollout.base import EngineDiedError
 from dovetail.workers.parity import ParityReport
 from dovetail.workers.weight_sending import SendResult
 
@@ -85,10 +86,10 @@ class SeparateEngines:
 
     def _initialise(self) -> None:
         self.group.init_model()
-        address = next(
-            found for found in self._trainer.open_weight_group(self.group.world_size, self._host()) if found is not None
-        )
-        joining = self.group.join_weight_group.submit(address)
+        ranks_each = self.group.num_weight_ranks()
+        opened = self._trainer.open_weight_group(sum(ranks_each), self._host())
+        address = next(found for found in opened if found is not None)
+        joining = self.group.join_weight_group.submit(address, ranks_each)
         connecting = self._trainer.connect_weight_group.submit()
         self._both(joining, connecting, "meet")
         self._send_and_prove(self._rollout.verify_start)
@@ -133,12 +134,12 @@ class SeparateEngines:
         while True:
             try:
                 return work()
-            except WorkerDiedError as error:
-                if error.role != GENERATION or self._restarts_left <= 0:
+            except WorkerError as error:
+                if not _engine_died(error) or self._restarts_left <= 0:
                     raise
                 self._restart(error)
 
-    def _restart(self, error: WorkerDiedError) -> None:
+    def _restart(self, error: WorkerError) -> None:
         self._restarts_left -= 1
         self.num_restarts += 1
         logger.warning("%s Starting the engines again; %d restarts are left.", error, self._restarts_left)
@@ -152,3 +153,10 @@ class SeparateEngines:
         groups = [group for group in (self._trainer, self.group) if isinstance(group, RayWorkerGroup)]
         nodes = [identity.node for group in groups for identity in group.identities]
         return LOOPBACK if len(set(nodes)) <= 1 else nodes[0]
+
+
+def _engine_died(error: WorkerError) -> bool:
+    """Whether the worker is gone, or what generates for it: a server of its own."""
+    return error.role == GENERATION and (
+        isinstance(error, WorkerDiedError) or isinstance(error.exception, EngineDiedError)
+    )

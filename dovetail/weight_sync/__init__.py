@@ -2,7 +2,13 @@
 
 from dovetail.weight_sync.account import ExpectedWeights, WeightAccount
 from dovetail.weight_sync.adapter import LoraAdapter, write_peft_folder
-from dovetail.weight_sync.broadcast import BroadcastFailedError, GroupAddress, WeightReceiver, WeightSender
+from dovetail.weight_sync.broadcast import (
+    Announcements,
+    BroadcastFailedError,
+    GroupAddress,
+    WeightReceiver,
+    WeightSender,
+)
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, iter_buckets
 from dovetail.weight_sync.checksum import (
     ChecksummedWeights,
@@ -25,6 +31,7 @@ from dovetail.weight_sync.shared_memory import SharedMemoryBuckets, read_bucket_
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "Announcements",
     "BroadcastFailedError",
     "Bucket",
     "BucketEntry",

@@ -1,13 +1,15 @@
 """Send weights from one trainer rank to every engine worker over a process group of their own (gloo or NCCL).
 
-The sender binds a free port and serves the rendezvous on that very socket, so no port is ever guessed. Everything
-travels in the group itself: a bucket is announced by its table of contents, the end of an update by an empty one, and
-a source that fails says so, so that no receiver waits for what will never come.
+The sender binds a free port and serves the rendezvous on that very socket, so no port is ever guessed. The group itself
+carries bytes of weights and nothing else, so that processes which know no more than "receive these tensors" can be in
+it. What the bytes are is announced in the rendezvous' store, by the table of contents of each bucket. A sender that
+fails says so there, and no receiver waits for what will never come.
 """
 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,15 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, entries_of, iter_buckets
+from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
 from dovetail.weight_sync.protocols import NamedTensors
 
 GroupBackend = Literal["gloo", "nccl"]
 _Group: TypeAlias = Any  # ProcessGroupGloo or ProcessGroupNCCL; a build of torch need not have both
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT_S = 300.0
-_END, _BUCKET, _FAILED = 0, 1, 2
+_MORE, _LAST, _FAILED = "m", "l", "f"  # a bucket, the last bucket of an update, no more buckets
 _SENDER = 0
+_BOARD, _SETTLED = "announcements", "settled"
+_LINGER_S = 10.0
+_POLL_S = 0.002
 
 
 class BroadcastFailedError(RuntimeError):
@@ -41,6 +46,11 @@ class GroupAddress:
     world_size: int
     backend: GroupBackend
     timeout_s: float
+
+    @property
+    def group_name(self) -> str:
+        """What the group is called where a process may be in several."""
+        return f"dovetail-weights-{self.port}"
 
 
 class WeightSender:
@@ -59,6 +69,8 @@ class WeightSender:
             raise ValueError(f"num_receivers={num_receivers}: a broadcast needs somebody to receive it.")
         self._device = torch.device(device)
         self._store, port = serve_store(host, timeout_s)
+        self._board = dist.PrefixStore(_BOARD, self._store)
+        self._num_announced = 0
         self.address = GroupAddress(host, port, num_receivers + 1, backend, timeout_s)
         self._group: _Group = None
 
@@ -70,29 +82,84 @@ class WeightSender:
     def send(self, weights: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         """Send all of `weights`. An error of the source is raised here and, in words, at every receiver."""
         self.connect()
+        source = _Source(weights)
         try:
-            for bucket in iter_buckets(weights, bucket_bytes):
-                self._announce(_BUCKET, bucket.header())
-                self._broadcast(bucket.buffer[: bucket.num_bytes].to(self._device))
-        except dist.DistBackendError:
-            raise  # the group itself is broken: nothing can be announced any more
+            for bucket in iter_buckets(source, bucket_bytes):
+                self._announce((_LAST if source.exhausted else _MORE) + bucket.header().decode())
+                for _, run in bucket.runs():
+                    broadcast_tensor(self._group, run.to(self._device))
         except Exception as error:
-            self._announce(_FAILED, f"{type(error).__name__}: {error}".encode())
+            self._announce(f"{_FAILED}{type(error).__name__}: {error}")
             raise
-        self._announce(_END, b"")
+        if source.empty:
+            self._announce(_LAST + "[]")
+        self._linger()
 
     def close(self) -> None:
         """Leave the group: a receiver that still waits for it gets an error."""
+        if self._group is not None:
+            self._announce(_FAILED + "it left the group")
         self._group = None
 
-    def _announce(self, kind: int, payload: bytes) -> None:
-        self._broadcast(torch.tensor([kind, len(payload)], dtype=torch.int64, device=self._device))
-        if payload:
-            self._broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device))
+    def _announce(self, message: str) -> None:
+        self._board.set(str(self._num_announced), message)
+        self._num_announced += 1
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        assert self._group is not None, "connect() builds the group"
-        broadcast_tensor(self._group, tensor)
+    def _linger(self) -> None:
+        """What is announced ends with this process. Small weights fit into sockets and are sent before they are
+        expected, so there may be receivers that have yet to read of them."""
+        deadline = time.monotonic() + _LINGER_S
+        while self._board.add(_SETTLED, 0) < self._num_announced and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+class _Source:
+    """Knows whether it has given its last tensor when the bucket with that tensor is sent."""
+
+    def __init__(self, weights: NamedTensors) -> None:
+        self._weights = weights
+        self.empty = True
+        self.exhausted = False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for item in self._weights:
+            self.empty = False
+            yield item
+        self.exhausted = True
+
+
+class Announcements:
+    """What a sender says of its updates, for one reader that stands for `num_ranks` of the receivers."""
+
+    def __init__(self, address: GroupAddress, num_ranks: int = 1) -> None:
+        timeout = timedelta(seconds=address.timeout_s)
+        # A connection of its own: a reader that waits holds it, and the group may want to use its.
+        self._store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+        self._board = dist.PrefixStore(_BOARD, self._store)
+        self._num_ranks = num_ranks
+        self._num_receivers = address.world_size - 1
+        self._num_read = 0
+
+    def update(self) -> Iterator[tuple[BucketEntry, ...]]:
+        """The table of contents of each bucket of one update, as they are sent."""
+        while True:
+            kind, payload = self._next()
+            if kind == _FAILED:
+                raise BroadcastFailedError(f"the sender stopped in the middle of an update: {payload}")
+            if entries := entries_of(payload.encode()):
+                yield entries
+            if kind == _LAST:
+                return
+
+    def _next(self) -> tuple[str, str]:
+        key = str(self._num_read)
+        message = self._board.get(key).decode()
+        self._num_read += 1
+        if self._board.add(f"{key}/read", self._num_ranks) == self._num_receivers:  # all have: it has done its work
+            self._board.delete_key(key)
+            self._board.delete_key(f"{key}/read")
+            self._board.add(_SETTLED, 1)
+        return message[:1], message[1:]
 
 
 class WeightReceiver:
@@ -104,25 +171,17 @@ class WeightReceiver:
         self._device = torch.device(device)
         timeout = timedelta(seconds=address.timeout_s)
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+        self._announcements = Announcements(address)
         self._group = _build_group(store, address, rank)
 
     def buckets(self) -> Iterator[Bucket]:
         """The buckets of one update, each in memory of its own: a loader may keep tensors of earlier ones."""
-        while True:
-            kind, length = self._receive(2, torch.int64).tolist()
-            if kind == _END:
-                return
-            payload = bytes(self._receive(length, torch.uint8).cpu().numpy())
-            if kind == _FAILED:
-                raise BroadcastFailedError(f"the sender stopped in the middle of an update: {payload.decode()}")
-            entries = entries_of(payload)
+        for entries in self._announcements.update():
             num_bytes = Bucket(entries, torch.empty(0)).num_bytes
-            yield Bucket(entries, self._receive(num_bytes, torch.uint8))
-
-    def _receive(self, size: int, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(size, dtype=dtype, device=self._device)
-        broadcast_tensor(self._group, tensor)
-        return tensor
+            bucket = Bucket(entries, torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+            for _, run in bucket.runs():
+                broadcast_tensor(self._group, run)
+            yield bucket
 
 
 def broadcast_tensor(group: _Group, tensor: Tensor) -> None:
@@ -150,7 +209,10 @@ def serve_store(host: str, timeout_s: float) -> tuple[dist.Store, int]:
 def _build_group(store: dist.Store, address: GroupAddress, rank: int) -> _Group:
     """A group beside the default one: trainer and engines each have a world of their own already."""
     timeout = timedelta(seconds=address.timeout_s)
-    store = dist.PrefixStore("dovetail-weights", store)
+    # The keys of a group that torch makes under this name (SGLang's processes join so): its name twice, and the first
+    # device that the backend serves.
+    store = dist.PrefixStore(f"{address.group_name}/", dist.PrefixStore(address.group_name, store))
+    store = dist.PrefixStore("cuda/" if address.backend == "nccl" else "cpu/", store)
     if address.backend == "nccl":
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()

@@ -52,6 +52,17 @@ class Bucket:
             flat = self.buffer[entry.offset : entry.offset + entry.num_bytes]
             yield entry.name, flat.view(getattr(torch, entry.dtype)).view(entry.shape)
 
+    def runs(self) -> Iterator[tuple[tuple[BucketEntry, ...], Tensor]]:
+        """The bucket in stretches without gaps, and the bytes of each: one, unless a tensor is of an odd size."""
+        first = 0
+        for end in range(1, len(self.entries) + 1):
+            last = self.entries[end - 1]
+            stop = last.offset + last.num_bytes
+            if end == len(self.entries) or self.entries[end].offset != stop:
+                run = self.entries[first:end]
+                yield run, self.buffer[run[0].offset : stop]
+                first = end
+
     def header(self) -> bytes:
         return json.dumps([asdict(entry) for entry in self.entries]).encode()
 

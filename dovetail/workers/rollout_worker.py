@@ -1,13 +1,14 @@
 """`RolloutWorker`: an engine on devices of its own (`actor_rollout_ref.hybrid_engine=False`). Trains nothing.
 
-Weights come from the trainer's rank 0 over a group that the driver introduces. Until the first update has arrived
-nothing is generated.
+Weights come from the trainer's rank 0 over a group that the driver introduces. Processes of the engine join it where
+they can (SGLang's); else this one does, and hands on what it receives. Until the first update has arrived nothing is
+generated.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -51,23 +52,29 @@ class RolloutWorker(TrainingRole):
         self._register_dispatch_collect_info("rollout", self.rank // size, self.rank % size == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def join_weight_group(self, address: GroupAddress) -> None:
-        """Meet the trainer's rank 0; blocks until all receivers have."""
+    def num_weight_ranks(self) -> int:
+        """Receivers of a weight group that are this worker's."""
+        return self._started().num_weight_ranks or 1
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_weight_group(self, address: GroupAddress, ranks_each: Sequence[int]) -> None:
+        """Meet the trainer's rank 0, on the ranks after those of the workers before; blocks until all receivers have.
+        `ranks_each` is what `num_weight_ranks` said."""
+        engine, first_rank = self._started(), 1 + sum(ranks_each[: self.rank])
+        if engine.num_weight_ranks:
+            engine.join_weight_group(address, first_rank)
+            return
         device = self.device if address.backend == "nccl" else "cpu"
-        self._receiver = WeightReceiver(address, 1 + self.rank, device)
+        self._receiver = WeightReceiver(address, first_rank, device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int) -> None:
         """Take the update that the trainer is sending."""
         engine = self._started()
-        if self._receiver is None:
-            raise EngineError("this worker has not joined a weight group; call join_weight_group first.")
-        stream = _received(self._receiver)
-        try:
-            engine.update_weights(stream, version)
-        finally:
-            for _ in stream:  # the sender and the other engines wait for every tensor to be taken
-                pass
+        if engine.num_weight_ranks:
+            engine.receive_weights(version)
+        else:
+            self._pass_on(engine, version)
         self._has_weights = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -92,6 +99,16 @@ class RolloutWorker(TrainingRole):
         requests = requests_of(prompts, self._rollout, name=name, unseeded=name if size > 1 else None)
         results = engine.generate(requests)
         return answers_of(requests, results, self._rollout, pad_token_id=self._pad_token_id)
+
+    def _pass_on(self, engine: RolloutEngine, version: int) -> None:
+        if self._receiver is None:
+            raise EngineError("this worker has not joined a weight group; call join_weight_group first.")
+        stream = _received(self._receiver)
+        try:
+            engine.update_weights(stream, version)
+        finally:
+            for _ in stream:  # the sender and the other engines wait for every tensor to be taken
+                pass
 
     def _started(self) -> RolloutEngine:
         if self.engine is None:

@@ -1,28 +1,45 @@
-"""A whole training run that generates with a real SGLang server: every update reaches it."""
+"""Whole training runs that generate with a real SGLang server, by the command of docs/rollout.md: every update reaches it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.models.tiny import save_tiny_model
-from tests.trainer.toy_run import Toy, save_toy_data, train
+from tests.trainer.toy_run import Toy, save_toy_data
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
+R = "actor_rollout_ref.rollout"
+SERVER = {
+    f"{R}.name": "sglang",
+    f"{R}.mode": "server",
+    f"{R}.engine_kwargs": {"sglang": {"max_total_tokens": 4096}},
+    f"{R}.max_num_seqs": 16,
+    "actor_rollout_ref.actor.optim.lr": 1e-2,
+}
+SEPARATE = {
+    "actor_rollout_ref.hybrid_engine": False,
+    f"{R}.nnodes": 1,
+    f"{R}.n_gpus_per_node": 1,
+    f"{R}.load_format": "dummy",
+    f"{R}.verify_weights": True,
+}
 
-def test_engine_and_trainer_agree_at_every_step_of_a_run(tmp_path: Path) -> None:
-    model = save_tiny_model("llama_tied", tmp_path / "model")
-    toy = Toy(model, save_toy_data(tmp_path / "data", count=12))
-    changes = {
-        "actor_rollout_ref.rollout.name": "sglang",
-        "actor_rollout_ref.rollout.mode": "server",
-        "actor_rollout_ref.rollout.engine_kwargs": {"sglang": {"max_total_tokens": 4096}},
-        "actor_rollout_ref.rollout.max_num_seqs": 16,
-        "actor_rollout_ref.actor.optim.lr": 1e-2,
-    }
-    result, metrics = train(toy.config(tmp_path / "run", changes))
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    folder = tmp_path_factory.mktemp("toy")
+    return Toy(save_tiny_model("llama_tied", folder / "model"), save_toy_data(folder / "data", count=12))
+
+
+@pytest.mark.parametrize("placement", ["shared devices", "devices of its own"])
+def test_engine_and_trainer_agree_at_every_step_of_a_run(toy: Toy, tmp_path: Path, placement: str) -> None:
+    separate = placement == "devices of its own"
+    changes: dict[str, Any] = SERVER | (SEPARATE if separate else {})
+    result, metrics = train(toy.config(tmp_path / "run", changes), use_ray=separate)
     assert result.steps == 3
     # A stale engine would be off by tenths after an update at this rate; float32 kernels differ by rounding.
     assert [row["rollout_corr/probs_diff_max"] < 1e-4 for row in metrics] == [True] * 3

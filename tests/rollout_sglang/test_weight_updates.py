@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
 from dovetail.rollout.sglang import SGLangRollout
 from dovetail.rollout.sglang.weights import TensorFiles
-from dovetail.weight_sync import DiskWeights, weight_checksum
+from dovetail.weight_sync import BroadcastFailedError, DiskWeights, WeightSender, weight_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
@@ -29,6 +31,17 @@ def _broadcast(engine: SGLangRollout, model: Any, version: int, folder: Path) ->
     engine.update_weights_by_broadcast(model.named_parameters(), version)
 
 
+def _sender(engine: SGLangRollout, model: Any, version: int, folder: Path) -> None:
+    """A trainer that owns the group."""
+    sender = WeightSender(engine.num_workers, timeout_s=120)
+    thread = threading.Thread(target=sender.send, args=(model.named_parameters(), 1 << 18))
+    thread.start()
+    engine.join_weight_group(sender.address)
+    engine.receive_weights(version)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def _disk(engine: SGLangRollout, model: Any, version: int, folder: Path) -> None:
     engine.update_weights_from_disk(DiskWeights(folder, bucket_bytes=1 << 16).write(model.named_parameters(), version))
 
@@ -36,6 +49,7 @@ def _disk(engine: SGLangRollout, model: Any, version: int, folder: Path) -> None
 PATHS: dict[str, Callable[[SGLangRollout, Any, int, Path], None]] = {
     "tensors": _tensors,
     "gloo broadcast": _broadcast,
+    "a sender's group": _sender,
     "disk": _disk,
 }
 
@@ -100,6 +114,36 @@ def test_missing_misshapen_and_unknown_tensors_are_named_and_the_engine_waits_fo
         engine.update_weights([*weights.items(), ("model.extra", weights["model.norm.weight"])], 5)
     engine.update_weights(weights.items(), 6)
     assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
+
+
+def test_a_senders_update_that_does_not_fit_is_named_and_the_sender_waits_for_nobody(engine: SGLangRollout) -> None:
+    model = tiny_model("llama_tied", seed=8)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    bent = weights | {"model.layers.1.mlp.up_proj.weight": weights["model.layers.1.mlp.up_proj.weight"][:7]}
+    sender = WeightSender(engine.num_workers, timeout_s=120)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(engine.join_weight_group, sender.address)
+        sender.connect()
+        joining.result()
+        failing = pool.submit(sender.send, _failing(weights), 1 << 18)
+        with pytest.raises(BroadcastFailedError, match="the disk is full"):
+            engine.receive_weights(8)
+        assert isinstance(failing.exception(), OSError)
+        sending = pool.submit(sender.send, bent.items(), 1 << 18)
+        with pytest.raises(WeightUpdateError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' has shape \(7, 128\)"):
+            engine.receive_weights(8)
+        assert isinstance(sending.exception(timeout=20), RuntimeError)
+    with pytest.raises(EngineError, match="call join_weight_group"):
+        engine.receive_weights(8)
+    _sender(engine, model, 9, Path())
+    assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
+
+
+def _failing(weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, tensor in weights.items():
+        if name.startswith("model.layers.1"):
+            raise OSError("the disk is full")
+        yield name, tensor
 
 
 def test_a_tied_tensor_counts_under_either_name(engine: SGLangRollout) -> None:

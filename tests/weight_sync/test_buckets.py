@@ -54,6 +54,19 @@ def test_a_header_describes_its_bucket() -> None:
     assert again.num_bytes == bucket.num_bytes
 
 
+def test_the_runs_of_a_bucket_hold_its_tensors_back_to_back() -> None:
+    (bucket,) = iter_buckets(_weights(), 1 << 20)
+    runs = [([entry.name for entry in run], flat) for run, flat in bucket.runs()]
+    # Of 140, 66, 4, 4000 and 72 bytes: none ends where the next may begin.
+    assert [names for names, _ in runs] == [["a"], ["b"], ["scalar"], ["large"], ["c"]]
+    assert [flat.numel() for _, flat in runs] == [140, 66, 4, 4000, 72]
+    even = [("a", torch.arange(32.0)), ("b", torch.arange(16.0)), ("c", torch.arange(5.0)), ("d", torch.arange(3.0))]
+    (bucket,) = iter_buckets(even, 1 << 20)
+    (names, flat), (last, _) = [([entry.name for entry in run], flat) for run, flat in bucket.runs()]
+    assert (names, last) == (["a", "b", "c"], ["d"])
+    assert torch.equal(flat.view(torch.float32), torch.cat([tensor for _, tensor in even[:3]]))
+
+
 def test_a_bucket_size_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="bucket_bytes=0"):
         list(iter_buckets(_weights(), 0))

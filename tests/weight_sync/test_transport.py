@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +91,27 @@ def test_a_source_that_fails_is_reported_to_every_receiver() -> None:
     sender, *receivers = run_ranks(_broadcast, 3, True)
     assert sender[0] == "RuntimeError: no more weights"
     assert all("BroadcastFailedError" in text and "no more weights" in text for text, _ in receivers)
+
+
+def _send_and_end(told: Any) -> None:
+    sender = WeightSender(1, timeout_s=60)
+    told.send(sender.address)
+    sender.send(_weights(), 1 << 20)
+    os._exit(0)
+
+
+def test_nothing_is_lost_when_the_senders_process_ends_with_its_send() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_send_and_end, args=(theirs,))
+    process.start()
+    receiver = WeightReceiver(ours.recv(), 1)
+    time.sleep(0.5)  # all of it fits into a socket: the sender is done before anybody looks
+    assert weight_checksum(item for bucket in receiver.buckets() for item in bucket.tensors()) == weight_checksum(
+        _weights()
+    )
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_no_shared_memory_files_are_left_when_a_reader_fails() -> None:

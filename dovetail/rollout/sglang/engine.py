@@ -12,7 +12,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -32,18 +32,27 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.loop import LoopThread
-from dovetail.rollout.sglang.core import Core
+from dovetail.rollout.sglang.core import BodyOf, Core
 from dovetail.rollout.sglang.environment import server_python
 from dovetail.rollout.sglang.expected import expected_weights
 from dovetail.rollout.sglang.group import WeightGroup
 from dovetail.rollout.sglang.in_process import InProcessLink
+from dovetail.rollout.sglang.joined import JoinedGroup
 from dovetail.rollout.sglang.link import SGLangLink
 from dovetail.rollout.sglang.samples import Sample, check_request, samples_of
 from dovetail.rollout.sglang.server import ServerLink
 from dovetail.rollout.sglang.settings import Level, SGLangSettings, runs_on_cpu
 from dovetail.rollout.sglang.weights import CheckedWeights, TensorFiles, check_folder
 from dovetail.rollout.vllm.expected import stop_token_ids
-from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, NamedTensors, iter_buckets, tensor_checksum
+from dovetail.weight_sync import (
+    DEFAULT_BUCKET_BYTES,
+    BroadcastFailedError,
+    DiskVersion,
+    GroupAddress,
+    NamedTensors,
+    iter_buckets,
+    tensor_checksum,
+)
 from dovetail.weight_sync.broadcast import GroupBackend
 
 logger = logging.getLogger(__name__)
@@ -87,6 +96,7 @@ class SGLangRollout(RolloutEngine):
         self.settings = replace(settings, max_model_len=self._max_model_len)
         self._unloaded = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
         self._group: WeightGroup | None = None
+        self._joined: JoinedGroup | None = None
         self._kv_cache_bytes = 0
         self._serial = itertools.count()
         self._loop = LoopThread("sglang-engine")
@@ -134,6 +144,10 @@ class SGLangRollout(RolloutEngine):
     def num_workers(self) -> int:
         """Processes that hold the model, over all servers."""
         return max(self._num_servers, 1) * self.settings.tensor_parallel_size
+
+    @property
+    def num_weight_ranks(self) -> int:
+        return self.num_workers
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         self._check_requests(requests)
@@ -199,6 +213,34 @@ class SGLangRollout(RolloutEngine):
                     group.broadcast(tensor)
                 receiving.result()
             checked.require_complete()
+
+    def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
+        """SGLang's model processes join, as `num_workers` ranks from `first_rank` on, and leave what they were in."""
+        self._leave_group()
+        joined = JoinedGroup(
+            address,
+            first_rank,
+            num_instances=max(self._num_servers, 1),
+            workers_each=self.settings.tensor_parallel_size,
+        )
+        self._call("/init_weights_update_group", joined.join_body)
+        self._joined = joined
+
+    def receive_weights(self, version: int) -> None:
+        """After an update that does not fit, SGLang is no longer in the group: the sender waits for nobody."""
+        if self._core.deaths and not self._core.closed:  # one started again would not be in the group
+            raise EngineDiedError(self._core.deaths[0])
+        if self._joined is None:
+            raise EngineError("the engine is in no weight group, or was started again; call join_weight_group.")
+        with self._updating(version) as note:
+            try:
+                for body in self._joined.receive_bodies(self._expected):
+                    self._call("/update_weights_from_distributed", body | note)
+            except BroadcastFailedError:
+                raise  # between two buckets, and everybody knows
+            except BaseException:
+                self._leave_group()
+                raise
 
     def update_weights_from_disk(self, found: DiskVersion) -> None:
         """From a folder that SGLang's processes see."""
@@ -269,7 +311,7 @@ class SGLangRollout(RolloutEngine):
             self._run(links[index].close())
         for index, fresh in zip(dead, self._start_links(len(dead)), strict=True):
             links[index] = fresh
-        self._group = None  # its members are not all there any more
+        self._group = self._joined = None  # their members are not all there any more
         self._run(self._core.replace(links, "it was started again" if self._needs_weights else ""))
 
     def close(self) -> None:
@@ -344,6 +386,12 @@ class SGLangRollout(RolloutEngine):
         self._group = group
         return group
 
+    def _leave_group(self) -> None:
+        if self._joined is not None:
+            with suppress(EngineError):  # who has died has left
+                self._call("/destroy_weights_update_group", {"group_name": self._joined.name})
+            self._joined = None
+
     @property
     def _needs_weights(self) -> bool:
         return self._core.version != 0 or bool(self._unloaded)
@@ -361,7 +409,7 @@ class SGLangRollout(RolloutEngine):
         self.restart(EngineDiedError(deaths[0]))
         return True
 
-    def _call(self, route: str, body: dict[str, Any]) -> list[Any]:
+    def _call(self, route: str, body: dict[str, Any] | BodyOf) -> list[Any]:
         return self._run(self._core.call_all(route, body))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

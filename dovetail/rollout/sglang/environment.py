@@ -16,6 +16,8 @@ OLDEST, NEWEST = (0, 5, 18), (0, 5, 23)
 PYTHON_VARIABLE = "DOVETAIL_SGLANG_PYTHON"
 """The Python that starts local servers, where `rollout.sglang_python` does not say."""
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
 # Each is set only when it is unset: whoever sets one by hand knows better.
 _ON_CPU: Mapping[str, str] = {
     # Without it SGLang looks for an accelerator, and its CPU code paths stay off.
@@ -23,7 +25,7 @@ _ON_CPU: Mapping[str, str] = {
     # Threads that spin while they wait take the cores from the trainer: 0.4 instead of 12 tokens a second was seen.
     "OMP_WAIT_POLICY": "PASSIVE",
     # gloo would listen on the address of the outer network interface.
-    "GLOO_SOCKET_IFNAME": "lo",
+    GLOO_INTERFACE: "lo",
 }
 _EVERYWHERE: Mapping[str, str] = {
     # It gets a few tokens more than the model's context, which it keeps free; nothing is ever written there.
