@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks.gpu.update_policy import SHAPES, VOCABULARY, matrix_rate
+from benchmarks.gpu.shapes import VOCABULARY, qwen2_config
+from benchmarks.gpu.update_policy import matrix_rate
 from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams
 from dovetail.rollout.native.engine import NativeEngine
 
@@ -242,18 +243,8 @@ def timed(run: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:
 
 
 def model_config(work: Workload) -> Qwen2Config:
-    hidden, intermediate, layers, heads, kv_heads = SHAPES[work.shape]
-    return Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
-        max_position_embeddings=max(4096, work.longest),
-        architectures=["Qwen2ForCausalLM"],
-    )
+    longest = max(4096, work.longest)
+    return qwen2_config(work.shape, max_position_embeddings=longest, architectures=["Qwen2ForCausalLM"])
 
 
 def counted_limit(work: Workload, config: Qwen2Config, num_parameters: int, ceilings: Ceilings) -> float:

@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, SHAPES, write_workload
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, write_workload
 
 SIDES = {"dovetail": (), "dovetail-vllm": ("vllm",), "trl": ("trl", "vllm"), "plain": ()}
 GOAL = "at most 10.5 s, a third of TRL + vLLM"

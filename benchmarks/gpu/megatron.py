@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.update_policy import SHAPES, VOCABULARY, attention_flops, make_batch, matrix_rate
+from benchmarks.gpu.shapes import SHAPES, qwen2_config
+from benchmarks.gpu.update_policy import attention_flops, make_batch, matrix_rate
 from dovetail.backends.base import ForwardOptions, TrainBackend
 from dovetail.config.actor import ActorConfig, Strategy
 from dovetail.config.fsdp import FSDPConfig
@@ -102,20 +103,9 @@ def attempt(step: Callable[[], dict[str, object]]) -> None:
 
 def save_random_model(folder: Path, shape: str, device: torch.device) -> None:
     """A Qwen2 of the shape with random weights, as bf16 safetensors: both backends read the same file."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM
 
-    tiny = shape == "tiny"
-    hidden, intermediate, layers, heads, kv_heads = (64, 128, 2, 4, 2) if tiny else SHAPES[shape]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-    )
+    config = qwen2_config(shape)
     torch.manual_seed(0)
     with device:
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)

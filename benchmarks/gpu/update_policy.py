@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.gpu.shapes import SHAPES, VOCABULARY, qwen2_config
 from dovetail.backends.build import build_backend
 from dovetail.config.actor import ActorConfig
 from dovetail.config.fsdp import FSDPConfig
@@ -27,10 +28,6 @@ from dovetail.models.policy import PolicyModel
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.micro_batches import MicroBatchLimit
-
-# hidden size, intermediate size, layers, heads, KV heads
-SHAPES = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "7B": (3584, 18944, 28, 28, 4)}
-VOCABULARY = 151_936
 
 
 @dataclass(frozen=True)
@@ -70,17 +67,7 @@ def main() -> None:
 
 
 def measure(variant: Variant, shape: str, rows: int, max_tokens: int, repeats: int, rate: float) -> dict:
-    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-    )
+    config = qwen2_config(shape)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     if variant.recompute:

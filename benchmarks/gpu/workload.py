@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-# hidden size, intermediate size, layers, heads, KV heads
-SHAPES = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "7B": (3584, 18944, 28, 28, 4)}
-VOCABULARY = 151_936
+from benchmarks.gpu.shapes import VOCABULARY, qwen2_config
+
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 64, 8, 120, 512
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -23,20 +22,7 @@ _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 def write_workload(folder: Path, shape: str = "1.5B", *, steps: int = 8, device: str = "cuda") -> None:
     """`folder/model`, `folder/prompts.jsonl` (columns of a training run) and `folder/prompts.txt` for one run."""
     model_folder = folder / "model"
-    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    config = qwen2_config(shape, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
