@@ -15,8 +15,8 @@ from dovetail.controller.errors import WorkerDiedError, WorkerError
 from dovetail.controller.futures import GroupFuture
 from dovetail.controller.rendezvous import LOOPBACK
 from dovetail.protocol import DataProto
-from dovetail.rollout.base import EngineDiedError
 from dovetail.workers.parity import ParityReport
+from dovetail.workers.rollout_worker import says_engine_died
 from dovetail.workers.weight_sending import SendResult
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,4 @@ class SeparateEngines:
 
 def _engine_died(error: WorkerError) -> bool:
     """Whether the worker is gone, or what generates for it: a server of its own."""
-    return error.role == GENERATION and (
-        isinstance(error, WorkerDiedError) or isinstance(error.exception, EngineDiedError)
-    )
+    return error.role == GENERATION and (isinstance(error, WorkerDiedError) or says_engine_died(error))

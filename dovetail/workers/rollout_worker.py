@@ -14,9 +14,10 @@ from torch import Tensor
 
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
+from dovetail.controller.errors import WorkerError
 from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
-from dovetail.rollout.base import EngineError, GenerationResult, RolloutEngine
+from dovetail.rollout.base import EngineDiedError, EngineError, GenerationResult, RolloutEngine
 from dovetail.rollout.registry import engine_class_for
 from dovetail.weight_sync import GroupAddress, WeightReceiver
 from dovetail.workers.generation import answers_of, requests_of
@@ -114,6 +115,11 @@ class RolloutWorker(TrainingRole):
         if self.engine is None:
             raise EngineError("the engine is not started; call init_model first.")
         return self.engine
+
+
+def says_engine_died(error: WorkerError) -> bool:
+    """Whether this is a worker's word that its engine's own processes are gone: only a new engine helps."""
+    return isinstance(error.exception, EngineDiedError)
 
 
 def _received(receiver: WeightReceiver) -> Iterator[tuple[str, Tensor]]:
