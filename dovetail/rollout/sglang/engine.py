@@ -38,7 +38,7 @@ from dovetail.rollout.sglang.expected import expected_weights
 from dovetail.rollout.sglang.group import WeightGroup
 from dovetail.rollout.sglang.in_process import InProcessLink
 from dovetail.rollout.sglang.joined import JoinedGroup
-from dovetail.rollout.sglang.link import SGLangLink
+from dovetail.rollout.sglang.link import RefusedError, SGLangLink
 from dovetail.rollout.sglang.samples import Sample, check_request, samples_of
 from dovetail.rollout.sglang.server import ServerLink
 from dovetail.rollout.sglang.settings import Level, SGLangSettings, runs_on_cpu
@@ -258,7 +258,10 @@ class SGLangRollout(RolloutEngine):
         held: dict[str, str] = {}
         for name in small[:count]:
             shape = self._expected.shapes[name]
-            answers = self._call("/get_weights_by_name", {"name": name, "truncate_size": max(shape)})
+            try:
+                answers = self._call("/get_weights_by_name", {"name": name, "truncate_size": max(shape)})
+            except RefusedError:  # what a server answers for a family that cannot be read back, such as Qwen2
+                return {}
             tensors = [_read_back(answer, shape) for answer in answers]
             if any(tensor is None for tensor in tensors):
                 continue
