@@ -1,6 +1,6 @@
 """Prepare prompts: generate a task without any download, or convert a published data set.
 
-dovetail data addition --out data/addition --levels 1 2 --train 2000 --test 200
+dovetail data addition --out data/addition --levels 2 3 --train 2000 --test 200
 dovetail data gsm8k raw/gsm8k --out data/gsm8k
 dovetail data math --out data/math                       (from the hub)
 dovetail data jsonl mine.jsonl --out data/mine --data-source exact --answer-field label

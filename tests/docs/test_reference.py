@@ -1,15 +1,11 @@
 """Code of the reference pages: Python blocks are run page by page, what they take as given is made here first.
 
-Commands of these pages are those of the guide with other arguments: they are parsed, and keys are resolved.
+Configurations are resolved. Commands are the business of `test_commands`.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dovetail.cli.main import COMMANDS
 from dovetail.config import load_config
 from tests.docs.blocks import Block, blocks_of
 from tests.docs.test_guide import ROOT
@@ -133,34 +128,8 @@ def test_python_of_the_page_runs(page: str, model: Path, tmp_path: Path) -> None
     assert done.returncode == 0, f"{page}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=str)
-def test_commands_of_the_page_can_be_read(block: Block) -> None:
-    for command in block.commands():
-        words = [word for word in shlex.split(command, comments=True) if word != "..."]
-        words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S+", word)]
-        if words[0] == "dovetail":
-            _read(words[1], words[2:])
-        elif words[0] == "make":
-            subprocess.run(["make", "-C", str(ROOT), "--dry-run", *words[1:]], check=True, capture_output=True)
-        elif words[0] == "pip":
-            assert words[1] == "install"
-        else:
-            assert words[:2] == ["python", "-m"], f"{block}: {command}"
-            extension = words[words.index("--worker-extension-cls") + 1]
-            module, _, name = extension.rpartition(".")
-            assert hasattr(importlib.import_module(module), name)
-
-
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
 def test_configuration_of_the_page_resolves(block: Block, tmp_path: Path) -> None:
     assert isinstance(yaml.safe_load(block.text), dict)
     (tmp_path / "page.yaml").write_text(block.text)
     load_config([tmp_path / "page.yaml"])
-
-
-def _read(command: str, arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
-    found = parser.parse_intermixed_args(arguments)
-    if command in ("train", "check"):
-        load_config(overrides=found.inputs)

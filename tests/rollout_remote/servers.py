@@ -1,4 +1,4 @@
-"""Real vLLM OpenAI servers on this machine, one process tree each."""
+"""Real vLLM OpenAI servers on this machine, one process tree each, started as docs/rollout.md says."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import urllib.request
 from pathlib import Path
 
 import dovetail
-from dovetail.rollout.remote.vllm_dialect import EXTENSION
 from dovetail.rollout.vllm.environment import environment
+from tests.docs.commands import page_command
 
 READY_S = 280.0
 
@@ -26,14 +26,19 @@ class VLLMServer:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"]
+        written = page_command("rollout.md", "vllm.entrypoints.openai.api_server")
+        places = {"python": sys.executable, "path/to/model": str(folder), "8000": str(self.port)}
+        command = [places.get(word, word) for word in written.words]
+        command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
         command += ["--max-num-seqs", "32", "--max-num-batched-tokens", "512"]
-        command += ["--kv-cache-memory-bytes", str(64 << 20), "--generation-config", "vllm"]
-        env = os.environ | environment(cpu=True, own_process=True) | {"VLLM_SERVER_DEV_MODE": str(int(extended))}
+        command += ["--kv-cache-memory-bytes", str(64 << 20)]
+        env = os.environ | environment(cpu=True, own_process=True)
         env["PYTHONPATH"] = str(Path(dovetail.__file__).parents[1])
         if extended:
-            command += ["--worker-extension-cls", EXTENSION]
+            env |= written.environment
+        else:
+            at = command.index("--worker-extension-cls")
+            del command[at : at + 2]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
