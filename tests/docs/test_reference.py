@@ -6,6 +6,8 @@ Configurations are resolved. Commands are the business of `test_commands`.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,8 @@ pytestmark = pytest.mark.e2e
 
 DOCS = ROOT / "docs"
 BLOCKS = [block for page in sorted(DOCS.glob("*.md")) for block in blocks_of(page)]
+_KEYS = re.compile(r"(?:[a-z_]+(?:\.[a-z_]+)+=.*\n)+")
+CHAINS = [block for block in BLOCKS if not block.language and not _KEYS.fullmatch(block.text)]
 PYTHON_PAGES = sorted({block.page for block in BLOCKS if block.language == "python"})
 
 CONFIG = """
@@ -133,3 +137,20 @@ def test_configuration_of_the_page_resolves(block: Block, tmp_path: Path) -> Non
     assert isinstance(yaml.safe_load(block.text), dict)
     (tmp_path / "page.yaml").write_text(block.text)
     load_config([tmp_path / "page.yaml"])
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if _KEYS.fullmatch(b.text)], ids=str)
+def test_keys_of_the_page_resolve(block: Block) -> None:
+    load_config(overrides=[word for line in block.commands() for word in shlex.split(line, comments=True)])
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in CHAINS}))
+def test_files_named_in_call_chains_exist(page: str) -> None:
+    files = [str(path.relative_to(ROOT)) for folder in ("dovetail", "tests") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for block in CHAINS if block.page == page for name in re.findall(r"[\w/]*\w\.py\b", block.text)}
+    assert sorted(name for name in named if not any(file.endswith(f"/{name}") for file in files)) == []
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_no_block_of_the_page_is_overlooked(page: Path) -> None:
+    assert len(re.findall(r"^```", page.read_text(), re.MULTILINE)) == 2 * len(blocks_of(page))
