@@ -6,7 +6,6 @@ Reads the trainer's weights in place when given its module. Reads no text, and n
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -31,6 +30,15 @@ from dovetail.rollout.native.gate import StepGate
 from dovetail.rollout.native.model import load_model, num_embeddings, share_model, stop_ids_of
 from dovetail.rollout.native.scheduler import Sample
 from dovetail.rollout.native.weights import WeightLoader
+from dovetail.rollout.readiness import (
+    CLOSED,
+    DROPPED_BY_SLEEP,
+    RUNNING,
+    check_tags,
+    require_usable,
+    require_weights_awake,
+)
+from dovetail.rollout.request_rules import base_seed, check_prompt, stop_tokens
 from dovetail.weight_sync import tensor_checksum
 
 
@@ -140,8 +148,7 @@ class NativeEngine(RolloutEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         with self._gate.between_steps():
             self._check_open()
-            if "weights" in self._asleep:
-                raise EngineError("the engine's weights are asleep; call wake(['weights']) before update_weights.")
+            require_weights_awake(self._asleep)
             self._batch.forget_cache()
             loader = WeightLoader(self._model)
             if self._folder is None:
@@ -166,11 +173,11 @@ class NativeEngine(RolloutEngine):
             return {name: tensor_checksum(tensor, dtype) for name, tensor in held.items()}
 
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        wanted = _checked(tags)
+        wanted = check_tags(tags)
         with self._gate.between_steps():
             self._check_open()
             if self._num_unfinished() and not self._gate.paused:
-                raise EngineError("requests are running; finish, abort or pause them before sleep.")
+                raise EngineError(RUNNING)
             if "kv_cache" in wanted:
                 self._batch.free_cache()
             else:
@@ -183,7 +190,7 @@ class NativeEngine(RolloutEngine):
                 torch.cuda.empty_cache()
 
     def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        wanted = _checked(tags)
+        wanted = check_tags(tags)
         with self._gate.between_steps():
             self._check_open()
             if "weights" in wanted & self._asleep and self._folder is not None:
@@ -228,8 +235,7 @@ class NativeEngine(RolloutEngine):
     def _samples_of(self, request: GenerationRequest) -> list[Sample]:
         self._check_prompt(request)
         sampling = request.sampling
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
+        seed, stop_ids = base_seed(sampling), stop_tokens(sampling, self._eos_ids)
         prompt = list(request.prompt_token_ids)
         group = next(self._group_numbers)
         max_length = min(len(prompt) + sampling.max_new_tokens, self._max_model_len)
@@ -239,22 +245,12 @@ class NativeEngine(RolloutEngine):
         ]
 
     def _check_prompt(self, request: GenerationRequest) -> None:
-        prompt = request.prompt_token_ids
         if request.multi_modal:
             raise UnsupportedPromptError(
                 f"request {request.request_id!r} carries {', '.join(request.multi_modal)}; the native engine reads "
                 "token ids only. Use rollout.name=vllm or sglang for multimodal prompts."
             )
-        if not 0 < len(prompt) < self._max_model_len:
-            raise ValueError(
-                f"request {request.request_id!r} has {len(prompt)} prompt tokens; between 1 and "
-                f"{self._max_model_len - 1} fit max_model_len={self._max_model_len} with room for one more."
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise ValueError(
-                f"request {request.request_id!r} has token ids from {min(prompt)} to {max(prompt)}; the model's "
-                f"vocabulary is 0 to {self._vocab_size - 1}."
-            )
+        check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
 
     def _restore_weights(self, folder: Path) -> None:
         if self._still_from_folder:
@@ -264,28 +260,18 @@ class NativeEngine(RolloutEngine):
             return
         for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
             parameter.data = parameter.data.new_empty(shape)
-        self._weights_gap = "the weights were dropped by sleep and not sent again"
+        self._weights_gap = DROPPED_BY_SLEEP
 
     def _num_unfinished(self) -> int:
         return self._batch.num_waiting + self._batch.num_running
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineError("the engine is closed; build a new one.")
+            raise EngineError(CLOSED)
 
     def _check_usable(self) -> None:
         self._check_open()
-        if self._asleep:
-            raise EngineError(f"the engine's {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
-        if self._weights_gap:
-            raise EngineError(f"the engine has no usable weights: {self._weights_gap}; send all with update_weights.")
-
-
-def _checked(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
-    unknown = sorted(set(tags) - set(ALL_TAGS))
-    if unknown:
-        raise ValueError(f"unknown memory tag {unknown[0]!r}; choose from {', '.join(ALL_TAGS)}.")
-    return frozenset(tags)
+        require_usable(self._asleep, self._weights_gap)
 
 
 def _result(sample: Sample) -> GenerationResult:

@@ -28,6 +28,8 @@ from dovetail.rollout.base import (
     RolloutEngine,
     UnsupportedPromptError,
 )
+from dovetail.rollout.engine_settings import logprobs_of
+from dovetail.rollout.readiness import CLOSED, DROPPED_BY_SLEEP, RUNNING
 from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo, model_shape, require_same_shape
@@ -42,8 +44,8 @@ from dovetail.rollout.remote.sglang_group import SGLangGroupChannel
 from dovetail.rollout.remote.update import WeightUpdater
 from dovetail.rollout.remote.vllm_dialect import VLLMDialect
 from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, WeightChannel
+from dovetail.rollout.request_rules import check_different_ids, check_prompt, same_meaning
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
-from dovetail.rollout.vllm.requests import check_prompt, same_meaning
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES
 from dovetail.weight_sync.broadcast import GroupBackend
 
@@ -132,7 +134,7 @@ class RemoteRollout(RolloutEngine):
             dialect=config.name,
             weights_folder=config.weights_folder if uses_disk else None,
             bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
-            logprobs="raw" if config.logprobs_mode == "raw_logprobs" else "temperature",
+            logprobs=logprobs_of(config),
             max_model_len=config.context_length,
             silence_s=config.server_timeout_s,
             api_key=key,
@@ -147,8 +149,7 @@ class RemoteRollout(RolloutEngine):
         for request in requests:
             self._check_request(request)
         ids = [request.request_id for request in requests]
-        if len(set(ids)) < len(ids):
-            raise ValueError("two requests have the same request_id; ids of running requests must be unique.")
+        check_different_ids(ids)
         self._check_usable()
         self._reload_if_all_forgot()
         samples = [
@@ -188,7 +189,7 @@ class RemoteRollout(RolloutEngine):
         """On each server, as far as it can. Weights that slept must be sent again."""
         self._check_open()
         if self._calls.num_live and not self._paused:
-            raise EngineError("requests are running; finish, abort or pause them before sleep.")
+            raise EngineError(RUNNING)
         self._run(self._on_all(lambda server: self._dialect.sleep(server, tags)))
         self._asleep |= frozenset(tags)
 
@@ -200,7 +201,7 @@ class RemoteRollout(RolloutEngine):
         self._run(self._on_all(lambda server: self._dialect.wake(server, wanted)))
         self._asleep -= wanted
         if "weights" in wanted:
-            self._updater.gap = "the weights were dropped by sleep and not sent again"
+            self._updater.gap = DROPPED_BY_SLEEP
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         return self._run(self._calls.abort(None if request_ids is None else frozenset(request_ids)))
@@ -302,12 +303,12 @@ class RemoteRollout(RolloutEngine):
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._closed:
             coroutine.close()
-            raise EngineError("the engine is closed; build a new one.")
+            raise EngineError(CLOSED)
         return self._loop.run(coroutine)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineError("the engine is closed; build a new one.")
+            raise EngineError(CLOSED)
 
     def _check_usable(self) -> None:
         self._check_open()

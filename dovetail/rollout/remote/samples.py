@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from dovetail.rollout.base import FinishReason, GenerationRequest, GenerationResult, derive_seed
+from dovetail.rollout.base import FinishReason, GenerationRequest, derive_seed
+from dovetail.rollout.request_rules import base_seed, stop_tokens
+from dovetail.rollout.response import GrowingResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +21,16 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class RemoteSample:
-    """Sample `index` of a request. The three lists have one entry per token, in the parts servers wrote them in.
+class RemoteSample(GrowingResponse):
+    """What servers have written of one response, part by part.
 
     `cut` asks for its end with what it has; `call` is the call that is writing now, `call_id` its name on `server`;
     `dropped` says that its connection was closed before it answered.
     """
 
-    request: GenerationRequest
-    index: int
     base_seed: int
     max_new_tokens: int
     stop_token_ids: frozenset[int]
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
     cut: bool = False
     dropped: bool = False
     call: asyncio.Task[Part] | None = None
@@ -59,9 +54,7 @@ class RemoteSample:
 
     def take(self, part: Part, version: int) -> None:
         """Add a part. One that was aborted leaves the response open, unless it was to be cut or is complete."""
-        self.token_ids += part.token_ids
-        self.log_probs += part.log_probs
-        self.versions += [version] * len(part.token_ids)
+        self.extend(part.token_ids, part.log_probs, version)
         if part.finish_reason != "abort":
             self.finish_reason = part.finish_reason
         elif part.token_ids and part.token_ids[-1] in self.stop_token_ids:
@@ -71,22 +64,10 @@ class RemoteSample:
         elif self.cut:
             self.finish_reason = "abort"
 
-    def result(self) -> GenerationResult:
-        assert self.finish_reason is not None, "a result is made of a finished sample"
-        return GenerationResult(
-            request_id=self.request.request_id,
-            sample_index=self.index,
-            token_ids=self.token_ids,
-            log_probs=self.log_probs,
-            finish_reason=self.finish_reason,
-            weight_versions=self.versions,
-        )
-
 
 def samples_of(request: GenerationRequest, *, eos_ids: frozenset[int], max_model_len: int) -> list[RemoteSample]:
     """The n samples. Stop tokens are the request's and, unless ignored, the model's; none is left to the server."""
     sampling = request.sampling
-    stop = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    stop, seed = stop_tokens(sampling, eos_ids), base_seed(sampling)
     room = max_model_len - len(request.prompt_token_ids)
     return [RemoteSample(request, index, seed, min(sampling.max_new_tokens, room), stop) for index in range(sampling.n)]

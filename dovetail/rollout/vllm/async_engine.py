@@ -23,6 +23,9 @@ from dovetail.rollout.base import (
     LogprobsMode,
     MemoryTag,
 )
+from dovetail.rollout.engine_settings import runs_on_cpu
+from dovetail.rollout.readiness import DROPPED_BY_SLEEP, RUNNING, require_usable, require_weights_awake
+from dovetail.rollout.request_rules import check_prompt
 from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.engine import NO_WEIGHTS
 from dovetail.rollout.vllm.environment import prepare, starting_processes
@@ -30,12 +33,11 @@ from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.requests import (
     Sample,
     check_logprobs,
-    check_prompt,
     prompt_of,
     samples_of,
     vllm_sampling_params,
 )
-from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
+from dovetail.rollout.vllm.settings import VLLMSettings
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress, NamedTensors
 
 logger = logging.getLogger(__name__)
@@ -118,8 +120,7 @@ class AsyncVLLMEngine:
     async def enter_update(self) -> None:
         """For a driver that makes the calls of an update itself: hold generation between two tokens."""
         self._check_started()
-        if "weights" in self._asleep:
-            raise EngineError("the engine's weights are asleep; call wake(['weights']) before update_weights.")
+        require_weights_awake(self._asleep)
         await self._updating.acquire()
         if not self._paused:
             await self._hold()
@@ -174,7 +175,7 @@ class AsyncVLLMEngine:
     async def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         """As the in-process engine: the weights take the KV cache with them; on CPU no memory is given back."""
         if self._live and not self._paused:
-            raise EngineError("requests are running; finish, abort or pause them before sleep.")
+            raise EngineError(RUNNING)
         await self._llm.reset_prefix_cache(reset_running_requests=True)
         if not self._cpu and self.settings.enable_sleep:
             weights_too = "weights" in tags
@@ -191,7 +192,7 @@ class AsyncVLLMEngine:
             await self._llm.wake_up(sorted(wanted))
             if "weights" in wanted and self.settings.sleep_level == 2:
                 self._version = NO_WEIGHTS
-                self._weights_gap = "the weights were dropped by sleep and not sent again"
+                self._weights_gap = DROPPED_BY_SLEEP
         self._asleep -= wanted
 
     async def health(self) -> EngineHealth:
@@ -260,10 +261,7 @@ class AsyncVLLMEngine:
         self._check_started()
         if self._llm.errored:
             raise EngineDiedError("vLLM's engine process died; start a new engine.")
-        if self._asleep:
-            raise EngineError(f"the engine's {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
-        if self._weights_gap:
-            raise EngineError(f"the engine has no usable weights: {self._weights_gap}; send all with update_weights.")
+        require_usable(self._asleep, self._weights_gap)
 
 
 def _dead(error: Exception) -> EngineDiedError:

@@ -25,7 +25,17 @@ from dovetail.rollout.base import (
     MemoryTag,
     RolloutEngine,
 )
+from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.native.gate import StepGate
+from dovetail.rollout.readiness import (
+    CLOSED,
+    DROPPED_BY_SLEEP,
+    RUNNING,
+    check_tags,
+    require_usable,
+    require_weights_awake,
+)
+from dovetail.rollout.request_rules import check_prompt
 from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.adapter import load_adapter
 from dovetail.rollout.vllm.environment import prepare, without_compiling
@@ -34,12 +44,11 @@ from dovetail.rollout.vllm.lifetime import shut_down, start_engine
 from dovetail.rollout.vllm.requests import (
     Sample,
     check_logprobs,
-    check_prompt,
     prompt_of,
     samples_of,
     vllm_sampling_params,
 )
-from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
+from dovetail.rollout.vllm.settings import VLLMSettings
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress, LoraAdapter, NamedTensors
 
 logger = logging.getLogger(__name__)
@@ -160,8 +169,7 @@ class VLLMEngine(RolloutEngine):
         """Needs `engine_kwargs.vllm.enable_lora`. Every request from now on is written with this adapter."""
         with self._gate.between_steps():
             self._check_open()
-            if "weights" in self._asleep:
-                raise EngineError("the engine's weights are asleep; call wake(['weights']) before update_adapter.")
+            require_weights_awake(self._asleep, before="update_adapter")
             self._settle()
             self._weights_gap = f"the update of the adapter to version {version} did not finish"
             self._adapter = load_adapter(self._llm, adapter, self._adapter)
@@ -194,11 +202,11 @@ class VLLMEngine(RolloutEngine):
 
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         """vLLM cannot keep its KV cache without its weights: giving back the weights gives back both."""
-        wanted = _checked(tags)
+        wanted = check_tags(tags)
         with self._gate.between_steps():
             self._check_open()
             if self._live and not self._gate.paused:
-                raise EngineError("requests are running; finish, abort or pause them before sleep.")
+                raise EngineError(RUNNING)
             self._settle()
             self._forget_caches()
             if not self.frees_memory:
@@ -208,14 +216,14 @@ class VLLMEngine(RolloutEngine):
                 self._sleep_on_device(wanted)
 
     def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        wanted = _checked(tags) & self._asleep
+        wanted = check_tags(tags) & self._asleep
         with self._gate.between_steps():
             self._check_open()
             if wanted and self.frees_memory:
                 self._llm.wake_up(sorted(wanted))
                 if "weights" in wanted and self.settings.sleep_level == 2:
                     self._version = NO_WEIGHTS
-                    self._weights_gap = "the weights were dropped by sleep and not sent again"
+                    self._weights_gap = DROPPED_BY_SLEEP
             self._asleep -= wanted
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
@@ -311,18 +319,12 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         with self._gate.between_steps():
             self._check_open()
-            if "weights" in self._asleep:
-                raise EngineError("the engine's weights are asleep; call wake(['weights']) before update_weights.")
+            require_weights_awake(self._asleep)
             self._settle()
             # Until the last tensor is in, the model is a mixture of two versions.
             self._weights_gap = f"the weight update to version {version} did not finish"
-            calls = weight_calls.update_calls(self._expected, loads)
             try:
-                call = next(calls)
-                while True:
-                    call = calls.send(self._call(*call))
-            except StopIteration:
-                pass
+                weight_calls.run_calls(weight_calls.update_calls(self._expected, loads), self._call)
             finally:
                 self._forget_caches()
             if verification is not None:
@@ -358,23 +360,13 @@ class VLLMEngine(RolloutEngine):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineError("the engine is closed; build a new one.")
+            raise EngineError(CLOSED)
         if self._broken:
             raise EngineError(f"the vLLM engine is dead: {self._broken}")
 
     def _check_usable(self) -> None:
         self._check_open()
-        if self._asleep:
-            raise EngineError(f"the engine's {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
-        if self._weights_gap:
-            raise EngineError(f"the engine has no usable weights: {self._weights_gap}; send all with update_weights.")
+        require_usable(self._asleep, self._weights_gap)
 
 
 vLLMRollout = VLLMEngine
-
-
-def _checked(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
-    unknown = sorted(set(tags) - set(ALL_TAGS))
-    if unknown:
-        raise ValueError(f"unknown memory tag {unknown[0]!r}; choose from {', '.join(ALL_TAGS)}.")
-    return frozenset(tags)

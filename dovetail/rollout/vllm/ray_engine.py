@@ -25,10 +25,13 @@ from dovetail.rollout.base import (
     RolloutEngine,
     WeightUpdateError,
 )
+from dovetail.rollout.engine_settings import runs_on_cpu
+from dovetail.rollout.readiness import CLOSED
+from dovetail.rollout.request_rules import check_different_ids
 from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.async_engine import AsyncVLLMEngine
 from dovetail.rollout.vllm.environment import environment
-from dovetail.rollout.vllm.settings import VLLMSettings, runs_on_cpu
+from dovetail.rollout.vllm.settings import VLLMSettings
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress
 
 logger = logging.getLogger(__name__)
@@ -134,12 +137,8 @@ class RayVLLMEngine(RolloutEngine):
         done = None
         try:
             calls = weight_calls.update_calls(self._expected, loads)
-            try:
-                call = next(calls)
-                while True:
-                    call = calls.send(self._get(self.actor.call.remote(*call)))
-            except StopIteration:
-                done = version
+            weight_calls.run_calls(calls, lambda method, args: self._get(self.actor.call.remote(method, args)))
+            done = version
         finally:
             self._get(self.actor.leave_update.remote(done))
         self._version = version
@@ -216,8 +215,7 @@ class RayVLLMEngine(RolloutEngine):
     def _generate(self, requests: Sequence[GenerationRequest], finished: dict[str, list[GenerationResult]]) -> None:
         """Add to `finished` what gets finished, also when the engine dies; any other failure ends the rest."""
         ids = [request.request_id for request in requests]
-        if len(set(ids)) < len(ids):
-            raise ValueError("two requests have the same request_id; ids of running requests must be unique.")
+        check_different_ids(ids)
         waiting = {self.actor.generate.remote(request): request.request_id for request in requests}
         death: EngineDiedError | None = None
         try:
@@ -240,7 +238,7 @@ class RayVLLMEngine(RolloutEngine):
         from ray.exceptions import RayActorError, RayTaskError
 
         if self._closed:
-            raise EngineError("the engine is closed; build a new one.")
+            raise EngineError(CLOSED)
         try:
             return self._ray.get(references, timeout=timeout)
         except RayActorError as error:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from dovetail.config.fsdp import full_dtype
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import LogprobsMode
-
-logger = logging.getLogger(__name__)
+from dovetail.rollout.engine_settings import EngineSettings, shared_settings
 
 EXTENSION = "dovetail.rollout.vllm.worker_extension.WeightUpdateExtension"
 _LOGPROBS_MODE: Mapping[LogprobsMode, str] = {
@@ -28,43 +23,19 @@ _CPU_KV_CACHE_BYTES = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
-class VLLMSettings:
-    """`engine_kwargs` go to vLLM as they are and win over what is derived here.
+class VLLMSettings(EngineSettings):
+    """The fields that only vLLM has. `sleep_level` 2 drops the weights in sleep, 1 keeps them in host memory."""
 
-    `logprobs` is what the engine's log-probs mean (`dovetail.rollout.base`); vLLM has one meaning per engine.
-    `load_format="dummy"` loads no weights: nothing is generated before the first `update_weights`.
-    `sleep_level` 2 drops the weights in sleep, 1 keeps them in host memory.
-    """
-
-    model: str
-    dtype: str = "bfloat16"
-    tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float = 0.5
-    enforce_eager: bool = False
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-    load_format: str = "auto"
     quantization: str | None = None
     scheduling_policy: str = "fcfs"
-    disable_log_stats: bool = True
-    skip_tokenizer_init: bool = True
-    trust_remote_code: bool = False
-    seed: int = 0
-    logprobs: LogprobsMode = "temperature"
-    enable_sleep: bool = True
     sleep_level: Literal[1, 2] = 2
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_config(
         cls, rollout: RolloutConfig, model: str | Path, *, trust_remote_code: bool = False, seed: int = 0
     ) -> VLLMSettings:
-        """From `actor_rollout_ref.rollout`. `processed_logprobs` is served as "temperature", which is the same wherever
-        nothing is cut and is what a trainer recomputes wherever something is."""
+        """From `actor_rollout_ref.rollout`."""
         kwargs = dict(rollout.engine_kwargs.vllm)
         if rollout.cudagraph_capture_sizes is not None:
             kwargs.setdefault("cudagraph_capture_sizes", rollout.cudagraph_capture_sizes)
@@ -73,26 +44,12 @@ class VLLMSettings:
         if rollout.expert_parallel_size > 1:
             kwargs.setdefault("enable_expert_parallel", True)
         return cls(
-            model=str(model),
-            dtype=full_dtype(rollout.dtype),
-            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            **shared_settings(rollout, model),
             pipeline_parallel_size=rollout.pipeline_model_parallel_size,
-            max_model_len=rollout.context_length,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            enforce_eager=rollout.enforce_eager,
-            enable_chunked_prefill=rollout.enable_chunked_prefill,
-            enable_prefix_caching=rollout.enable_prefix_caching,
-            load_format=rollout.load_format,
             quantization=rollout.quantization,
             scheduling_policy=rollout.scheduling_policy,
-            disable_log_stats=rollout.disable_log_stats,
-            skip_tokenizer_init=rollout.skip_tokenizer_init,
             trust_remote_code=trust_remote_code,
             seed=seed,
-            logprobs="raw" if rollout.logprobs_mode == "raw_logprobs" else "temperature",
-            enable_sleep=rollout.free_cache_engine,
             # Under an adapter the base is never sent, so it must survive a sleep.
             sleep_level=1 if kwargs.get("enable_lora") else 2,
             engine_kwargs=kwargs,
@@ -100,9 +57,7 @@ class VLLMSettings:
 
     def vllm_arguments(self, *, cpu: bool, **placement: Any) -> dict[str, Any]:
         """Keywords of vLLM's `EngineArgs`. `placement` is how its processes are laid out."""
-        for name, reason in _OURS.items():
-            if name in self.engine_kwargs:
-                raise ValueError(f"engine_kwargs.vllm.{name} cannot be set: {reason}.")
+        self.refuse_fixed("vllm", _OURS)
         arguments: dict[str, Any] = {
             "model": self.model,
             "dtype": self.dtype,
@@ -131,8 +86,4 @@ class VLLMSettings:
         if cpu:
             # Compiling takes minutes and gains nothing measurable; a share of the machine's memory would be a lot.
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
-        return {name: value for name, value in (arguments | dict(self.engine_kwargs)).items() if value is not None}
-
-
-def runs_on_cpu() -> bool:
-    return not torch.cuda.is_available()
+        return self.with_engine_kwargs(arguments)

@@ -1,8 +1,8 @@
-"""A weight update as a series of calls to vLLM's workers. Makes none itself: the engines do, blocking or awaiting."""
+"""A weight update as a series of calls to vLLM's workers. Whom they reach, and how, is the engines' affair."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -49,6 +49,16 @@ def update_calls(expected: ExpectedWeights, loads: Iterable[Call]) -> Calls:
     gap = _first(iter((yield "dovetail_finish_update", ())))
     if problem or gap:
         raise WeightUpdateError(problem or gap)
+
+
+def run_calls(calls: Calls, call_workers: Callable[[str, tuple[Any, ...]], list[Any]]) -> None:
+    """Make every call, one after the other, for an engine whose calls block."""
+    try:
+        call = next(calls)
+        while True:
+            call = calls.send(call_workers(*call))
+    except StopIteration:
+        return
 
 
 def loads_in_place(weights: NamedTensors) -> Iterator[Call]:

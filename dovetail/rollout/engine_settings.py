@@ -1,0 +1,83 @@
+"""Settings that vLLM and SGLang have in common, and how they are read from `rollout`. Names no library's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dovetail.config.fsdp import full_dtype
+from dovetail.config.rollout import RolloutConfig
+from dovetail.rollout.base import LogprobsMode
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`engine_kwargs` go to the library as they are and win over what is derived here.
+
+    `logprobs` is what the engine's log-probs mean (`dovetail.rollout.base`); a library has one meaning per engine.
+    `load_format="dummy"` loads no weights: nothing is generated before the first `update_weights`.
+    """
+
+    model: str
+    dtype: str = "bfloat16"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.5
+    enforce_eager: bool = False
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    load_format: str = "auto"
+    disable_log_stats: bool = True
+    skip_tokenizer_init: bool = True
+    trust_remote_code: bool = False
+    seed: int = 0
+    logprobs: LogprobsMode = "temperature"
+    enable_sleep: bool = True
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def refuse_fixed(self, library: str, reasons: Mapping[str, str]) -> None:
+        """ValueError where `engine_kwargs` has an argument that dovetail decides; `reasons` by its name."""
+        for name, reason in reasons.items():
+            if name in self.engine_kwargs:
+                raise ValueError(f"engine_kwargs.{library}.{name} cannot be set: {reason}.")
+
+    def with_engine_kwargs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The library's arguments: those derived, `engine_kwargs` over them, None left to the library."""
+        return {name: value for name, value in {**arguments, **self.engine_kwargs}.items() if value is not None}
+
+
+def shared_settings(rollout: RolloutConfig, model: str | Path) -> dict[str, Any]:
+    """Fields of `EngineSettings` that `actor_rollout_ref.rollout` sets, whatever the library."""
+    return {
+        "model": str(model),
+        "dtype": full_dtype(rollout.dtype),
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "max_model_len": rollout.context_length,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "load_format": rollout.load_format,
+        "disable_log_stats": rollout.disable_log_stats,
+        "skip_tokenizer_init": rollout.skip_tokenizer_init,
+        "logprobs": logprobs_of(rollout),
+        "enable_sleep": rollout.free_cache_engine,
+    }
+
+
+def logprobs_of(rollout: RolloutConfig) -> LogprobsMode:
+    """`processed_logprobs` is served as "temperature", which is the same wherever nothing is cut and is what a trainer
+    recomputes wherever something is."""
+    return "raw" if rollout.logprobs_mode == "raw_logprobs" else "temperature"
+
+
+def runs_on_cpu() -> bool:
+    return not torch.cuda.is_available()

@@ -1,0 +1,33 @@
+"""When an engine may be used: what is asleep, and whether its weights are whole. Decides nothing about memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dovetail.rollout.base import ALL_TAGS, EngineError, MemoryTag
+
+CLOSED = "the engine is closed; build a new one."
+RUNNING = "requests are running; finish, abort or pause them before sleep."
+DROPPED_BY_SLEEP = "the weights were dropped by sleep and not sent again"
+
+
+def check_tags(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
+    """The tags; ValueError for one that does not exist."""
+    unknown = sorted(set(tags) - set(ALL_TAGS))
+    if unknown:
+        raise ValueError(f"unknown memory tag {unknown[0]!r}; choose from {', '.join(ALL_TAGS)}.")
+    return frozenset(tags)
+
+
+def require_usable(asleep: Collection[MemoryTag], weights_gap: str) -> None:
+    """EngineError unless everything is awake and the weights are whole; `weights_gap` says why they are not."""
+    if asleep:
+        raise EngineError(f"the engine's {' and '.join(sorted(asleep))} are asleep; call wake() first.")
+    if weights_gap:
+        raise EngineError(f"the engine has no usable weights: {weights_gap}; send all with update_weights.")
+
+
+def require_weights_awake(asleep: Collection[MemoryTag], before: str = "update_weights") -> None:
+    """EngineError while the weights sleep: an update would have nowhere to go."""
+    if "weights" in asleep:
+        raise EngineError(f"the engine's weights are asleep; call wake(['weights']) before {before}.")

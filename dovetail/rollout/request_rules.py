@@ -1,0 +1,52 @@
+"""What holds for a request in every engine: prompts that fit, stop tokens, seeds, what log-probs mean. Runs nothing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+
+from dovetail.rollout.base import GenerationRequest, LogprobsMode, SamplingParams
+
+
+def check_prompt(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:
+    """ValueError unless the prompt fits the model's context and vocabulary."""
+    prompt = request.prompt_token_ids
+    if not 0 < len(prompt) < max_model_len:
+        raise ValueError(
+            f"request {request.request_id!r} has {len(prompt)} prompt tokens; between 1 and {max_model_len - 1} fit "
+            f"max_model_len={max_model_len} with room for one more."
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise ValueError(
+            f"request {request.request_id!r} has token ids from {min(prompt)} to {max(prompt)}; the model's "
+            f"vocabulary is 0 to {vocab_size - 1}."
+        )
+
+
+def check_different_ids(request_ids: Collection[str]) -> None:
+    """ValueError where two requests of one call have the same id."""
+    if len(set(request_ids)) < len(request_ids):
+        raise ValueError("two requests have the same request_id; ids of running requests must be unique.")
+
+
+def stop_tokens(sampling: SamplingParams, eos_ids: Collection[int]) -> frozenset[int]:
+    """The request's stop tokens and, unless ignored, the model's."""
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
+
+
+def base_seed(sampling: SamplingParams) -> int:
+    """The request's seed, or a fresh one: an engine never takes random numbers from the process around it."""
+    return secrets.randbits(63) if sampling.seed is None else sampling.seed
+
+
+def same_meaning(sampling: SamplingParams, engine_mode: LogprobsMode) -> bool:
+    """Whether the log-probs a request asks for are what an engine of this mode gives, under this sampling."""
+    unscaled = sampling.greedy or sampling.temperature == 1
+    pair = {sampling.logprobs, engine_mode}
+    if len(pair) == 1:
+        return True
+    if pair == {"temperature", "processed"}:
+        return not sampling.truncates
+    if pair == {"temperature", "raw"}:
+        return unscaled
+    return unscaled and not sampling.truncates

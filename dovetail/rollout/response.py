@@ -1,0 +1,36 @@
+"""A response that is being written: tokens, log-probs and weight versions so far. Knows no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dovetail.rollout.base import FinishReason, GenerationRequest, GenerationResult
+
+
+@dataclass(slots=True, eq=False)
+class GrowingResponse:
+    """Sample `index` of a request. The three lists grow together, one entry per token."""
+
+    request: GenerationRequest
+    index: int
+    token_ids: list[int] = field(default_factory=list, kw_only=True)
+    log_probs: list[float] = field(default_factory=list, kw_only=True)
+    versions: list[int] = field(default_factory=list, kw_only=True)
+    finish_reason: FinishReason | None = field(default=None, kw_only=True)
+
+    def extend(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
+        """Add tokens that were written under `version`."""
+        self.token_ids += token_ids
+        self.log_probs += log_probs
+        self.versions += [version] * len(token_ids)
+
+    def result(self) -> GenerationResult:
+        assert self.finish_reason is not None, "a result is made of a finished sample"
+        return GenerationResult(
+            request_id=self.request.request_id,
+            sample_index=self.index,
+            token_ids=self.token_ids,
+            log_probs=self.log_probs,
+            finish_reason=self.finish_reason,
+            weight_versions=self.versions,
+        )
