@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 _CHUNK = 4 * 1024 * 1024
 _TAIL = 256
 
@@ -66,10 +68,18 @@ class GrowingFile:
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """The JSON object of a line, or None."""
     try:
-        value = json.loads(line)
+        value = from_json(line)  # four times as fast as the standard library's
+    except ValueError:
+        value = _parse_leniently(line)
+    return value if isinstance(value, dict) else None
+
+
+def _parse_leniently(line: bytes) -> Any:
+    """The standard library's reader takes half surrogates, which a model may write."""
+    try:
+        return json.loads(line)
     except ValueError:
         return None
-    return value if isinstance(value, dict) else None
 
 
 def read_at(path: Path, offset: int, size: int) -> bytes:

@@ -92,5 +92,10 @@ class MetricsTable:
                 if len(self._columns) >= _MOST_NAMES:
                     continue
                 column = self._columns[name] = array("d")
-            column.extend([_ABSENT] * (place + 1 - len(column)))
-            column[place] = NOT_FINITE if value is None else float(value)
+            number = NOT_FINITE if value is None else value
+            missing = place - len(column)
+            if missing == 0:  # nearly always: kept free of anything that takes time
+                column.append(number)
+                continue
+            column.extend([_ABSENT] * (missing + 1))
+            column[place] = number

@@ -13,6 +13,7 @@ from dovetail.dashboard.answer_pages import AnswerFolder, Filter, Order, Wish
 from dovetail.dashboard.charts import OVERVIEW, names_of, points
 from dovetail.dashboard.config_view import config_rows, read_config
 from dovetail.dashboard.errors import DashboardError
+from dovetail.dashboard.growing_file import parse_object
 from dovetail.dashboard.metrics_table import MetricsTable
 from dovetail.dashboard.runs import Runs
 from dovetail.dashboard.series import binned_means, smoothed, thinned
@@ -21,6 +22,22 @@ from dovetail.observability.run_folder import RunFolder
 from tests.dashboard.synthetic import answer_row, line, metrics_row, timeline_row, write_config, write_run
 
 pytestmark = pytest.mark.unit
+
+
+# ---- lines ----
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": 1.5e-3, "b": null}', '{"a": NaN, "b": -Infinity}', r'{"a": "\ud83d\ude00 \u00e9"}', r'{"a": "\ud800"}',
+     '{"n": 123456789012345678901234567890}', '{"a": {"b": [1, 2.0, true]}, "a": 2}', '{"a": "half'],
+)  # fmt: skip
+def test_a_line_says_what_the_standard_library_reads(text: str) -> None:
+    try:
+        expected = json.loads(text)
+    except ValueError:
+        expected = None
+    assert repr(parse_object(text.encode())) == repr(expected)
 
 
 # ---- numbers ----
