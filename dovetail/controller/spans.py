@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from dovetail.observability.device_peaks import cuda_peaks
 
@@ -62,9 +63,9 @@ class _Watch:
 @contextmanager
 def _memory_watch() -> Iterator[_Watch]:
     watch = _Watch()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        with cuda_peaks(torch.cuda, torch.cuda.current_device()).phase() as phase:
+    cuda = _cuda_in_use()
+    if cuda is not None:
+        with cuda_peaks(cuda, cuda.current_device()).phase() as phase:
             yield watch
         watch.gib = phase.peak_gib
         return
@@ -76,6 +77,14 @@ def _memory_watch() -> Iterator[_Watch]:
     finally:
         over.set()
         sampler.join()
+    if _cuda_in_use() is not None:
+        watch.gib = None  # the call that starts the device: what the host held is no number of the device
+
+
+def _cuda_in_use() -> Any:
+    """`torch.cuda` once it has started; this module never imports torch, nor starts a device."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 def _sample(watch: _Watch, over: threading.Event) -> None:

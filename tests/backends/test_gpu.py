@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from dovetail.backends.build import build_backend
+from dovetail.backends.device_memory import memory_in_use
 from dovetail.backends.torch_backend import TorchBackend
 from dovetail.config.fsdp import FSDPConfig
+from dovetail.controller.spans import SpanRecorder
 from tests.backends.tiny import (
     FP32,
     OPTIM,
@@ -115,3 +117,19 @@ def test_bfloat16_trains_and_reports_memory(name: str) -> None:
     assert 0 < steps(backend) < 100
     assert {tensor.dtype for _, tensor in backend.named_weights()} == {torch.float32}
     assert backend.memory()["memory/allocated_gib"] > 0
+
+
+def test_a_recorded_call_reports_its_own_peak_and_the_process_keeps_the_largest() -> None:
+    recorder, gib = SpanRecorder(), 1024**3
+    held = torch.empty(gib // 4, dtype=torch.uint8, device="cuda")
+    with recorder.recording("actor", "large"):
+        del_me = torch.empty(gib, dtype=torch.uint8, device="cuda")
+        del del_me
+        torch.cuda.empty_cache()
+    with recorder.recording("actor", "small"):
+        pass
+    large, small = (span.memory_gib for span in recorder.take())
+    assert large is not None
+    assert small is not None
+    assert large - small == pytest.approx(1.0, abs=0.05)
+    assert memory_in_use(held.device)["memory/peak_allocated_gib"] >= 1.25

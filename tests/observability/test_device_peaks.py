@@ -170,9 +170,10 @@ class FakeCuda:
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
+        self.has_started = True
 
     def is_initialized(self) -> bool:
-        return True
+        return self.has_started
 
     def current_device(self) -> int:
         return 3
@@ -226,6 +227,23 @@ def test_a_recorded_call_carries_its_peak_on_the_device(monkeypatch: pytest.Monk
         ("update_actor", 32.0),
         ("compute_log_prob", 9.0),
     ]
+
+
+def test_the_call_that_starts_the_device_does_not_pass_the_hosts_memory_off_as_the_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCuda(FakeDevice())
+    cuda.has_started = False
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    recorder = SpanRecorder()
+    with recorder.recording("actor", "place_in_mesh"):
+        pass
+    with recorder.recording("actor", "init_model"):
+        cuda.has_started = True
+    before, starts = recorder.take()
+    assert before.memory_gib is not None
+    assert before.memory_gib > 0
+    assert starts.memory_gib is None
 
 
 def test_the_counter_asks_for_names_that_torch_has() -> None:
