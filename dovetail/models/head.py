@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
+from dovetail.models.head_steps import add_product, default_chunk_size, float32_logits, gradient_without_labels
 
 
 class LogProbs(NamedTuple):
@@ -57,7 +56,7 @@ def fused_linear_log_prob(
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
         raise ValueError(f"hidden must be [N, H] and labels [N]; got {tuple(hidden.shape)} and {tuple(labels.shape)}.")
     if chunk_size is None:
-        chunk_size = max(1, _CHUNK_BYTES.get(hidden.device.type, 1 << 27) // (4 * weight.size(0)))
+        chunk_size = default_chunk_size(weight)
     if use_triton is None:
         use_triton = hidden.is_cuda and _triton_is_here()
     log_probs, entropy = _FusedLinearLogProb.apply(
@@ -125,7 +124,7 @@ class _FusedLinearLogProb(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[part] = d_logits @ matrix
                 if grad_weight is not None:
-                    _add_product(grad_weight, d_logits, h)
+                    add_product(grad_weight, d_logits, h)
                 if grad_bias is not None:
                     grad_bias += d_logits.sum(0, dtype=torch.float32)
         return (
@@ -163,34 +162,15 @@ class _TorchRows:
         temperature: float,
         dtype: torch.dtype,
     ) -> Tensor:
-        """With z = logits / T and p = softmax(z): d log p_y = onehot - p and d H = -p (log p + H), all over dz."""
         log_p = logits.div_(temperature).sub_(normalizer.unsqueeze(-1))
-        if grad_entropy is None:
-            d_logits = log_p.exp_().mul_(-grad_log_probs.unsqueeze(-1))
-        else:
-            p = log_p.exp()
-            d_logits = log_p.add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
-            d_logits.sub_(grad_log_probs.unsqueeze(-1)).mul_(p)
+        d_logits = gradient_without_labels(log_p, entropy, grad_log_probs, grad_entropy)
         d_logits.scatter_add_(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1))
         return d_logits.div_(temperature).to(dtype)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # no rounding of the logits to 8 bits
-        return logits if bias is None else logits.add_(bias)
-    logits = F.linear(hidden, weight).float()
+    logits = float32_logits(hidden, weight)
     return logits if bias is None else logits.add_(bias)
-
-
-def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """`total += d_logits.T @ hidden`, kept in float32."""
-    if d_logits.dtype == torch.float32:
-        total.addmm_(d_logits.t(), hidden)
-    elif d_logits.is_cuda:
-        total.add_(torch.mm(d_logits.t(), hidden, out_dtype=torch.float32))
-    else:
-        total.add_(d_logits.t() @ hidden)
 
 
 def _triton_is_here() -> bool:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
+from dovetail.models.head_steps import add_product, float32_logits, gradient_without_labels
+
 _NEVER = -1e30
 """Log-prob of the rows that pad the vocabulary: finite, so that 0 times it is 0."""
 
@@ -44,11 +44,6 @@ def vocab_parallel_log_prob(
     rank's part of it: let it pass through a region that adds up over the group. The third row has no gradient.
     """
     return _VocabParallelLogProb.apply(hidden, weight, labels, shard, float(temperature), need_entropy, chunk_size)
-
-
-def default_chunk_size(weight: Tensor) -> int:
-    """Rows whose float32 logits take 1 GiB on CUDA and 128 MiB on a CPU."""
-    return max(1, _CHUNK_BYTES.get(weight.device.type, 1 << 27) // (4 * weight.size(0)))
 
 
 class _VocabParallelLogProb(torch.autograd.Function):
@@ -98,7 +93,7 @@ class _VocabParallelLogProb(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = d_logits @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, d_logits, hidden[part])
+                add_product(grad_weight, d_logits, hidden[part])
         grad = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad, *([None] * 5)
 
@@ -111,11 +106,7 @@ def _parts(num_rows: int, chunk_size: int | None) -> list[slice]:
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # no rounding of the logits to 8 bits
-    else:
-        logits = F.linear(hidden, weight).float()
-    logits.div_(temperature)
+    logits = float32_logits(hidden, weight).div_(temperature)
     if shard.last > shard.num_real:
         logits[:, max(0, shard.num_real - shard.first) :] = _NEVER
     return logits
@@ -148,13 +139,8 @@ def _gradient(
     entropy: Tensor,
     shard: VocabShard,
 ) -> Tensor:
-    """In place of `log_p`: with p = softmax(z), d log p_y = onehot - p and d H = -p (log p + H), all over dz."""
-    if grad_entropy is None:
-        gradient = log_p.exp_().mul_(-grad_log_probs.unsqueeze(-1))
-    else:
-        p = log_p.exp()
-        gradient = log_p.add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
-        gradient.sub_(grad_log_probs.unsqueeze(-1)).mul_(p)
+    """In place of `log_p`, over logits / T."""
+    gradient = gradient_without_labels(log_p, entropy, grad_log_probs, grad_entropy)
     mine, columns = _own_columns(labels, shard)
     return gradient.scatter_add_(-1, columns.unsqueeze(-1), (grad_log_probs * mine).unsqueeze(-1))
 
@@ -163,13 +149,3 @@ def _sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() > 1:
         dist.all_reduce(x, group=group)
     return x
-
-
-def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """`total += d_logits.T @ hidden`, kept in float32."""
-    if d_logits.dtype == torch.float32:
-        total.addmm_(d_logits.t(), hidden)
-    elif d_logits.is_cuda:
-        total.add_(torch.mm(d_logits.t(), hidden, out_dtype=torch.float32))
-    else:
-        total.add_(d_logits.t() @ hidden)
