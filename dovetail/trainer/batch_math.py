@@ -94,6 +94,16 @@ def add_advantages(batch: DataProto, algorithm: AlgorithmConfig, *, num_repeat: 
     return _with(batch, advantages=_at_rows(advantages, scored), returns=_at_rows(returns, scored))
 
 
+def add_baselines(batch: DataProto, greedy: DataProto, *, num_repeat: int) -> DataProto:
+    """The scores of each prompt's greedy answer, beside its `num_repeat` sampled ones (ReMax)."""
+    columns = {
+        "reward_baselines": greedy.tensors["token_level_scores"].sum(dim=1),
+        "baseline_failed": greedy.tensors["reward_failed"],
+    }
+    repeated = {name: column.repeat_interleave(num_repeat) for name, column in columns.items()}
+    return batch.union(DataProto.from_dict(repeated))
+
+
 def with_baseline_failures(batch: DataProto) -> DataProto:
     """Rows whose greedy answer (ReMax) could not be scored have nothing to be measured against: they fail too."""
     columns = batch.tensors

@@ -14,7 +14,7 @@ import torch
 
 from dovetail.protocol import DataProto
 from dovetail.rewards.runner import RewardResult
-from dovetail.trainer.ppo import Metrics, RayPPOTrainer, Rollout, groups_of
+from dovetail.trainer.ppo import Metrics, RayPPOTrainer, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,11 @@ class RayDAPOTrainer(RayPPOTrainer):
 
 
 def _split_groups(batch: DataProto) -> list[DataProto]:
-    return [batch.select_idxs(rows) for rows in groups_of(batch).values()]
+    """The rows of each prompt, in the order in which the prompts appear."""
+    rows: dict[str, list[int]] = {}
+    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+        rows.setdefault(str(uid), []).append(row)
+    return [batch.select_idxs(found) for found in rows.values()]
 
 
 def _over_rounds(rounds: list[Metrics]) -> Metrics:

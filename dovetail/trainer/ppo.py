@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from dovetail.algorithms import get_kl_controller
 from dovetail.config.root import DovetailConfig
 from dovetail.data.loader import PromptLoader
@@ -26,6 +24,7 @@ from dovetail.trainer.answers import rollout_rows
 from dovetail.trainer.arrange import arrange_rows, imbalance
 from dovetail.trainer.batch_math import (
     add_advantages,
+    add_baselines,
     add_rewards,
     correct_rollout,
     mask_failed,
@@ -36,6 +35,7 @@ from dovetail.trainer.checkpoints import TrainerCheckpoints
 from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.prompt_draws import PromptDraws
+from dovetail.trainer.requests import engine_request, join_answers, model_inputs, num_restarts
 from dovetail.trainer.step_metrics import (
     data_metrics,
     memory_metrics,
@@ -50,8 +50,6 @@ from dovetail.trainer.validation import validate
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
-_PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
-_ENGINE_COLUMNS = ("raw_prompt_ids", "sampling_seed", "multi_modal_data")
 
 
 @dataclass
@@ -167,10 +165,10 @@ class RayPPOTrainer:
                     batch = self._add_old_log_probs(batch, metrics)
             if self.groups.ref is not None:
                 with self.timers("ref"):
-                    batch = batch.union(self.groups.ref.compute_ref_log_prob(_inputs(batch)))
+                    batch = batch.union(self.groups.ref.compute_ref_log_prob(model_inputs(batch)))
             if self.groups.critic is not None:
                 with self.timers("values"):
-                    batch = batch.union(self.groups.critic.compute_values(_inputs(batch)))
+                    batch = batch.union(self.groups.critic.compute_values(model_inputs(batch)))
             with self.timers("reward"):
                 batch = self._take_rewards(batch, rollout.rewards, metrics)
             with self.timers("adv"):
@@ -202,32 +200,15 @@ class RayPPOTrainer:
             greedy = self._answers(prompts, n=1, do_sample=False)
             self.utilisation.count_generation(greedy)
             scored = self._finish_rewards(self._start_rewards(greedy))
-            columns = {
-                "reward_baselines": scored.columns.tensors["token_level_scores"].sum(dim=1),
-                "baseline_failed": scored.columns.tensors["reward_failed"],
-            }
-            batch = batch.union(
-                DataProto.from_dict({name: column.repeat_interleave(n) for name, column in columns.items()})
-            )
+            batch = add_baselines(batch, scored.columns, num_repeat=n)
         return batch, {}
 
     def _answers(self, prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
-        wanted = [name for name in _ENGINE_COLUMNS if name in prompts.non_tensor_batch]
-        request = prompts.select(batch_keys=[], non_tensor_batch_keys=wanted)
-        request.meta_info = {"n": n, **sampling}
-        answers = self.groups.rollout.generate_sequences(request)
-        self._note_restarts(answers)
-        answers.meta_info = {"temperature": answers.meta_info["temperature"]}
-        # The engine wrote these three for prompt and response together.
-        kept = [name for name in prompts.tensors if name not in _PROMPT_COLUMNS]
-        rows = prompts.select(batch_keys=kept).repeat(n, interleave=True)
-        rows.meta_info = {}
-        return rows.union(answers)
+        answers = self.groups.rollout.generate_sequences(engine_request(prompts, n=n, **sampling))
+        self._note_restarts(num_restarts(answers))
+        return join_answers(prompts, answers, n=n)
 
-    def _note_restarts(self, answers: DataProto) -> None:
-        """Engines beside the trainer that died and were started again while they wrote this batch."""
-        counts = answers.meta_info.get("metrics", {}).get("rollout/engine_restarts", 0)
-        total = int(sum(counts) if isinstance(counts, list) else counts)
+    def _note_restarts(self, total: int) -> None:
         if total:
             reason = f"{total} engine{'s' * (total > 1)} died while generating and finished the batch after a restart"
             self.tracker.event("engine_restart", self.global_step, reason=reason)
@@ -263,7 +244,7 @@ class RayPPOTrainer:
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
         if self.config.algorithm.rollout_correction.bypass_mode:
             return batch.union(DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()}))
-        found = self.groups.actor_rollout.compute_log_prob(_inputs(batch))
+        found = self.groups.actor_rollout.compute_log_prob(model_inputs(batch))
         entropies, mask = found.tensors["entropys"], batch.tensors["response_mask"]
         metrics["actor/entropy"] = float((entropies * mask).sum() / mask.sum().clamp(min=1))
         return batch.union(found)
@@ -371,18 +352,3 @@ def total_training_steps(config: DovetailConfig, steps_per_epoch: int) -> int:
         per_step = math.ceil(config.data.train_batch_size / config.data.generation_batch_size)
         total = max(1, steps_per_epoch // max(1, per_step)) * config.trainer.total_epochs
     return total
-
-
-def _inputs(batch: DataProto) -> DataProto:
-    """What models read: nothing else needs to travel to the workers."""
-    names = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
-    images = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
-    return batch.select(batch_keys=names, non_tensor_batch_keys=images)
-
-
-def groups_of(batch: DataProto) -> dict[str, torch.Tensor]:
-    """Row numbers of every group, in the order in which the groups appear."""
-    rows: dict[str, list[int]] = {}
-    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
-        rows.setdefault(str(uid), []).append(row)
-    return {uid: torch.tensor(found) for uid, found in rows.items()}
