@@ -7,7 +7,6 @@ One process with micro-batches of 4 is the reference. Every layout runs the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.config.actor import Strategy
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.micro_batches import MicroBatchLimit
-from tests.ranks import run_ranks
+from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, train_layouts
 from tests.workers.tiny_run import (
     MINI_BATCH,
     TOLERANCE,
@@ -56,22 +54,6 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A way to do the same update. `micro_batch` counts rows, `tokens` turns dynamic micro-batches on."""
-
-    world_size: int
-    strategy: Strategy = "fsdp2"
-    micro_batch: int = 4
-    tokens: int | None = None
-    sp_size: int = 1
-    fsdp: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    losses: bool = False
-    like: str = "reference"
-
-
-PADDED = {"use_remove_padding": False}
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
 LAYOUTS = {
@@ -100,32 +82,18 @@ LAYOUTS = {
     "fsdp2 hybrid 2x2, ulysses 2, dynamic": Layout(4, sp_size=2, tokens=14, fsdp={"fsdp_size": 2}),
 }
 
-Found = dict[str, dict[str, Updated]]
-"""Layout, then setting."""
-
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Updated]]]:
-    """By layout, what each rank found. All layouts of a world size share one start of its processes."""
-    folder = small_model(tmp_path_factory.mktemp("policy"))
-    batch = rollout_batch()
-    by_size = {1: [train_all(0, 1, folder, batch)]}
-    for size in (2, 4):
-        by_size[size] = run_ranks(train_all, size, folder, batch, timeout=600.0)
-    return {name: [found[name] for found in by_size[layout.world_size]] for name, layout in LAYOUTS.items()}
+def trained(tmp_path_factory: pytest.TempPathFactory) -> ByLayout:
+    return train_layouts(LAYOUTS, train, small_model(tmp_path_factory.mktemp("policy")), rollout_batch())
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if name not in ("reference", "lora")])
-def test_an_update_does_not_depend_on_its_layout(name: str, trained: dict[str, list[dict[str, Updated]]]) -> None:
-    reference = trained[LAYOUTS[name].like][0]
-    for rank, found in enumerate(trained[name]):
-        for setting, updated in found.items():
-            expected = reference[setting]
-            assert updated.metrics == pytest.approx(expected.metrics, abs=TOLERANCE, rel=TOLERANCE), (setting, rank)
-            assert largest_difference(updated.weights, expected.weights) < TOLERANCE, (setting, rank)
+def test_an_update_does_not_depend_on_its_layout(name: str, trained: ByLayout) -> None:
+    assert_same_updates(trained[name], trained[LAYOUTS[name].like][0])
 
 
-def test_the_updates_that_are_compared_move_the_weights_and_clip(trained: dict[str, list[dict[str, Updated]]]) -> None:
+def test_the_updates_that_are_compared_move_the_weights_and_clip(trained: ByLayout) -> None:
     found = list(trained["reference"][0].values())
     for before, after in pairwise(found):
         assert largest_difference(before.weights, after.weights) > 100 * TOLERANCE
@@ -135,16 +103,11 @@ def test_the_updates_that_are_compared_move_the_weights_and_clip(trained: dict[s
     assert set(SETTINGS) | set(LOSSES) == set(trained["reference"][0])
 
 
-def train_all(rank: int, world_size: int, folder: Path, batch: DataProto) -> Found:
-    chosen = {name: layout for name, layout in LAYOUTS.items() if layout.world_size == world_size}
-    return {name: train(folder, layout, batch) for name, layout in chosen.items()}
-
-
-def train(folder: Path, layout: Layout, batch: DataProto) -> dict[str, Updated]:
+def train(folder: Path, layout: Layout, batch: DataProto) -> BySetting:
     actor = build_actor(folder, layout, {})
     mine = my_rows(batch, actor.backend.place)
     settings = {**SETTINGS, **({name: {"policy_loss": loss} for name, loss in LOSSES.items()} if layout.losses else {})}
-    found: dict[str, Updated] = {}
+    found: BySetting = {}
     for name, setting in settings.items():
         actor = build_actor(folder, layout, setting, like=actor)
         # Anew each time: far from its old log-probs a policy is clipped everywhere, and nothing would be compared.
@@ -161,12 +124,8 @@ def build_actor(
         f"{ACTOR}.use_kl_loss": True,
         f"{ACTOR}.kl_loss_coef": 0.1,
         f"{ACTOR}.entropy_coeff": 0.01,
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu": layout.micro_batch,
-        f"{ACTOR}.use_dynamic_bsz": layout.tokens is not None,
-        f"{ACTOR}.ppo_max_token_len_per_gpu": layout.tokens or 1,
-        f"{ACTOR}.fsdp_config": layout.fsdp,
+        **layout.keys(ACTOR, MODEL),
         **{f"{ACTOR}.{key}": value for key, value in setting.items()},
-        **{f"{MODEL}.{key}": value for key, value in layout.model.items()},
     }
     config = run_config(folder, changes)
     policy = config.actor_rollout_ref

@@ -5,7 +5,6 @@ Built like `test_actor_parity`: one process with micro-batches of 4 is the refer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dovetail.config.actor import Strategy
 from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_value
 from dovetail.workers.critic import DataParallelPPOCritic
-from tests.ranks import run_ranks
+from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, train_layouts
 from tests.workers.tiny_run import (
     MINI_BATCH,
     TOLERANCE,
     Updated,
     as_numpy,
-    largest_difference,
     my_rows,
     rollout_batch,
     run_config,
@@ -41,21 +38,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A way to do the same update. `micro_batch` counts rows, `tokens` turns dynamic micro-batches on."""
-
-    world_size: int
-    strategy: Strategy = "fsdp2"
-    micro_batch: int = 4
-    tokens: int | None = None
-    sp_size: int = 1
-    fsdp: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-
-
-PADDED = {"use_remove_padding": False}
-
 LAYOUTS = {
     "reference": Layout(1),
     "micro-batches of 1": Layout(1, micro_batch=1),
@@ -71,27 +53,15 @@ LAYOUTS = {
     "ulysses 4 over 2 key-value heads": Layout(4, sp_size=4),
 }
 
-ByLayout = dict[str, list[dict[str, Updated]]]
-"""Layout, then rank, then setting."""
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> ByLayout:
-    folder = small_model(tmp_path_factory.mktemp("critic"), "llama")
-    batch = rollout_batch()
-    by_size = {1: [train_all(0, 1, folder, batch)]}
-    for size in (2, 4):
-        by_size[size] = run_ranks(train_all, size, folder, batch, timeout=600.0)
-    return {name: [found[name] for found in by_size[layout.world_size]] for name, layout in LAYOUTS.items()}
+    return train_layouts(LAYOUTS, train, small_model(tmp_path_factory.mktemp("critic"), "llama"), rollout_batch())
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "reference"])
 def test_an_update_does_not_depend_on_its_layout(name: str, trained: ByLayout) -> None:
-    for rank, found in enumerate(trained[name]):
-        for setting, updated in found.items():
-            expected = trained["reference"][0][setting]
-            assert updated.metrics == pytest.approx(expected.metrics, abs=TOLERANCE, rel=TOLERANCE), (setting, rank)
-            assert largest_difference(updated.weights, expected.weights) < TOLERANCE, (setting, rank)
+    assert_same_updates(trained[name], trained["reference"][0])
 
 
 def test_the_updates_that_are_compared_clip_values_and_train_the_head(trained: ByLayout) -> None:
@@ -138,15 +108,10 @@ def test_a_critic_starts_from_a_trl_value_head(tmp_path: Path) -> None:
     torch.testing.assert_close(found["score.bias"], weights["v_head.summary.bias"], atol=0, rtol=0)
 
 
-def train_all(rank: int, world_size: int, folder: Path, batch: DataProto) -> dict[str, dict[str, Updated]]:
-    chosen = {name: layout for name, layout in LAYOUTS.items() if layout.world_size == world_size}
-    return {name: train(folder, layout, batch) for name, layout in chosen.items()}
-
-
-def train(folder: Path, layout: Layout, batch: DataProto) -> dict[str, Updated]:
+def train(folder: Path, layout: Layout, batch: DataProto) -> BySetting:
     critic = build_critic(folder, layout, {})
     mine = my_rows(batch, critic.backend.place)
-    found: dict[str, Updated] = {}
+    found: BySetting = {}
     for name, setting in SETTINGS.items():
         critic = build_critic(folder, layout, setting, like=critic)
         metrics = critic.update_critic(with_values(mine, critic.compute_values(mine)))
@@ -165,12 +130,8 @@ def critic_config(folder: Path, layout: Layout, setting: dict[str, Any]) -> Dove
     return run_config(
         folder,
         {
-            "critic.ppo_micro_batch_size_per_gpu": layout.micro_batch,
-            "critic.use_dynamic_bsz": layout.tokens is not None,
-            "critic.ppo_max_token_len_per_gpu": layout.tokens or 1,
-            "critic.fsdp_config": layout.fsdp,
+            **layout.keys("critic", "critic.model"),
             **{f"critic.{key}": value for key, value in setting.items()},
-            **{f"critic.model.{key}": value for key, value in layout.model.items()},
         },
     )
 
