@@ -8,16 +8,21 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from dovetail.controller import WorkerDiedError, start_ray, stop_ray
+from dovetail.controller.errors import WorkerError
 from dovetail.protocol import DataProto
+from dovetail.rollout.base import EngineDiedError
 from dovetail.trainer.engines import SeparateEngines
 from dovetail.trainer.groups import RoleGroups, create_groups
+from dovetail.workers.weight_check import SentWeights
+from dovetail.workers.weight_sending import SendResult
 from tests.trainer.test_workers import answers, assert_close
 from tests.trainer.toy_run import Toy, train
 from tests.workers.tiny_run import rollout_batch, run_config, small_model, with_old_log_probs
@@ -105,6 +110,73 @@ def kill(engines: SeparateEngines) -> tuple[int, float]:
     pid = group.identities[1].pid
     os.kill(pid, signal.SIGKILL)
     return pid, time.monotonic()
+
+
+class Started:
+    """A group of one engine whose own server is dead, or is not. Says who was asked for what."""
+
+    world_size = 1
+
+    def __init__(self, calls: list[Any], *, dead: bool) -> None:
+        self._calls = calls
+        self._dead = dead
+
+    def __getattr__(self, method: str) -> Any:
+        return Call(method, self)
+
+    def answer(self, method: str, *args: Any) -> Any:
+        self._calls.append((method, *args))
+        if method == "generate_sequences" and self._dead:
+            raise WorkerError("rollout", 0, method, exception=EngineDiedError("the server is gone"))
+        answers = {
+            "num_weight_ranks": [2, 3],
+            "open_weight_group": ["address", None],
+            "connect_weight_group": [SendResult()],
+            "send_weights": [SendResult(sent=cast("SentWeights", "sums")), SendResult()],
+        }
+        return answers.get(method)
+
+
+class Call:
+    def __init__(self, method: str, group: Started) -> None:
+        self._method, self._group = method, group
+
+    def __call__(self, *args: Any) -> Any:
+        return self._group.answer(self._method, *args)
+
+    def submit(self, *args: Any) -> Any:
+        return SimpleNamespace(get=lambda: self(*args))
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_an_engine_whose_own_servers_died_is_replaced_like_a_dead_worker(
+    toy: Toy, tmp_path: Path, restarts: int
+) -> None:
+    calls: list[Any] = []
+    config = toy.config(tmp_path, {f"{R}.restart_engine": restarts, f"{R}.verify_start": False})
+    waiting = [Started(calls, dead=True), Started(calls, dead=False)]
+    trainer: Any = Started([], dead=False)
+    engines = SeparateEngines(config, trainer, lambda: cast("Any", waiting.pop(0)))
+    engines.init_model()
+    assert calls == [
+        ("init_model",),
+        ("num_weight_ranks",),
+        ("join_weight_group", "address", [2, 3]),
+        ("receive_weights", 1),
+    ]
+    assert trainer._calls[0] == ("open_weight_group", 5, "127.0.0.1")
+    if restarts:
+        engines.generate_sequences(cast("Any", "prompts"))
+        assert [call[0] for call in calls[4:]] == [
+            "generate_sequences",
+            "shutdown",
+            *(call[0] for call in calls[:4]),
+            "generate_sequences",
+        ]
+        assert engines.num_restarts == 1
+    else:
+        with pytest.raises(WorkerError, match="generate_sequences failed"):
+            engines.generate_sequences(cast("Any", "prompts"))
 
 
 def test_weights_follow_an_update_on_every_engine(groups: RoleGroups, engines: SeparateEngines) -> None:

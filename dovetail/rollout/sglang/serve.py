@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import threading
+from typing import Any
 
 WRONG_VERSION = 3
 """Exit status when SGLang is missing, or of a version that is not in the range given."""
@@ -31,7 +33,24 @@ def main() -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
-    launch_server(ServerArgs(**spec["arguments"]))
+    arguments = _forking(ServerArgs) if spec["fork"] else ServerArgs
+    launch_server(arguments(**spec["arguments"]))
+
+
+def _forking(arguments: type[Any]) -> type[Any]:
+    """SGLang starts its processes as new interpreters, and each imports all of SGLang again, which is most of the time
+    that a start takes. Forked, they have it. A process that has looked at a GPU cannot be forked; here nothing has been
+    computed and no thread but the one below runs.
+
+    SGLang asks for new interpreters right before it checks its arguments, and starts processes right after.
+    """
+
+    class Forking(arguments):
+        def check_server_args(self) -> None:
+            super().check_server_args()
+            multiprocessing.set_start_method("fork", force=True)
+
+    return Forking
 
 
 def _end_with_starter() -> None:

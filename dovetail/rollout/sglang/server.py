@@ -48,7 +48,7 @@ class ServerLink:
         handle, log = tempfile.mkstemp(prefix="dovetail-sglang-", suffix=".log")
         self.log = Path(log)
         arguments = settings.sglang_arguments(cpu=cpu) | {"port": port, "nccl_port": self.store_port}
-        spec = {"arguments": arguments, "oldest": list(OLDEST), "newest": list(NEWEST)}
+        spec = {"arguments": arguments, "oldest": list(OLDEST), "newest": list(NEWEST), "fork": cpu}
         own = environment(cpu=cpu, raw_logprobs=settings.logprobs == "raw")
         try:
             self._process = subprocess.Popen(
