@@ -22,11 +22,16 @@ class LayerActivations:
     boundary: float
 
 
-def layer_activations(shape: ModelShape, *, moe: bool, layout: RoleLayout) -> LayerActivations:
-    """What backward keeps for one token: everything, and the layer's input alone (gradient checkpointing)."""
-    # Per norm: its input in fp32 (4), the normalised value (2) and the input of the next product (2).
-    norms = 16 * shape.hidden_size
-    attention = BF16 * shape.attention_width
+def layer_activations(shape: ModelShape, *, moe: bool, layout: RoleLayout, compiled: bool = False) -> LayerActivations:
+    """What backward keeps for one token: everything, and the layer's input alone (gradient checkpointing).
+
+    A compiled layer computes element-wise work again instead of keeping it; experts are counted as if not compiled.
+    """
+    # Per norm its input and the input of the next product; not compiled, that input in fp32 and the normalised value.
+    norm = 2 * BF16 if compiled else FP32 + 2 * BF16
+    norms = 2 * norm * shape.hidden_size
+    # A norm on queries and keys is followed by no product: what it gives is rotated at once.
+    attention = BF16 * shape.attention_width + (norm - BF16) * shape.qk_norm_width
     tensors = 4 if shape.gated_mlp else 2
     if moe:
         routed = shape.experts_per_token * (
@@ -35,7 +40,9 @@ def layer_activations(shape: ModelShape, *, moe: bool, layout: RoleLayout) -> La
         mlp = routed / layout.expert_tensor_parallel
         mlp += tensors * BF16 * shape.shared_intermediate_size / layout.tensor_parallel
     else:
-        mlp = tensors * BF16 * shape.intermediate_size / layout.tensor_parallel
+        # The activation of the gate is the one that is computed again.
+        kept = tensors - 1 if compiled and shape.gated_mlp else tensors
+        mlp = kept * BF16 * shape.intermediate_size / layout.tensor_parallel
     # Megatron's sequence parallelism cuts the norms by the tensor-parallel size too.
     saved = (norms + attention) / layout.tensor_parallel + mlp
     return LayerActivations(saved=saved, boundary=BF16 * shape.hidden_size / layout.tensor_parallel)
@@ -50,9 +57,10 @@ def kept_activations(
     micro_batches: int,
     checkpointing: bool,
     offload: bool = False,
+    compiled: bool = False,
 ) -> float:
     """Bytes kept for backward on one device of `stage`, with `tokens` of one micro-batch on that device."""
-    kinds = _layers_of_stage(shape, layout, stage)
+    kinds = _layers_of_stage(shape, layout, stage, compiled)
     # One-forward-one-backward: an early stage has a micro-batch in flight for each stage after it.
     in_flight = min(layout.pipeline_parallel - stage, micro_batches)
     if not checkpointing:
@@ -63,9 +71,11 @@ def kept_activations(
     return tokens * in_flight * sum(kind.boundary for kind in kinds)
 
 
-def recomputed_activations(shape: ModelShape, layout: RoleLayout, stage: int, tokens: float) -> float:
+def recomputed_activations(
+    shape: ModelShape, layout: RoleLayout, stage: int, tokens: float, *, compiled: bool = False
+) -> float:
     """Bytes of the widest layer while gradient checkpointing computes it again."""
-    return tokens * max((kind.saved for kind in _layers_of_stage(shape, layout, stage)), default=0.0)
+    return tokens * max((kind.saved for kind in _layers_of_stage(shape, layout, stage, compiled)), default=0.0)
 
 
 def forward_activations(shape: ModelShape, layout: RoleLayout, tokens: float) -> float:
@@ -96,6 +106,6 @@ def fused_head_bytes(
     return 2 * logits + gradient
 
 
-def _layers_of_stage(shape: ModelShape, layout: RoleLayout, stage: int) -> list[LayerActivations]:
+def _layers_of_stage(shape: ModelShape, layout: RoleLayout, stage: int, compiled: bool) -> list[LayerActivations]:
     layers = layout.stages(shape.num_layers)[stage]
-    return [layer_activations(shape, moe=shape.layers[i].is_moe, layout=layout) for i in layers]
+    return [layer_activations(shape, moe=shape.layers[i].is_moe, layout=layout, compiled=compiled) for i in layers]

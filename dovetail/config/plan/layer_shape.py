@@ -139,12 +139,17 @@ def is_latent(text: Raw, family: Family) -> bool:
 def attention_width(text: Raw, family: Family, heads: int, kv_heads: int, head_dim: int) -> int:
     """Two-byte values per token that the backward pass of attention keeps: queries, keys, values, output."""
     if not is_latent(text, family):
-        normed = (heads + kv_heads) * head_dim
-        # A norm on queries and keys keeps an fp32 copy and the normalised value of each.
-        return 2 * normed + (0 if family.qk_norm == "none" else 3 * normed)
+        return 2 * (heads + kv_heads) * head_dim
     query = heads * (text["qk_nope_head_dim"] + text["qk_rope_head_dim"])
     ranks = (text.get("q_lora_rank") or 0) + text["kv_lora_rank"]
     return 2 * query + 2 * heads * text["v_head_dim"] + ranks
+
+
+def qk_norm_width(text: Raw, family: Family, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Values per token of queries and keys where a norm is on them; latent attention's are counted with its ranks."""
+    if is_latent(text, family) or family.qk_norm == "none":
+        return 0
+    return (heads + kv_heads) * head_dim
 
 
 def dense_width(text: Raw, experts: Experts) -> int:

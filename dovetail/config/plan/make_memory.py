@@ -33,7 +33,7 @@ def make_memory(
     """Memory of every phase; None when the policy's shape is not known."""
     if shapes.policy is None:
         return None
-    roles = _roles(config, layouts, shapes)
+    roles = _roles(config, layouts, shapes, device)
     rollout, layout = config.actor_rollout_ref.rollout, layouts["rollout"]
     per_replica = batches.sequences_per_engine / rollout.data_parallel_size
     engine = engine_memory(
@@ -73,7 +73,9 @@ def _shares_weights(config: DovetailConfig, layouts: dict[str, RoleLayout]) -> b
     )
 
 
-def _roles(config: DovetailConfig, layouts: dict[str, RoleLayout], shapes: Shapes) -> dict[str, RoleMemory]:
+def _roles(
+    config: DovetailConfig, layouts: dict[str, RoleLayout], shapes: Shapes, device: Device
+) -> dict[str, RoleMemory]:
     policy = config.actor_rollout_ref
     assert shapes.policy is not None, "the memory plan needs the policy's shape"
     checkpointing, fused = policy.model.enable_gradient_checkpointing, policy.model.use_fused_kernels
@@ -88,6 +90,7 @@ def _roles(config: DovetailConfig, layouts: dict[str, RoleLayout], shapes: Shape
             fused_head=fused,
             activation_offload=policy.model.enable_activation_offload,
             needs_entropy=policy.actor.needs_entropy,
+            compiled=policy.actor.use_torch_compile and device.is_accelerator,
             lora_rank=policy.model.lora_rank,
         )
     }

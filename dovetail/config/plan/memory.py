@@ -207,11 +207,13 @@ def _training_activations(active: RoleMemory, stage: int, batch: PassBatches, lo
         micro_batches=batch.micro_batches,
         checkpointing=active.checkpointing,
         offload=active.activation_offload,
+        compiled=active.compiled,
     )
     if not active.checkpointing:
         return kept
     # Backward frees the logits before it recomputes the last layer: the smaller of the two hides behind the larger.
-    return kept + max(0.0, recomputed_activations(active.shape, active.layout, stage, tokens) - logits)
+    again = recomputed_activations(active.shape, active.layout, stage, tokens, compiled=active.compiled)
+    return kept + max(0.0, again - logits)
 
 
 def _head_bytes(active: RoleMemory, tokens: float, device: Device, *, training: bool) -> float:

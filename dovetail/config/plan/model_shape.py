@@ -19,6 +19,7 @@ from dovetail.config.plan.layer_shape import (
     count_layer,
     dense_width,
     is_latent,
+    qk_norm_width,
     size_of,
 )
 from dovetail.config.plan.vision import vision_parameters
@@ -52,6 +53,8 @@ class ModelShape:
     latent_cache_width: int | None = None
     # Queries, keys, values and output of attention together: what its backward keeps per token and layer.
     attention_width: int = 0
+    # Queries and keys together, where a norm is on them.
+    qk_norm_width: int = 0
     gated_mlp: bool = True
     vision: int = 0
     dtype: str = "bfloat16"
@@ -160,6 +163,7 @@ def shape_from_config(config: Raw) -> ModelShape:
         experts_per_token=experts.per_token,
         latent_cache_width=text["kv_lora_rank"] + text["qk_rope_head_dim"] if latent else None,
         attention_width=attention_width(text, family, heads, num_kv_heads, head_dim),
+        qk_norm_width=qk_norm_width(text, family, heads, num_kv_heads, head_dim),
         gated_mlp=family.gated_mlp,
         vision=vision_parameters(config, hidden),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"),

@@ -31,6 +31,7 @@ class RoleMemory:
     fused_head: bool
     activation_offload: bool
     needs_entropy: bool
+    compiled: bool
     # Bytes per weight of the gradient that is being summed; one unsharded unit of it exists at a time.
     reduce_bytes: float
     weights_wait_on_host: bool
@@ -77,6 +78,7 @@ def role_memory(
     fused_head: bool,
     activation_offload: bool = False,
     needs_entropy: bool = False,
+    compiled: bool = False,
     lora_rank: int = 0,
 ) -> RoleMemory:
     """The memory of a role on a training backend; without an optimizer it is frozen."""
@@ -91,6 +93,7 @@ def role_memory(
         fused_head=fused_head,
         activation_offload=activation_offload,
         needs_entropy=needs_entropy,
+        compiled=compiled and not layout.is_megatron,
         reduce_bytes=0.0 if megatron or not trainable else _bytes(fsdp.mixed_precision.reduce_dtype),
         weights_wait_on_host=megatron.param_offload if megatron else fsdp.param_offload,
         optimizer_waits_on_host=megatron.optimizer_offload if megatron else fsdp.optimizer_offload,
