@@ -60,7 +60,7 @@ def _in_thread(engine: VLLMEngine, requests: list[GenerationRequest]) -> Callabl
 
 def _wait_for_tokens(engine: VLLMEngine, count: int) -> None:
     for _ in range(6000):
-        if any(len(sample.token_ids) >= count for sample in list(engine._live.values())):
+        if any(len(sample.token_ids) >= count for sample in engine._live.of(None)):
             return
         time.sleep(0.01)
     raise AssertionError(f"{count} tokens were not written in a minute")
@@ -190,9 +190,9 @@ def test_an_update_in_the_middle_of_a_paused_generation_goes_on_under_the_new_we
     join = _in_thread(engine, [GenerationRequest("long", prompt, sampling)])
     _wait_for_tokens(engine, 20)
     engine.pause()
-    written = engine.health(), len(next(iter(engine._live.values())).token_ids)
+    written = engine.health(), len(engine._live.of(None)[0].token_ids)
     time.sleep(0.3)
-    count = len(next(iter(engine._live.values())).token_ids)
+    count = len(engine._live.of(None)[0].token_ids)
     assert (written[0].paused, written[1]) == (True, count)
     engine.update_weights(new.named_parameters(), 9)
     engine.continue_()

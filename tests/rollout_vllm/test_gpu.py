@@ -59,7 +59,7 @@ def test_an_update_in_mid_generation_marks_every_token_with_the_version_that_wro
     request = GenerationRequest("long", PROMPT, sampling)
     thread = threading.Thread(target=lambda: results.extend(engine.generate([request])))
     thread.start()
-    while not any(len(sample.token_ids) >= 20 for sample in list(engine._live.values())):
+    while not any(len(sample.token_ids) >= 20 for sample in engine._live.of(None)):
         time.sleep(0.001)
     engine.update_weights(new.named_parameters(), 9)
     thread.join(60)

@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.remote.client import ServerError
 from dovetail.rollout.remote.dialect import ServerInfo
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.sglang_dialect import SGLangDialect
-from dovetail.rollout.remote.weights import Failures, WeightChannel, connect_quietly, own_address
+from dovetail.rollout.remote.weights import BroadcastChannel, Failures, own_address
 from dovetail.rollout.sglang.group import WeightGroup
 from dovetail.rollout.sglang.weights import CheckedWeights
-from dovetail.weight_sync import Bucket, ExpectedWeights, NamedTensors, iter_buckets
-from dovetail.weight_sync.broadcast import GroupBackend
+from dovetail.weight_sync import Bucket, ExpectedWeights, iter_buckets
 
 
-class SGLangGroupChannel(WeightChannel):
-    """All servers must have the same number of model processes. The group is built anew when servers come or go."""
+class SGLangGroupChannel(BroadcastChannel):
+    """All servers must have the same number of model processes."""
 
-    def __init__(
-        self,
-        dialect: SGLangDialect,
-        loop: LoopThread,
-        expected: ExpectedWeights,
-        *,
-        bucket_bytes: int,
-        backend: GroupBackend = "gloo",
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(dialect, loop, expected, bucket_bytes=bucket_bytes)
+    def __init__(self, dialect: SGLangDialect, loop: LoopThread, expected: ExpectedWeights, **options: Any) -> None:
+        super().__init__(dialect, loop, expected, **options)
         self._sglang = dialect
-        self._backend: GroupBackend = backend
-        self._device = device
         self._group: WeightGroup | None = None
         self._members: list[str] = []
-        self._weights: NamedTensors = ()
-
-    def stage(self, weights: NamedTensors, version: int) -> None:
-        self._weights = weights
 
     def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
         """The stream is read to its end whatever happens: on other ranks of the trainer a gather waits."""
@@ -102,14 +83,8 @@ class SGLangGroupChannel(WeightChannel):
         group = WeightGroup(
             len(servers), sizes.pop(), backend=self._backend, device=self._device, host=own_address(servers)
         )
-        # Joining answers when the group is complete, which takes this side too.
-        connecting = threading.Thread(target=connect_quietly, args=(group.connect,), daemon=True)
-        connecting.start()
         bodies = {server: group.join_body(index) for index, server in enumerate(servers)}
-        failures = self._loop.run(self._tell("/init_weights_update_group", bodies))
-        if failures:
-            raise EngineError(f"a group for the weights could not be built: {'; '.join(map(str, failures.values()))}")
-        connecting.join()
+        self._complete(group.connect, self._tell("/init_weights_update_group", bodies))
         self._group = group
         return group
 

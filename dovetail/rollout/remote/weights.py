@@ -12,8 +12,8 @@ import socket
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import torch
@@ -96,9 +96,8 @@ class DiskChannel(WeightChannel):
         await self._dialect.load_from_disk(server, self._found, self._expected)
 
 
-class GroupChannel(WeightChannel):
-    """One `WeightSender` here, one receiver in every worker of every server. The group is built anew when servers
-    come or go."""
+class BroadcastChannel(WeightChannel):
+    """Weights go from here to a group that servers join. The group is built anew when servers come or go."""
 
     def __init__(
         self,
@@ -113,12 +112,28 @@ class GroupChannel(WeightChannel):
         super().__init__(dialect, loop, expected, bucket_bytes=bucket_bytes)
         self._backend: GroupBackend = backend
         self._device = device
-        self._sender: WeightSender | None = None
-        self._members: dict[str, int] = {}
         self._weights: NamedTensors = ()
 
     def stage(self, weights: NamedTensors, version: int) -> None:
         self._weights = weights
+
+    def _complete(self, connect: Callable[[], None], joining: Coroutine[Any, Any, Failures]) -> None:
+        """Let the servers join while this side connects: joining answers when the group is complete."""
+        connecting = threading.Thread(target=_connect_quietly, args=(connect,), daemon=True)
+        connecting.start()
+        failures = self._loop.run(joining)
+        if failures:
+            raise EngineError(f"a group for the weights could not be built: {'; '.join(map(str, failures.values()))}")
+        connecting.join()
+
+
+class GroupChannel(BroadcastChannel):
+    """One `WeightSender` here, one receiver in every worker of every server."""
+
+    def __init__(self, dialect: Dialect, loop: LoopThread, expected: ExpectedWeights, **options: Any) -> None:
+        super().__init__(dialect, loop, expected, **options)
+        self._sender: WeightSender | None = None
+        self._members: dict[str, int] = {}
 
     def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
         """The stream is read to its end whatever happens: on other ranks of the trainer a gather waits."""
@@ -184,17 +199,11 @@ class GroupChannel(WeightChannel):
         async def join(server: str) -> None:
             await self._dialect.join_group(server, sender.address, first_ranks[server])
 
-        # Joining answers when the group is complete, which takes this side too.
-        connecting = threading.Thread(target=connect_quietly, args=(sender.connect,), daemon=True)
-        connecting.start()
-        failures = self._loop.run(self._on_each(members, join))
-        if failures:
-            raise EngineError(f"a group for the weights could not be built: {'; '.join(map(str, failures.values()))}")
-        connecting.join()
+        self._complete(sender.connect, self._on_each(members, join))
         self._sender, self._members = sender, dict(members)
 
 
-def connect_quietly(connect: Callable[[], None]) -> None:
+def _connect_quietly(connect: Callable[[], None]) -> None:
     """On a thread beside the calls that make the servers join: those say what went wrong."""
     try:
         connect()

@@ -30,6 +30,7 @@ from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.engine import NO_WEIGHTS
 from dovetail.rollout.vllm.environment import prepare, starting_processes
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
+from dovetail.rollout.vllm.live import LiveSamples
 from dovetail.rollout.vllm.requests import (
     Sample,
     check_logprobs,
@@ -52,7 +53,7 @@ class AsyncVLLMEngine:
         self._cpu = runs_on_cpu()
         self._llm: Any = None
         self._version = 0
-        self._live: dict[str, Sample] = {}
+        self._live = LiveSamples()
         self._serial = itertools.count()
         self._paused = False
         self._asleep: frozenset[MemoryTag] = frozenset()
@@ -84,25 +85,20 @@ class AsyncVLLMEngine:
         check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         check_logprobs(request.sampling, self._logprobs)
         self._check_usable()
-        if any(sample.request.request_id == request.request_id for sample in self._live.values()):
-            raise ValueError(f"request_id {request.request_id!r} is in use; ids of running requests must be unique.")
+        self._live.check_new([request.request_id])
         samples = samples_of(request, next(self._serial))
-        self._live |= {sample.vllm_id: sample for sample in samples}
+        self._live.add(*samples)
         try:
             await asyncio.gather(*(self._run(sample) for sample in samples))
         finally:
-            for sample in samples:
-                self._live.pop(sample.vllm_id, None)
+            self._live.remove(samples)
         if self._weights_gap:
             raise EngineError(f"a weight update failed while {request.request_id!r} ran: {self._weights_gap}")
         return [sample.result() for sample in samples]
 
     def num_tokens(self) -> dict[str, int]:
         """Tokens written so far by each running request, all its samples together."""
-        counts: dict[str, int] = {}
-        for sample in self._live.values():
-            counts[sample.request.request_id] = counts.get(sample.request.request_id, 0) + len(sample.token_ids)
-        return counts
+        return self._live.num_tokens()
 
     async def update_weights(self, weights: NamedTensors, version: int) -> None:
         """Through shared memory: the source is on this machine."""
@@ -163,11 +159,7 @@ class AsyncVLLMEngine:
             await self._llm.resume_generation()
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
-        cut = [
-            sample
-            for sample in self._live.values()
-            if sample.finish_reason is None and (request_ids is None or sample.request.request_id in request_ids)
-        ]
+        cut = [sample for sample in self._live.of(request_ids) if sample.finish_reason is None]
         if cut:
             await self._llm.abort([sample.vllm_id for sample in cut])
         return len(cut)

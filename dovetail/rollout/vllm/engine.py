@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ from dovetail.rollout.vllm.adapter import load_adapter
 from dovetail.rollout.vllm.environment import prepare, without_compiling
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.lifetime import shut_down, start_engine
+from dovetail.rollout.vllm.live import LiveSamples
 from dovetail.rollout.vllm.requests import (
     Sample,
     check_logprobs,
@@ -90,7 +90,7 @@ class VLLMEngine(RolloutEngine):
         self._gate = StepGate()
         self._version = 0
         self._adapter: Any = None  # vLLM's LoRARequest of the adapter in use
-        self._live: dict[str, Sample] = {}
+        self._live = LiveSamples()
         self._serial = itertools.count()
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._broken = ""
@@ -136,20 +136,17 @@ class VLLMEngine(RolloutEngine):
         for request in requests:
             check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
             check_logprobs(request.sampling, self._logprobs)
-        ids = Counter(request.request_id for request in requests)
+        ids = [request.request_id for request in requests]
         samples = [sample for request in requests for sample in samples_of(request, next(self._serial))]
         with self._gate.between_steps():
             self._check_usable()
-            running = {sample.request.request_id for sample in self._live.values()}
-            repeated = [name for name, count in ids.items() if count > 1 or name in running]
-            if repeated:
-                raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
+            self._live.check_new(ids)
             for sample in samples:
                 self._submit(sample)
         try:
             self._gate.drive(self._step, lambda: all(sample.finish_reason is not None for sample in samples))
         finally:
-            self.abort(ids)  # only after a failure is anything left to abort
+            self.abort(frozenset(ids))  # only after a failure is anything left to abort
         return [sample.result() for sample in samples]
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
@@ -228,16 +225,12 @@ class VLLMEngine(RolloutEngine):
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         with self._gate.between_steps():
-            cut = [
-                sample
-                for sample in self._live.values()
-                if request_ids is None or sample.request.request_id in request_ids
-            ]
+            cut = self._live.of(request_ids)
             if cut:
                 self._llm.abort_request([sample.vllm_id for sample in cut])
             for sample in cut:
                 sample.finish_reason = "abort"
-                del self._live[sample.vllm_id]
+            self._live.remove(cut)
             return len(cut)
 
     def pause(self) -> None:
@@ -279,7 +272,7 @@ class VLLMEngine(RolloutEngine):
         room = self._max_model_len - len(sample.request.prompt_token_ids)
         params = vllm_sampling_params(sample, eos_ids=self._eos_ids, room=room)
         self._llm.add_request(sample.vllm_id, prompt_of(sample.request), params, lora_request=self._adapter)
-        self._live[sample.vllm_id] = sample
+        self._live.add(sample)
 
     def _step(self) -> bool:
         self._check_usable()
@@ -294,16 +287,7 @@ class VLLMEngine(RolloutEngine):
         except Exception as error:
             self._broken = f"a step failed with {type(error).__name__}: {error}"
             raise EngineError(f"the vLLM engine died: {self._broken}") from error
-        finished = False
-        for output in outputs:
-            sample = self._live.get(output.request_id)
-            if sample is None:
-                continue  # aborted while the step ran
-            sample.absorb(output.outputs[0], self._version)
-            if sample.finish_reason is not None:
-                del self._live[sample.vllm_id]
-                finished = True
-        return finished
+        return self._live.absorb(outputs, self._version)
 
     def _settle(self) -> None:
         """Take in what is in flight: with asynchronous scheduling (CUDA) vLLM is a step ahead of what it returned."""
