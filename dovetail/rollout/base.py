@@ -101,6 +101,7 @@ class GenerationRequest:
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     multi_modal: Mapping[str, Any] | None = None
+    """What the prompt holds beside text, in the form that the engine takes: docs/rollout.md, Images."""
 
 
 @dataclass(frozen=True, slots=True)

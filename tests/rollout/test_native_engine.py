@@ -191,7 +191,7 @@ def test_generation_ends_at_the_longest_sequence_the_model_takes() -> None:
 
 def test_what_the_engine_cannot_read_is_named() -> None:
     engine = NativeEngine(tiny_model("llama"))
-    with pytest.raises(UnsupportedPromptError, match=r"'a' carries image.*rollout.name=vllm"):
+    with pytest.raises(UnsupportedPromptError, match=r"'a' carries image.*reads token ids only"):
         engine.generate([GenerationRequest("a", [5], multi_modal={"image": [object()]})])
     with pytest.raises(ValueError, match=f"3 to {VOCAB_SIZE}"):
         engine.generate([GenerationRequest("a", [3, VOCAB_SIZE])])

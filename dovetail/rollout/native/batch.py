@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
+from dovetail.rollout.native.images import prefill_images, prefill_positions
 from dovetail.rollout.native.kv_cache import SlotKVCache
 from dovetail.rollout.native.runner import ModelRunner
 from dovetail.rollout.native.sampler import SamplingRows
@@ -72,6 +73,7 @@ class RunningBatch:
         self._runner = ModelRunner(model, self.cache, device)
         self._device = device
         self._rows_changed = True
+        self._shifts: list[int] = []
 
     @property
     def num_waiting(self) -> int:
@@ -117,7 +119,12 @@ class RunningBatch:
             return False
         self._reserve()
         tokens = [token for row, segment in plan for token in row.sequence[segment.start : segment.end]]
-        self._runner.prefill([segment for _, segment in plan], tokens)
+        self._runner.prefill(
+            [segment for _, segment in plan],
+            tokens,
+            prefill_positions(plan, self._device),
+            prefill_images(plan, self._device),
+        )
         for row, segment in plan:
             row.num_cached = segment.end
         self.stats.prefill_steps += 1
@@ -138,8 +145,9 @@ class RunningBatch:
                 self._device,
             )
             self._runner.set_rows(sampling, lengths)
+            self._shifts = [row.position_shift for row in rows]
             self._rows_changed = False
-        tokens, log_probs = self._runner.decode([row.sequence[-1] for row in rows], lengths)
+        tokens, log_probs = self._runner.decode([row.sequence[-1] for row in rows], lengths, self._shifts)
         any_finished = False
         for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
             row.num_cached += 1

@@ -27,6 +27,7 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.native.batch import Batch, BatchStats, RunningBatch
 from dovetail.rollout.native.gate import StepGate
+from dovetail.rollout.native.images import check_images, prompt_positions
 from dovetail.rollout.native.model import load_model, num_embeddings, share_model, stop_ids_of
 from dovetail.rollout.native.scheduler import Sample
 from dovetail.rollout.native.weights import WeightLoader
@@ -75,12 +76,13 @@ class NativeEngine(RolloutEngine):
             self._folder = Path(model)
             self._device = torch.device(device)
             self._model = load_model(self._folder, self._device, dtype)
-        self._max_model_len = max_model_len or int(self._model.config.max_position_embeddings)
+        self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)
         self._eos_ids = stop_ids_of(self._model)
         self._shapes = [parameter.shape for parameter in self._model.parameters()]
         self._batch: Batch
-        if self._device.type == "cuda" if paged is None else paged:
+        self._paged = self._device.type == "cuda" if paged is None else paged
+        if self._paged:
             from dovetail.rollout.native.cuda.batch import PagedBatch
 
             self._batch = PagedBatch(
@@ -238,18 +240,21 @@ class NativeEngine(RolloutEngine):
         seed, stop_ids = base_seed(sampling), stop_tokens(sampling, self._eos_ids)
         prompt = list(request.prompt_token_ids)
         group = next(self._group_numbers)
+        positions = prompt_positions(self._model, request)
         max_length = min(len(prompt) + sampling.max_new_tokens, self._max_model_len)
         return [
-            Sample(request, index, seed, stop_ids, max_length, group, sequence=prompt.copy())
+            Sample(request, index, seed, stop_ids, max_length, group, sequence=prompt.copy(), positions=positions)
             for index in range(sampling.n)
         ]
 
     def _check_prompt(self, request: GenerationRequest) -> None:
-        if request.multi_modal:
+        if request.multi_modal and self._paged:
             raise UnsupportedPromptError(
-                f"request {request.request_id!r} carries {', '.join(request.multi_modal)}; the native engine reads "
-                "token ids only. Use rollout.name=vllm or sglang for multimodal prompts."
+                f"request {request.request_id!r} carries {', '.join(request.multi_modal)}; on CUDA the native engine "
+                "reads token ids only. Use rollout.name=vllm for multimodal prompts."
             )
+        if request.multi_modal:
+            check_images(self._model, request)
         check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
 
     def _restore_weights(self, folder: Path) -> None:

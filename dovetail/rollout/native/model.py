@@ -13,7 +13,13 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from dovetail.rollout.native.attention import ATTENTION_NAME
 
@@ -21,10 +27,12 @@ from dovetail.rollout.native.attention import ATTENTION_NAME
 def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
     """Read a model from a folder; `dtype` None keeps what the folder says."""
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto" if dtype is None else dtype, attn_implementation=ATTENTION_NAME
+        config = AutoConfig.from_pretrained(folder)
+        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        model = auto.from_pretrained(
+            folder, dtype="auto" if dtype is None else dtype, attn_implementation=_attention_of(config)
         )
-    _check_supported(model.config)
+    _check_supported(model.config.get_text_config())
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -47,9 +55,9 @@ def share_model(module: nn.Module, dtype: torch.dtype | None) -> PreTrainedModel
             "out, or build the engine from a folder and send weights with update_weights."
         )
     config = copy.deepcopy(module.config)
-    _check_supported(config)
+    _check_supported(config.get_text_config())
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        twin = type(module)._from_config(config, attn_implementation=ATTENTION_NAME)
+        twin = type(module)._from_config(config, attn_implementation=_attention_of(config))
     twin.generation_config = module.generation_config
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, leaf = _owner(twin, name)
@@ -81,6 +89,13 @@ def num_embeddings(model: PreTrainedModel) -> int:
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
     return root.get_submodule(path), leaf
+
+
+def _attention_of(config: PreTrainedConfig) -> str | dict[str, str]:
+    """Our attention where tokens are written; a vision tower has no cache and keeps torch's."""
+    if not hasattr(config, "vision_config"):
+        return ATTENTION_NAME
+    return {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
 def _check_supported(config: PreTrainedConfig) -> None:

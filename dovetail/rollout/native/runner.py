@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -26,27 +26,37 @@ class ModelRunner:
         self._spans = plan_spans(lengths, self.device)
 
     @torch.inference_mode()
-    def prefill(self, segments: Sequence[Segment], token_ids: Sequence[int]) -> None:
+    def prefill(
+        self,
+        segments: Sequence[Segment],
+        token_ids: Sequence[int],
+        positions: torch.Tensor,
+        images: Mapping[str, torch.Tensor],
+    ) -> None:
         """Fill the cache with the segments' tokens, given end to end. The head is not run."""
-        positions = torch.cat([torch.arange(s.start, s.end, device=self.device) for s in segments])
         step = PrefillStep(self.cache, segments, self.device)
         # The module under the head: no logits, and so no (tokens, vocabulary) matrix, for prompts.
         self.model.base_model(
             input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=positions.unsqueeze(0),
+            position_ids=positions,
             use_cache=False,
             kv_step=step,
+            **images,
         )
 
     @torch.inference_mode()
-    def decode(self, last_tokens: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Feed each row's last token at the end of its cached `lengths`; return the next tokens and log-probs."""
+    def decode(
+        self, last_tokens: Sequence[int], lengths: Sequence[int], shifts: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """Feed each row's last token at the end of its cached `lengths`; return the next tokens and log-probs.
+        `shifts` are between the tokens' places and their positions."""
         assert self._sampling is not None, "set_rows comes before decode"
         positions = torch.tensor(lengths, device=self.device)
+        rotary = positions + torch.tensor(shifts, device=self.device) if any(shifts) else positions
         step = DecodeStep(self.cache, positions, [length + 1 for length in lengths], self._spans)
         output = self.model(
             input_ids=torch.tensor([last_tokens], device=self.device),
-            position_ids=positions.unsqueeze(0),
+            position_ids=rotary.unsqueeze(0),
             use_cache=False,
             kv_step=step,
         )

@@ -1,4 +1,4 @@
-"""What runs next: which samples hold a slot, which wait, what must still be prefilled. Touches no tensors.
+"""What runs next: which samples hold a slot, which wait, what must still be prefilled. Touches no device.
 
 A row is ready to decode when the cache holds everything but its last token; so sampling happens in decode steps only,
 and a prompt of P tokens costs one prefill of P - 1 tokens however many samples are drawn from it.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+
+import torch
 
 from dovetail.rollout.base import FinishReason, GenerationRequest
 from dovetail.rollout.native.attention import Segment
@@ -29,6 +31,21 @@ class Sample:
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_cached: int = 0
+    positions: torch.Tensor | None = None
+    """`[3, prompt]` where images give tokens positions that are not their places."""
+
+    @property
+    def position_shift(self) -> int:
+        """How far behind its place the position of a token after the prompt is."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
+
+    def positions_of(self, start: int, end: int, *, num_axes: int) -> torch.Tensor:
+        """`[num_axes, end - start]` for these tokens of the sequence."""
+        places = torch.arange(start, end).expand(num_axes, -1)
+        if self.positions is None:
+            return places
+        prompt = self.positions[:, start:end]
+        return torch.cat([prompt, places[:, prompt.shape[1] :] + self.position_shift], dim=1)
 
     @property
     def num_prompt(self) -> int:
@@ -120,10 +137,14 @@ class Scheduler:
             shareable = row.num_cached < row.num_prompt - 1
             if row.num_cached >= row.num_needed or (shareable and row.group in filling):
                 continue
+            length = row.num_needed - row.num_cached
+            if length > budget and not (shareable and row.request.multi_modal):
+                length = budget
+            elif length > budget and plan:
+                continue  # the images of a prompt are placed together: it is never cut
             if shareable:
                 filling.add(row.group)
-            length = min(row.num_needed - row.num_cached, budget)
-            budget -= length
+            budget = max(budget - length, 0)
             plan.append((row, Segment(slot, row.num_cached, length)))
         return plan
 
