@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from dovetail.controller import WorkerDiedError, start_ray, stop_ray
-from dovetail.controller.errors import WorkerError
+from dovetail.controller.errors import WorkerError, describe_exception
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import EngineDiedError
 from dovetail.trainer.engines import SeparateEngines
@@ -127,7 +128,8 @@ class Started:
     def answer(self, method: str, *args: Any) -> Any:
         self._calls.append((method, *args))
         if method == "generate_sequences" and self._dead:
-            raise WorkerError("rollout", 0, method, exception=EngineDiedError("the server is gone"))
+            error = describe_exception(EngineDiedError("the server is gone"), "rollout", 0, method, pid=1, node="here")
+            raise pickle.loads(pickle.dumps(error))  # as it arrives from another process
         answers = {
             "num_weight_ranks": [2, 3],
             "open_weight_group": ["address", None],
