@@ -1,4 +1,4 @@
-"""Whole training runs that generate with a real SGLang server, by the command of docs/rollout.md: every update reaches it."""
+"""Whole training runs that generate with a real SGLang server: every update reaches it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models.tiny import save_tiny_model
-from tests.trainer.toy_run import Toy, save_toy_data
+from tests.trainer.toy_run import Toy, save_toy_data, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
