@@ -14,6 +14,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from dovetail.rollout.base import EngineDiedError, EngineError, MemoryTag
+from dovetail.rollout.readiness import CLOSED, DROPPED_BY_SLEEP, require_usable, require_weights_awake
 from dovetail.rollout.remote.router import NoServerError, Router
 from dovetail.rollout.sglang.link import RefusedError, SGLangLink
 from dovetail.rollout.sglang.samples import Sample, batch_body, generate_body
@@ -98,8 +99,7 @@ class Core:
     async def enter_update(self, version: int) -> None:
         """Nothing runs from here to `leave_update`."""
         self._check_alive()
-        if "weights" in self.asleep:
-            raise EngineError("the engine's weights are asleep; call wake(['weights']) before update_weights.")
+        require_weights_awake(self.asleep)
         await self._control.acquire()
         try:
             self._num_holds += 1
@@ -149,7 +149,7 @@ class Core:
                 await self.call_all("/resume_memory_occupation", {"tags": sorted(wanted)})
                 if "weights" in wanted:
                     self.version = NO_WEIGHTS
-                    self.weights_gap = "the weights were dropped by sleep and not sent again"
+                    self.weights_gap = DROPPED_BY_SLEEP
             self.asleep -= wanted
 
     async def replace(self, links: Sequence[SGLangLink], weights_gap: str) -> None:
@@ -170,14 +170,11 @@ class Core:
 
     def check_usable(self) -> None:
         self._check_alive()
-        if self.asleep:
-            raise EngineError(f"the engine's {' and '.join(sorted(self.asleep))} are asleep; call wake() first.")
-        if self.weights_gap:
-            raise EngineError(f"the engine has no usable weights: {self.weights_gap}; send all with update_weights.")
+        require_usable(self.asleep, self.weights_gap)
 
     def _check_alive(self) -> None:
         if self.closed:
-            raise EngineError("the engine is closed; build a new one.")
+            raise EngineError(CLOSED)
         if len(self.deaths) == len(self._links):
             raise EngineDiedError(self.deaths[0])
 

@@ -30,6 +30,8 @@ from dovetail.rollout.base import (
     RolloutEngine,
     UnsupportedPromptError,
 )
+from dovetail.rollout.engine_settings import runs_on_cpu
+from dovetail.rollout.readiness import CLOSED, check_tags
 from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.sglang.core import BodyOf, Core
@@ -41,7 +43,7 @@ from dovetail.rollout.sglang.joined import JoinedGroup
 from dovetail.rollout.sglang.link import RefusedError, SGLangLink
 from dovetail.rollout.sglang.samples import Sample, check_request, samples_of
 from dovetail.rollout.sglang.server import ServerLink
-from dovetail.rollout.sglang.settings import Level, SGLangSettings, runs_on_cpu
+from dovetail.rollout.sglang.settings import Level, SGLangSettings
 from dovetail.rollout.sglang.weights import CheckedWeights, TensorFiles, check_folder
 from dovetail.rollout.vllm.expected import stop_token_ids
 from dovetail.weight_sync import (
@@ -270,10 +272,10 @@ class SGLangRollout(RolloutEngine):
         return held
 
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        self._run(self._core.sleep(_checked(tags), on_device=self.frees_memory))
+        self._run(self._core.sleep(check_tags(tags), on_device=self.frees_memory))
 
     def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        self._run(self._core.wake(_checked(tags), on_device=self.frees_memory))
+        self._run(self._core.wake(check_tags(tags), on_device=self.frees_memory))
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         return self._run(self._core.abort(None if request_ids is None else frozenset(request_ids)))
@@ -421,7 +423,7 @@ class SGLangRollout(RolloutEngine):
         except RuntimeError as error:
             if isinstance(error, EngineError) or "event loop is closed" not in str(error):
                 raise
-            raise EngineError("the engine is closed; build a new one.") from error
+            raise EngineError(CLOSED) from error
 
 
 def _complete(samples: Sequence[Sample]) -> dict[str, list[GenerationResult]]:
@@ -452,10 +454,3 @@ def _read_back(answer: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
 def _kv_cache_bytes(answer: Any) -> int:
     usage = answer["internal_states"][0].get("memory_usage", {})
     return int(float(usage.get("kvcache", 0.0)) * _GIB)
-
-
-def _checked(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
-    unknown = sorted(set(tags) - set(ALL_TAGS))
-    if unknown:
-        raise ValueError(f"unknown memory tag {unknown[0]!r}; choose from {', '.join(ALL_TAGS)}.")
-    return frozenset(tags)

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from dovetail.rollout.base import (
-    FinishReason,
-    GenerationRequest,
-    GenerationResult,
-    LogprobsMode,
-    SamplingParams,
-    derive_seed,
-)
+from dovetail.rollout.base import GenerationRequest, LogprobsMode, SamplingParams, derive_seed
+from dovetail.rollout.request_rules import base_seed, check_prompt, stop_tokens
+from dovetail.rollout.response import GrowingResponse
 
 _MAX_SEED = 2**31 - 1
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
-    """The three lists grow together, one entry per token, in the parts that SGLang wrote them in.
-
-    `rid` is unique in the engine and the beginning of no other one: SGLang aborts by prefix. `cut` asks for the end
+class Sample(GrowingResponse):
+    """`rid` is unique in the engine and the beginning of no other one: SGLang aborts by prefix. `cut` asks for the end
     with what is there; an abort without it only interrupts, and the rest is written by another call.
     """
 
-    request: GenerationRequest
-    index: int
     rid: str
     seed: int
     max_new_tokens: int
     stop_token_ids: frozenset[int]
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
     cut: bool = False
 
     def absorb(self, output: Mapping[str, Any], version: int) -> None:
@@ -49,9 +35,7 @@ class Sample:
         if end is not None:
             # SGLang does not look for stop tokens in a request that ignores end-of-sequence tokens.
             tokens, scores, reason = tokens[:end], scores[:end], "stop"
-        self.token_ids += tokens
-        self.log_probs += scores
-        self.versions += [version] * len(tokens)
+        self.extend(tokens, scores, version)
         if reason in ("stop", "length"):
             self.finish_reason = reason  # pyrefly: ignore[bad-assignment]
         elif reason != "abort":
@@ -61,24 +45,12 @@ class Sample:
         elif self.cut:
             self.finish_reason = "abort"
 
-    def result(self) -> GenerationResult:
-        assert self.finish_reason is not None, "a result is made of a finished sample"
-        return GenerationResult(
-            request_id=self.request.request_id,
-            sample_index=self.index,
-            token_ids=self.token_ids,
-            log_probs=self.log_probs,
-            finish_reason=self.finish_reason,
-            weight_versions=self.versions,
-        )
-
 
 def samples_of(request: GenerationRequest, serial: int, *, eos_ids: Collection[int], room: int) -> list[Sample]:
     """The n samples, each a request of its own to SGLang: its radix cache shares the prompt. `room` is how many tokens
     fit the context after the prompt."""
     sampling = request.sampling
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    stop = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
+    seed, stop = base_seed(sampling), stop_tokens(sampling, eos_ids)
     return [
         Sample(
             request,
@@ -126,17 +98,8 @@ def check_request(
     request: GenerationRequest, *, max_model_len: int, vocab_size: int, mode: LogprobsMode, deterministic: bool
 ) -> None:
     """ValueError for what does not fit the model, and for what this SGLang cannot do or would die of."""
-    prompt, sampling = request.prompt_token_ids, request.sampling
-    if not 0 < len(prompt) < max_model_len:
-        raise ValueError(
-            f"request {request.request_id!r} has {len(prompt)} prompt tokens; between 1 and {max_model_len - 1} fit "
-            f"max_model_len={max_model_len} with room for one more."
-        )
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise ValueError(
-            f"request {request.request_id!r} has token ids from {min(prompt)} to {max(prompt)}; the model's "
-            f"vocabulary is 0 to {vocab_size - 1}."
-        )
+    check_prompt(request, max_model_len=max_model_len, vocab_size=vocab_size)
+    sampling = request.sampling
     if not _can_mean(sampling, mode):
         raise ValueError(
             f"logprobs={sampling.logprobs!r} cannot be had from this SGLang engine with "

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from dovetail.config.fsdp import full_dtype
 from dovetail.config.rollout import RolloutConfig
-from dovetail.rollout.base import LogprobsMode
+from dovetail.rollout.engine_settings import EngineSettings, shared_settings
 
 Level = Literal["batch", "request"]
 """Whether a batch of prompts is one call to SGLang or every sample is a call of its own."""
@@ -35,72 +33,37 @@ _KEPT_BY_SGLANG = 8
 
 
 @dataclass(frozen=True, slots=True)
-class SGLangSettings:
-    """`engine_kwargs` are fields of SGLang's `ServerArgs`; they go there as they are and win over what is derived here.
+class SGLangSettings(EngineSettings):
+    """The fields that only SGLang has; `engine_kwargs` are fields of its `ServerArgs`.
 
-    `logprobs` is "temperature" or "raw"; SGLang chooses between them once per process. `load_format="dummy"` loads no
-    weights: nothing is generated before the first `update_weights`. `attention_backend=None` leaves it to SGLang on
-    CUDA (fa3, flashinfer and others) and is torch_native on CPU. `deterministic` makes seeds count (CUDA only).
+    `logprobs` is "temperature" or "raw"; SGLang chooses between them once per process. `attention_backend=None` leaves
+    it to SGLang on CUDA (fa3, flashinfer and others) and is torch_native on CPU. `deterministic` makes seeds count
+    (CUDA only).
     """
 
-    model: str
-    dtype: str = "bfloat16"
-    tensor_parallel_size: int = 1
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float = 0.5
-    enforce_eager: bool = False
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-    load_format: str = "auto"
     attention_backend: str | None = None
-    disable_log_stats: bool = True
-    skip_tokenizer_init: bool = True
-    trust_remote_code: bool = False
     deterministic: bool = False
-    seed: int = 0
-    logprobs: LogprobsMode = "temperature"
-    enable_sleep: bool = True
     base_gpu_id: int = 0
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, rollout: RolloutConfig, model: str | Path, *, device: torch.device) -> SGLangSettings:
-        """From `actor_rollout_ref.rollout`. `processed_logprobs` is served as "temperature", which is the same wherever
-        nothing is cut and is what a trainer recomputes wherever something is."""
+        """From `actor_rollout_ref.rollout`."""
         kwargs = dict(rollout.engine_kwargs.sglang)
         if rollout.cudagraph_capture_sizes is not None:
             kwargs.setdefault("cuda_graph_bs", rollout.cudagraph_capture_sizes)
         if rollout.expert_parallel_size > 1:
             kwargs.setdefault("ep_size", rollout.expert_parallel_size)
         return cls(
-            model=str(model),
-            dtype=full_dtype(rollout.dtype),
-            tensor_parallel_size=rollout.tensor_model_parallel_size,
-            max_model_len=rollout.context_length,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            enforce_eager=rollout.enforce_eager,
-            enable_chunked_prefill=rollout.enable_chunked_prefill,
-            enable_prefix_caching=rollout.enable_prefix_caching,
-            load_format=rollout.load_format,
+            **shared_settings(rollout, model),
             attention_backend=kwargs.pop("attention_backend", None),
             deterministic=bool(kwargs.pop("enable_deterministic_inference", False)),
-            disable_log_stats=rollout.disable_log_stats,
-            skip_tokenizer_init=rollout.skip_tokenizer_init,
-            logprobs="raw" if rollout.logprobs_mode == "raw_logprobs" else "temperature",
-            enable_sleep=rollout.free_cache_engine,
             base_gpu_id=device.index or 0 if device.type == "cuda" else 0,
             engine_kwargs=kwargs,
         )
 
     def sglang_arguments(self, *, cpu: bool) -> dict[str, Any]:
         """Keywords of SGLang's `ServerArgs`, but for ports."""
-        for name, reason in _OURS.items():
-            if name in self.engine_kwargs:
-                raise ValueError(f"engine_kwargs.sglang.{name} cannot be set: {reason}.")
+        self.refuse_fixed("sglang", _OURS)
         arguments: dict[str, Any] = {
             "model_path": self.model,
             "host": "127.0.0.1",
@@ -128,7 +91,7 @@ class SGLangSettings:
         }
         if cpu:
             arguments |= self._on_cpu()
-        return {name: value for name, value in (arguments | dict(self.engine_kwargs)).items() if value is not None}
+        return self.with_engine_kwargs(arguments)
 
     def _on_cpu(self) -> dict[str, Any]:
         if self.attention_backend == _NO_UPDATES_ON_CPU:
@@ -154,7 +117,3 @@ class SGLangSettings:
             # A share of the machine's memory would be a lot.
             "max_total_tokens": max(_CPU_MIN_TOKENS, 2 * context),
         }
-
-
-def runs_on_cpu() -> bool:
-    return not torch.cuda.is_available()
