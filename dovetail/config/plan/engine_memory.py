@@ -55,9 +55,12 @@ def engine_memory(
 ) -> EngineMemory:
     """The memory of one engine device; what is left of its budget becomes KV cache.
 
-    `shares_weights`: the engine reads the trainer's own tensors, so it holds none.
+    `shares_weights`: the engine reads the trainer's own tensors, so it holds none. On a CPU the embedded engine holds a
+    copy of its bfloat16 weights in the layout of their products.
     """
     weights = 0.0 if shares_weights else engine_weights(shape, layout, rollout)
+    if rollout.name == "native" and not device.is_accelerator and full_dtype(rollout.dtype) == "bfloat16":
+        weights += engine_weights(shape, layout, rollout)
     # An engine holds one layer's activations of a step and fp32 logits of each running sequence.
     local = RoleLayout("rollout", layout.backend, layout.pool, 1, 1, tensor_parallel=layout.tensor_parallel)
     workspace = forward_activations(shape, local, rollout.max_num_batched_tokens)

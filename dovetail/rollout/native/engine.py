@@ -29,6 +29,7 @@ from dovetail.rollout.native.batch import Batch, BatchStats, RunningBatch
 from dovetail.rollout.native.gate import StepGate
 from dovetail.rollout.native.images import check_images, prompt_positions
 from dovetail.rollout.native.model import load_model, num_embeddings, share_model, stop_ids_of
+from dovetail.rollout.native.packed_linear import pack_linears
 from dovetail.rollout.native.scheduler import Sample
 from dovetail.rollout.native.weights import WeightLoader
 from dovetail.rollout.readiness import (
@@ -76,6 +77,7 @@ class NativeEngine(RolloutEngine):
             self._folder = Path(model)
             self._device = torch.device(device)
             self._model = load_model(self._folder, self._device, dtype)
+        self._packed = pack_linears(self._model, self._device)
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)
         self._eos_ids = stop_ids_of(self._model)
@@ -152,6 +154,7 @@ class NativeEngine(RolloutEngine):
             self._check_open()
             require_weights_awake(self._asleep)
             self._batch.forget_cache()
+            self._forget_packed()
             loader = WeightLoader(self._model)
             if self._folder is None:
                 if weights is not None:
@@ -184,6 +187,7 @@ class NativeEngine(RolloutEngine):
                 self._batch.free_cache()
             else:
                 self._batch.forget_cache()
+            self._forget_packed()
             if "weights" in wanted - self._asleep and self._folder is not None:
                 for parameter in self._model.parameters():
                     parameter.data = parameter.data.new_empty(0)
@@ -229,6 +233,7 @@ class NativeEngine(RolloutEngine):
         with self._gate.between_steps():
             self._closed = True
             self._batch.free_cache()
+            self._forget_packed()
 
     def _step(self) -> bool:
         self._check_usable()
@@ -266,6 +271,10 @@ class NativeEngine(RolloutEngine):
         for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
             parameter.data = parameter.data.new_empty(shape)
         self._weights_gap = DROPPED_BY_SLEEP
+
+    def _forget_packed(self) -> None:
+        for linear in self._packed:
+            linear.forget()
 
     def _num_unfinished(self) -> int:
         return self._batch.num_waiting + self._batch.num_running
