@@ -71,7 +71,7 @@ class Core:
                 await self._finish_each(samples)
         except asyncio.CancelledError:
             for sample in samples:
-                await self._quietly("/abort_request", {"rid": sample.rid})
+                await self._quietly("/abort_request", {"rid": sample.call_id})
             raise
         finally:
             for sample in samples:
@@ -194,6 +194,7 @@ class Core:
         while sample.finish_reason is None:
             await self._turn([sample])
             if sample.finish_reason is None:
+                sample.num_calls += 1
                 with self._acquire(sample) as lease:
                     await self._on_server(
                         lease.server, [sample], generate_body(sample, deterministic=self._deterministic)
@@ -206,6 +207,7 @@ class Core:
                 groups: dict[str, list[Sample]] = {}
                 for sample in samples:
                     if sample.finish_reason is None:
+                        sample.num_calls += 1
                         groups.setdefault(leases.enter_context(self._acquire(sample)).server, []).append(sample)
                 if not groups:
                     return
@@ -273,7 +275,7 @@ class Core:
             if not left:
                 return
             for sample in left:
-                await self._quietly("/abort_request", {"rid": sample.rid})
+                await self._quietly("/abort_request", {"rid": sample.call_id})
             await self._wait(lambda left=left: all(sample.finish_reason is not None for sample in left))
 
     async def _drain(self) -> None:

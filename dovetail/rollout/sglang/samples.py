@@ -17,6 +17,9 @@ _MAX_SEED = 2**31 - 1
 class Sample(GrowingResponse):
     """`rid` is unique in the engine and the beginning of no other one: SGLang aborts by prefix. `cut` asks for the end
     with what is there; an abort without it only interrupts, and the rest is written by another call.
+
+    Each call has a name of its own (`call_id`): an abort that SGLang echoes late would otherwise end the books of the
+    next call under the same name, whose answer then never comes.
     """
 
     rid: str
@@ -24,6 +27,11 @@ class Sample(GrowingResponse):
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     cut: bool = False
+    num_calls: int = 0
+
+    @property
+    def call_id(self) -> str:
+        return f"{self.rid}{self.num_calls}."
 
     def absorb(self, output: Mapping[str, Any], version: int) -> None:
         """Take what one call wrote, all of it under `version`."""
@@ -82,7 +90,7 @@ def generate_body(sample: Sample, *, deterministic: bool) -> dict[str, Any]:
         params["sampling_seed"] = sample.seed
     return {
         "input_ids": [*sample.request.prompt_token_ids, *sample.token_ids],
-        "rid": sample.rid,
+        "rid": sample.call_id,
         "sampling_params": params,
         "return_logprob": True,
     }
