@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import dovetail
+from dovetail.rollout.sglang.server import _hold_port
 from dovetail.rollout.vllm.environment import environment
 from tests.docs.commands import page_command
 
@@ -23,7 +23,9 @@ class VLLMServer:
     """`wait` until it answers. `kill` as the kernel would, `stop` politely; both take the children along."""
 
     def __init__(self, folder: Path, log: Path, *, extended: bool = True, port: int | None = None) -> None:
-        self.port = port or free_port()
+        # Held while the server lives, so that nobody else is given it.
+        self._holder = _hold_port() if port is None else None
+        self.port = self._holder.getsockname()[1] if self._holder else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         written = page_command("rollout.md", "vllm.entrypoints.openai.api_server")
@@ -63,9 +65,5 @@ class VLLMServer:
     def stop(self) -> None:
         if self.process.poll() is None:
             self.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        if self._holder is not None:
+            self._holder.close()

@@ -162,6 +162,7 @@ def _trainer_of_two(rank: int, world_size: int, urls: list[str], folder: str, we
     _change(backend.module.parameters())
     with RemoteRollout(urls, folder, bucket_bytes=1 << 16, weights_folder=weights) as engine:
         engine.update_weights(backend.named_weights(), 6)
+        time.sleep(rank)  # the second rank still generates when the first wants to update again
         results = engine.generate(_requests([[*PROMPT, 5 + rank]] * 2, GREEDY))
         assert {tuple(result.weight_versions) for result in results} == {(6,) * 12}
         # Missing on the rank that sends: told on every rank, and none of them hangs in a gather.

@@ -18,6 +18,8 @@ def on_first_rank(weights: NamedTensors, act: Callable[[NamedTensors], None]) ->
     if not dist.is_initialized() or dist.get_world_size() == 1:
         act(weights)
         return
+    # A rank that still waits for answers of servers which the first one holds would never come to the gather.
+    dist.barrier()
     failure: BaseException | None = None
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
