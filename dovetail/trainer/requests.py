@@ -7,11 +7,16 @@ from typing import Any
 from dovetail.protocol import DataProto
 
 _PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
-_ENGINE_COLUMNS = ("raw_prompt_ids", "sampling_seed", "multi_modal_data")
+_ENGINE_COLUMNS = ("raw_prompt_ids", "sampling_seed")
 
 
 def engine_request(prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
     """What `generate_sequences` reads: the prompts without padding, and how they are to be answered."""
+    if any(prompts.non_tensor_batch.get("multi_modal_data", ())):
+        raise NotImplementedError(
+            "the batch has prompts with images. Engines answer them and updates take them, but a run does not bring "
+            "the two together yet: answers would lack the images' placeholders. Leave the image and video columns out."
+        )
     wanted = [name for name in _ENGINE_COLUMNS if name in prompts.non_tensor_batch]
     request = prompts.select(batch_keys=[], non_tensor_batch_keys=wanted)
     request.meta_info = {"n": n, **sampling}
