@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dovetail.data.errors import DataError
 from dovetail.protocol import DataProto
 
 _PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
@@ -13,7 +14,7 @@ _ENGINE_COLUMNS = ("raw_prompt_ids", "sampling_seed")
 def engine_request(prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
     """What `generate_sequences` reads: the prompts without padding, and how they are to be answered."""
     if any(prompts.non_tensor_batch.get("multi_modal_data", ())):
-        raise NotImplementedError(
+        raise DataError(
             "the batch has prompts with images. Engines answer them and updates take them, but a run does not bring "
             "the two together yet: answers would lack the images' placeholders. Leave the image and video columns out."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.data.errors import DataError
 from dovetail.protocol import DataProto
 from dovetail.trainer.requests import engine_request
 
@@ -17,7 +18,7 @@ def prompts(media: list[dict]) -> DataProto:
 
 
 def test_a_batch_with_images_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="prompts with images"):
+    with pytest.raises(DataError, match="prompts with images"):
         engine_request(prompts([{}, {"image": ["picture"]}]), n=2)
 
 
