@@ -230,7 +230,10 @@ def test_after_an_update_the_engine_writes_with_the_new_weights(here: Run, two_p
         columns = greedy_prompts().tensors
         for row in range(NUM_PROMPTS):
             ids = columns["input_ids"][row][columns["attention_mask"][row].bool()]
-            out = model.generate(ids[None], do_sample=False, max_new_tokens=RESPONSE)[0, len(ids) :]
+            seen = torch.ones_like(ids)[None]  # the padding token among the ids is meant as a word
+            out = model.generate(ids[None], attention_mask=seen, do_sample=False, max_new_tokens=RESPONSE)[
+                0, len(ids) :
+            ]
             answer = run.greedy.tensors["responses"][row][run.greedy.tensors["response_mask"][row].bool()]
             assert answer.tolist() == out[: len(answer)].tolist()
         assert (run.greedy.tensors["weight_version"].max(dim=1).values == 2).all()
