@@ -70,12 +70,13 @@ class Running:
         except EngineError as error:
             self.error = error
 
-    def paused_after(self, count: int) -> dict[str, int]:
-        """Pause when every request has written `count` tokens; how many each has. SGLang tells it no other way."""
+    def paused_after(self, count: int, requests: Sequence[GenerationRequest] | None = None) -> dict[str, int]:
+        """Pause when each of `requests` (all) has written `count` tokens; how many. SGLang tells it no other way."""
+        watched = [request.request_id for request in requests or self._requests]
         for _ in range(600):
             self._engine.pause()
             written = self._engine.num_tokens()
-            if len(written) == len(self._requests) and min(written.values()) >= count:
+            if all(written.get(name, 0) >= count for name in watched):
                 return written
             assert self._thread.is_alive(), f"it ended too soon: {self.error or self.results}"
             self._engine.continue_()

@@ -89,9 +89,10 @@ def test_servers_listen_on_loopback_but_for_the_store_of_torch(engine: SGLangRol
 
 
 def test_what_a_killed_server_was_writing_is_written_by_the_other(engine: SGLangRollout, model: Any) -> None:
-    requests = _batch(6, LONG)
+    short, long = _batch(3, GREEDY), _batch(6, LONG)
+    requests = [*short, *long]
     running = Running(engine, requests)
-    running.paused_after(1)
+    running.paused_after(GREEDY.max_new_tokens + 1, long)  # the short ones are done by then
     engine.continue_()
     os.kill(_servers(engine)[0].pid, signal.SIGKILL)
     results = running.join(300)
@@ -104,9 +105,10 @@ def test_what_a_killed_server_was_writing_is_written_by_the_other(engine: SGLang
 def test_servers_that_are_all_dead_are_started_again_with_the_current_weights(
     engine: SGLangRollout, model: Any
 ) -> None:
-    requests = _batch(4, LONG)
+    short, long = _batch(2, GREEDY), _batch(2, LONG)
+    requests = [*short, *long]
     running = Running(engine, requests)
-    running.paused_after(1)
+    running.paused_after(GREEDY.max_new_tokens + 1, long)
     engine.continue_()
     engine.restarts_left = 1
     engine.reload_weights = lambda fresh: fresh.update_weights(model.named_parameters(), 6)
