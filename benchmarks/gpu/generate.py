@@ -102,6 +102,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--vllm-repeats", type=int, help="runs of vLLM, which takes longer (default: as --repeats)")
+    parser.add_argument("--memory", type=float, default=0.8, help="share of the device that each engine may take")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out although it is installed")
     parser.add_argument("--check", action="store_true", help="compare log-probs with a full forward")
     parser.add_argument("--profile", type=Path, help="folder for tables of the decode step by kernel")
@@ -110,7 +112,8 @@ def main() -> None:
     print(f"copy {ceilings.bandwidth / 1e12:.2f} TB/s, bf16 product {ceilings.matrix / 1e12:.0f} TFLOP/s", flush=True)
     results = []
     for name in args.workloads:
-        found = measure_native(WORKLOADS[name], args.repeats, ceilings, check=args.check, profile=args.profile)
+        work = WORKLOADS[name]
+        found = measure_native(work, args.repeats, ceilings, args.memory, check=args.check, profile=args.profile)
         print(json.dumps(found), flush=True)
         results.append(found)
         free_memory()
@@ -119,7 +122,8 @@ def main() -> None:
         for found, name in zip(results, args.workloads, strict=True):
             by_shape.setdefault(WORKLOADS[name].shape, []).append((WORKLOADS[name], found))
         for rows in by_shape.values():
-            for work, measured in measure_vllm([work for work, _ in rows], args.repeats):
+            repeats = args.vllm_repeats or args.repeats
+            for work, measured in measure_vllm([work for work, _ in rows], repeats, args.memory):
                 found = next(found for own, found in rows if own is work)
                 found |= measured
                 found["ratio"] = round(found["vllm_s"] / found["seconds"], 2)
@@ -129,7 +133,7 @@ def main() -> None:
 
 
 def measure_native(
-    work: Workload, repeats: int, ceilings: Ceilings, *, check: bool, profile: Path | None
+    work: Workload, repeats: int, ceilings: Ceilings, memory: float, *, check: bool, profile: Path | None
 ) -> dict[str, Any]:
     config = model_config(work)
     with torch.device("cuda"):
@@ -140,7 +144,7 @@ def measure_native(
         max_num_seqs=work.num_sequences,
         max_prefill_tokens=16_384,
         max_model_len=work.longest,
-        gpu_memory_utilization=0.8,
+        gpu_memory_utilization=memory,
     )
     engine.generate(work.requests("start", limit=8))
     torch.cuda.synchronize()
@@ -167,7 +171,7 @@ def measure_native(
     return found
 
 
-def measure_vllm(works: Sequence[Workload], repeats: int) -> Iterator[tuple[Workload, dict[str, Any]]]:
+def measure_vllm(works: Sequence[Workload], repeats: int, memory: float) -> Iterator[tuple[Workload, dict[str, Any]]]:
     """vLLM well set: graphs up to the batch, no detokenisation, the log-prob of the sampled token and no other.
 
     One engine, large enough for all `works`, which are of one shape: it takes more than a minute to start.
@@ -187,7 +191,7 @@ def measure_vllm(works: Sequence[Workload], repeats: int) -> Iterator[tuple[Work
             max_num_seqs=max(work.num_sequences for work in works),
             max_model_len=max(work.longest for work in works),
             max_num_batched_tokens=16_384,
-            gpu_memory_utilization=0.8,
+            gpu_memory_utilization=memory,
             compilation_config={"cudagraph_capture_sizes": sizes},
         )
         start_up = time.perf_counter() - start
@@ -219,6 +223,7 @@ def measure_vllm(works: Sequence[Workload], repeats: int) -> Iterator[tuple[Work
                 work,
                 {
                     "vllm_s": round(seconds, 3),
+                    "vllm_all_s": [round(t, 3) for t in times],
                     "vllm_tokens_per_s": round(work.num_tokens / seconds),
                     "vllm_start_up_s": round(start_up, 1),
                 },

@@ -26,6 +26,7 @@ from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, write_workload
 
 SIDES = {"dovetail": (), "dovetail-vllm": ("vllm",), "trl": ("trl", "vllm"), "plain": ()}
+ENGINE_MEMORY = 0.4  # Share of the device that the rollout engine of either program may take.
 GOAL = "at most 10.5 s, a third of TRL + vLLM"
 
 
@@ -104,7 +105,8 @@ class StepClock:
     """A console that only notes when steps end."""
 
     def __init__(self) -> None:
-        self.ends = [time.perf_counter()]
+        self.created = time.perf_counter()
+        self.ends = [self.created]
         self.metrics: list[dict[str, float]] = []
 
     def phase(self, name: str | None) -> None: ...
@@ -112,6 +114,9 @@ class StepClock:
     def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None: ...
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 0:  # What is reported before the first step: set-up is over.
+            self.ends = [time.perf_counter()]
+            return
         self.ends.append(time.perf_counter())
         self.metrics.append(dict(metrics))
         print(f"step {step} is over", flush=True)
@@ -146,6 +151,7 @@ def run_dovetail(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
             f"{policy}.rollout.ignore_eos=True",
             f"{policy}.rollout.max_num_seqs={PROMPTS * SAMPLES}",
             f"{policy}.rollout.max_num_batched_tokens=65536",
+            f"{policy}.rollout.gpu_memory_utilization={ENGINE_MEMORY}",
             f"{policy}.actor.ppo_mini_batch_size={PROMPTS}",
             f"{policy}.actor.use_dynamic_bsz=True",
             f"{policy}.actor.ppo_max_token_len_per_gpu=20480",
@@ -169,11 +175,10 @@ def run_dovetail(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
         values = [metrics[name] for metrics in clock.metrics[1:] if name in metrics]
         if values:
             parts[name.removeprefix("timing_s/") + "_s"] = statistics.median(values)
-    start_s = clock.step_seconds()[0]
     return {
         "step_s": clock.step_seconds(),
         **parts,
-        "start_and_first_step_s": start_s,
+        "start_and_first_step_s": clock.ends[1] - clock.created,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "mfu": {name: value for name, value in clock.metrics[-1].items() if "mfu" in name},
     }
@@ -220,7 +225,7 @@ def run_trl(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
         gradient_checkpointing=True,
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.4,
+        vllm_gpu_memory_utilization=ENGINE_MEMORY,
         vllm_max_model_length=1024,
         generation_kwargs={"ignore_eos": True},
         logging_steps=1,
