@@ -153,7 +153,7 @@ def _examined(config: DovetailConfig, view: DoctorView) -> bool:
                 start_cluster(config, use_gpu)
             groups = create_groups(config, use_ray=use_ray, use_gpu=use_gpu)
             found = examine(config, groups, on_stage=on_stage)
-    except Exception as error:
+    except Exception as error:  # Whatever failed is what this command is asked to report.
         logging.getLogger(__name__).info("the check failed", exc_info=error)
         view.failure(error)
         return False

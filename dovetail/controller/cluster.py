@@ -117,7 +117,7 @@ def _start_with_retry(start: Callable[[], object], clean_up: Callable[[], object
         try:
             start()
             return
-        except Exception as error:
+        except Exception as error:  # Ray raises plain RuntimeErrors and ValueErrors here; all but a time-out go on up.
             clean_up()
             if attempt == attempts or "timed out" not in str(error).lower():
                 raise
