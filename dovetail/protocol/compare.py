@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from dovetail.protocol.columns import Column, describe_column
 
-if TYPE_CHECKING:
-    from dovetail.protocol.dataproto import DataProto
+
+class Batch(Protocol):
+    """What is compared of a batch."""
+
+    non_tensor_batch: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def columns(self) -> Mapping[str, Column]: ...
+
+    def __len__(self) -> int: ...
 
 
-def batch_difference(left: DataProto, right: DataProto) -> str | None:
+def batch_difference(left: Batch, right: Batch) -> str | None:
     """Say how two batches differ in columns or meta_info, or return None."""
     for part in ("tensors", "non_tensor_batch", "meta_info"):
         ours, theirs = getattr(left, part), getattr(right, part)
