@@ -8,6 +8,8 @@ from dovetail.rollout.base import ALL_TAGS, EngineError, MemoryTag
 
 CLOSED = "the engine is closed; build a new one."
 RUNNING = "requests are running; finish, abort or pause them before sleep."
+NO_WEIGHTS = -1
+"""`weight_version` of an engine that dropped its weights in its sleep."""
 DROPPED_BY_SLEEP = "the weights were dropped by sleep and not sent again"
 
 

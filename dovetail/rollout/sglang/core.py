@@ -14,7 +14,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from dovetail.rollout.base import EngineDiedError, EngineError, MemoryTag
-from dovetail.rollout.readiness import CLOSED, DROPPED_BY_SLEEP, require_usable, require_weights_awake
+from dovetail.rollout.readiness import CLOSED, DROPPED_BY_SLEEP, NO_WEIGHTS, require_usable, require_weights_awake
 from dovetail.rollout.remote.router import NoServerError, Router
 from dovetail.rollout.sglang.link import RefusedError, SGLangLink
 from dovetail.rollout.sglang.samples import Sample, batch_body, generate_body
@@ -22,8 +22,6 @@ from dovetail.rollout.sglang.settings import Level
 
 logger = logging.getLogger(__name__)
 
-NO_WEIGHTS = -1
-"""`weight_version` of an engine that dropped its weights in its sleep."""
 _ABORT_AGAIN_S = 0.3
 _FLUSH_TRIES = 150
 _FLUSH_PAUSE_S = 0.1

@@ -24,10 +24,9 @@ from dovetail.rollout.base import (
     MemoryTag,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
-from dovetail.rollout.readiness import DROPPED_BY_SLEEP, RUNNING, require_usable, require_weights_awake
+from dovetail.rollout.readiness import DROPPED_BY_SLEEP, NO_WEIGHTS, RUNNING, require_usable, require_weights_awake
 from dovetail.rollout.request_rules import check_prompt
 from dovetail.rollout.vllm import weight_calls
-from dovetail.rollout.vllm.engine import NO_WEIGHTS
 from dovetail.rollout.vllm.environment import prepare, starting_processes
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.live import LiveSamples

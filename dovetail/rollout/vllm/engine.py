@@ -29,6 +29,7 @@ from dovetail.rollout.native.gate import StepGate
 from dovetail.rollout.readiness import (
     CLOSED,
     DROPPED_BY_SLEEP,
+    NO_WEIGHTS,
     RUNNING,
     check_tags,
     require_usable,
@@ -52,9 +53,6 @@ from dovetail.rollout.vllm.settings import VLLMSettings
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress, LoraAdapter, NamedTensors
 
 logger = logging.getLogger(__name__)
-
-NO_WEIGHTS = -1
-"""`weight_version` of an engine that dropped its weights in its sleep."""
 
 
 class VLLMEngine(RolloutEngine):
