@@ -8,6 +8,7 @@ from dovetail.controller.context import WorkerContext
 from dovetail.controller.dispatch import Padding, RankArguments
 from dovetail.controller.errors import WorkerDiedError, WorkerError
 from dovetail.controller.futures import BatchFuture, BatchSlice, GroupFuture
+from dovetail.controller.layout import MeshLayout
 from dovetail.controller.local import LocalWorkerGroup
 from dovetail.controller.ray_group import RayWorkerGroup
 from dovetail.controller.registration import (
@@ -22,7 +23,7 @@ from dovetail.controller.registration import (
 from dovetail.controller.resource_pool import RayResourcePool, merge_resource_pool, split_resource_pool
 from dovetail.controller.worker import Worker
 from dovetail.controller.worker_classes import ClassWithInitArgs, RayClassWithInitArgs, create_colocated_worker_cls
-from dovetail.controller.worker_group import GroupMethod, MeshLayout, WorkerGroup
+from dovetail.controller.worker_group import GroupMethod, WorkerGroup
 
 __all__ = [
     "BatchFuture",

@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dovetail.controller.futures import BatchFuture, BatchSlice, GroupFuture
+from dovetail.controller.layout import Ranks
 from dovetail.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-
-if TYPE_CHECKING:
-    from dovetail.controller.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class RankArguments:
         return [values[rank] for values in self.args], {name: values[rank] for name, values in self.kwargs.items()}
 
 
-def dispatch_one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> RankArguments:
+def dispatch_one_to_all(group: Ranks, *args: Any, **kwargs: Any) -> RankArguments:
     """Every rank gets the same arguments. A future is fetched whole by each rank."""
     copies = group.world_size
     return RankArguments(
@@ -52,7 +50,7 @@ def dispatch_one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> RankAr
     )
 
 
-def dispatch_all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> RankArguments:
+def dispatch_all_to_all(group: Ranks, *args: Any, **kwargs: Any) -> RankArguments:
     """Lists of ``world_size`` entries, one for each rank; if any argument is something else, all ranks get the same."""
     values = [*args, *kwargs.values()]
     if values and all(isinstance(value, list) and len(value) == group.world_size for value in values):
@@ -60,7 +58,7 @@ def dispatch_all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> RankAr
     return dispatch_one_to_all(group, *args, **kwargs)
 
 
-def dispatch_dp_compute(group: WorkerGroup, *args: Any, **kwargs: Any) -> RankArguments:
+def dispatch_dp_compute(group: Ranks, *args: Any, **kwargs: Any) -> RankArguments:
     """Every argument is a list or tuple with one entry per rank."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
@@ -72,13 +70,13 @@ def dispatch_dp_compute(group: WorkerGroup, *args: Any, **kwargs: Any) -> RankAr
     return RankArguments(list(args), dict(kwargs))
 
 
-def dispatch_dp_compute_data_proto(group: WorkerGroup, *args: Any, pad_batches: bool, **kwargs: Any) -> RankArguments:
+def dispatch_dp_compute_data_proto(group: Ranks, *args: Any, pad_batches: bool, **kwargs: Any) -> RankArguments:
     """Each rank gets its equal share of every batch; arguments that are not batches go to all ranks."""
     return split_batches(group, range(group.world_size), args, kwargs, pad=pad_batches)
 
 
 def dispatch_dp_compute_data_proto_with_func(
-    group: WorkerGroup, func: Callable[..., Any], *args: Any, **kwargs: Any
+    group: Ranks, func: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> RankArguments:
     """Like DP_COMPUTE_PROTO for a method whose first argument is a function, which goes to every rank."""
     if not callable(func):
@@ -89,22 +87,22 @@ def dispatch_dp_compute_data_proto_with_func(
     return RankArguments([[func] * group.world_size, *split.args], split.kwargs, split.padding)
 
 
-def dispatch_mesh(mesh_name: str, pad: bool, group: WorkerGroup, *args: Any, **kwargs: Any) -> RankArguments:
+def dispatch_mesh(mesh_name: str, pad: bool, group: Ranks, *args: Any, **kwargs: Any) -> RankArguments:
     """All ranks with one data-parallel rank of the mesh get the same share of every batch."""
     return split_batches(group, group.mesh_layout(mesh_name).dp_ranks, args, kwargs, pad=pad)
 
 
-def collect_all(group: WorkerGroup, outputs: Sequence[Any]) -> list[Any]:
+def collect_all(group: Ranks, outputs: Sequence[Any]) -> list[Any]:
     """One result per rank, in rank order."""
     return list(outputs)
 
 
-def collect_rank_zero(group: WorkerGroup, outputs: Sequence[Any]) -> Any:
+def collect_rank_zero(group: Ranks, outputs: Sequence[Any]) -> Any:
     """The result of rank 0."""
     return outputs[0]
 
 
-def collect_batches(group: WorkerGroup, outputs: Sequence[Any]) -> DataProto:
+def collect_batches(group: Ranks, outputs: Sequence[Any]) -> DataProto:
     """The concatenated batches of the ranks that were collected, in data-parallel order."""
     for output in outputs:
         if not isinstance(output, DataProto):
@@ -132,7 +130,7 @@ def drop_padding(output: Any, padding: Padding | None) -> Any:
 
 
 def split_batches(
-    group: WorkerGroup, dp_ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any], *, pad: bool
+    group: Ranks, dp_ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any], *, pad: bool
 ) -> RankArguments:
     """Share every batch among data-parallel ranks; ``dp_ranks[rank]`` says which share a rank gets."""
     chunks = max(dp_ranks) + 1
@@ -146,9 +144,7 @@ def split_batches(
     return RankArguments(spread[: len(args)], dict(zip(kwargs, spread[len(args) :], strict=True)), padding)
 
 
-def _padded(
-    group: WorkerGroup, values: dict[int | str, Any], chunks: int, pad: bool
-) -> tuple[list[Any], Padding | None]:
+def _padded(group: Ranks, values: dict[int | str, Any], chunks: int, pad: bool) -> tuple[list[Any], Padding | None]:
     """Batches of equal length that divide by ``chunks``, and what was added to make them so.
 
     Futures stay futures when nothing needs padding: their length is not known here, and their rows must stay beside

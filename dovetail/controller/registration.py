@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from dovetail.controller import dispatch as d
-
-if TYPE_CHECKING:
-    from dovetail.controller.worker_group import WorkerGroup
+from dovetail.controller.layout import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,21 +25,21 @@ class DispatchMode:
 
     name: str
     dispatch_fn: Callable[..., Any]
-    collect_fn: Callable[[WorkerGroup, Sequence[Any]], Any]
-    batch_ranks: Callable[[WorkerGroup], Sequence[int]] | None = None
+    collect_fn: Callable[[Ranks, Sequence[Any]], Any]
+    batch_ranks: Callable[[Ranks], Sequence[int]] | None = None
     rank_zero_only: bool = False
 
-    def dispatch(self, group: WorkerGroup, *args: Any, **kwargs: Any) -> d.RankArguments:
+    def dispatch(self, group: Ranks, *args: Any, **kwargs: Any) -> d.RankArguments:
         """Arguments by rank. A user's function may return a plain ``(args, kwargs)`` pair."""
         result = self.dispatch_fn(group, *args, **kwargs)
         return result if isinstance(result, d.RankArguments) else d.RankArguments(*result)
 
 
-def _all_ranks(group: WorkerGroup) -> Sequence[int]:
+def _all_ranks(group: Ranks) -> Sequence[int]:
     return range(group.world_size)
 
 
-def _collecting_ranks(mesh_name: str, group: WorkerGroup) -> Sequence[int]:
+def _collecting_ranks(mesh_name: str, group: Ranks) -> Sequence[int]:
     return group.mesh_layout(mesh_name).collect_ranks
 
 
@@ -90,9 +88,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
     return Dispatch.mesh(mesh_name)
 
 
-def register_dispatch_mode(
-    name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[[WorkerGroup, Sequence[Any]], Any]
-) -> DispatchMode:
+def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> DispatchMode:
     """Add a dispatch mode; use the returned value, or ``Dispatch.get(name)``, in `register`."""
     if name in Dispatch._user_modes or hasattr(Dispatch, name):
         raise ValueError(f"a dispatch mode named {name!r} exists already; choose another name.")

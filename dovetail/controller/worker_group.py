@@ -16,17 +16,10 @@ from typing import Any
 from dovetail.controller.dispatch import Padding, RankArguments, dispatch_one_to_all, drop_padding
 from dovetail.controller.futures import GroupFuture
 from dovetail.controller.host import Call
+from dovetail.controller.layout import MeshLayout
 from dovetail.controller.registration import Dispatch, Execute, Registration, registered_methods
 from dovetail.controller.spans import Span
 from dovetail.controller.worker import Worker
-
-
-@dataclass(frozen=True)
-class MeshLayout:
-    """``dp_ranks[rank]`` is the data-parallel rank; ``collect_ranks[dp_rank]`` the rank whose result counts."""
-
-    dp_ranks: tuple[int, ...]
-    collect_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,9 @@ class WorkerGroup(ABC):
     def mesh_layout(self, mesh_name: str) -> MeshLayout:
         """Who takes which share in calls dispatched by ``mesh_name``. Asked of the workers once."""
         if mesh_name not in self._meshes:
-            self._meshes[mesh_name] = _layout(self, mesh_name, self._query_dispatch_collect_info(mesh_name))
+            self._meshes[mesh_name] = MeshLayout.of_answers(
+                self.role, mesh_name, self._query_dispatch_collect_info(mesh_name)
+            )
         return self._meshes[mesh_name]
 
     def dp_size(self, mesh_name: str) -> int:
@@ -168,19 +163,3 @@ def _collect(
     outputs: dict[int, Any],
 ) -> Any:
     return drop_padding(collect_fn(group, [outputs[rank] for rank in order]), padding)
-
-
-def _layout(group: WorkerGroup, mesh_name: str, answers: Sequence[tuple[int, bool]]) -> MeshLayout:
-    dp_ranks = tuple(dp_rank for dp_rank, _ in answers)
-    collectors: dict[int, list[int]] = {dp_rank: [] for dp_rank in range(max(dp_ranks) + 1)}
-    for rank, (dp_rank, is_collect) in enumerate(answers):
-        if is_collect:
-            collectors[dp_rank].append(rank)
-    wrong = {dp_rank: ranks for dp_rank, ranks in collectors.items() if len(ranks) != 1}
-    if wrong or set(dp_ranks) != set(collectors):
-        raise ValueError(
-            f"mesh {mesh_name!r} of {group.role}: every data-parallel rank 0..{max(dp_ranks)} needs exactly one "
-            f"collecting rank, but rank -> dp rank is {dict(enumerate(dp_ranks))} and dp rank -> collecting ranks is "
-            f"{wrong or collectors}; check the is_collect given to _register_dispatch_collect_info."
-        )
-    return MeshLayout(dp_ranks, tuple(ranks[0] for ranks in collectors.values()))

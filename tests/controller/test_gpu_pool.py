@@ -16,7 +16,7 @@ class OnDevice(Worker):
         self.init_process_group()
         value = torch.ones(4, device=self.device)
         torch.distributed.all_reduce(value)
-        return str(self.device), value.sum().item(), torch.distributed.get_backend()
+        return str(self.device), value.sum().item(), torch.distributed.get_backend_config()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def which_device(self) -> str:
@@ -30,7 +30,7 @@ def test_two_groups_share_one_gpu_and_a_cpu_pool_keeps_off_it(ray_cluster: None)
     groups = [RayWorkerGroup(pool, spec) for pool in (gpus, gpus, cpus)]
     try:
         for group in groups[:2]:
-            assert group.reduce_on_device() == [("cuda:0", 4.0, "nccl")]
+            assert group.reduce_on_device() == [("cuda:0", 4.0, "cpu:gloo,cuda:nccl")]
         assert groups[2].which_device() == ["cpu"]
     finally:
         for group in groups:

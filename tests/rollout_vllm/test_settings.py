@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -45,6 +46,15 @@ def test_cuda_gets_no_cpu_variables_and_a_trainers_process_may_go_on_compiling()
     assert "VLLM_HOST_IP" not in environment(cpu=False)
     assert "TORCHDYNAMO_DISABLE" not in environment(cpu=True)
     assert environment(cpu=True, own_process=True)["TORCHDYNAMO_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_flashinfer_samples_on_cuda_only_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert ("VLLM_USE_FLASHINFER_SAMPLER" not in environment(cpu=False)) == installed
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in environment(cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import sys
@@ -35,6 +36,10 @@ _ON_CPU: Mapping[str, str] = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOOPBACK_IP": "127.0.0.1",
 }
+_WITHOUT_FLASHINFER: Mapping[str, str] = {
+    # On CUDA vLLM imports FlashInfer for top-k and top-p unasked, and does not start where it is not installed.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 _IN_PROCESSES_OF_VLLM_ON_CPU: Mapping[str, str] = {
     # The sampler is compiled even with enforce_eager: the first sampled token would take 15 s and a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
@@ -55,8 +60,14 @@ def prepare(*, cpu: bool) -> str:
 
 def environment(*, cpu: bool, own_process: bool = False) -> dict[str, str]:
     """The variables a process with vLLM in it needs; `own_process`: one in which nothing else runs."""
-    own = dict(_IN_PROCESSES_OF_VLLM_ON_CPU) if cpu and own_process else {}
-    return dict(_EVERYWHERE) | (dict(_ON_CPU) if cpu else {}) | own
+    wanted = dict(_EVERYWHERE)
+    if cpu:
+        wanted |= _ON_CPU
+    elif importlib.util.find_spec("flashinfer") is None:
+        wanted |= _WITHOUT_FLASHINFER
+    if cpu and own_process:
+        wanted |= _IN_PROCESSES_OF_VLLM_ON_CPU
+    return wanted
 
 
 @contextmanager
