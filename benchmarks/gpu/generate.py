@@ -181,7 +181,7 @@ def measure_vllm(works: Sequence[Workload], repeats: int, memory: float) -> Iter
 
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(544, 1025, 32)]
     with tempfile.TemporaryDirectory() as folder:
-        model_config(works[0]).save_pretrained(folder)
+        model_config(max(works, key=lambda work: work.longest)).save_pretrained(folder)
         start = time.perf_counter()
         llm = LLM(
             folder,

@@ -26,6 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from dovetail.observability.disk import DiskFullError, explaining_full_disk
 
 logger = logging.getLogger(__name__)
@@ -181,6 +183,8 @@ def _finite(value: Any) -> Any:
         return {str(name): _finite(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_finite(entry) for entry in value]
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and np.isfinite(value).all():
+        return value.tolist()  # Lists of a number per token: looking at each again takes longer than all the rest.
     if hasattr(value, "tolist"):
         return _finite(value.tolist())
     return str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from dovetail.protocol import DataProto
@@ -15,35 +16,47 @@ from dovetail.trainer.token_text import token_ends
 MOST_TOKENS = 500_000
 
 
-def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """A dict per answer: `answer_records`, and of its tokens id, end in the text, advantage, log-prob gap, entropy."""
-    columns = batch.tensors
-    width = columns["responses"].shape[1]
-    kept = columns["attention_mask"][:, -width:].bool()
-    tokens = {"response_ids": columns["responses"], "token_advantages": columns["advantages"]}
-    if "old_log_probs" in columns and "rollout_log_probs" in columns:
-        tokens["token_logprob_gaps"] = columns["old_log_probs"] - columns["rollout_log_probs"]
-    if "entropys" in columns:
-        tokens["token_entropies"] = columns["entropys"]
-    reasons = batch.non_tensor_batch["finish_reason"]
-    pieces = _pieces(columns["responses"], kept, tokenizer)
-    written = 0
-    for row, record in enumerate(answer_records(batch, tokenizer)):
-        record["truncated"] = reasons[row] == "length"
-        written += int(kept[row].sum())
-        if written > MOST_TOKENS:
-            yield record
-            continue
-        values = {name: _rounded(column[row][kept[row]].tolist()) for name, column in tokens.items()}
-        ends = token_ends(record["response"], [pieces[int(token)] for token in values["response_ids"]])
-        yield {**record, **values, "token_ends": ends}
+class RolloutRows:
+    """Rows of one run's batches. Remembers what tokens decode to by themselves."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._pieces: dict[int, str] = {}
+
+    def of(self, batch: DataProto) -> Iterator[dict[str, Any]]:
+        """A dict per answer: `answer_records`, and of its tokens id, end in the text, advantage, log-prob gap, entropy.
+
+        Written beside a step that runs: what is per token is left to numpy.
+        """
+        columns = batch.tensors
+        width = columns["responses"].shape[1]
+        kept = columns["attention_mask"][:, -width:].bool().numpy()
+        responses = columns["responses"].numpy()
+        tokens = {"response_ids": responses, "token_advantages": _rounded(columns["advantages"])}
+        if "old_log_probs" in columns and "rollout_log_probs" in columns:
+            tokens["token_logprob_gaps"] = _rounded(columns["old_log_probs"] - columns["rollout_log_probs"])
+        if "entropys" in columns:
+            tokens["token_entropies"] = _rounded(columns["entropys"])
+        reasons = batch.non_tensor_batch["finish_reason"]
+        self._decode(responses[kept])
+        written = 0
+        for row, record in enumerate(answer_records(batch, self._tokenizer)):
+            record["truncated"] = reasons[row] == "length"
+            written += int(kept[row].sum())
+            if written > MOST_TOKENS:
+                yield record
+                continue
+            values = {name: column[row][kept[row]] for name, column in tokens.items()}
+            ends = token_ends(record["response"], [self._pieces[token] for token in values["response_ids"].tolist()])
+            yield {**record, **values, "token_ends": np.asarray(ends)}
+
+    def _decode(self, tokens: np.ndarray) -> None:
+        """What each token decodes to by itself; special tokens are not in an answer's text."""
+        new = [token for token in np.unique(tokens).tolist() if token not in self._pieces]
+        if new:
+            texts = self._tokenizer.batch_decode([[token] for token in new], skip_special_tokens=True)
+            self._pieces.update(zip(new, texts, strict=True))
 
 
-def _pieces(responses: torch.Tensor, kept: torch.Tensor, tokenizer: Any) -> dict[int, str]:
-    """What each token of the batch decodes to by itself; special tokens are not in an answer's text."""
-    found = responses[kept].unique().tolist()
-    return dict(zip(found, tokenizer.batch_decode([[token] for token in found], skip_special_tokens=True), strict=True))
-
-
-def _rounded(values: list[float]) -> list[float]:
-    return [round(value, 5) if isinstance(value, float) else value for value in values]
+def _rounded(column: torch.Tensor) -> np.ndarray:
+    return column.double().numpy().round(5)

@@ -20,7 +20,7 @@ from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.protocol import DataProto
 from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
-from dovetail.trainer.answers import rollout_rows
+from dovetail.trainer.answers import RolloutRows
 from dovetail.trainer.arrange import arrange_rows, imbalance
 from dovetail.trainer.batch_math import (
     add_advantages,
@@ -91,7 +91,8 @@ class RayPPOTrainer:
         self.global_step = 0
         self.total_steps = total_training_steps(config, len(train_loader))
         self._answers_file = Background("answers")
-        self._answers_tokenizer = copy.deepcopy(tokenizer)  # used beside the driver, which reads prompts with its own
+        # A tokenizer of its own: it works beside the driver, which reads prompts.
+        self._rollout_rows = RolloutRows(copy.deepcopy(tokenizer))
         self._create_groups = create_groups
         self._groups: RoleGroups | None = None
 
@@ -173,6 +174,7 @@ class RayPPOTrainer:
                 batch = self._take_rewards(batch, rollout.rewards, metrics)
             with self.timers("adv"):
                 batch = self._add_advantages(batch, metrics)
+            self._write_answers(batch)
             if self.groups.critic is not None:
                 with self.timers("update_critic"):
                     metrics |= update_metrics(self.groups.critic.update_critic(batch))
@@ -287,9 +289,11 @@ class RayPPOTrainer:
         metrics |= self.utilisation.take(batch, seconds)
         if metrics.get("actor/skipped_steps", 0) or metrics.get("critic/skipped_steps", 0):
             self.tracker.event("skipped_step", self.global_step)
-        # Decoding every token takes seconds on a large batch, and the next step needs none of it.
+
+    def _write_answers(self, batch: DataProto) -> None:
+        """Begun before the update, which keeps the devices busy: after it, generation would wait for the host."""
         folder, step = self.tracker.folder, self.global_step
-        self._answers_file.submit(lambda: folder.write_answers(step, rollout_rows(batch, self._answers_tokenizer)))
+        self._answers_file.submit(lambda: folder.write_answers(step, self._rollout_rows.of(batch)))
 
     def _phase_changed(self, name: str | None) -> None:
         self.tracker.folder.write_now(step=self.global_step, total_steps=self.total_steps, phase=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 # What a tokenizer writes for bytes that are no character by themselves.
 _BROKEN = "�"
@@ -14,6 +15,8 @@ def token_ends(text: str, pieces: Sequence[str]) -> list[int]:
     Decoded alone a token may lose its leading space, be part of a character, or be special and absent from the text.
     Space goes to the token after it, a character of several tokens to the last of them, an absent token is empty.
     """
+    if _BROKEN not in text and "".join(pieces) == text:
+        return list(accumulate(map(len, pieces)))
     ends: list[int] = []
     position = 0
     least, most = 0, 0  # characters that broken tokens since `position` stand for

@@ -6,12 +6,17 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dovetail.observability.run_folder import RunFolder, read_json_lines
 from dovetail.observability.timers import PhaseTimers
+from dovetail.protocol import DataProto
+from dovetail.trainer.answers import RolloutRows
 from dovetail.trainer.timeline import MOST_WORKERS, take_timeline
 from dovetail.trainer.token_text import token_ends
+from tests.models.tiny import tiny_tokenizer
+from tests.rewards.test_runner import answers
 from tests.trainer.toy_run import Toy, train
 
 
@@ -29,6 +34,7 @@ def test_a_run_writes_a_timeline_its_present_phase_and_the_text_of_tokens(toy: T
     now = json.loads((tmp_path / "now.json").read_text())
     assert (now["step"], now["total_steps"], now["phase"], now["pid"]) == (2, 2, None, os.getpid())
     row = next(read_json_lines(tmp_path / "rollouts" / "step_2.jsonl"))
+    assert all(0 <= value == round(value, 5) for value in row["token_entropies"])
     assert len(row["token_ends"]) == len(row["response_ids"]) == len(row["token_entropies"])
     assert row["token_ends"] == sorted(row["token_ends"])
     assert row["token_ends"][-1] == len(row["response"])
@@ -65,6 +71,26 @@ def test_a_timeline_of_a_thousand_ranks_shows_some_of_them() -> None:
     assert workers[:2] == ["driver", "worker 0"]
     assert len(workers) - 1 <= MOST_WORKERS
     assert timers.take_spans() == []
+
+
+@pytest.mark.unit
+def test_rows_of_a_second_batch_with_no_new_token_are_as_whole_as_the_first() -> None:
+    batch = answers("good", "no")
+    mask = batch.tensors["response_mask"].float()
+    gaps = {"old_log_probs": -1.0 * mask, "rollout_log_probs": -1.123456 * mask}
+    reasons = {"finish_reason": ["stop", "length"]}
+    batch = batch.union(DataProto.from_dict({"advantages": 0.25 * mask, **gaps}, reasons))
+    rows = RolloutRows(tiny_tokenizer())
+    first, second = list(rows.of(batch)), list(rows.of(batch))
+    for row, again, text in zip(first, second, ("good", "no"), strict=True):
+        assert row["response"] == text
+        assert row["token_ends"].tolist() == list(range(1, len(text) + 1))
+        assert row["token_advantages"].tolist() == [0.25] * len(text)
+        assert row["token_logprob_gaps"].tolist() == [0.12346] * len(text)
+        assert row["truncated"] == (text == "no")
+        assert {name: np.asarray(value).tolist() for name, value in again.items()} == {
+            name: np.asarray(value).tolist() for name, value in row.items()
+        }
 
 
 @pytest.mark.unit
