@@ -152,7 +152,6 @@ def run_dovetail(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
             f"{policy}.rollout.max_num_seqs={PROMPTS * SAMPLES}",
             f"{policy}.rollout.max_num_batched_tokens=65536",
             f"{policy}.rollout.gpu_memory_utilization={ENGINE_MEMORY}",
-            f"{policy}.rollout.free_cache_engine=False",  # TRL keeps its engine's memory through the update, too
             f"{policy}.actor.ppo_mini_batch_size={PROMPTS}",
             f"{policy}.actor.use_dynamic_bsz=True",
             f"{policy}.actor.ppo_max_token_len_per_gpu=20480",

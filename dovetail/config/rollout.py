@@ -91,7 +91,11 @@ class RolloutConfig(Section):
     max_num_seqs: int = Field(256, ge=1, description="Sequences per engine step.")
     enforce_eager: bool = Field(False, description="No CUDA graphs.")
     cudagraph_capture_sizes: list[int] | None = Field(None, description="Batch sizes captured as CUDA graphs.")
-    free_cache_engine: bool = Field(True, description="Give the KV cache back while training.")
+    free_cache_engine: bool | None = Field(
+        None,
+        description="Give the KV cache back while training. Null: yes, but not where the embedded engine reads the "
+        "trainer's weights on a GPU and the plan has room for both.",
+    )
     enable_chunked_prefill: bool = Field(True, description="Mix prefill chunks and decoding.")
     enable_prefix_caching: bool = Field(True, description="Share the KV cache of equal prefixes.")
     limit_images: int | None = Field(None, ge=0, description="Most images per prompt. Null: the engine's limit.")

@@ -69,7 +69,7 @@ def shared_settings(rollout: RolloutConfig, model: str | Path) -> dict[str, Any]
         "disable_log_stats": rollout.disable_log_stats,
         "skip_tokenizer_init": rollout.skip_tokenizer_init,
         "logprobs": logprobs_of(rollout),
-        "enable_sleep": rollout.free_cache_engine,
+        "enable_sleep": rollout.free_cache_engine is not False,
     }
 
 

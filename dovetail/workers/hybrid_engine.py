@@ -22,6 +22,7 @@ from dovetail.protocol import DataProto
 from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, RolloutEngine
 from dovetail.rollout.registry import engine_class_for
 from dovetail.workers.adapters import adapter_of, sends_adapter, with_base_and_adapter
+from dovetail.workers.cache_room import CacheRoom
 from dovetail.workers.generation import answers_of, requests_of
 from dovetail.workers.parity import ParityProbe, ParityReport
 from dovetail.workers.restarts import RestartableEngine, generate_together
@@ -56,6 +57,7 @@ class HybridEngine:
         self._restarts_together = self._rollout.restart_engine > 0 and backend.place.world_size > 1
         if not self.shares_weights and backend.place.world_size == 1:
             self.engine.reload_weights = self._reload
+        self._room = CacheRoom.beside_training(config, device) if self.shares_weights else None
         self._trainer_version = 1
         self._engine_version: int | None = None  # None: the engine holds no weights of this trainer
         self._num_compared = 0
@@ -105,11 +107,12 @@ class HybridEngine:
 
     def trainer_mode(self) -> None:
         """Give the engine's memory back. Shared weights stay: they are the trainer's."""
-        if not self._rollout.free_cache_engine or not self.engine.on_trainer_devices:
+        if self._rollout.free_cache_engine is False or not self.engine.on_trainer_devices:
             return
         mark_memory(self._backend.device)
         if self.shares_weights:
-            self.engine.sleep(["kv_cache"])
+            if not self._cache_may_stay():
+                self.engine.sleep(["kv_cache"])
             self._backend.offload(params=self._offloading.param_offload, optimizer=False)
         else:
             self.engine.sleep(["weights", "kv_cache"])
@@ -154,6 +157,9 @@ class HybridEngine:
             report.mean_gap,
         )
         return report
+
+    def _cache_may_stay(self) -> bool:
+        return self._room is not None and self._room.holds(self.engine.health().kv_cache_bytes)
 
     def _generate(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
         engine = self.engine

@@ -180,7 +180,7 @@ def _stages(
 def _left_by_engine(config: DovetailConfig, engine: EngineMemory, device: Device) -> float:
     """Bytes of the engine on a device while a role computes."""
     rollout = config.actor_rollout_ref.rollout
-    if not rollout.free_cache_engine:
+    if rollout.free_cache_engine is False:
         return engine.weights + engine.workspace + engine.cache
     return SLEEPING_ENGINE if device.is_accelerator and rollout.name != "native" else 0.0
 
