@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 
 from dovetail.observability.disk import DiskFullError, explaining_full_disk
 
@@ -170,7 +171,21 @@ def _append(file: Path, entry: Mapping[str, Any]) -> None:
 
 
 def _line(entry: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(entry), ensure_ascii=False, allow_nan=False) + "\n"
+    """Arrays of numbers come last. They are as long as an answer, and Python would look at each number by itself."""
+    arrays = {name: value for name, value in entry.items() if _is_numbers(value)}
+    rest = {name: value for name, value in entry.items() if name not in arrays}
+    line = json.dumps(_finite(rest), ensure_ascii=False, allow_nan=False)[:-1]
+    for name, array in arrays.items():
+        line += f"{', ' if len(line) > 1 else ''}{json.dumps(str(name))}: {_numbers(array)}"
+    return line + "}\n"
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iuf"
+
+
+def _numbers(array: np.ndarray) -> str:
+    return orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY).decode()
 
 
 def _finite(value: Any) -> Any:
@@ -183,8 +198,6 @@ def _finite(value: Any) -> Any:
         return {str(name): _finite(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_finite(entry) for entry in value]
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and np.isfinite(value).all():
-        return value.tolist()  # Lists of a number per token: looking at each again takes longer than all the rest.
     if hasattr(value, "tolist"):
         return _finite(value.tolist())
     return str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,5 +76,6 @@ def _ground_truth(reward_model: Any) -> Any:
 
 
 def _decode(ids: torch.Tensor, mask: torch.Tensor, tokenizer: Decoder, skip_special_tokens: bool = True) -> list[str]:
-    rows: Sequence[list[int]] = [row[kept].tolist() for row, kept in zip(ids, mask.bool(), strict=True)]
-    return tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens)
+    # Arrays: of a list the tokenizer looks at every number first.
+    rows = [row[kept] for row, kept in zip(ids.numpy(), mask.bool().numpy(), strict=True)]
+    return tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens) if rows else []

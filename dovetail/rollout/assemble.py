@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
+import numpy as np
 import torch
 
 from dovetail.protocol import DataProto
@@ -17,6 +19,9 @@ from dovetail.rollout.base import FinishReason, GenerationResult
 
 # Weight version of tokens the engine did not write, and of padding.
 NO_VERSION = -1
+
+
+Rows = Sequence[Sequence[int]] | Sequence[Sequence[float]] | Sequence[Sequence[bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,8 @@ def assemble(
 
     prompt_ids = _pad_left(prompts, prompt_width, pad_token_id)
     prompt_mask = _pad_left([[1] * len(p) for p in prompts], prompt_width, 0)
-    response_ids = _pad_right([r.token_ids for r in whole], response_width, pad_token_id, torch.int64)
-    real = _pad_right([[1] * len(r.token_ids) for r in whole], response_width, 0, torch.int64)
+    response_ids = _pad_right([r.token_ids for r in whole], response_width, pad_token_id, np.int64)
+    real = _pad_right([[1] * len(r.token_ids) for r in whole], response_width, 0, np.int64)
     attention_mask = torch.cat([prompt_mask, real], dim=1)
     return DataProto.from_dict(
         tensors={
@@ -94,9 +99,9 @@ def assemble(
             "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
             "attention_mask": attention_mask,
             "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp_(min=0),
-            "response_mask": _pad_right([r.sampled for r in whole], response_width, 0, torch.int64),
-            "rollout_log_probs": _pad_right([r.log_probs for r in whole], response_width, 0.0, torch.float32),
-            "weight_version": _pad_right([r.weight_versions for r in whole], response_width, NO_VERSION, torch.int64),
+            "response_mask": _pad_right([r.sampled for r in whole], response_width, 0, np.int64),
+            "rollout_log_probs": _pad_right([r.log_probs for r in whole], response_width, 0.0, np.float32),
+            "weight_version": _pad_right([r.weight_versions for r in whole], response_width, NO_VERSION, np.int64),
         },
         non_tensors={"finish_reason": [r.finish_reason for r in whole]},
     )
@@ -112,16 +117,16 @@ def _width(what: str, rows: Sequence[Sequence[int]], wanted: int | None) -> int:
 
 
 def _pad_left(rows: Sequence[Sequence[int]], width: int, value: int) -> torch.Tensor:
-    out = torch.full((len(rows), width), value, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        out[i, width - len(row) :] = torch.tensor(row, dtype=torch.int64)
-    return out
+    return _padded(rows, np.arange(width)[::-1], value, np.int64)
 
 
-def _pad_right(
-    rows: Sequence[Sequence[int] | Sequence[float]], width: int, value: float, dtype: torch.dtype
-) -> torch.Tensor:
-    out = torch.full((len(rows), width), value, dtype=dtype)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.tensor(row, dtype=dtype)
-    return out
+def _pad_right(rows: Rows, width: int, value: float, dtype: type[np.number]) -> torch.Tensor:
+    return _padded(rows, np.arange(width), value, dtype)
+
+
+def _padded(rows: Rows, distances: np.ndarray, value: float, dtype: type[np.number]) -> torch.Tensor:
+    """`distances` of the columns from the side where the rows begin to be filled."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    out = np.full((len(rows), len(distances)), value, dtype=dtype)
+    out[distances < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), dtype, lengths.sum())
+    return torch.from_numpy(out)

@@ -47,7 +47,7 @@ class RolloutRows:
                 yield record
                 continue
             values = {name: column[row][kept[row]] for name, column in tokens.items()}
-            ends = token_ends(record["response"], [self._pieces[token] for token in values["response_ids"].tolist()])
+            ends = token_ends(record["response"], list(map(self._pieces.__getitem__, values["response_ids"].tolist())))
             yield {**record, **values, "token_ends": np.asarray(ends)}
 
     def _decode(self, tokens: np.ndarray) -> None:

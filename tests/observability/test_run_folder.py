@@ -27,6 +27,20 @@ def test_metrics_are_one_flat_object_per_step(tmp_path: Path) -> None:
     ]
 
 
+def test_arrays_of_an_answer_come_after_what_a_reader_looks_at_first(tmp_path: Path) -> None:
+    ids, gaps = np.arange(4)[::2], np.array([0.25, float("nan")])
+    rows = [
+        {"response_ids": ids, "gaps": gaps, "response": 'a "b"', "flags": np.array([True]), "deep": {"x": gaps}},
+        {"response_ids": np.array([], dtype=np.int64)},
+    ]
+    file = RunFolder(tmp_path).write_answers(1, rows)
+    first, second = file.read_text().splitlines()
+    numbers = {"response_ids": [0, 2], "gaps": [0.25, None]}
+    assert json.loads(first) == {"response": 'a "b"', "flags": [True], "deep": {"x": [0.25, None]}, **numbers}
+    assert first.index('"deep"') < first.index(', "response_ids": [') < first.index('"gaps"')
+    assert json.loads(second) == {"response_ids": []}
+
+
 def test_resume_forgets_what_lies_beyond_the_step(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.start()
