@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dovetail.backends.base import ForwardOptions, TokenOutput
 from dovetail.models.backbone import concat_multi_modal_inputs
+from dovetail.models.multimodal import prompt_token_types
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import RewardModel, ValueModel
 from dovetail.protocol import DataProto
@@ -32,7 +33,7 @@ def network_call(network: nn.Module) -> NetworkCall:
 
 def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
     found = module(
-        **_inputs(micro_batch),
+        **_inputs(module, micro_batch),
         token_mask=last_columns(micro_batch.tensors["attention_mask"], options.last_tokens),
         temperature=options.temperature,
         need_entropy=options.entropy,
@@ -42,11 +43,11 @@ def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOpti
 
 
 def _call_value(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
-    return TokenOutput(values=module(**_inputs(micro_batch)))
+    return TokenOutput(values=module(**_inputs(module, micro_batch)))
 
 
 def _call_reward(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
-    return TokenOutput(scores=module(**_inputs(micro_batch)))
+    return TokenOutput(scores=module(**_inputs(module, micro_batch)))
 
 
 _CALLS: dict[type[nn.Module], NetworkCall] = {
@@ -56,16 +57,26 @@ _CALLS: dict[type[nn.Module], NetworkCall] = {
 }
 
 
-def _inputs(micro_batch: DataProto) -> dict[str, Any]:
+def _inputs(module: Any, micro_batch: DataProto) -> dict[str, Any]:
     tensors = micro_batch.tensors
     inputs: dict[str, Any] = {"input_ids": tensors["input_ids"], "attention_mask": tensors["attention_mask"]}
     if "position_ids" in tensors:
         inputs["position_ids"] = tensors["position_ids"]
     if "multi_modal_inputs" in micro_batch.non_tensor_batch:
-        device = tensors["input_ids"].device
-        joined = concat_multi_modal_inputs(list(micro_batch.non_tensor_batch["multi_modal_inputs"]))
-        inputs["multi_modal_inputs"] = {name: tensor.to(device) for name, tensor in joined.items()}
+        inputs["multi_modal_inputs"] = _media(module.hf_model.config, micro_batch)
     return inputs
+
+
+def _media(config: Any, micro_batch: DataProto) -> dict[str, Tensor]:
+    """The images of all rows end to end, and which tokens stand for them; empty when no row has any."""
+    tensors, rows = micro_batch.tensors, list(micro_batch.non_tensor_batch["multi_modal_inputs"])
+    joined = concat_multi_modal_inputs(rows)
+    if not joined:
+        return {}
+    input_ids = tensors["input_ids"]
+    num_written = tensors["responses"].size(1) if "responses" in tensors else 0
+    types = prompt_token_types(config, input_ids, rows, num_written=num_written)
+    return {"mm_token_type_ids": types, **{name: tensor.to(input_ids.device) for name, tensor in joined.items()}}
 
 
 def last_columns(attention_mask: Tensor, count: int | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dovetail.models.attention import PACKED_ATTENTION, register_packed_attention, without_masks
-from dovetail.models.multimodal import multimodal_position_ids, vision_tower_runs
+from dovetail.models.multimodal import as_text, embeds_as_text, multimodal_position_ids, vision_tower_runs
 from dovetail.models.packing import PackedBatch, pack_batch
 from dovetail.parallel.ulysses import gather_outputs, get_ulysses_group, slice_inputs
 
@@ -76,14 +76,22 @@ class TransformerBackbone(nn.Module):
         position_ids: Tensor | None,
         multi_modal_inputs: Mapping[str, Tensor] | None,
     ) -> tuple[Tensor, TokenLayout]:
-        """`[n, H]` for this rank's tokens, and where they belong. `position_ids`: `[B, T]` or `[B, C, T]`."""
+        """`[n, H]` for this rank's tokens, and where they belong. `position_ids`: `[B, T]` or `[B, C, T]`.
+
+        Where images give tokens several positions, the model is asked for them unless they are there: `[B, T]` is not.
+        """
         extra = dict(multi_modal_inputs or {})
-        if position_ids is None:
-            position_ids = multimodal_position_ids(self.hf_model, input_ids, attention_mask, extra)
-        extra.pop("mm_token_type_ids", None)  # only positions need them, and they have the padded shape
-        # An empty mapping says: images are part of this run, and these rows have none.
-        blank = multi_modal_inputs is not None and not extra
-        with vision_tower_runs(self.hf_model) if blank else nullcontext():
+        if position_ids is None or position_ids.dim() == 2:
+            found = multimodal_position_ids(self.hf_model, input_ids, attention_mask, extra)
+            position_ids = position_ids if found is None else found
+        types = extra.pop("mm_token_type_ids", None)  # they have the padded shape, and the model has its positions
+        around: AbstractContextManager[None] = nullcontext()
+        if types is not None:
+            input_ids, around = as_text(self.hf_model, input_ids, types == 0), embeds_as_text(self.hf_model)
+        elif multi_modal_inputs is not None and not extra:
+            # An empty mapping says: images are part of this run, and these rows have none.
+            around = vision_tower_runs(self.hf_model)
+        with around:
             return self._forward(input_ids, attention_mask, position_ids, extra)
 
     def _forward(
@@ -161,8 +169,11 @@ def predicting_positions(attention_mask: Tensor, token_mask: Tensor | None) -> T
 
 
 def concat_multi_modal_inputs(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join the image columns of rows (`pixel_values`, `image_grid_thw`, ...) along their first axis, in row order."""
-    names = {name: None for row in rows for name in row}
+    """Join the image columns of rows (`pixel_values`, `image_grid_thw`, ...) along their first axis, in row order.
+
+    A processor's `mm_token_type_ids` have the length of a prompt, not of its images, and are left out.
+    """
+    names = {name: None for row in rows for name in row if name != "mm_token_type_ids"}
     return {name: torch.cat([row[name] for row in rows if name in row]) for name in names}
 
 

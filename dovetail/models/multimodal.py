@@ -1,11 +1,12 @@
-"""What models that mix images and text need beside their tensors: position ids, and a blank image for rows of text.
+"""What models that mix images and text need beside their tensors: position ids, a blank image for rows of text, and
+placeholders that stand for no image.
 
 Asks the model itself; knows no architecture by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +48,39 @@ def token_types(config: Any, input_ids: Tensor) -> Tensor:
         if token is not None:
             types[input_ids == token] = kind
     return types
+
+
+def prompt_token_types(
+    config: Any, input_ids: Tensor, rows: Sequence[Mapping[str, Tensor]], *, num_written: int
+) -> Tensor:
+    """`token_types` of rows whose last `num_written` columns the model wrote: images are in prompts that came with any.
+
+    A placeholder elsewhere is a token like others: a model may write one, and a user's text may hold one.
+    """
+    types = token_types(config, input_ids)
+    types[:, types.size(1) - num_written :] = 0
+    types[[not row for row in rows]] = 0
+    return types
+
+
+def as_text(hf_model: Any, input_ids: Tensor, is_text: Tensor) -> Tensor:
+    """The ids with placeholders that are text below 0, where models that count placeholders do not see them."""
+    stray = is_text & (token_types(hf_model.config, input_ids) > 0)
+    return torch.where(stray, -1 - input_ids, input_ids)
+
+
+@contextmanager
+def embeds_as_text(hf_model: Any) -> Iterator[None]:
+    """Inside, the model embeds ids of `as_text` as the tokens they are, as an engine that wrote them did."""
+
+    def put_back(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (torch.where(args[0] < 0, -1 - args[0], args[0]),)
+
+    handle = hf_model.get_input_embeddings().register_forward_pre_hook(put_back)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

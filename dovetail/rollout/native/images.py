@@ -19,9 +19,6 @@ from dovetail.rollout.base import GenerationRequest, UnsupportedPromptError
 from dovetail.rollout.native.attention import Segment
 from dovetail.rollout.native.scheduler import Sample
 
-_FOR_POSITIONS = "mm_token_type_ids"
-"""Only positions need them, and they have the shape of the prompt."""
-
 
 def check_images(model: PreTrainedModel, request: GenerationRequest) -> None:
     """UnsupportedPromptError for what this model cannot be given; ValueError where tokens and images do not match."""
@@ -60,8 +57,7 @@ def prompt_positions(model: PreTrainedModel, request: GenerationRequest) -> Tens
 def prefill_images(plan: Sequence[tuple[Sample, Segment]], device: torch.device) -> dict[str, Tensor]:
     """The tensors of all images in these segments, in the order of their tokens. A prompt with images is never cut."""
     rows = [row.request.multi_modal for row, segment in plan if row.request.multi_modal and segment.start == 0]
-    joined = concat_multi_modal_inputs([{k: v for k, v in row.items() if k != _FOR_POSITIONS} for row in rows])
-    return {name: tensor.to(device) for name, tensor in joined.items()}
+    return {name: tensor.to(device) for name, tensor in concat_multi_modal_inputs(rows).items()}
 
 
 def prefill_positions(plan: Sequence[tuple[Sample, Segment]], device: torch.device) -> Tensor:
