@@ -14,8 +14,9 @@ from dovetail.data.errors import DataError
 
 Loader = Callable[[Any], Any]
 _PLACE = re.compile(r"(<image>|<video>)")
-# What a processor returns beside these belongs to the model.
-_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+# What a processor returns beside these belongs to the images. Types of tokens are those of the prompt alone: the model
+# side makes them anew for prompt and answer.
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 def load_image(source: Any) -> Any:

@@ -55,6 +55,8 @@ class PromptDataset:
         self._files = [read_rows(path) for path in paths]
         for file in self._files:
             self._check_columns(file)
+        media = {config.image_key, config.video_key}
+        self._has_media = processor is not None and any(media & set(file.columns) for file in self._files)
         self._kept = self._choose_rows(max_samples, seed)
         self._bounds = np.cumsum([0, *(len(kept) for kept in self._kept)])
         if len(self) == 0:
@@ -111,7 +113,8 @@ class PromptDataset:
         text = self.encoder.render(messages, where)
         ids = self.encoder.token_ids([text], is_chat=not isinstance(messages, str))[0]
         ids = truncate(ids, self.config.max_prompt_length, self.config.truncation, where)
-        return self._padded(ids, text, raw_ids=ids)
+        # Every batch of a run has the same columns: batches are joined, and all ranks must call the same networks.
+        return self._padded(ids, text, raw_ids=ids) | (self._media_columns({}, {}) if self._has_media else {})
 
     def _encode_media(self, row: Mapping[str, Any], messages: Messages | str, where: str) -> dict[str, Any]:
         prompt = self._media_prompt(row, messages, where)
@@ -119,10 +122,11 @@ class PromptDataset:
         ids = truncate(prompt.ids, self.config.max_prompt_length, "error", where)
         # The engine widens the placeholders itself: it gets the ids of the text as written.
         encoded = self._padded(ids, prompt.text, raw_ids=self.encoder.token_ids([prompt.text], is_chat=True)[0])
-        encoded["multi_modal_data"] = prompt.media
-        if self.config.return_multi_modal_inputs:
-            encoded["multi_modal_inputs"] = prompt.inputs
-        return encoded
+        return encoded | self._media_columns(prompt.media, prompt.inputs)
+
+    def _media_columns(self, pictures: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+        columns = {"multi_modal_data": pictures}
+        return columns | {"multi_modal_inputs": tensors} if self.config.return_multi_modal_inputs else columns
 
     def _media_prompt(self, row: Mapping[str, Any], messages: Messages | str, where: str) -> MediaPrompt:
         if self.processor is None or isinstance(messages, str):

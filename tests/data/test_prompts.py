@@ -200,7 +200,8 @@ class FakeProcessor:
         widened = "".join(piece + "#" * size for piece, size in zip(pieces, [*sizes, 0], strict=True))
         ids = tiny_tokenizer()(widened, add_special_tokens=False)["input_ids"]
         pixels = torch.cat([torch.as_tensor(image, dtype=torch.float32) for image in images or []])
-        return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)), "pixel_values": pixels}
+        of_text = {name: torch.ones(1, len(ids)) for name in ("attention_mask", "mm_token_type_ids")}
+        return {"input_ids": torch.tensor([ids]), **of_text, "pixel_values": pixels}
 
 
 def image_file(tmp_path: Path, prompt: str = "see <image>, compare <image>") -> str:
@@ -229,6 +230,14 @@ def test_images_become_placeholders_tensors_and_raw_data(tmp_path: Path) -> None
     assert [len(image) for image in batch.non_tensor_batch["multi_modal_data"][0]["image"]] == [3, 5]
     assert batch.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"].shape == (8,)
     assert batch.non_tensor_batch["multi_modal_inputs"][1] == {}
+
+
+def test_prompts_of_a_file_with_images_have_the_same_columns_with_and_without(tmp_path: Path) -> None:
+    made = dataset(image_file(tmp_path), processor=FakeProcessor(), image_loader=load)
+    assert set(made[0]) == set(made[1])
+    assert "mm_token_type_ids" not in made[0]["multi_modal_inputs"]
+    assert made.batch([1]).non_tensor_batch["multi_modal_data"][0] == {}
+    assert "multi_modal_inputs" not in dataset(toy_file(tmp_path, 1), processor=FakeProcessor()).batch([0])
 
 
 def test_image_prompts_are_filtered_by_their_widened_length_and_never_cut(tmp_path: Path) -> None:
