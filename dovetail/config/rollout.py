@@ -156,6 +156,11 @@ class RolloutConfig(Section):
         return self.max_model_len or self.prompt_length + self.response_length
 
     @property
+    def media_column(self) -> str:
+        """What of a prompt's images goes to the engine: the processor's tensors, or the pictures themselves."""
+        return "multi_modal_inputs" if self.name == "native" else "multi_modal_data"
+
+    @property
     def engine_world_size(self) -> int:
         """Devices of one engine."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size

@@ -136,7 +136,6 @@ class RolloutEngine(ABC):
     """
 
     name: ClassVar[str]
-    supports_multi_modal: ClassVar[bool] = False
     on_trainer_devices: ClassVar[bool] = True
     """Whether its memory is the trainer's to want back. Engines elsewhere stay awake while the trainer works."""
     reload_weights: Callable[[Any], None] | None = None

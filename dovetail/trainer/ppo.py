@@ -206,7 +206,9 @@ class RayPPOTrainer:
         return batch, {}
 
     def _answers(self, prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
-        answers = self.groups.rollout.generate_sequences(engine_request(prompts, n=n, **sampling))
+        column = self.config.actor_rollout_ref.rollout.media_column
+        request = engine_request(prompts, n=n, media_column=column, **sampling)
+        answers = self.groups.rollout.generate_sequences(request)
         self._note_restarts(num_restarts(answers))
         return join_answers(prompts, answers, n=n)
 

@@ -11,25 +11,28 @@ _PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 _ENGINE_COLUMNS = ("raw_prompt_ids", "sampling_seed")
 
 
-def engine_request(prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
-    """What `generate_sequences` reads: the prompts without padding, and how they are to be answered."""
+def engine_request(prompts: DataProto, *, n: int, media_column: str, **sampling: Any) -> DataProto:
+    """What `generate_sequences` reads: the prompts without padding, and how they are to be answered.
+
+    With images also `media_column`, which is the form in which the engine takes them, and the prompts as the processor
+    widened them: models read those.
+    """
+    tensors, others = [], [name for name in _ENGINE_COLUMNS if name in prompts.non_tensor_batch]
     if any(prompts.non_tensor_batch.get("multi_modal_data", ())):
-        raise DataError(
-            "the batch has prompts with images. Engines answer them and updates take them, but a run does not bring "
-            "the two together yet: answers would lack the images' placeholders. Leave the image and video columns out."
-        )
-    wanted = [name for name in _ENGINE_COLUMNS if name in prompts.non_tensor_batch]
-    request = prompts.select(batch_keys=[], non_tensor_batch_keys=wanted)
+        _check_media(prompts)
+        tensors, others = ["input_ids", "attention_mask"], [*others, media_column]
+    request = prompts.select(batch_keys=tensors, non_tensor_batch_keys=others)
     request.meta_info = {"n": n, **sampling}
     return request
 
 
 def join_answers(prompts: DataProto, answers: DataProto, *, n: int) -> DataProto:
-    """Each prompt's own columns beside its `n` answers."""
+    """Each prompt's own columns beside its `n` answers. Pictures stay behind: models read the tensors made of them."""
     answers.meta_info = {"temperature": answers.meta_info["temperature"]}
     # The engine wrote these three for prompt and response together.
     kept = [name for name in prompts.tensors if name not in _PROMPT_COLUMNS]
-    rows = prompts.select(batch_keys=kept).repeat(n, interleave=True)
+    others = [name for name in prompts.non_tensor_batch if name != "multi_modal_data"]
+    rows = prompts.select(batch_keys=kept, non_tensor_batch_keys=others).repeat(n, interleave=True)
     rows.meta_info = {}
     return rows.union(answers)
 
@@ -45,3 +48,14 @@ def model_inputs(batch: DataProto) -> DataProto:
     names = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
     images = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
     return batch.select(batch_keys=names, non_tensor_batch_keys=images)
+
+
+def _check_media(prompts: DataProto) -> None:
+    pictures = prompts.non_tensor_batch["multi_modal_data"]
+    tensors = prompts.non_tensor_batch.get("multi_modal_inputs", [None] * len(prompts))
+    for row, (given, made) in enumerate(zip(pictures, tensors, strict=True)):
+        if given and not made:
+            raise DataError(
+                f"prompt {row} of a batch has {', '.join(given)} in multi_modal_data and no tensors for the model in "
+                "multi_modal_inputs; set data.return_multi_modal_inputs=True, or have your dataset write them."
+            )

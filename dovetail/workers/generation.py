@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
@@ -21,6 +20,9 @@ def requests_of(
     likely token. The column `sampling_seed` makes a prompt's answers independent of the batch and of the number
     of workers. `name` makes the requests' ids unique among those that run. Prompts without a seed get one made from
     `unseeded`: the processes of one engine must draw the same numbers.
+
+    Images go in the column `rollout.media_column`. Beside the processor's tensors an engine is given the ids that the
+    processor widened; beside pictures those of the text as written, for it widens them itself.
     """
     meta = prompts.meta_info
     sampling = sampling_params(
@@ -29,7 +31,9 @@ def requests_of(
         validate=bool(meta.get("validate", False)),
         greedy=not meta.get("do_sample", True),
     )
-    ids = prompt_token_ids(prompts)
+    reads_tensors = rollout.media_column == "multi_modal_inputs"
+    ids = model_prompt_ids(prompts) if reads_tensors else prompt_token_ids(prompts)
+    media = prompts.non_tensor_batch.get(rollout.media_column, [None] * len(ids))
     fresh = [None if unseeded is None else derive_seed(unseeded, index) for index in range(len(ids))]
     seeds = prompts.non_tensor_batch.get("sampling_seed", fresh)
     return [
@@ -37,22 +41,24 @@ def requests_of(
             f"{name}-{index}",
             prompt,
             replace(sampling, seed=None if seed is None else int(seed)),
-            multi_modal=_images(prompts, index),
+            multi_modal=images or None,
         )
-        for index, (prompt, seed) in enumerate(zip(ids, seeds, strict=True))
+        for index, (prompt, seed, images) in enumerate(zip(ids, seeds, media, strict=True))
     ]
 
 
 def answers_of(
+    prompts: DataProto,
     requests: Sequence[GenerationRequest],
     results: Sequence[GenerationResult],
     rollout: RolloutConfig,
     *,
     pad_token_id: int,
 ) -> DataProto:
-    """Responses in the order of the requests, the samples of each side by side."""
+    """Responses in the order of the requests, the samples of each side by side; prompts are as models read them."""
+    asked = zip(requests, model_prompt_ids(prompts), strict=True)
     batch = assemble(
-        [list(request.prompt_token_ids) for request in requests for _ in range(request.sampling.n)],
+        [ids for request, ids in asked for _ in range(request.sampling.n)],
         results,
         pad_token_id=pad_token_id,
         prompt_length=rollout.prompt_length,
@@ -82,15 +88,19 @@ def sampling_params(rollout: RolloutConfig, *, n: int, validate: bool, greedy: b
 
 
 def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
-    """The prompts without padding, as the dataset wrote them."""
-    if "raw_prompt_ids" in prompts.non_tensor_batch:
-        return [list(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
+    """The prompts without padding, as the dataset wrote them; a placeholder stands once for each image."""
+    raw = prompts.non_tensor_batch.get("raw_prompt_ids")
+    return _unpadded(prompts) if raw is None else [list(ids) for ids in raw]
+
+
+def model_prompt_ids(prompts: DataProto) -> list[list[int]]:
+    """The prompts without padding, as models read them: a placeholder for every feature of an image."""
+    # Text alone is sent without padding: there the two are the same.
+    return _unpadded(prompts) if "input_ids" in prompts.tensors else prompt_token_ids(prompts)
+
+
+def _unpadded(prompts: DataProto) -> list[list[int]]:
     columns = prompts.tensors
     return [
         ids[mask].tolist() for ids, mask in zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)
     ]
-
-
-def _images(prompts: DataProto, index: int) -> dict[str, Any] | None:
-    column = prompts.non_tensor_batch.get("multi_modal_data")
-    return None if column is None else column[index]

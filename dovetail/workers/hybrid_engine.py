@@ -134,7 +134,7 @@ class HybridEngine:
         if probed is not None:
             with self._loaded():
                 compare_answers(self._probe, probed, self._backend).require(self._rollout.name)
-        batch = answers_of(requests, results, self._rollout, pad_token_id=self._pad_token_id)
+        batch = answers_of(prompts, requests, results, self._rollout, pad_token_id=self._pad_token_id)
         batch.meta_info["metrics"] = {"rollout/engine_restarts": self.engine.num_restarts - self._num_restarts}
         self._num_restarts = self.engine.num_restarts
         return batch

@@ -99,7 +99,7 @@ class RolloutWorker(TrainingRole):
         name = f"{self.rank // size}-{self._num_calls}"
         requests = requests_of(prompts, self._rollout, name=name, unseeded=name if size > 1 else None)
         results = engine.generate(requests)
-        return answers_of(requests, results, self._rollout, pad_token_id=self._pad_token_id)
+        return answers_of(prompts, requests, results, self._rollout, pad_token_id=self._pad_token_id)
 
     def _pass_on(self, engine: RolloutEngine, version: int) -> None:
         if self._receiver is None:

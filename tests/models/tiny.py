@@ -88,6 +88,33 @@ def save_tiny_model(family: str, folder: Path, *, seed: int = 0, tokenizer: bool
     return folder
 
 
+def save_tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
+    """The same with a processor: patches of 4 x 4 pixels, a placeholder for every 2 x 2 of them."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    from tests.models.tiny_processor import TinyVisionProcessor
+
+    save_tiny_model("qwen2_5_vl", folder, seed=seed, tokenizer=False)
+    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=4096)
+    TinyVisionProcessor(images, tiny_vision_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def tiny_vision_tokenizer() -> PreTrainedTokenizerFast:
+    """`tiny_tokenizer` with the placeholders of `tiny_config("qwen2_5_vl")`, and parts of messages in its template."""
+    tokenizer = tiny_tokenizer()
+    unused = [f"<|unused_{number}|>" for number in range(len(tokenizer), IMAGE_TOKEN)]
+    places = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+    tokenizer.add_tokens(unused + places, special_tokens=True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return tokenizer
+
+
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte: ids 3 to 258; 0 pads, 1 begins, 2 ends."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -63,7 +63,6 @@ class VLLMEngine(RolloutEngine):
     """
 
     name = "vllm"
-    supports_multi_modal = True
 
     def __init__(
         self, settings: VLLMSettings, *, verify_weights: int = 0, bucket_bytes: int = DEFAULT_BUCKET_BYTES

@@ -64,7 +64,6 @@ class RayVLLMEngine(RolloutEngine):
     """
 
     name = "vllm"
-    supports_multi_modal = True
 
     def __init__(
         self,

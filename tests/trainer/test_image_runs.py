@@ -1,0 +1,118 @@
+"""Whole runs on prompts with and without images: ids, positions and pixels reach engine and trainer alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from dovetail.data.errors import DataError
+from dovetail.data.prompts import PromptDataset
+from dovetail.models.load import load_processor, load_tokenizer
+from dovetail.observability.run_folder import RunFolder
+from dovetail.protocol import DataProto
+from tests.models.tiny import IMAGE_TOKEN
+from tests.trainer.image_run import KEYS, save_image_toy
+from tests.trainer.test_workers import answers, assert_close
+from tests.trainer.toy_run import DAPO, Toy, repeatable, train
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 3
+GRPO: dict[str, Any] = {**KEYS, "actor_rollout_ref.actor.use_kl_loss": True, "trainer.test_freq": 1}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return save_image_toy(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def one_worker(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one process, without Ray."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train(toy.config(folder, {**GRPO, "data.val_files": str(toy.data / "val.parquet")}))
+    return folder
+
+
+def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+def entropies(model: Any, example: dict[str, Any], images: dict[str, torch.Tensor], answer: list[int]) -> torch.Tensor:
+    """Of the answer's tokens, by transformers alone."""
+    prompt = example["input_ids"][example["attention_mask"].bool()].tolist()
+    ids = torch.tensor([prompt + answer])
+    types = torch.tensor([[int(token == IMAGE_TOKEN) for token in prompt] + [0] * len(answer)])
+    extra = {**images, "mm_token_type_ids": types} if images else {}
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **extra).logits[0, len(prompt) - 1 : -1]
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
+def test_engine_and_trainer_agree_at_every_step(one_worker: Path) -> None:
+    metrics = RunFolder(one_worker).read_metrics()
+    assert [row["rollout_corr/probs_diff_max"] < 1e-6 for row in metrics] == [True] * STEPS
+    gaps = [
+        gap for step in range(1, STEPS + 1) for row in rollouts(one_worker, step) for gap in row["token_logprob_gaps"]
+    ]
+    assert max(map(abs, gaps)) <= 1e-5
+    assert all(row["actor/grad_norm"] > 0 and "val-core/toy/reward/mean@1" in row for row in metrics)
+
+
+def test_both_saw_the_pictures_as_transformers_does(toy: Toy, one_worker: Path) -> None:
+    """Engine and trainer could agree on the wrong thing: entropies of the first step against a plain forward."""
+    tokenizer = load_tokenizer(toy.model)
+    processor = load_processor(toy.model, trust_remote_code=True)
+    dataset = PromptDataset(str(toy.data / "train.parquet"), tokenizer, toy.config(one_worker, KEYS).data, processor)
+    model = AutoModelForImageTextToText.from_pretrained(toy.model, dtype=torch.float32)
+    counts = set()
+    for row in rollouts(one_worker, 1):
+        example, answer = dataset[row["index"]], row["response_ids"]
+        if IMAGE_TOKEN in answer:  # transformers takes it for an image
+            continue
+        images = example["multi_modal_inputs"]
+        counts.add(len(images.get("image_grid_thw", ())))
+        found = torch.tensor(row["token_entropies"])
+        assert (entropies(model, example, images, answer) - found).abs().max() < 1e-4
+        if images:
+            others = images | {"pixel_values": images["pixel_values"].flip(1)}
+            assert (entropies(model, example, others, answer) - found).abs().max() > 1e-2
+    assert counts == {0, 1, 2}, "the batch mixes prompts with no, one and two images"
+
+
+@pytest.mark.distributed
+def test_two_workers_give_the_answers_and_metrics_of_one(toy: Toy, tmp_path: Path, one_worker: Path) -> None:
+    keys = {**GRPO, "data.val_files": str(toy.data / "val.parquet"), "trainer.n_gpus_per_node": 2}
+    _, rows = train(toy.config(tmp_path, keys), use_ray=True)
+    for step in range(1, STEPS + 1):
+        assert answers(tmp_path, step) == answers(one_worker, step)
+    assert_close(rows, RunFolder(one_worker).read_metrics())
+
+
+def test_a_critic_learns_from_images_too(toy: Toy, tmp_path: Path) -> None:
+    keys = {"algorithm.adv_estimator": "gae", "critic.model.trust_remote_code": True, "trainer.total_training_steps": 2}
+    _, rows = train(toy.config(tmp_path, {**KEYS, **keys}))
+    assert all(row["critic/grad_norm"] > 0 and row["rollout_corr/probs_diff_max"] < 1e-6 for row in rows)
+
+
+def test_a_resumed_run_continues_to_the_bit_with_images_among_what_it_carried_over(toy: Toy, tmp_path: Path) -> None:
+    keys = {**KEYS, **DAPO, "trainer.save_freq": 1}
+    _, whole = train(toy.config(tmp_path / "whole", keys))
+    checkpoint = tmp_path / "whole" / "global_step_2"
+    carried = DataProto.load_from_disk(checkpoint / "surplus.pkl").non_tensor_batch["multi_modal_inputs"]
+    assert any(carried)
+    assert not all(carried)
+    resume = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(checkpoint)}
+    _, rest = train(toy.config(tmp_path / "rest", {**keys, **resume}))
+    assert repeatable(rest)[-1] == repeatable(whole)[-1]
+    assert answers(tmp_path / "rest", STEPS) == answers(tmp_path / "whole", STEPS)
+
+
+def test_pictures_without_tensors_for_the_model_are_refused(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"set data.return_multi_modal_inputs=True"):
+        train(toy.config(tmp_path, {**KEYS, "data.return_multi_modal_inputs": False}))
