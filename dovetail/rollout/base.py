@@ -114,6 +114,8 @@ class GenerationResult:
     log_probs: list[float]
     finish_reason: FinishReason
     weight_versions: list[int]
+    num_prompt_tokens: int | None = None
+    """The prompt as the engine read it, where it widens the placeholders of images itself."""
 
 
 @dataclass(frozen=True, slots=True)

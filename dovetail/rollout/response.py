@@ -17,6 +17,7 @@ class GrowingResponse:
     log_probs: list[float] = field(default_factory=list, kw_only=True)
     versions: list[int] = field(default_factory=list, kw_only=True)
     finish_reason: FinishReason | None = field(default=None, kw_only=True)
+    num_prompt_tokens: int | None = field(default=None, kw_only=True)
 
     def extend(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
         """Add tokens that were written under `version`."""
@@ -33,4 +34,5 @@ class GrowingResponse:
             log_probs=self.log_probs,
             finish_reason=self.finish_reason,
             weight_versions=self.versions,
+            num_prompt_tokens=self.num_prompt_tokens,
         )

@@ -57,8 +57,10 @@ def answers_of(
 ) -> DataProto:
     """Responses in the order of the requests, the samples of each side by side; prompts are as models read them."""
     asked = zip(requests, model_prompt_ids(prompts), strict=True)
+    prompt_ids = [ids for request, ids in asked for _ in range(request.sampling.n)]
+    _check_prompts_read(prompt_ids, results)
     batch = assemble(
-        [ids for request, ids in asked for _ in range(request.sampling.n)],
+        prompt_ids,
         results,
         pad_token_id=pad_token_id,
         prompt_length=rollout.prompt_length,
@@ -104,3 +106,13 @@ def _unpadded(prompts: DataProto) -> list[list[int]]:
     return [
         ids[mask].tolist() for ids, mask in zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)
     ]
+
+
+def _check_prompts_read(prompt_ids: Sequence[Sequence[int]], results: Sequence[GenerationResult]) -> None:
+    for ids, result in zip(prompt_ids, results, strict=True):
+        if result.num_prompt_tokens not in (None, len(ids)):
+            raise ValueError(
+                f"the engine made {result.num_prompt_tokens} tokens of the prompt of request {result.request_id!r}, "
+                f"and the model's processor {len(ids)}: they resize images differently. Both must go by the limits of "
+                "the model folder; leave mm_processor_kwargs out of rollout.engine_kwargs."
+            )

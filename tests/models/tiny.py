@@ -88,15 +88,26 @@ def save_tiny_model(family: str, folder: Path, *, seed: int = 0, tokenizer: bool
     return folder
 
 
-def save_tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
-    """The same with a processor: patches of 4 x 4 pixels, a placeholder for every 2 x 2 of them."""
+def save_tiny_vision_model(folder: Path, *, seed: int = 0, with_videos: bool = False) -> Path:
+    """The same with a processor: patches of 4 x 4 pixels, a placeholder for every 2 x 2 of them.
+
+    With videos it is Qwen2.5-VL's own, which vLLM insists on and which needs torchvision.
+    """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     from tests.models.tiny_processor import TinyVisionProcessor
 
     save_tiny_model("qwen2_5_vl", folder, seed=seed, tokenizer=False)
-    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=4096)
-    TinyVisionProcessor(images, tiny_vision_tokenizer()).save_pretrained(folder)
+    patches: dict[str, Any] = {
+        "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 4096,
+    }  # fmt: skip
+    images, tokenizer = Qwen2VLImageProcessorPil(**patches), tiny_vision_tokenizer()
+    if with_videos:
+        from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+
+        Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(**patches)).save_pretrained(folder)
+    else:
+        TinyVisionProcessor(images, tokenizer).save_pretrained(folder)
     return folder
 
 

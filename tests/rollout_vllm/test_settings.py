@@ -15,7 +15,7 @@ from dovetail.rollout.vllm import VLLMEngine, VLLMSettings, vLLMRollout
 from dovetail.rollout.vllm.environment import check_version, environment, prepare
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.requests import check_logprobs
-from tests.models.tiny import save_tiny_model
+from tests.models.tiny import save_tiny_model, tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -130,3 +130,14 @@ def test_a_tied_head_is_expected_under_either_name(tmp_path: Path) -> None:
 def test_experts_are_expected_under_their_names_on_disk(tmp_path: Path) -> None:
     names = expected_weights(save_tiny_model("qwen3_moe", tmp_path)).shapes
     assert names["model.layers.0.mlp.experts.3.down_proj.weight"] == (128, 48)
+
+
+def test_a_model_that_sees_images_gets_a_tokenizer_and_its_own_weights(tmp_path: Path) -> None:
+    """vLLM reads images with a tokenizer, and dummy weights would overwrite what scales its pixels."""
+    asked = {"load_format": "dummy", "skip_tokenizer_init": True}
+    found = {}
+    for family in ("qwen2_5_vl", "qwen2"):
+        tiny_config(family).save_pretrained(tmp_path / family)
+        arguments = VLLMSettings(str(tmp_path / family), **asked).vllm_arguments(cpu=True)
+        found[family] = {name: arguments[name] for name in asked}
+    assert found == {"qwen2_5_vl": {"load_format": "auto", "skip_tokenizer_init": False}, "qwen2": asked}

@@ -13,7 +13,7 @@ from tests.models.tiny import save_tiny_vision_model
 from tests.trainer.toy_run import REWARD, Toy
 
 COLOURS = ("red", "green", "blue", "yellow")
-SIZES = ((16, 16), (16, 32), (24, 16))
+SIZES = ((16, 16), (17, 30), (25, 16))  # the last two are resized to whole patches
 KEYS: dict[str, Any] = {
     "data.max_prompt_length": 64,
     "data.shuffle": False,  # every batch of four has prompts of all three kinds
@@ -24,14 +24,14 @@ KEYS: dict[str, Any] = {
 }
 
 
-def save_image_toy(folder: Path) -> Toy:
-    """Prompts with one image, two images and none, in turn."""
+def save_image_toy(folder: Path, *, with_videos: bool = False) -> Toy:
+    """Prompts with one image, two images and none, in turn; `with_videos` chooses the model's processor."""
     data = folder / "data"
     data.mkdir(parents=True)
     (data / "reward.py").write_text(REWARD)
     write_rows([_row(number) for number in range(12)], data / "train.parquet")
     write_rows([_row(number) for number in range(100, 104)], data / "val.parquet")
-    return Toy(save_tiny_vision_model(folder / "model"), data)
+    return Toy(save_tiny_vision_model(folder / "model", with_videos=with_videos), data)
 
 
 def _row(number: int) -> dict[str, Any]:
@@ -42,7 +42,8 @@ def _row(number: int) -> dict[str, Any]:
 
 
 def _square(number: int) -> dict[str, bytes]:
-    """As `datasets` stores an image."""
-    file = io.BytesIO()
-    Image.new("RGB", SIZES[number % len(SIZES)], COLOURS[number % len(COLOURS)]).save(file, "PNG")
+    """On white, as `datasets` stores an image."""
+    image, file = Image.new("RGB", SIZES[number % len(SIZES)], "white"), io.BytesIO()
+    image.paste(COLOURS[number % len(COLOURS)], (3, 2, 13, 12))
+    image.save(file, "PNG")
     return {"bytes": file.getvalue()}

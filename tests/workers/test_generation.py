@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,3 +77,16 @@ def test_rows_hold_the_widened_prompt_whatever_the_engine_read(name: str) -> Non
     # One axis: which of three a token has beside an image, the trained model says itself.
     assert rows["position_ids"][0].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 6]
     assert rows["response_mask"].tolist() == [[1, 1, 0], [1, 0, 0], [1, 0, 0], [1, 1, 1]]
+
+
+def test_an_engine_that_widened_a_prompt_otherwise_is_found_out() -> None:
+    settings = rollout("vllm")
+    asked = prompts(settings)
+    requests = requests_of(asked, settings, name="r")
+    results = [
+        replace(result, num_prompt_tokens=5 if result.request_id == "r-0" else 2) for result in written(requests)
+    ]
+    assert len(answers_of(asked, requests, results, settings, pad_token_id=0)) == 4
+    results[1] = replace(results[1], num_prompt_tokens=7)
+    with pytest.raises(ValueError, match=r"made 7 tokens of the prompt of request 'r-0', and the model's processor 5"):
+        answers_of(asked, requests, results, settings, pad_token_id=0)

@@ -215,7 +215,7 @@ class AsyncVLLMEngine:
         params = vllm_sampling_params(sample, eos_ids=self._eos_ids, room=room)
         try:
             async for output in self._llm.generate(prompt_of(sample.request), params, sample.vllm_id):
-                sample.absorb(output.outputs[0], self._version)
+                sample.absorb(output, self._version)
         except EngineDeadError as error:
             raise _dead(error) from error
 

@@ -45,7 +45,7 @@ class LiveSamples:
             sample = self._samples.get(output.request_id)
             if sample is None:
                 continue  # aborted while the step ran
-            sample.absorb(output.outputs[0], version)
+            sample.absorb(output, version)
             if sample.finish_reason is not None:
                 finished.append(sample)
         self.remove(finished)

@@ -45,14 +45,21 @@ def head_names(model: nn.Module) -> list[str]:
 def _find(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
     """The module of that name, or the one that holds it together with others (q, k and v in one matrix)."""
     modules = dict(model.named_modules())
-    if path in modules:
-        return modules[path], ""
-    parent, _, leaf = path.rpartition(".")
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
-    for whole, parts in packed.items():
-        if leaf in parts and f"{parent}.{whole}" in modules:
-            return modules[f"{parent}.{whole}"], leaf
+    for known in (path, *_own_names(model, path)):
+        if known in modules:
+            return modules[known], ""
+        parent, _, leaf = known.rpartition(".")
+        for whole, parts in packed.items():
+            if leaf in parts and f"{parent}.{whole}" in modules:
+                return modules[f"{parent}.{whole}"], leaf
     return None, ""
+
+
+def _own_names(model: nn.Module, path: str) -> list[str]:
+    """vLLM's name where it has other prefixes, as for models that see images."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return [] if mapper is None else [name.removesuffix(".weight") for name in mapper.apply_list([f"{path}.weight"])]
 
 
 def _rows_of(module: nn.Module, part: str) -> slice | None:

@@ -20,8 +20,11 @@ class Sample(GrowingResponse):
     vllm_id: str
     seed: int
 
-    def absorb(self, completion: Any, version: int) -> None:
+    def absorb(self, output: Any, version: int) -> None:
         """Take the new tokens of a vLLM output (DELTA), written under `version`."""
+        completion = output.outputs[0]
+        if output.prompt_token_ids:  # with the placeholders of images widened
+            self.num_prompt_tokens = len(output.prompt_token_ids)
         token_ids = list(completion.token_ids)
         if token_ids:
             assert completion.logprobs is not None, "every request asks for the log-probs of its tokens"

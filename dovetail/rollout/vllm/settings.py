@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ class VLLMSettings(EngineSettings):
     def vllm_arguments(self, *, cpu: bool, **placement: Any) -> dict[str, Any]:
         """Keywords of vLLM's `EngineArgs`. `placement` is how its processes are laid out."""
         self.refuse_fixed("vllm", _OURS)
+        sees_images = _sees_images(self.model)
         arguments: dict[str, Any] = {
             "model": self.model,
             "dtype": self.dtype,
@@ -71,11 +73,14 @@ class VLLMSettings(EngineSettings):
             "enforce_eager": self.enforce_eager,
             "enable_chunked_prefill": self.enable_chunked_prefill,
             "enable_prefix_caching": self.enable_prefix_caching,
-            "load_format": self.load_format,
+            # Dummy weights go into buffers too. Those that scale pixels are in no checkpoint, so no update would bring
+            # them back (seen in 0.32).
+            "load_format": "auto" if sees_images and self.load_format == "dummy" else self.load_format,
             "quantization": self.quantization,
             "scheduling_policy": self.scheduling_policy,
             "disable_log_stats": self.disable_log_stats,
-            "skip_tokenizer_init": self.skip_tokenizer_init,
+            # vLLM's processor of images finds placeholders with a tokenizer, and is built whatever is asked later.
+            "skip_tokenizer_init": self.skip_tokenizer_init and not sees_images,
             "trust_remote_code": self.trust_remote_code,
             "seed": self.seed,
             "logprobs_mode": _LOGPROBS_MODE[self.logprobs],
@@ -87,3 +92,8 @@ class VLLMSettings(EngineSettings):
             # Compiling takes minutes and gains nothing measurable; a share of the machine's memory would be a lot.
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
         return self.with_engine_kwargs(arguments)
+
+
+def _sees_images(model: str) -> bool:
+    config = Path(model) / "config.json"
+    return config.exists() and "vision_config" in json.loads(config.read_text())
