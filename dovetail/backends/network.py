@@ -73,6 +73,11 @@ def _media(config: Any, micro_batch: DataProto) -> dict[str, Tensor]:
     joined = concat_multi_modal_inputs(rows)
     if not joined:
         return {}
+    if not hasattr(config, "vision_config"):
+        raise ValueError(
+            f"prompts come with images ({', '.join(joined)}), and model_type={config.model_type} reads token ids only; "
+            "every role of a run with images needs a model that sees them."
+        )
     input_ids = tensors["input_ids"]
     num_written = tensors["responses"].size(1) if "responses" in tensors else 0
     types = prompt_token_types(config, input_ids, rows, num_written=num_written)

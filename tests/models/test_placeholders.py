@@ -81,3 +81,11 @@ def test_embeddings_of_written_placeholders_get_gradients() -> None:
     gradient = policy.hf_model.get_input_embeddings().weight.grad
     assert gradient is not None
     assert gradient[IMAGE_TOKEN].abs().max() > 0
+
+
+def test_a_model_of_text_alone_refuses_images() -> None:
+    policy = PolicyModel(tiny_model("qwen2"))
+    with pytest.raises(
+        ValueError, match=r"images \(pixel_values, image_grid_thw\), and model_type=qwen2 reads token ids"
+    ):
+        network_call(policy)(policy, batch(), ForwardOptions())

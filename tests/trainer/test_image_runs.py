@@ -94,10 +94,19 @@ def test_two_workers_give_the_answers_and_metrics_of_one(toy: Toy, tmp_path: Pat
     assert_close(rows, RunFolder(one_worker).read_metrics())
 
 
-def test_a_critic_learns_from_images_too(toy: Toy, tmp_path: Path) -> None:
-    keys = {"algorithm.adv_estimator": "gae", "critic.model.trust_remote_code": True, "trainer.total_training_steps": 2}
-    _, rows = train(toy.config(tmp_path, {**KEYS, **keys}))
-    assert all(row["critic/grad_norm"] > 0 and row["rollout_corr/probs_diff_max"] < 1e-6 for row in rows)
+@pytest.mark.parametrize(
+    ("changes", "learner"),
+    [
+        ({"algorithm.adv_estimator": "gae", "critic.model.trust_remote_code": True}, "critic"),
+        ({"actor_rollout_ref.model.lora_rank": 4}, "actor"),
+        ({"actor_rollout_ref.model.use_remove_padding": False}, "actor"),
+    ],
+    ids=["critic", "adapter", "padded"],
+)
+def test_other_ways_to_learn_agree_too(toy: Toy, tmp_path: Path, changes: dict[str, Any], learner: str) -> None:
+    _, rows = train(toy.config(tmp_path, {**KEYS, **changes, "trainer.total_training_steps": 2}))
+    assert [row["rollout_corr/probs_diff_max"] < 1e-6 for row in rows] == [True] * 2
+    assert all(row[f"{learner}/grad_norm"] > 0 for row in rows)
 
 
 def test_a_resumed_run_continues_to_the_bit_with_images_among_what_it_carried_over(toy: Toy, tmp_path: Path) -> None:
