@@ -74,8 +74,10 @@ _SPECS = (
     _column("extra_info", ("rows",), OBJECT, "dataset", "dict of anything else the reward function wants"),
     _column("raw_prompt", ("rows",), OBJECT, "dataset", "the prompt as chat messages"),
     _column("raw_prompt_ids", ("rows",), OBJECT, "dataset", "the prompt's token ids without padding, as a list"),
-    _column("multi_modal_data", ("rows",), OBJECT, "dataset", "dict of raw images or videos, for the engine"),
-    _column("multi_modal_inputs", ("rows",), OBJECT, "dataset", "dict of processed tensors, for the trained model"),
+    _column(
+        "multi_modal_data", ("rows",), OBJECT, "dataset", "dict of raw images or videos, for engines that read them"
+    ),
+    _column("multi_modal_inputs", ("rows",), OBJECT, "dataset", "dict of processed tensors, for models"),
     # Generation.
     _column("prompts", PROMPT, INT, "generate_sequences", "token ids of the prompt, left-padded"),
     _column("responses", RESPONSE, INT, "generate_sequences", "token ids of the response, right-padded"),

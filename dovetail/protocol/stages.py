@@ -36,8 +36,8 @@ _STAGES = (
         "generate_sequences",
         _TOKENS,
         ("prompts", "responses", "response_mask", *_TOKENS),
-        may_read=("raw_prompt_ids", "raw_prompt", "multi_modal_data", "uid"),
-        may_write=("rollout_log_probs", "weight_version", "multi_modal_inputs"),
+        may_read=("raw_prompt_ids", "raw_prompt", "multi_modal_data", "multi_modal_inputs", "uid"),
+        may_write=("rollout_log_probs", "weight_version"),
     ),
     Stage(
         "reward_baseline", (*_TOKENS, "data_source", "reward_model"), ("reward_baselines",), may_read=("extra_info",)
