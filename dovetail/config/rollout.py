@@ -155,6 +155,10 @@ class RolloutConfig(Section):
         """Longest prompt + response that the engine must hold."""
         return self.max_model_len or self.prompt_length + self.response_length
 
+    def reads_images(self, *, on_cuda: bool) -> bool:
+        """Whether the engine takes prompts with images: the embedded one on CPU, and vLLM unless it is elsewhere."""
+        return not on_cuda if self.name == "native" else self.name == "vllm" and not self.server_urls
+
     @property
     def media_column(self) -> str:
         """What of a prompt's images goes to the engine: the processor's tensors, or the pictures themselves."""

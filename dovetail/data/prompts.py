@@ -86,6 +86,18 @@ class PromptDataset:
             dict.fromkeys(str(row[key]) for file in self._files for chunk in file.chunks([key]) for row in chunk)
         )
 
+    def has_media(self) -> bool:
+        """Whether any row holds an image or a video; reads no further than the first."""
+        keys = (self.config.image_key, self.config.video_key)
+        return any(
+            row[key]
+            for file in self._files
+            for key in keys
+            if key in file.columns
+            for chunk in file.chunks([key])
+            for row in chunk
+        )
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One prompt: tensors of width `max_prompt_length`, and plain values."""
         row, where = self._row(index)

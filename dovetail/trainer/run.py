@@ -66,6 +66,9 @@ def run_training(
     tokenizer, processor = load_readers(config)
     train_loader = build_train_loader(config, tokenizer, processor)
     val_loader = build_val_loader(config, tokenizer, processor)
+    for loader in (train_loader, val_loader):
+        if loader is not None:
+            _refuse_unread_images(config, loader.dataset, on_cuda=use_gpu)
     settings = config.trainer
     trainer_class = trainer_class or (RayDAPOTrainer if config.algorithm.filter_groups.enable else RayPPOTrainer)
     with ExitStack() as open_things:
@@ -123,6 +126,18 @@ def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:
             if reader is not None:
                 reader.chat_template = model.custom_chat_template
     return tokenizer, processor
+
+
+def _refuse_unread_images(config: DovetailConfig, dataset: Any, *, on_cuda: bool) -> None:
+    """Now, instead of at the first request that an engine of text refuses."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.reads_images(on_cuda=on_cuda) or not isinstance(dataset, PromptDataset) or not dataset.has_media():
+        return
+    where = "on CUDA" if rollout.name == "native" else "by URL" if rollout.server_urls else "here"
+    raise DataError(
+        f"there are prompts with images or videos, and rollout.name={rollout.name} reads token ids only {where}. Use "
+        "rollout.name=vllm without server_urls (or native on CPU), or leave the image and video columns out."
+    )
 
 
 def uses_gpu(config: DovetailConfig) -> bool:

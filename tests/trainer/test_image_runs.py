@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from dovetail.config.rollout import RolloutConfig
 from dovetail.data.errors import DataError
 from dovetail.data.prompts import PromptDataset
 from dovetail.models.load import load_processor, load_tokenizer
@@ -125,3 +126,28 @@ def test_a_resumed_run_continues_to_the_bit_with_images_among_what_it_carried_ov
 def test_pictures_without_tensors_for_the_model_are_refused(toy: Toy, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"set data.return_multi_modal_inputs=True"):
         train(toy.config(tmp_path, {**KEYS, "data.return_multi_modal_inputs": False}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rollout.name": "sglang", "rollout.mode": "server"}, "name=sglang reads token ids only here"),
+        (
+            {"rollout.name": "vllm", "rollout.mode": "server", "rollout.server_urls": ["http://localhost:1"]},
+            "name=vllm reads token ids only by URL",
+        ),
+    ],
+    ids=["sglang", "servers"],
+)
+def test_engines_of_text_are_refused_before_they_start(
+    toy: Toy, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    keys = {f"actor_rollout_ref.{key}": value for key, value in changes.items()}
+    with pytest.raises(DataError, match=f"prompts with images or videos, and rollout.{named}"):
+        train(toy.config(tmp_path, {**KEYS, **keys}))
+
+
+def test_the_embedded_engine_reads_images_on_cpu_alone() -> None:
+    assert RolloutConfig(name="native").reads_images(on_cuda=False)
+    assert not RolloutConfig(name="native").reads_images(on_cuda=True)
+    assert RolloutConfig(name="vllm").reads_images(on_cuda=True)
