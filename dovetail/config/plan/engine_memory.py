@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dovetail.config.fsdp import full_dtype
@@ -14,6 +15,10 @@ from dovetail.config.rollout import RolloutConfig
 
 # CUDA graphs and their pools, when they are captured.
 GRAPHS = 1.0 * GIB
+# The embedded engine's share one pool. Measured with what its kernels keep beside it.
+PAGED_GRAPHS = 0.25 * GIB
+# Tokens in a page of the embedded engine's cache on a GPU.
+PAGE = 64
 
 
 @dataclass(frozen=True)
@@ -61,18 +66,29 @@ def engine_memory(
     weights = 0.0 if shares_weights else engine_weights(shape, layout, rollout)
     if rollout.name == "native" and not device.is_accelerator and full_dtype(rollout.dtype) == "bfloat16":
         weights += engine_weights(shape, layout, rollout)
-    # An engine holds one layer's activations of a step and fp32 logits of each running sequence.
     local = RoleLayout("rollout", layout.backend, layout.pool, 1, 1, tensor_parallel=layout.tensor_parallel)
-    workspace = forward_activations(shape, local, rollout.max_num_batched_tokens)
-    workspace += 2 * 4 * rollout.max_num_seqs * shape.vocab_size / layout.tensor_parallel
-    workspace += GRAPHS if device.is_accelerator and not rollout.enforce_eager else 0.0
     per_token = _cache_per_token(shape, layout)
     budget = rollout.gpu_memory_utilization * device.memory_bytes
+    running = min(rollout.max_num_seqs, sequences_per_replica)
+    is_paged = rollout.name == "native" and device.is_accelerator
+    if is_paged:
+        # A step reads no more prompts than run, and draws from logits as they come.
+        prompts = math.ceil(running / rollout.n) * rollout.prompt_length
+        workspace = forward_activations(shape, local, min(rollout.max_num_batched_tokens, prompts))
+        workspace += BYTES[full_dtype(rollout.dtype)] * running * shape.vocab_size
+    else:
+        # An engine holds one layer's activations of a step and fp32 logits of each running sequence.
+        workspace = forward_activations(shape, local, rollout.max_num_batched_tokens)
+        workspace += 2 * 4 * rollout.max_num_seqs * shape.vocab_size / layout.tensor_parallel
+    if device.is_accelerator and not rollout.enforce_eager:
+        workspace += PAGED_GRAPHS if is_paged else GRAPHS
     cache = max(0.0, budget - weights - workspace)
     if rollout.name == "native":
         # The embedded engine allocates what its running sequences need; the others reserve their whole budget.
-        running = min(rollout.max_num_seqs, sequences_per_replica)
-        cache = min(cache, running * rollout.context_length * per_token)
+        length = rollout.context_length
+        if is_paged:  # whole pages, and one beside them for a prompt's last page
+            length = (math.ceil(length / PAGE) + 1) * PAGE
+        cache = min(cache, running * length * per_token)
     return EngineMemory(weights, workspace, cache, per_token, rollout.context_length, budget)
 
 
