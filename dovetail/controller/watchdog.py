@@ -9,28 +9,36 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dovetail.controller.errors import WorkerError
-
-if TYPE_CHECKING:
-    from dovetail.controller.processes import WorkerProcesses
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 
 
+class Watched(Protocol):
+    """Processes as the watchdog sees them: `WorkerProcesses` is one."""
+
+    watchdog: Watchdog | None
+    names: list[str]
+    stopped: bool
+    failure: WorkerError | None
+
+    def report_death(self, rank: int, reason: str) -> WorkerError: ...
+
+
 class Watchdog:
     """Watches the processes given to `watch` until they are stopped."""
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._unreported: list[WorkerError] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def watch(self, processes: WorkerProcesses) -> None:
+    def watch(self, processes: Watched) -> None:
         """Start watching; the processes must be up."""
         processes.watchdog = self
         with self._lock:
@@ -39,7 +47,7 @@ class Watchdog:
                 self._thread = threading.Thread(target=self._run, name="dovetail-watchdog", daemon=True)
                 self._thread.start()
 
-    def forget(self, processes: WorkerProcesses) -> None:
+    def forget(self, processes: Watched) -> None:
         """Stop watching: they are about to end."""
         with self._lock:
             self._watched.discard(processes)

@@ -118,7 +118,7 @@ def _all_cases(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 
 
 def _sent(model: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    from dovetail.backends.megatron.families.base import family_for
+    from dovetail.backends.megatron.families.registry import family_for
 
     weights = family_for(model.hf_config).named_weights(model, lambda parameter: parameter.detach(), **options)
     return ((name, tensor.clone()) for name, tensor in weights)
@@ -167,8 +167,8 @@ def _logit_gap(folder: Path, reference: torch.Tensor, layout: dict[str, Any]) ->
 
 
 def _small_buckets(folder: Path) -> list[str]:
-    from dovetail.backends.megatron.families.base import family_for
     from dovetail.backends.megatron.families.gather import gather_weights
+    from dovetail.backends.megatron.families.registry import family_for
 
     model = megatron_model(folder, tp=2, pp=2, ep=2, etp=1)
     family: Any = family_for(model.hf_config)

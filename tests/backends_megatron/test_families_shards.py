@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.backends.megatron.families.base import MegatronFamily, family_for, register_family
+from dovetail.backends.megatron.families.base import MegatronFamily
+from dovetail.backends.megatron.families.registry import family_for, register_family
 from dovetail.backends.megatron.families.rotary import Rotary
 from dovetail.backends.megatron.families.shards import (
     Columns,

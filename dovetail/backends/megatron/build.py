@@ -69,7 +69,7 @@ def _build(
 ) -> Any:
     from dovetail.backends.megatron.backend import MegatronBackend
     from dovetail.backends.megatron.checkpoint import load_dist_weights
-    from dovetail.backends.megatron.families.base import family_for
+    from dovetail.backends.megatron.families.registry import family_for
     from dovetail.backends.megatron.layout import create_layout
     from dovetail.backends.megatron.model import build_model, wrap_for_training
     from dovetail.backends.megatron.optimizer import MegatronStepper

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dovetail.backends.megatron.families.table import HEAD, HEAD_BIAS
+from dovetail.backends.megatron.families.names import HEAD, HEAD_BIAS
 from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.backends.megatron.shim import cuda_to_cpu
 from dovetail.checkpoint.manifest import BrokenCheckpoint

@@ -1,7 +1,6 @@
 """What a family of models tells the Megatron backend: how it is built, and how its weights travel.
 
-A family is found by `model_type` of the Hugging Face configuration (`family_for`); `register_family` adds one. Nothing
-here imports Megatron.
+Families are found in `registry`. Nothing here imports Megatron.
 """
 
 from __future__ import annotations
@@ -64,26 +63,3 @@ class MegatronFamily(ABC):
         what is gathered of each parameter. `buffers`: also what is no parameter and stands in checkpoints (the bias
         of a sigmoid router), read as it is. All ranks must take all tensors.
         """
-
-
-def register_family(family: MegatronFamily) -> MegatronFamily:
-    """Let `family_for` find it. A later registration of the same `model_type` wins."""
-    for model_type in family.model_types:
-        _FAMILIES[model_type] = family
-    return family
-
-
-def family_for(hf_config: Any) -> MegatronFamily:
-    """The family that builds this model; an unknown one is an error that lists those there are."""
-    import dovetail.backends.megatron.families.registry  # noqa: F401  registers the built-in families
-
-    model_type = hf_config.get_text_config().model_type
-    if model_type not in _FAMILIES:
-        raise ValueError(
-            f"model_type={model_type} is not built on Megatron here; there are {', '.join(sorted(_FAMILIES))}. Use "
-            "strategy=fsdp2, or write a MegatronFamily and pass it to register_family."
-        )
-    return _FAMILIES[model_type]
-
-
-_FAMILIES: dict[str, MegatronFamily] = {}

@@ -24,8 +24,8 @@ from dovetail.backends.megatron.families.local_weights import (
     shared_by,
     with_expert_of,
 )
+from dovetail.backends.megatron.families.names import Layouts
 from dovetail.backends.megatron.families.shards import merge_shards
-from dovetail.backends.megatron.families.table import TableFamily
 
 if TYPE_CHECKING:
     from dovetail.backends.megatron.parts import MegatronModel
@@ -54,7 +54,7 @@ class _Entry:
 
 @torch.no_grad()
 def gather_weights(
-    family: TableFamily,
+    family: Layouts,
     model: MegatronModel,
     read: ReadParameter,
     *,
@@ -79,7 +79,7 @@ def _value(weight: LocalWeight, read: ReadParameter) -> Tensor:
     return read(weight.tensor)
 
 
-def _kind(family: TableFamily, model: MegatronModel, name: str) -> str:
+def _kind(family: Layouts, model: MegatronModel, name: str) -> str:
     if is_expert(name):
         return "expert"
     return "whole" if family.layout(model, name).dim is None else "dense"
@@ -115,7 +115,7 @@ def _buckets(entries: list[_Entry], model: MegatronModel, bucket_bytes: int) -> 
 
 
 def _send(
-    family: TableFamily, model: MegatronModel, bucket: list[_Entry], values: dict[str, Tensor]
+    family: Layouts, model: MegatronModel, bucket: list[_Entry], values: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     layout, first = model.layout, bucket[0]
     is_owner = first.stage == layout.pp_rank

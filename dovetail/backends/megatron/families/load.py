@@ -19,8 +19,8 @@ from dovetail.backends.megatron.families.local_weights import (
     shared_by,
     with_expert_of,
 )
+from dovetail.backends.megatron.families.names import HEAD, HEAD_BIAS, Layouts
 from dovetail.backends.megatron.families.shards import read_shard
-from dovetail.backends.megatron.families.table import HEAD, HEAD_BIAS, TableFamily
 from dovetail.models.weights import CheckpointTensor, iter_checkpoint_tensors, scalar_head
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @torch.no_grad()
-def load_chunks(family: TableFamily, model: MegatronModel, folder: Path) -> None:
+def load_chunks(family: Layouts, model: MegatronModel, folder: Path) -> None:
     """Fill every weight of every chunk of this rank."""
     files = CheckpointSlices(folder)
     per_rank = experts_per_rank(model)
@@ -70,7 +70,7 @@ class CheckpointSlices:
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
 
-def _fill(family: TableFamily, model: MegatronModel, weight: LocalWeight, name: str, files: CheckpointSlices) -> None:
+def _fill(family: Layouts, model: MegatronModel, weight: LocalWeight, name: str, files: CheckpointSlices) -> None:
     _, part, parts = shared_by(model, name)
     read_shard(family.layout(model, name), weight.tensor, files.read, part=part, parts=parts)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.backends.megatron.families.table import EXPERT
+from dovetail.backends.megatron.families.names import EXPERT
 
 if TYPE_CHECKING:
     from dovetail.backends.megatron.parts import MegatronModel

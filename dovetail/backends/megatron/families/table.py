@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dovetail.backends.megatron.families.base import MegatronFamily, ReadParameter
+from dovetail.backends.megatron.families.gather import gather_weights
+from dovetail.backends.megatron.families.load import load_chunks
+from dovetail.backends.megatron.families.names import EMBEDDING, EXPERT, FINAL_NORM, HEAD, HEAD_BIAS
 from dovetail.backends.megatron.families.shards import ShardLayout, Vocabulary, Whole
 
 if TYPE_CHECKING:
@@ -22,15 +25,7 @@ if TYPE_CHECKING:
 Table = Mapping[str, ShardLayout]
 """Megatron's name inside a layer -> Hugging Face names inside the same layer."""
 
-EMBEDDING, HEAD, FINAL_NORM = (
-    "embedding.word_embeddings.weight",
-    "output_layer.weight",
-    "decoder.final_layernorm.weight",
-)
-HEAD_BIAS = "output_layer.bias"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
-"""A weight of one expert; the number is the expert's."""
 
 
 class TableFamily(MegatronFamily):
@@ -42,7 +37,6 @@ class TableFamily(MegatronFamily):
         their Hugging Face names."""
 
     def layout(self, model: MegatronModel, name: str) -> ShardLayout:
-        """Of the weight that is called `name` in the whole model: layers and experts numbered over all ranks."""
         config = model.hf_config
         found = _LAYER.fullmatch(name)
         if found is None:
@@ -59,19 +53,14 @@ class TableFamily(MegatronFamily):
         return table[key].under(f"model.layers.{layer}.", expert=int(expert[2]) if expert else None)
 
     def is_copy(self, model: MegatronModel, name: str) -> bool:
-        """A head that is tied to the embedding of another stage: it has no tensor of its own."""
         return name == HEAD and model.role == "policy" and bool(model.hf_config.tie_word_embeddings)
 
     def load_hf_weights(self, model: MegatronModel, folder: Path) -> None:
-        from dovetail.backends.megatron.families.load import load_chunks
-
         load_chunks(self, model, folder)
 
     def named_weights(
         self, model: MegatronModel, read: ReadParameter, *, buffers: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        from dovetail.backends.megatron.families.gather import gather_weights
-
         return gather_weights(self, model, read, buffers=buffers)
 
     def _end(self, model: MegatronModel, name: str) -> ShardLayout:
