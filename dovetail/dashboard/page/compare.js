@@ -1,7 +1,7 @@
 // Two steps side by side: what the policy answered to one prompt then and now.
 
 import { ask, el } from "./dom.js";
-import { shortPrompt } from "./rollouts.js";
+import { shortPrompt } from "./prompt.js";
 
 export async function compare(where, group, step, colour, drawAnswer) {
   const status = el("p", { class: "soft", role: "status", text: "Looking for other steps with this prompt …" });

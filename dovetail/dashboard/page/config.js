@@ -1,7 +1,7 @@
 // The resolved configuration: what was changed, and how two runs differ.
 
 import { ask, debounce, el, select } from "./dom.js";
-import { go } from "./main.js";
+import { go } from "./address.js";
 
 export async function config(box, state) {
   const others = state.runs.filter((run) => run.name !== state.run);

@@ -1,7 +1,7 @@
 // What the rules have found, and what to try.
 
 import { ask, el } from "./dom.js";
-import { go } from "./main.js";
+import { go } from "./address.js";
 
 export async function health(box, state) {
   async function load() {

@@ -1,6 +1,7 @@
-// The frame: which view, which runs, what the address bar says, and looking for news.
+// The frame: which view, which runs, and looking for news.
 
 import { ask, duration, el, startTips } from "./dom.js";
+import { go, readAddress, state } from "./address.js";
 import { overview } from "./overview.js";
 import { time } from "./time.js";
 import { rollouts } from "./rollouts.js";
@@ -13,33 +14,9 @@ const VIEWS = { overview: ["Overview", overview], time: ["Time", time], rollouts
 const PULSE_MS = 2000;
 const $ = (id) => document.getElementById(id);
 
-export const state = { view: "overview", run: null, shown: new Set(), runs: [], parameters: {} };
 let current = null;
 let stamps = {};
 let numRuns = 0;
-
-function readAddress() {
-  const parts = new URLSearchParams(location.hash.slice(1));
-  state.view = parts.get("view") in VIEWS ? parts.get("view") : "overview";
-  const known = state.runs.map((run) => run.name);
-  const wanted = parts.get("run");
-  state.run = known.includes(wanted) ? wanted : state.run ?? known[0] ?? null;
-  const shown = (parts.get("with") ?? "").split("\n").filter((name) => known.includes(name));
-  state.shown = new Set([...shown, ...(state.run ? [state.run] : [])]);
-  state.parameters = Object.fromEntries([...parts].filter(([name]) => !["view", "run", "with"].includes(name)));
-}
-
-// Change what is shown; `parameters` are the view's own and survive a reload.
-export function go(changes = {}, { replace = false } = {}) {
-  const next = { view: state.view, run: state.run, parameters: state.parameters, shown: state.shown, ...changes };
-  if (changes.run && !changes.shown) next.shown = new Set([changes.run, ...[...state.shown].filter((n) => n !== state.run)]);
-  const parts = new URLSearchParams({ view: next.view, run: next.run ?? "" });
-  const others = [...next.shown].filter((name) => name !== next.run);
-  if (others.length) parts.set("with", others.join("\n"));
-  for (const [name, value] of Object.entries(next.parameters)) if (value !== "" && value != null) parts.set(name, value);
-  const address = `#${parts}`;
-  if (replace) { history.replaceState(null, "", address); readAddress(); } else location.hash = address;
-}
 
 export function say(text) {
   $("message").textContent = text ?? "";
@@ -80,7 +57,7 @@ function drawStatus() {
 }
 
 async function show() {
-  readAddress();
+  readAddress(Object.keys(VIEWS));
   drawFrame();
   current?.close?.();
   current = null;

@@ -2,7 +2,7 @@
 
 import { ask, debounce, el, field, short } from "./dom.js";
 import { draw, drawWhenSeen, eventTraces, EVENTS, legend, lineLayout, lineTraces, sketch } from "./plot.js";
-import { go } from "./main.js";
+import { go } from "./address.js";
 
 export async function overview(box, state) {
   const options = { smoothing: state.parameters.smooth ? Number(state.parameters.smooth) : null, log: state.parameters.log === "1",

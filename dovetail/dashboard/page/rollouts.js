@@ -3,7 +3,8 @@
 import { ask, debounce, el, field, select, short } from "./dom.js";
 import { compare } from "./compare.js";
 import { COLOURINGS, colouredAnswer, colourLegend } from "./tokens.js";
-import { go } from "./main.js";
+import { go } from "./address.js";
+import { shortPrompt } from "./prompt.js";
 
 const FILTERS = [["all", "all"], ["wrong", "wrong"], ["truncated", "truncated"], ["no_signal", "no signal"], ["failed", "reward failed"]];
 const ORDERS = [["recorded", "as recorded"], ["longest", "longest first"], ["best", "best first"], ["worst", "worst first"], ["gap", "largest gap first"]];
@@ -163,14 +164,4 @@ function dots(scores) {
 function extraFacts(answer) {
   const facts = Object.entries(answer.extra).filter(([name]) => !["uid", "sampling_seed", "reward_failed", "response_length", "length", "failed", "logprob_gap", "prompt"].includes(name));
   return [`reward ${short(answer.score)}`, ...facts.map(([name, value]) => `${name}: ${String(value).slice(0, 120)}`)].join("\n");
-}
-
-const USER_TURNS = [/<\|im_start\|>user\n([\s\S]*?)<\|im_end\|>/g, /<\|start_header_id\|>user<\|end_header_id\|>\s*([\s\S]*?)<\|eot_id\|>/g, /<start_of_turn>user\n([\s\S]*?)<end_of_turn>/g, /\[INST\]([\s\S]*?)\[\/INST\]/g];
-
-export function shortPrompt(prompt) {
-  for (const pattern of USER_TURNS) {
-    const turns = [...prompt.matchAll(pattern)];
-    if (turns.length) return turns.at(-1)[1].trim();
-  }
-  return prompt.trim();
 }

@@ -2,7 +2,7 @@
 
 import { ask, duration, el, field, short } from "./dom.js";
 import { baseLayout, draw, drawWhenSeen, lineLayout, lineTraces, phaseColour, plain } from "./plot.js";
-import { go } from "./main.js";
+import { go } from "./address.js";
 
 export async function time(box, state) {
   const sentence = el("div", { class: "card sentence" });
