@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,23 +19,30 @@ pytestmark = pytest.mark.e2e
 
 EXAMPLES = ROOT / "examples"
 BLOCKS = blocks_of(EXAMPLES / "README.md")
+_MAKING_PROMPTS = threading.Lock()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The examples with models beside them and the prompts that the first block makes."""
-    folder = tmp_path_factory.mktemp("examples") / "examples"
-    shutil.copytree(EXAMPLES, folder)
-    save_toy_model(folder / "models" / "policy")
-    save_classifier(folder / "models" / "reward")
-    tiny_tokenizer().save_pretrained(folder / "models" / "reward")
-    run_block(BLOCKS[0], folder)
-    return folder
+def prepare(folder: Path) -> Path:
+    """The examples with models beside them."""
+    examples = folder / "examples"
+    shutil.copytree(EXAMPLES, examples)
+    save_toy_model(examples / "models" / "policy")
+    save_classifier(examples / "models" / "reward")
+    tiny_tokenizer().save_pretrained(examples / "models" / "reward")
+    return examples
+
+
+def carry_out(block: Block, examples: Path, folder: Path) -> None:
+    """On the prompts that the first block makes."""
+    with _MAKING_PROMPTS:
+        if not (examples / "data").exists():
+            run_block(BLOCKS[0], examples)
+    run_block(block, examples)
 
 
 @pytest.mark.parametrize("block", BLOCKS[1:], ids=lambda block: " ".join(block.commands()[0].split()[1:4]))
-def test_the_example_runs(block: Block, folder: Path) -> None:
-    run_block(block, folder)
+def test_the_example_runs(block: Block, carried_out: Callable[[], None]) -> None:
+    carried_out()
 
 
 def test_every_example_file_is_used_by_a_command_or_a_configuration() -> None:

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,24 +25,29 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 _MODEL = re.compile(r"\bmodels/[\w.-]+")
+ENVIRONMENT = dict(os.environ)
+"""As pytest has it: tests that run beside a page change their own."""
 
 
-@pytest.fixture(scope="module")
-def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_toy_model(tmp_path_factory.mktemp("model"))
+def prepare(folder: Path) -> Path:
+    """A tiny model."""
+    save_toy_model(folder)
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = 8192  # the pages speak of answers of thousands of tokens
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_every_block_of_the_page_does_what_it_says(page: Path, toy_model: Path, tmp_path: Path) -> None:
+def carry_out(page: Path, toy_model: Path, folder: Path) -> None:
     for name in set(_MODEL.findall(page.read_text())):
-        shutil.copytree(toy_model, tmp_path / name)
-    blocks = blocks_of(page)
-    for block in blocks:
-        run_block(block, tmp_path)
+        shutil.copytree(toy_model, folder / name)
+    for block in blocks_of(page):
+        run_block(block, folder)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_every_block_of_the_page_does_what_it_says(page: Path, carried_out: Callable[[], None]) -> None:
+    carried_out()
 
 
 def test_the_guide_has_no_block_that_the_reader_of_blocks_overlooks() -> None:
@@ -91,8 +97,8 @@ assert set(asked) <= set(known), (asked, sorted(known))
 
 def _run(words: list[str], block: Block, folder: Path) -> None:
     environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        **ENVIRONMENT,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{ENVIRONMENT['PATH']}",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(folder),
     }

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import yaml
 
 from dovetail.config import load_config
 from tests.docs.blocks import Block, blocks_of
-from tests.docs.test_guide import ROOT
+from tests.docs.test_guide import ENVIRONMENT, ROOT
 from tests.trainer.toy_run import save_toy_model
 
 pytestmark = pytest.mark.e2e
@@ -113,23 +114,27 @@ AFTER = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toy_model(tmp_path_factory.mktemp("reference-model"))
+def prepare(folder: Path) -> Path:
+    """A tiny model."""
+    return save_toy_model(folder)
 
 
-@pytest.mark.parametrize("page", PYTHON_PAGES)
-def test_python_of_the_page_runs(page: str, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "model").symlink_to(model)
+def carry_out(page: str, model: Path, folder: Path) -> None:
+    (folder / "model").symlink_to(model)
     blocks = [block for block in BLOCKS if block.page == page and block.language == "python"]
     parts = [GIVEN.get((page, n), "") + block.text + AFTER.get((page, n), "") for n, block in enumerate(blocks)]
     body = "\n".join(parts).replace("path/to/model", "model").replace("max_new_tokens=512", "max_new_tokens=8")
-    (tmp_path / "page.py").write_text(body)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
+    (folder / "page.py").write_text(body)
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "page.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, f"{page}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES)
+def test_python_of_the_page_runs(page: str, carried_out: Callable[[], None]) -> None:
+    carried_out()
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
