@@ -101,6 +101,8 @@ def stop_ray() -> None:
 def _forbid_network() -> None:
     os.environ.setdefault(_ALLOW_CLUSTER, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # the one thing a local Ray would tell the outside
+    # One idle process per core would start beside our workers and never be used: it lacks their environment variables.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     if "ray" not in sys.modules:
         return
     from ray._private import ray_constants
