@@ -2,12 +2,24 @@
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+
+from tests.ahead import Key, starting
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started_ahead(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Key, Future]]:
+    """Begins with the first test; see `tests.ahead`."""
+    with starting(request.session.items, tmp_path_factory.mktemp) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

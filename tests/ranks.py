@@ -25,7 +25,12 @@ _CONTEXT.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
         "dovetail.models.load",
         "dovetail.models.policy",
+        "dovetail.workers.actor_rollout_ref",
         "peft",
+        # Missing in the environment of SGLang, which is no error here.
+        "megatron.core.models.gpt",
+        "megatron.core.optimizer",
+        "megatron.core.dist_checkpointing",
     ]
 )
 
@@ -37,23 +42,31 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     ranks are killed, so a collective that waits for a dead peer cannot hang a test.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        store = os.path.join(folder, "store")
-        processes, pipes = [], []
-        for rank in range(world_size):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
-            whole = (fn, rank, world_size, store, timeout, sender, args)
-            process = _CONTEXT.Process(target=_main, args=whole, daemon=True)
-            process.start()
-            sender.close()
-            processes.append(process)
-            pipes.append(receiver)
-        try:
-            return _collect(processes, pipes, time.monotonic() + timeout)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+        return _run(fn, world_size, os.path.join(folder, "store"), args, timeout)
+
+
+def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> Any:
+    """What ``fn(0, 1, *args)`` returns in a process of its own that belongs to no group."""
+    return _run(fn, 1, None, args, timeout)[0]
+
+
+def _run(fn: Callable[..., Any], world_size: int, store: str | None, args: tuple, timeout: float) -> list[Any]:
+    processes, pipes = [], []
+    for rank in range(world_size):
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        whole = (fn, rank, world_size, store, timeout, sender, args)
+        process = _CONTEXT.Process(target=_main, args=whole, daemon=True)
+        process.start()
+        sender.close()
+        processes.append(process)
+        pipes.append(receiver)
+    try:
+        return _collect(processes, pipes, time.monotonic() + timeout)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
 
 
 def _collect(processes: list[Any], pipes: list[Connection], deadline: float) -> list[Any]:
@@ -77,21 +90,29 @@ def _collect(processes: list[Any], pipes: list[Connection], deadline: float) -> 
 
 
 def _main(
-    fn: Callable[..., Any], rank: int, world_size: int, store: str, timeout: float, sender: Connection, args: tuple
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str | None,
+    timeout: float,
+    sender: Connection,
+    args: tuple,
 ) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+    if store is not None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-        )
+        if store is not None:
+            place = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout)}
+            dist.init_process_group("gloo", init_method=f"file://{store}", **place)
         value = fn(rank, world_size, *args)
-        dist.barrier()
-        dist.destroy_process_group()
+        if store is not None:
+            dist.barrier()
+            dist.destroy_process_group()
         # Plain pickle copies tensors. The connection's own would send handles to memory that dies with this process.
         sender.send_bytes(pickle.dumps((True, value)))
     except BaseException:  # noqa: BLE001  the process boundary: the test process raises it again

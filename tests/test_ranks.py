@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -39,6 +39,17 @@ def _tensor(rank: int, world_size: int) -> torch.Tensor:
 
 def test_tensors_outlive_the_rank_that_returned_them() -> None:
     assert [tensor.tolist() for tensor in run_ranks(_tensor, 2)] == [[0.0] * 3, [1.0] * 3]
+
+
+def _has_a_group(rank: int, world_size: int) -> tuple[bool, int]:
+    return dist.is_initialized(), os.getpid()
+
+
+def test_a_process_alone_is_in_no_group() -> None:
+    joined, pid = run_alone(_has_a_group)
+    assert not joined
+    assert pid != os.getpid()
+    assert run_ranks(_has_a_group, 1)[0][0]
 
 
 def test_a_failing_rank_is_named_and_the_others_do_not_hang() -> None:

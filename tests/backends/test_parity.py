@@ -7,6 +7,7 @@ shardings; float32 keeps 1e-7 of each. Two Adam steps keep that size, since eps 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from dovetail.backends.base import ForwardOptions
 from dovetail.backends.build import build_backend
 from dovetail.backends.torch_backend import TorchBackend
+from tests.ahead import ahead
 from tests.backends.tiny import (
     FP32,
     OPTIM,
@@ -27,7 +29,7 @@ from tests.backends.tiny import (
     total_weight,
     weighted_nll,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -98,10 +100,10 @@ def reference() -> Trained:
     return train(Case(1, "single", (8,)))
 
 
-@pytest.fixture(scope="module")
-def trained() -> ByWorldSize:
+@ahead
+def trained(folder: Path) -> ByWorldSize:
     """All cases of a world size share one start of its processes."""
-    return {1: [train_all(0, 1)], **{size: run_ranks(train_all, size) for size in (2, 4)}}
+    return {1: [run_alone(train_all)], **{size: run_ranks(train_all, size) for size in (2, 4)}}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,8 +13,9 @@ from torch import Tensor
 from dovetail.backends.base import TokenOutput
 from dovetail.config.optim import OptimConfig
 from dovetail.protocol import DataProto
+from tests.ahead import ahead
 from tests.backends_megatron.family_models import VOCAB_SIZE, megatron_backend, save_folder
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -34,17 +35,15 @@ LOADED_ON: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("checkpoints")
+@ahead
+def results(folder: Path) -> dict[str, Any]:
+    run_alone(_save_models, folder)
+    return run_ranks(_all_cases, 2, folder, timeout=280)[0] | {"root": folder}
+
+
+def _save_models(rank: int, world_size: int, root: Path) -> None:
     for name in SAVED_ON:
         save_folder(name, root / name)
-    return root
-
-
-@pytest.fixture(scope="module")
-def results(root: Path) -> dict[str, Any]:
-    return run_ranks(_all_cases, 2, root, timeout=280)[0]
 
 
 @pytest.mark.parametrize("name", SAVED_ON)
@@ -86,8 +85,8 @@ def test_half_precision_resumes_with_its_float32_masters(results: dict[str, Any]
     assert results["bfloat16"] == {"loaded": 0.0, "next": 0.0}
 
 
-def test_the_folder_says_who_wrote_it_and_other_backends_refuse_it(results: dict[str, Any], root: Path) -> None:
-    description = json.loads((root / "qwen2-saved" / "state.json").read_text())
+def test_the_folder_says_who_wrote_it_and_other_backends_refuse_it(results: dict[str, Any]) -> None:
+    description = json.loads((results["root"] / "qwen2-saved" / "state.json").read_text())
     assert (description["backend"], description["layout"]["tp_size"]) == ("megatron", 2)
     assert description["optimizer_steps"] == 2
     assert "saved by the megatron backend" in results["other_backend"]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ahead import ahead
 from tests.backends_megatron.family_models import CONFIGS, VOCAB_SIZE, hf_model, megatron_model, save_folder
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -40,19 +41,17 @@ LOGIT_LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("families")
+@ahead
+def results(folder: Path) -> dict[str, Any]:
+    """All cases in one launch: importing Megatron costs more than they do. Rank 0's findings; it sees all tensors."""
+    run_alone(_save_models, folder)
+    return run_ranks(_all_cases, 4, folder, timeout=280)[0]
+
+
+def _save_models(rank: int, world_size: int, root: Path) -> None:
     for name in CONFIGS:
         save_folder(name, root / name)
     _save_classifier(root / "qwen2", root / "scores")
-    return root
-
-
-@pytest.fixture(scope="module")
-def results(folders: Path) -> dict[str, Any]:
-    """All cases in one launch: importing Megatron costs more than they do. Rank 0's findings; it sees all tensors."""
-    return run_ranks(_all_cases, 4, folders, timeout=280)[0]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

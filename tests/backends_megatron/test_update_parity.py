@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from dovetail.protocol import DataProto
+from tests.ahead import ahead
 from tests.backends_megatron.updates import Layout, Updated, update_actor, update_critic
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 from tests.workers.tiny_run import TOLERANCE, largest_difference, rollout_batch, small_model
 
 pytestmark = pytest.mark.distributed
@@ -69,18 +70,22 @@ Found = dict[str, list[dict[str, Updated]]]
 """Layout, then rank, then role."""
 
 
-@pytest.fixture(scope="module")
-def updated(tmp_path_factory: pytest.TempPathFactory) -> Found:
+@ahead
+def updated(folder: Path) -> Found:
     """All layouts of a world size share one start of its processes: importing Megatron takes seconds."""
-    folders = {
-        "dense": small_model(tmp_path_factory.mktemp("dense"), num_hidden_layers=4),
-        "moe": small_model(tmp_path_factory.mktemp("moe"), "qwen3_moe"),
-    }
-    batch = rollout_batch()
-    by_size = {1: [update_all(0, 1, folders, batch)]}
+    folders, batch = run_alone(prepare, folder)
+    by_size = {1: [run_alone(update_all, folders, batch)]}
     for size in (2, 4):
         by_size[size] = run_ranks(update_all, size, folders, batch, timeout=600.0)
     return {name: [found[name] for found in by_size[layout.world_size]] for name, layout in LAYOUTS.items()}
+
+
+def prepare(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Path], DataProto]:
+    folders = {
+        "dense": small_model(folder / "dense", num_hidden_layers=4),
+        "moe": small_model(folder / "moe", "qwen3_moe"),
+    }
+    return folders, rollout_batch()
 
 
 @pytest.mark.parametrize("name", COMPARED)

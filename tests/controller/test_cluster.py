@@ -7,14 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dovetail.controller.cluster import default_object_store_bytes
+from tests.ahead import ahead
 from tests.controller.conftest import Roles
 from tests.controller.listening import listening_addresses
 
 pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = dict(os.environ)
 
 
 def test_every_socket_of_a_local_ray_and_its_workers_listens_on_loopback(roles: Roles) -> None:
@@ -24,10 +29,14 @@ def test_every_socket_of_a_local_ray_and_its_workers_listens_on_loopback(roles: 
     assert {address for address in addresses if not _is_loopback(address)} == set()
 
 
-def test_a_pool_over_two_nodes_keeps_the_ranks_of_a_node_together() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.controller.two_nodes"], capture_output=True, text=True, timeout=240, check=False
-    )
+@ahead
+def two_nodes(folder: Path) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "tests.controller.two_nodes"]
+    return subprocess.run(program, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_pool_over_two_nodes_keeps_the_ranks_of_a_node_together(two_nodes: subprocess.CompletedProcess[str]) -> None:
+    done = two_nodes
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     first, second = result["nodes"][0], result["nodes"][3]

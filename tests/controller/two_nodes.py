@@ -16,7 +16,8 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 2, "object_store_memory": 128 * 1024**2, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
+    no_idle_workers = {"prestart_worker_first_driver": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "_system_config": no_idle_workers})
     cluster.add_node(**node)
     start_ray(cluster.address, log_to_driver=False)
     pool = RayResourcePool([2, 2], use_gpu=False)

@@ -4,45 +4,37 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from tests.ahead import ahead
 from tests.docs.blocks import Block, blocks_of
+from tests.docs.models import models_in
 from tests.docs.test_guide import ROOT, run_block
-from tests.models.tiny import tiny_tokenizer
-from tests.trainer.toy_run import save_toy_model
-from tests.workers.tiny_run import save_classifier
 
 pytestmark = pytest.mark.e2e
 
 EXAMPLES = ROOT / "examples"
 BLOCKS = blocks_of(EXAMPLES / "README.md")
-_MAKING_PROMPTS = threading.Lock()
+_PREPARING = threading.Lock()
 
 
-def prepare(folder: Path) -> Path:
-    """The examples with models beside them."""
-    examples = folder / "examples"
-    shutil.copytree(EXAMPLES, examples)
-    save_toy_model(examples / "models" / "policy")
-    save_classifier(examples / "models" / "reward")
-    tiny_tokenizer().save_pretrained(examples / "models" / "reward")
-    return examples
-
-
-def carry_out(block: Block, examples: Path, folder: Path) -> None:
-    """On the prompts that the first block makes."""
-    with _MAKING_PROMPTS:
-        if not (examples / "data").exists():
-            run_block(BLOCKS[0], examples)
+@ahead
+def carried_out(folder: Path, block: Block) -> None:
+    examples = folder.parent / "examples"
+    with _PREPARING:
+        if not examples.exists():
+            shutil.copytree(EXAMPLES, examples)
+            shutil.copytree(models_in(folder.parent), examples / "models")
+            run_block(BLOCKS[0], examples)  # makes the prompts of all others
     run_block(block, examples)
 
 
 @pytest.mark.parametrize("block", BLOCKS[1:], ids=lambda block: " ".join(block.commands()[0].split()[1:4]))
-def test_the_example_runs(block: Block, carried_out: Callable[[], None]) -> None:
-    carried_out()
+def test_the_example_runs(block: Block, carried_out: Future[None]) -> None:
+    carried_out.result()
 
 
 def test_every_example_file_is_used_by_a_command_or_a_configuration() -> None:

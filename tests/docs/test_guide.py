@@ -12,13 +12,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from tests.ahead import ahead
 from tests.docs.blocks import Block, blocks_of
-from tests.trainer.toy_run import save_toy_model
+from tests.docs.models import models_in
 
 pytestmark = pytest.mark.e2e
 
@@ -29,25 +30,20 @@ ENVIRONMENT = dict(os.environ)
 """As pytest has it: tests that run beside a page change their own."""
 
 
-def prepare(folder: Path) -> Path:
-    """A tiny model."""
-    save_toy_model(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["max_position_embeddings"] = 8192  # the pages speak of answers of thousands of tokens
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def carry_out(page: Path, toy_model: Path, folder: Path) -> None:
+@ahead
+def carried_out(folder: Path, page: Path) -> None:
     for name in set(_MODEL.findall(page.read_text())):
-        shutil.copytree(toy_model, folder / name)
+        shutil.copytree(models_in(folder.parent) / "policy", folder / name)
+        config = json.loads((folder / name / "config.json").read_text())
+        config["max_position_embeddings"] = 8192  # the pages speak of answers of thousands of tokens
+        (folder / name / "config.json").write_text(json.dumps(config))
     for block in blocks_of(page):
         run_block(block, folder)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_every_block_of_the_page_does_what_it_says(page: Path, carried_out: Callable[[], None]) -> None:
-    carried_out()
+def test_every_block_of_the_page_does_what_it_says(page: Path, carried_out: Future[None]) -> None:
+    carried_out.result()
 
 
 def test_the_guide_has_no_block_that_the_reader_of_blocks_overlooks() -> None:

@@ -10,16 +10,17 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dovetail.config import load_config
+from tests.ahead import ahead
 from tests.docs.blocks import Block, blocks_of
+from tests.docs.models import models_in
 from tests.docs.test_guide import ENVIRONMENT, ROOT
-from tests.trainer.toy_run import save_toy_model
 
 pytestmark = pytest.mark.e2e
 
@@ -114,13 +115,9 @@ AFTER = {
 }
 
 
-def prepare(folder: Path) -> Path:
-    """A tiny model."""
-    return save_toy_model(folder)
-
-
-def carry_out(page: str, model: Path, folder: Path) -> None:
-    (folder / "model").symlink_to(model)
+@ahead
+def carried_out(folder: Path, page: str) -> None:
+    (folder / "model").symlink_to(models_in(folder.parent) / "policy")
     blocks = [block for block in BLOCKS if block.page == page and block.language == "python"]
     parts = [GIVEN.get((page, n), "") + block.text + AFTER.get((page, n), "") for n, block in enumerate(blocks)]
     body = "\n".join(parts).replace("path/to/model", "model").replace("max_new_tokens=512", "max_new_tokens=8")
@@ -133,8 +130,8 @@ def carry_out(page: str, model: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES)
-def test_python_of_the_page_runs(page: str, carried_out: Callable[[], None]) -> None:
-    carried_out()
+def test_python_of_the_page_runs(page: str, carried_out: Future[None]) -> None:
+    carried_out.result()
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)

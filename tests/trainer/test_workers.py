@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 from dovetail.cli.main import main
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.groups import create_groups
-from tests.trainer.toy_run import Toy, repeatable, train
+from tests.ahead import ahead
+from tests.ranks import run_alone
+from tests.trainer.toy_run import Toy, make_toy, repeatable, train, train_apart
 from tests.workers.tiny_run import rollout_batch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
@@ -35,6 +37,12 @@ KEYS: dict[str, Any] = {
     "algorithm.use_kl_in_reward": True,
     "trainer.total_training_steps": STEPS,
     "trainer.save_freq": 1,
+}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(Path(__file__).parents[2]),
 }
 # Tokens of each rank, and a gap between two log-probs that are the same but for rounding.
 PER_RANK = ("global_seqlen/",)
@@ -65,12 +73,15 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
                 assert ours[name] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), (theirs["step"], name)
 
 
-def test_two_workers_give_the_answers_and_metrics_of_one(toy: Toy, tmp_path: Path, one_worker: Path) -> None:
-    config = toy.config(tmp_path, {**KEYS, "trainer.n_gpus_per_node": 2, "trainer.save_freq": -1})
-    _, rows = train(config, use_ray=True)
+@ahead
+def two_workers(folder: Path) -> Path:
+    return train_apart(folder, {**KEYS, "trainer.n_gpus_per_node": 2, "trainer.save_freq": -1}, use_ray=True)
+
+
+def test_two_workers_give_the_answers_and_metrics_of_one(two_workers: Path, one_worker: Path) -> None:
     for step in range(1, STEPS + 1):
-        assert answers(tmp_path, step) == answers(one_worker, step)
-    assert_close(rows, RunFolder(one_worker).read_metrics())
+        assert answers(two_workers, step) == answers(one_worker, step)
+    assert_close(RunFolder(two_workers).read_metrics(), RunFolder(one_worker).read_metrics())
 
 
 def test_two_workers_continue_the_checkpoint_of_one(toy: Toy, tmp_path: Path, one_worker: Path) -> None:
@@ -115,22 +126,32 @@ def assert_export_is_the_policy(toy: Toy, run: Path) -> None:
     torch.testing.assert_close(ours[mask], theirs[mask], atol=1e-5, rtol=0)
 
 
-def test_the_program_killed_on_ray_and_started_again_ends_as_the_run_without_ray(
-    toy: Toy, tmp_path: Path, one_worker: Path
-) -> None:
-    """`python -m dovetail.trainer.main_ppo` with a worker process, killed when it has saved two steps."""
-    program = [sys.executable, "-m", "dovetail.trainer.main_ppo", *toy.arguments(tmp_path, KEYS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+@ahead
+def killed(folder: Path) -> Path:
+    """`python -m dovetail.trainer.main_ppo` with a worker process, killed when it has saved two steps, run again."""
+    arguments, run = run_alone(_arguments, folder), folder / "run"
+    program = [sys.executable, "-m", "dovetail.trainer.main_ppo", *arguments]
+    apart = {"env": ENVIRONMENT, "cwd": folder}
+    process = subprocess.Popen(program, **apart, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not (tmp_path / "global_step_2").exists():
+    while not (run / "global_step_2").exists():
         assert process.poll() is None, f"the program ended with {process.returncode}"
         assert time.monotonic() < deadline, "two steps took more than two minutes"
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    done = [row["step"] for row in RunFolder(tmp_path).read_metrics()]
+    done = [row["step"] for row in RunFolder(run).read_metrics()]
     assert len(done) < STEPS
-    second = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
+    second = subprocess.run(program, **apart, capture_output=True, text=True, timeout=120)
     assert second.returncode == 0, second.stderr[-3000:]
-    assert repeatable(RunFolder(tmp_path).read_metrics()) == repeatable(RunFolder(one_worker).read_metrics())
+    return run
+
+
+def _arguments(rank: int, world_size: int, folder: Path) -> list[str]:
+    return make_toy(folder).arguments(folder / "run", KEYS)
+
+
+def test_the_program_killed_on_ray_and_started_again_ends_as_the_run_without_ray(
+    killed: Path, one_worker: Path
+) -> None:
+    assert repeatable(RunFolder(killed).read_metrics()) == repeatable(RunFolder(one_worker).read_metrics())

@@ -6,7 +6,7 @@ vocabulary is right and half is wrong, whatever the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from dovetail.data.write import prompt_row, write_rows
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.run import RunResult, run_training
 from tests.models.tiny import save_tiny_model
+from tests.ranks import run_alone
 
 PROMPT, RESPONSE = 32, 8
 NOT_REPEATABLE = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
@@ -126,6 +127,25 @@ def train(config: DovetailConfig, *, use_ray: bool = False) -> tuple[RunResult, 
     """Run it in this process and read its metrics back."""
     result = run_training(config, use_ray=use_ray)
     return result, RunFolder(result.folder).read_metrics()
+
+
+def make_toy(folder: Path) -> Toy:
+    """The model and the data, in `folder`."""
+    return Toy(save_toy_model(folder / "model"), save_toy_data(folder / "data"))
+
+
+def train_apart(
+    folder: Path, changes: Mapping[str, Any], *, use_ray: bool = False, make: Callable[[Path], Toy] = make_toy
+) -> Path:
+    """The folder of a run in a process of its own, on a model and data of its own: for `tests.ahead`."""
+    run_alone(_train_here, folder, changes, use_ray, make, timeout=600.0)
+    return folder / "run"
+
+
+def _train_here(
+    rank: int, world_size: int, folder: Path, changes: Mapping[str, Any], use_ray: bool, make: Callable[[Path], Toy]
+) -> None:
+    train(make(folder).config(folder / "run", changes), use_ray=use_ray)
 
 
 def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

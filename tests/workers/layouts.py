@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.config.actor import Strategy
 from dovetail.protocol import DataProto
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 from tests.workers.tiny_run import TOLERANCE, Updated, largest_difference
 
 PADDED = {"use_remove_padding": False}
@@ -50,12 +50,19 @@ class Layout:
 
 
 def train_layouts(
-    layouts: Mapping[str, Layout], train: Callable[[Path, Layout, DataProto], BySetting], folder: Path, batch: DataProto
+    layouts: Mapping[str, Layout],
+    train: Callable[[Path, Layout, DataProto], BySetting],
+    prepare: Callable[[int, int, Path], tuple[Path, DataProto]],
+    folder: Path,
 ) -> ByLayout:
-    """By layout, what each rank found. All layouts of a world size share one start of its processes."""
-    by_size = {1: [_train_all(0, 1, layouts, train, folder, batch)]}
+    """By layout, what each rank found. All layouts of a world size share one start of its processes.
+
+    `prepare` makes the model and the batch, in a process of its own, too.
+    """
+    model, batch = run_alone(prepare, folder)
+    by_size = {1: [run_alone(_train_all, layouts, train, model, batch)]}
     for size in (2, 4):
-        by_size[size] = run_ranks(_train_all, size, layouts, train, folder, batch, timeout=600.0)
+        by_size[size] = run_ranks(_train_all, size, layouts, train, model, batch, timeout=600.0)
     return {name: [found[name] for found in by_size[layout.world_size]] for name, layout in layouts.items()}
 
 

@@ -18,6 +18,7 @@ from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.micro_batches import MicroBatchLimit
+from tests.ahead import ahead
 from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, train_layouts
 from tests.workers.tiny_run import (
     MINI_BATCH,
@@ -83,9 +84,13 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> ByLayout:
-    return train_layouts(LAYOUTS, train, small_model(tmp_path_factory.mktemp("policy")), rollout_batch())
+@ahead
+def trained(folder: Path) -> ByLayout:
+    return train_layouts(LAYOUTS, train, prepare, folder)
+
+
+def prepare(rank: int, world_size: int, folder: Path) -> tuple[Path, DataProto]:
+    return small_model(folder / "model"), rollout_batch()
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if name not in ("reference", "lora")])

@@ -16,6 +16,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_value
 from dovetail.workers.critic import DataParallelPPOCritic
+from tests.ahead import ahead
 from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, train_layouts
 from tests.workers.tiny_run import (
     MINI_BATCH,
@@ -54,9 +55,13 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> ByLayout:
-    return train_layouts(LAYOUTS, train, small_model(tmp_path_factory.mktemp("critic"), "llama"), rollout_batch())
+@ahead
+def trained(folder: Path) -> ByLayout:
+    return train_layouts(LAYOUTS, train, prepare, folder)
+
+
+def prepare(rank: int, world_size: int, folder: Path) -> tuple[Path, DataProto]:
+    return small_model(folder / "model", "llama"), rollout_batch()
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "reference"])

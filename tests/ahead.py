@@ -1,0 +1,69 @@
+"""Work of later tests that needs nothing of this process, done beside the tests before them: two pieces at a time.
+
+Most tests keep one core busy. What a module computes in processes of its own anyway can use the others meanwhile:
+
+    @ahead
+    def updated(folder: Path) -> Found: ...
+
+makes a fixture of the module whose value is what the function returns. It is called on a thread, with an empty folder,
+if a selected test asks for it, so it must leave this process alone: no random numbers, no environment, no current
+folder, nothing but other processes. Further parameters are those of a parametrized test; such a fixture is a `Future`,
+one for each value, for the test itself to ask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_AT_ONCE = 2
+_WORK: dict[tuple[str, str], Callable[..., Any]] = {}
+"""By the name of a module and of a fixture."""
+
+Key = tuple[str, str, tuple[str, ...]]
+"""Module, fixture, values of the parameters in words."""
+
+
+def ahead(work: Callable[..., Any]) -> Any:
+    """The fixture of this work."""
+    parameters = list(inspect.signature(work).parameters)[1:]
+    place = work.__module__, work.__name__
+    _WORK[place] = work
+
+    @pytest.fixture(name=work.__name__, scope="function" if parameters else "module")
+    def fixture(request: pytest.FixtureRequest, started_ahead: dict[Key, Future]) -> Any:
+        found = started_ahead[(*place, _values(request.node, parameters))]
+        return found if parameters else found.result()
+
+    return fixture
+
+
+@contextmanager
+def starting(items: Sequence[Any], new_folder: Callable[[str], Path]) -> Iterator[dict[Key, Future]]:
+    """Queue what the selected tests ask for, in their order; what has not begun at the end is given up."""
+    pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ahead")
+    started: dict[Key, Future] = {}
+    try:
+        for item in items:
+            for name in getattr(item, "fixturenames", ()):
+                work = _WORK.get((item.module.__name__, name))
+                if work is None:
+                    continue
+                parameters = list(inspect.signature(work).parameters)[1:]
+                key = (item.module.__name__, name, _values(item, parameters))
+                if key not in started:
+                    values = [item.callspec.params[parameter] for parameter in parameters]
+                    started[key] = pool.submit(work, new_folder(name), *values)
+        yield started
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _values(node: Any, parameters: Sequence[str]) -> tuple[str, ...]:
+    return tuple(str(node.callspec.params[parameter]) for parameter in parameters)
