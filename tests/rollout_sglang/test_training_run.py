@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from dovetail.observability.run_folder import RunFolder
+from tests.ahead import ahead
 from tests.models.tiny import save_tiny_model
-from tests.trainer.toy_run import Toy, save_toy_data, train
+from tests.trainer.toy_run import Toy, save_toy_data, train_apart
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -29,18 +31,20 @@ SEPARATE = {
 }
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    folder = tmp_path_factory.mktemp("toy")
+def toy(folder: Path) -> Toy:
     return Toy(save_tiny_model("llama_tied", folder / "model"), save_toy_data(folder / "data", count=12))
 
 
-@pytest.mark.parametrize("placement", ["shared devices", "devices of its own"])
-def test_engine_and_trainer_agree_at_every_step_of_a_run(toy: Toy, tmp_path: Path, placement: str) -> None:
+@ahead
+def run(folder: Path, placement: str) -> Path:
     separate = placement == "devices of its own"
-    changes: dict[str, Any] = SERVER | (SEPARATE if separate else {})
-    result, metrics = train(toy.config(tmp_path / "run", changes), use_ray=separate)
-    assert result.steps == 3
+    return train_apart(folder, SERVER | (SEPARATE if separate else {}), use_ray=separate, make=toy)
+
+
+@pytest.mark.parametrize("placement", ["shared devices", "devices of its own"])
+def test_engine_and_trainer_agree_at_every_step_of_a_run(run: Future[Path], placement: str) -> None:
+    metrics = RunFolder(run.result()).read_metrics()
+    assert [row["step"] for row in metrics] == [1, 2, 3]
     # A stale engine would be off by tenths after an update at this rate; float32 kernels differ by rounding.
     assert [row["rollout_corr/probs_diff_max"] < 1e-4 for row in metrics] == [True] * 3
     assert all(row["actor/grad_norm"] > 0 for row in metrics)

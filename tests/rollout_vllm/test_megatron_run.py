@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from dovetail.observability.run_folder import RunFolder
+from tests.ahead import ahead
 from tests.models.tiny import save_tiny_model
 from tests.trainer.test_megatron_runs import KEYS, MEGATRON, A, assert_same_run
-from tests.trainer.toy_run import Toy, save_toy_data, train
+from tests.trainer.toy_run import Toy, save_toy_data, train_apart
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -21,11 +23,22 @@ VLLM: dict[str, Any] = {
 }
 
 
-def test_vllm_gets_from_megatron_what_it_gets_from_fsdp2(tmp_path: Path) -> None:
-    model = save_tiny_model("llama_tied", tmp_path / "model")
-    toy = Toy(model, save_toy_data(tmp_path / "data", count=12))
+def toy(folder: Path) -> Toy:
+    return Toy(save_tiny_model("llama_tied", folder / "model"), save_toy_data(folder / "data", count=12))
+
+
+@ahead
+def tensor_parallel(folder: Path) -> Path:
     cut = {f"{A}.megatron.tensor_model_parallel_size": 2}
-    _, metrics = train(toy.config(tmp_path / "tp2", {**KEYS, **MEGATRON, **VLLM, **cut}), use_ray=True)
+    return train_apart(folder, {**KEYS, **MEGATRON, **VLLM, **cut}, use_ray=True, make=toy)
+
+
+@ahead
+def fsdp2(folder: Path) -> Path:
+    return train_apart(folder, {**KEYS, **VLLM}, use_ray=True, make=toy)
+
+
+def test_vllm_gets_from_megatron_what_it_gets_from_fsdp2(tensor_parallel: Path, fsdp2: Path) -> None:
+    metrics = RunFolder(tensor_parallel).read_metrics()
     assert all(row["rollout_corr/probs_diff_max"] < 1e-4 for row in metrics)
-    train(toy.config(tmp_path / "fsdp2", {**KEYS, **VLLM}), use_ray=True)
-    assert_same_run(tmp_path / "tp2", tmp_path / "fsdp2")
+    assert_same_run(tensor_parallel, fsdp2)

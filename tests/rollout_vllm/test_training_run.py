@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
+from tests.ahead import ahead
 from tests.models.tiny import save_tiny_model
 from tests.trainer.test_workers import answers, assert_close
-from tests.trainer.toy_run import Toy, save_toy_data, train
+from tests.trainer.toy_run import Toy, save_toy_data, train, train_apart
 
 pytestmark = pytest.mark.engine
 
@@ -24,16 +25,14 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    folder = tmp_path_factory.mktemp("toy")
+def make_toy(folder: Path) -> Toy:
     return Toy(save_tiny_model("llama_tied", folder / "model"), save_toy_data(folder / "data", count=12))
 
 
 @pytest.fixture(scope="module")
-def one_process(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one") / "run"
-    result, metrics = train(toy.config(folder, KEYS))
+    result, metrics = train(make_toy(folder.parent).config(folder, KEYS))
     assert result.steps == 3
     # A stale engine would be off by tenths after an update at this rate; float32 kernels differ by rounding.
     assert [row["rollout_corr/probs_diff_max"] < 1e-4 for row in metrics] == [True] * 3
@@ -45,12 +44,17 @@ def test_engine_and_trainer_agree_at_every_step_of_a_run(one_process: Path) -> N
     assert (one_process / "metrics.jsonl").exists()
 
 
-def test_two_trainer_processes_that_share_a_tensor_parallel_engine_make_the_same_run(
-    toy: Toy, tmp_path: Path, one_process: Path
-) -> None:
+@ahead
+def two_processes(folder: Path) -> Path:
     keys = {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2}
-    _, metrics = train(toy.config(tmp_path, {**KEYS, **keys}), use_ray=True)
+    return train_apart(folder, {**KEYS, **keys}, use_ray=True, make=make_toy)
+
+
+def test_two_trainer_processes_that_share_a_tensor_parallel_engine_make_the_same_run(
+    two_processes: Path, one_process: Path
+) -> None:
+    metrics = RunFolder(two_processes).read_metrics()
     for step in (1, 2, 3):
-        assert answers(tmp_path, step) == answers(one_process, step)
+        assert answers(two_processes, step) == answers(one_process, step)
     assert_close(metrics, RunFolder(one_process).read_metrics())
     assert all(row["rollout_corr/probs_diff_max"] < 1e-4 for row in metrics)

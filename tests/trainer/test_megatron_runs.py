@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
+from tests.ahead import ahead
 from tests.backends_megatron.family_models import CONFIGS, hf_model
 from tests.models.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.ranks import run_ranks
-from tests.trainer.toy_run import Toy, repeatable, train
+from tests.trainer.toy_run import Toy, repeatable, save_toy_data, train_apart
 
 # Two or four workers import Megatron in every run: 25 s each on two quiet cores, minutes on busy ones.
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -32,11 +33,44 @@ MEGATRON = {f"{A}.strategy": "megatron", f"{A}.megatron.dtype": "float32"}
 PER_RANK = ("global_seqlen/",)
 
 
-@pytest.fixture(scope="module")
-def fsdp2(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fsdp2") / "run"
-    train(toy.config(folder, KEYS), use_ray=True)
-    return folder
+@ahead
+def fsdp2(folder: Path) -> Path:
+    return train_apart(folder, KEYS, use_ray=True)
+
+
+@ahead
+def tensor_parallel(folder: Path) -> Path:
+    cut = {f"{A}.megatron.tensor_model_parallel_size": 2, "trainer.save_freq": 3}
+    return train_apart(folder, {**KEYS, **MEGATRON, **cut}, use_ray=True)
+
+
+@ahead
+def pipeline_parallel(folder: Path) -> Path:
+    cut = {f"{A}.megatron.pipeline_model_parallel_size": 2}
+    return train_apart(folder, {**KEYS, **MEGATRON, **cut}, use_ray=True)
+
+
+@ahead
+def deepseek(folder: Path) -> Path:
+    """Pipeline and expert parallel, uneven stages, everything offloaded between phases: 4 processes instead of 512."""
+    layout = {
+        f"{A}.megatron.pipeline_model_parallel_size": 2,
+        f"{A}.megatron.expert_model_parallel_size": 2,
+        f"{A}.megatron.override_transformer_config": {
+            "num_layers_in_first_pipeline_stage": 3,
+            "num_layers_in_last_pipeline_stage": 1,
+        },
+        f"{A}.megatron.param_offload": True,
+        f"{A}.megatron.optimizer_offload": True,
+        f"{A}.megatron.grad_offload": True,
+        "trainer.n_gpus_per_node": 4,
+    }
+    return train_apart(folder, {**KEYS, **MEGATRON, **layout}, use_ray=True, make=_deepseek)
+
+
+@ahead
+def deepseek_alone(folder: Path) -> Path:
+    return train_apart(folder, {**KEYS, "trainer.n_gpus_per_node": 1, f"{A}.strategy": "single"}, make=_deepseek)
 
 
 def assert_same_run(found: Path, expected: Path, *, tolerance: float = TOLERANCE) -> None:
@@ -59,49 +93,30 @@ def answers(folder: Path, step: int) -> dict[str, list[list[int]]]:
     return {uid: sorted(responses) for uid, responses in found.items()}
 
 
-def test_tensor_parallel_runs_give_the_metrics_of_fsdp2_and_an_export(toy: Toy, tmp_path: Path, fsdp2: Path) -> None:
-    cut = {f"{A}.megatron.tensor_model_parallel_size": 2, "trainer.save_freq": 3}
-    train(toy.config(tmp_path / "run", {**KEYS, **MEGATRON, **cut}), use_ray=True)
-    assert_same_run(tmp_path / "run", fsdp2)
-    [seen] = run_ranks(_export_and_compare, 1, tmp_path / "run" / "global_step_3", tmp_path / "out")
+def test_tensor_parallel_runs_give_the_metrics_of_fsdp2_and_an_export(
+    tensor_parallel: Path, fsdp2: Path, tmp_path: Path
+) -> None:
+    assert_same_run(tensor_parallel, fsdp2)
+    [seen] = run_ranks(_export_and_compare, 1, tensor_parallel / "global_step_3", tmp_path / "out")
     assert seen["layout"]["tp_size"] == 2
     assert seen["unlike_start"] > 1e-4
     assert seen["log_prob_gap"] < 1e-5
 
 
-def test_pipeline_parallel_runs_give_the_metrics_of_fsdp2(toy: Toy, tmp_path: Path, fsdp2: Path) -> None:
-    cut = {f"{A}.megatron.pipeline_model_parallel_size": 2}
-    train(toy.config(tmp_path, {**KEYS, **MEGATRON, **cut}), use_ray=True)
-    assert_same_run(tmp_path, fsdp2)
+def test_pipeline_parallel_runs_give_the_metrics_of_fsdp2(pipeline_parallel: Path, fsdp2: Path) -> None:
+    assert_same_run(pipeline_parallel, fsdp2)
 
 
-def test_a_small_deepseek_v3_trains_on_the_layout_of_the_671b_script(toy: Toy, tmp_path: Path) -> None:
-    """Pipeline and expert parallel, uneven stages, everything offloaded between phases: 4 processes instead of 512."""
-    small = Toy(_save_deepseek(tmp_path / "model"), toy.data)
-    alone = {**KEYS, "trainer.n_gpus_per_node": 1, f"{A}.strategy": "single"}
-    train(small.config(tmp_path / "alone", alone))
-    layout = {
-        f"{A}.megatron.pipeline_model_parallel_size": 2,
-        f"{A}.megatron.expert_model_parallel_size": 2,
-        f"{A}.megatron.override_transformer_config": {
-            "num_layers_in_first_pipeline_stage": 3,
-            "num_layers_in_last_pipeline_stage": 1,
-        },
-        f"{A}.megatron.param_offload": True,
-        f"{A}.megatron.optimizer_offload": True,
-        f"{A}.megatron.grad_offload": True,
-        "trainer.n_gpus_per_node": 4,
-    }
-    train(small.config(tmp_path / "run", {**KEYS, **MEGATRON, **layout}), use_ray=True)
-    assert_same_run(tmp_path / "run", tmp_path / "alone")
+def test_a_small_deepseek_v3_trains_on_the_layout_of_the_671b_script(deepseek: Path, deepseek_alone: Path) -> None:
+    assert_same_run(deepseek, deepseek_alone)
 
 
-def _save_deepseek(folder: Path) -> Path:
+def _deepseek(folder: Path) -> Toy:
     config = CONFIGS["deepseek_v3"]()
     config.vocab_size = VOCAB_SIZE
-    hf_model("deepseek_v3", config=config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    hf_model("deepseek_v3", config=config).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    return Toy(folder / "model", save_toy_data(folder / "data"))
 
 
 def _export_and_compare(rank: int, world_size: int, checkpoint: Path, out: Path) -> dict[str, Any]:

@@ -18,14 +18,16 @@ import torch
 
 from dovetail.controller import WorkerDiedError, start_ray, stop_ray
 from dovetail.controller.errors import WorkerError, describe_exception
+from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import EngineDiedError
 from dovetail.trainer.engines import SeparateEngines
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.workers.weight_check import SentWeights
 from dovetail.workers.weight_sending import SendResult
+from tests.ahead import ahead
 from tests.trainer.test_workers import answers, assert_close
-from tests.trainer.toy_run import Toy, train
+from tests.trainer.toy_run import Toy, train, train_apart
 from tests.workers.tiny_run import rollout_batch, run_config, small_model, with_old_log_probs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
@@ -37,12 +39,16 @@ SPLIT = {"actor_rollout_ref.hybrid_engine": False, f"{R}.nnodes": 1, f"{R}.n_gpu
 LONG = 400
 
 
-def test_a_run_on_separate_engines_is_the_run_on_shared_ones(toy: Toy, tmp_path: Path) -> None:
-    _, shared = train(toy.config(tmp_path / "shared", KEYS))
-    _, separate = train(toy.config(tmp_path / "separate", {**KEYS, **SPLIT}), use_ray=True)
+@ahead
+def separate(folder: Path) -> Path:
+    return train_apart(folder, {**KEYS, **SPLIT}, use_ray=True)
+
+
+def test_a_run_on_separate_engines_is_the_run_on_shared_ones(toy: Toy, tmp_path: Path, separate: Path) -> None:
+    _, shared = train(toy.config(tmp_path, KEYS))
     for step in range(1, STEPS + 1):
-        assert answers(tmp_path / "separate", step) == answers(tmp_path / "shared", step)
-    assert_close(separate, shared)
+        assert answers(separate, step) == answers(tmp_path, step)
+    assert_close(RunFolder(separate).read_metrics(), shared)
 
 
 @pytest.fixture(scope="module")
