@@ -7,6 +7,8 @@ from concurrent.futures import Future
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Ray's workers would stand back behind everything else that runs, and here other tests' work does.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest
 

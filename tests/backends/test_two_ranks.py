@@ -28,6 +28,7 @@ from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import ValueModel
 from dovetail.protocol import DataProto
+from tests.ahead import ahead
 from tests.backends.tiny import (
     FP32,
     OPTIM,
@@ -40,7 +41,7 @@ from tests.backends.tiny import (
     total_weight,
     weighted_nll,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -57,13 +58,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
+@ahead
 def ranks(folder: Path) -> list[Found]:
+    run_alone(save_policy, folder)
     return run_ranks(everything, 2, folder)
 
 
-@pytest.fixture(scope="module")
+@ahead
 def alone(folder: Path) -> Found:
+    return run_alone(train_alone)
+
+
+def save_policy(rank: int, world_size: int, folder: Path) -> None:
+    export_hf_folder(make("single", tiny_policy()), folder / "hf")
+
+
+def train_alone(rank: int, world_size: int) -> Found:
     return {name: train(make("single", network())) for name, network in NETWORKS.items()}
 
 

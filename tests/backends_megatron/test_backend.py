@@ -20,7 +20,8 @@ from dovetail.config.model import ModelConfig, RewardNetworkConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_policy, build_reward
-from tests.ranks import run_ranks
+from tests.ahead import ahead
+from tests.ranks import run_alone, run_ranks
 from tests.workers.tiny_run import as_numpy, largest_difference, rollout_batch, save_classifier, small_model
 
 pytestmark = pytest.mark.distributed
@@ -40,20 +41,23 @@ class Folders:
     reward: Path
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(small_model(tmp_path_factory.mktemp("policy")), save_classifier(tmp_path_factory.mktemp("reward")))
-
-
-@pytest.fixture(scope="module")
-def found(folders: Folders) -> dict[str, Any]:
+@ahead
+def found(folder: Path) -> dict[str, Any]:
     """What each part of this module asks of two processes, in one start of them; of the second rank."""
-    return run_ranks(run_parts, 2, folders, timeout=300.0)[1]
+    return run_ranks(run_parts, 2, run_alone(save_models, folder), timeout=300.0)[1]
 
 
-@pytest.fixture(scope="module")
-def plain(folders: Folders) -> dict[str, Any]:
+@ahead
+def plain(folder: Path) -> dict[str, Any]:
     """The same of one process without Megatron."""
+    return run_alone(run_plain, run_alone(save_models, folder))
+
+
+def save_models(rank: int, world_size: int, folder: Path) -> Folders:
+    return Folders(small_model(folder / "policy"), save_classifier(folder / "reward"))
+
+
+def run_plain(rank: int, world_size: int, folders: Folders) -> dict[str, Any]:
     backend = build(folders.policy, None)
     three = steps(backend, 3)
     fresh = build(folders.policy, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dovetail.backends.build import build_backend
 from dovetail.backends.torch_backend import TorchBackend
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.store import CheckpointStore
+from tests.ahead import ahead
 from tests.backends.tiny import (
     FP32,
     OPTIM,
@@ -32,7 +34,7 @@ from tests.backends.tiny import (
     total_weight,
     weighted_nll,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -49,9 +51,20 @@ LOADS = {
 """By number of processes: strategy, fsdp_size and the folder it reads."""
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("states")
+@dataclass(frozen=True)
+class States:
+    """What two ranks did, and what others made of the states that one process and they have saved."""
+
+    two: list[dict[str, Any]]
+    loaded: dict[tuple[int, str, int, str], tuple[Weights, Weights, Any]]
+
+
+@ahead
+def states(root: Path) -> States:
+    run_alone(save_single, root)
+    two = run_ranks(on_two_ranks, 2, root)
+    by_size = {1: run_alone(load_all, root), 2: two[0]["loads"], 4: run_ranks(load_all, 4, root)[0]}
+    return States(two, {(size, *case): by_size[size][case] for size, cases in LOADS.items() for case in cases})
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +75,14 @@ def straight() -> tuple[Weights, Weights]:
 
 
 @pytest.fixture(scope="module")
-def two(root: Path) -> list[dict[str, Any]]:
+def two(states: States) -> list[dict[str, Any]]:
+    return states.two
+
+
+def save_single(rank: int, world_size: int, root: Path) -> None:
     backend = build("single")
     steps(backend, 2)
     backend.save_state(root / "single", extra={"step": 2})
-    return run_ranks(on_two_ranks, 2, root)
-
-
-@pytest.fixture(scope="module")
-def loaded(root: Path, two: list[dict[str, Any]]) -> dict[tuple[int, str, int, str], tuple[Weights, Weights, Any]]:
-    found = {(1, *case): load_and_continue(*case, root) for case in LOADS[1]}
-    found |= {(2, *case): two[0]["loads"][case] for case in LOADS[2]}
-    four = run_ranks(load_all, 4, root)[0]
-    return found | {(4, *case): four[case] for case in LOADS[4]}
 
 
 @pytest.mark.parametrize(
@@ -83,9 +91,9 @@ def loaded(root: Path, two: list[dict[str, Any]]) -> dict[tuple[int, str, int, s
     ids=lambda c: f"{c[1]} x{c[0]} (fsdp_size {c[2]}) reads {c[3]}",
 )
 def test_any_sharding_reads_what_another_wrote(
-    case: tuple[int, str, int, str], loaded: dict, two: list[dict[str, Any]], straight: tuple[Weights, Weights]
+    case: tuple[int, str, int, str], states: States, two: list[dict[str, Any]], straight: tuple[Weights, Weights]
 ) -> None:
-    at_load, later, extra = loaded[case]
+    at_load, later, extra = states.loaded[case]
     source = straight[0] if case[3] == "single" else two[0]["saved"][case[3]]
     assert largest_difference(at_load, source) == 0.0
     assert largest_difference(later, straight[1]) < TOLERANCE
@@ -123,7 +131,7 @@ def test_a_failing_write_on_one_rank_is_an_error_on_all_and_the_last_good_one_st
         assert names == ["global_step_1", "latest_checkpointed_iteration.txt"]
 
 
-def test_a_damaged_folder_is_named(tmp_path: Path, root: Path, two: list[dict[str, Any]]) -> None:
+def test_a_damaged_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(BrokenCheckpoint, match=r"state.json is not readable"):
         build("single").load_state(tmp_path)
     backend = build("single")

@@ -17,8 +17,9 @@ from dovetail.models.policy import PolicyModel
 from dovetail.rollout.base import GenerationRequest, SamplingParams
 from dovetail.rollout.sglang import SGLangRollout
 from dovetail.weight_sync import FSDPSGLangShardingManager, WeightSender, weight_checksum
-from tests.models.tiny import tiny_model
-from tests.ranks import run_ranks
+from tests.ahead import ahead
+from tests.models.tiny import save_tiny_model, tiny_model
+from tests.ranks import run_alone, run_ranks
 from tests.rollout_sglang.conftest import small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
@@ -61,8 +62,17 @@ def _hybrid(rank: int, world_size: int, folder: str) -> list[tuple[list[int], li
     return outcome
 
 
-def test_two_fsdp2_ranks_feed_a_server_of_sglang(tiny_folder: Path) -> None:
-    outcome, nothing = run_ranks(_hybrid, 2, str(tiny_folder), timeout=800)
+@ahead
+def hybrid(folder: Path) -> list[Any]:
+    return run_ranks(_hybrid, 2, str(run_alone(_save_model, folder)), timeout=800)
+
+
+def _save_model(rank: int, world_size: int, folder: Path) -> Path:
+    return save_tiny_model("llama_tied", folder)
+
+
+def test_two_fsdp2_ranks_feed_a_server_of_sglang(hybrid: list[Any]) -> None:
+    outcome, nothing = hybrid
     assert nothing == []
     model = tiny_model("llama_tied")
     for step, (tokens, versions, scores, held) in enumerate(outcome):

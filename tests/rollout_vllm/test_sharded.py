@@ -18,8 +18,9 @@ from dovetail.models.policy import PolicyModel
 from dovetail.rollout.base import GenerationRequest, SamplingParams
 from dovetail.rollout.vllm import VLLMEngine
 from dovetail.weight_sync import FSDPVLLMShardingManager, GroupAddress, WeightSender
-from tests.models.tiny import tiny_model
-from tests.ranks import run_ranks
+from tests.ahead import ahead
+from tests.models.tiny import save_tiny_model, tiny_model
+from tests.ranks import run_alone, run_ranks
 from tests.rollout_vllm.conftest import small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
@@ -60,8 +61,17 @@ def _hybrid(rank: int, world_size: int, folder: str) -> list[tuple[list[int], li
     return outcome
 
 
-def test_two_fsdp2_ranks_each_feed_the_engine_in_their_own_process(folders: dict[str, Path]) -> None:
-    results = run_ranks(_hybrid, 2, str(folders["llama_tied"]))
+def _save_model(rank: int, world_size: int, folder: Path) -> Path:
+    return save_tiny_model("llama_tied", folder)
+
+
+@ahead
+def hybrid(folder: Path) -> list[Any]:
+    return run_ranks(_hybrid, 2, str(run_alone(_save_model, folder)))
+
+
+def test_two_fsdp2_ranks_each_feed_the_engine_in_their_own_process(hybrid: list[Any]) -> None:
+    results = hybrid
     model = tiny_model("llama_tied")
     for step in range(2):
         for rank in range(2):
