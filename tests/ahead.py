@@ -51,18 +51,25 @@ def starting(items: Sequence[Any], new_folder: Callable[[str], Path]) -> Iterato
     started: dict[Key, Future] = {}
     try:
         for item in items:
-            for name in getattr(item, "fixturenames", ()):
-                work = _WORK.get((item.module.__name__, name))
-                if work is None:
-                    continue
+            for work in _work_of(item):
                 parameters = list(inspect.signature(work).parameters)[1:]
-                key = (item.module.__name__, name, _values(item, parameters))
+                key = (work.__module__, work.__name__, _values(item, parameters))
                 if key not in started:
                     values = [item.callspec.params[parameter] for parameter in parameters]
-                    started[key] = pool.submit(work, new_folder(name), *values)
+                    started[key] = pool.submit(work, new_folder(work.__name__), *values)
         yield started
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def waits_for_work(item: Any) -> bool:
+    """Whether a test asks for something that is done ahead."""
+    return bool(_work_of(item))
+
+
+def _work_of(item: Any) -> list[Callable[..., Any]]:
+    places = [(item.module.__name__, name) for name in getattr(item, "fixturenames", ())]
+    return [_WORK[place] for place in places if place in _WORK]
 
 
 def _values(node: Any, parameters: Sequence[str]) -> tuple[str, ...]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch import Tensor
 
 from dovetail.controller import WorkerError, start_ray, stop_ray
 from dovetail.trainer.groups import RoleGroups, create_groups
+from tests.ahead import ahead
+from tests.models.tiny import save_tiny_model
+from tests.ranks import run_alone
 from tests.trainer.test_separate_engines import prompts
 from tests.workers.tiny_run import rollout_batch, run_config, with_old_log_probs
 
@@ -22,12 +27,29 @@ pytestmark = pytest.mark.engine
 
 R = "actor_rollout_ref.rollout"
 LONG = 300
+COMPARED = ("responses", "response_mask", "weight_version")
 
 
-@pytest.fixture(scope="module")
-def groups(folders: dict[str, Path]) -> Iterator[RoleGroups]:
+@dataclass(frozen=True)
+class Played:
+    """What two batches gave, in both of which the engine was killed: with one restart left, and with none."""
+
+    expected: dict[str, Tensor]
+    found: dict[str, Tensor]
+    restarts: Any
+    log_prob_gap: float
+    refusal: str
+    refused_after_s: float
+
+
+@ahead
+def played(folder: Path) -> Played:
+    return run_alone(play, folder, timeout=280.0)
+
+
+def play(rank: int, world_size: int, folder: Path) -> Played:
     config = run_config(
-        folders["llama_tied"],
+        save_tiny_model("llama_tied", folder),
         {
             "trainer.n_gpus_per_node": 1,
             "trainer.device": "cpu",
@@ -42,11 +64,32 @@ def groups(folders: dict[str, Path]) -> Iterator[RoleGroups]:
         },
     )
     start_ray(num_cpus=4, object_store_memory=256 << 20)
-    built = create_groups(config, use_ray=True, use_gpu=False)
-    built.init_policy(4)
-    yield built
-    built.shutdown()
+    groups = create_groups(config, use_ray=True, use_gpu=False)
+    groups.init_policy(4)
+    policy = groups.actor_rollout
+    batch = rollout_batch()
+    old = policy.compute_log_prob(batch).tensors["old_log_probs"]
+    policy.update_actor(with_old_log_probs(batch, old))
+    expected = policy.generate_sequences(prompts())
+    pending = policy.generate_sequences.submit(prompts())
+    kill_core(groups)
+    found = pending.get()
+    log_probs = policy.compute_log_prob(found).tensors["old_log_probs"]
+    pending = policy.generate_sequences.submit(prompts())
+    killed = kill_core(groups)
+    with pytest.raises(WorkerError) as refused:
+        pending.get()
+    played = Played(
+        expected={name: expected.tensors[name] for name in COMPARED},
+        found={name: found.tensors[name] for name in COMPARED},
+        restarts=found.meta_info["metrics"]["rollout/engine_restarts"],
+        log_prob_gap=float((log_probs - found.tensors["rollout_log_probs"]).abs().max()),
+        refusal=str(refused.value),
+        refused_after_s=time.monotonic() - killed,
+    )
+    groups.shutdown()
     stop_ray()
+    return played
 
 
 def kill_core(groups: RoleGroups) -> float:
@@ -60,25 +103,13 @@ def kill_core(groups: RoleGroups) -> float:
     return time.monotonic()
 
 
-def test_the_batch_is_finished_with_the_trained_weights_and_the_driver_hears_of_it(groups: RoleGroups) -> None:
-    policy = groups.actor_rollout
-    batch = rollout_batch()
-    old = policy.compute_log_prob(batch).tensors["old_log_probs"]
-    policy.update_actor(with_old_log_probs(batch, old))
-    expected = policy.generate_sequences(prompts())
-    pending = policy.generate_sequences.submit(prompts())
-    kill_core(groups)
-    found = pending.get()
-    for name in ("responses", "response_mask", "weight_version"):
-        assert torch.equal(found.tensors[name], expected.tensors[name]), name
-    assert found.meta_info["metrics"]["rollout/engine_restarts"] in (1, [1])
-    log_probs = policy.compute_log_prob(found).tensors["old_log_probs"]
-    assert (log_probs - found.tensors["rollout_log_probs"]).abs().max() < 1e-4
+def test_the_batch_is_finished_with_the_trained_weights_and_the_driver_hears_of_it(played: Played) -> None:
+    for name in COMPARED:
+        assert torch.equal(played.found[name], played.expected[name]), name
+    assert played.restarts in (1, [1])
+    assert played.log_prob_gap < 1e-4
 
 
-def test_without_a_restart_left_the_driver_says_so_within_ten_seconds(groups: RoleGroups) -> None:
-    pending = groups.actor_rollout.generate_sequences.submit(prompts())
-    killed = kill_core(groups)
-    with pytest.raises(WorkerError, match=r"actor_rollout_ref\[rank 0\]\.generate_sequences.*engine process died"):
-        pending.get()
-    assert time.monotonic() - killed < 10
+def test_without_a_restart_left_the_driver_says_so_within_ten_seconds(played: Played) -> None:
+    assert re.search(r"actor_rollout_ref\[rank 0\]\.generate_sequences.*engine process died", played.refusal)
+    assert played.refused_after_s < 10

@@ -16,10 +16,11 @@ from dovetail.data.prompts import PromptDataset
 from dovetail.models.load import load_processor, load_tokenizer
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
+from tests.ahead import ahead
 from tests.models.tiny import IMAGE_TOKEN
 from tests.trainer.image_run import KEYS, save_image_toy
 from tests.trainer.test_workers import answers, assert_close
-from tests.trainer.toy_run import DAPO, Toy, repeatable, train
+from tests.trainer.toy_run import DAPO, Toy, repeatable, train, train_apart
 
 pytestmark = pytest.mark.e2e
 
@@ -86,13 +87,17 @@ def test_both_saw_the_pictures_as_transformers_does(toy: Toy, one_worker: Path) 
     assert counts == {0, 1, 2}, "the batch mixes prompts with no, one and two images"
 
 
+@ahead
+def two_workers(folder: Path) -> Path:
+    keys = {**GRPO, "data.val_files": str(folder / "data" / "val.parquet"), "trainer.n_gpus_per_node": 2}
+    return train_apart(folder, keys, use_ray=True, make=save_image_toy)
+
+
 @pytest.mark.distributed
-def test_two_workers_give_the_answers_and_metrics_of_one(toy: Toy, tmp_path: Path, one_worker: Path) -> None:
-    keys = {**GRPO, "data.val_files": str(toy.data / "val.parquet"), "trainer.n_gpus_per_node": 2}
-    _, rows = train(toy.config(tmp_path, keys), use_ray=True)
+def test_two_workers_give_the_answers_and_metrics_of_one(two_workers: Path, one_worker: Path) -> None:
     for step in range(1, STEPS + 1):
-        assert answers(tmp_path, step) == answers(one_worker, step)
-    assert_close(rows, RunFolder(one_worker).read_metrics())
+        assert answers(two_workers, step) == answers(one_worker, step)
+    assert_close(RunFolder(two_workers).read_metrics(), RunFolder(one_worker).read_metrics())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""Work that is done beside other tests must reach the tests that ask for it, failures too."""
+
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.ahead import ahead, starting
+
+pytestmark = pytest.mark.unit
+
+HERE = sys.modules[__name__]
+GO_ON = threading.Event()
+
+
+@ahead
+def waiting(folder: Path) -> str:
+    assert GO_ON.wait(60)
+    return folder.name
+
+
+@ahead
+def failing(folder: Path) -> None:
+    raise ValueError("broken on purpose")
+
+
+@ahead
+def doubled(folder: Path, number: int) -> int:
+    return 2 * number
+
+
+def item(*fixtures: str, **parameters: Any) -> Any:
+    return SimpleNamespace(module=HERE, fixturenames=fixtures, callspec=SimpleNamespace(params=parameters))
+
+
+def test_only_what_is_asked_for_is_started_and_once() -> None:
+    folders: list[str] = []
+
+    def new_folder(name: str) -> Path:
+        folders.append(name)
+        return Path(name)
+
+    GO_ON.clear()
+    with starting([item("tmp_path"), item("waiting"), item("waiting", "doubled", number=3)], new_folder) as started:
+        assert folders == ["waiting", "doubled"]
+        found = started[__name__, "doubled", ("3",)]
+        assert found.result(60) == 6, "pieces do not wait for each other"
+        assert not started[__name__, "waiting", ()].done()
+        GO_ON.set()
+        assert started[__name__, "waiting", ()].result(60) == "waiting"
+
+
+def test_a_failure_is_raised_where_the_work_is_asked_for() -> None:
+    with starting([item("failing")], Path) as started, pytest.raises(ValueError, match="broken on purpose"):
+        started[__name__, "failing", ()].result(60)
+
+
+def test_what_has_not_begun_at_the_end_is_given_up() -> None:
+    GO_ON.clear()
+    asked = [item("doubled", number=number) for number in range(3)]
+    threading.Timer(0.1, GO_ON.set).start()
+    with starting([item("waiting"), *asked], Path) as started:
+        pass
+    assert all(found.done() for found in started.values())
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_each_value_of_a_parameter_is_a_piece_of_its_own(doubled: Any, number: int) -> None:
+    assert doubled.result(60) == 2 * number
