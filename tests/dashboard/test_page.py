@@ -206,6 +206,7 @@ def test_two_steps_side_by_side_for_one_prompt(page: Page, server: Server) -> No
     page.keyboard.press("Escape")
     expect(page.locator(".compare")).to_have_count(0)
     page.locator("#kind").select_option("validation")
+    expect(page.locator(".summary")).to_contain_text("answers in step 40")  # those of training are gone
     page.get_by_role("button", name="other steps").first.click()
     expect(page.locator(".side h3")).to_have_text(["step 10", "step 40"])
 
