@@ -211,6 +211,15 @@ def test_two_steps_side_by_side_for_one_prompt(page: Page, server: Server) -> No
     expect(page.locator(".side h3")).to_have_text(["step 10", "step 40"])
 
 
+def test_answers_on_the_page_keep_their_kind_while_others_are_on_their_way(page: Page, server: Server) -> None:
+    show(page, server, "#view=rollouts&run=one&step=12")
+    page.get_by_role("button", name="other steps").first.wait_for()
+    page.route(lambda url: "/steps?" in url and "validation" in url, lambda route: None)  # never answered
+    page.locator("#kind").select_option("validation")
+    page.get_by_role("button", name="other steps").first.click()
+    expect(page.locator(".compare .chip")).to_have_text(["step 32", "step 22", "step 2"])
+
+
 # ---- settings, health, keys, small screens ----
 
 

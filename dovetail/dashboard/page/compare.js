@@ -3,7 +3,8 @@
 import { ask, el } from "./dom.js";
 import { shortPrompt } from "./prompt.js";
 
-export async function compare(where, group, step, colour, drawAnswer) {
+export async function compare(place, group, drawAnswer) {
+  const step = place.step;
   const status = el("p", { class: "soft", role: "status", text: "Looking for other steps with this prompt …" });
   const left = el("div", { class: "side" });
   const right = el("div", { class: "side" });
@@ -15,9 +16,10 @@ export async function compare(where, group, step, colour, drawAnswer) {
   box.addEventListener("close", () => { open = false; box.remove(); });
   box.showModal();
 
-  const draw = async (side, at) => {
-    const found = await ask("group", { ...where, step: at, key: group.key });
-    side.replaceChildren(el("h3", { text: `step ${at}` }), el("div", { class: "answers" }, found.answers.map((answer) => drawAnswer(answer, at))));
+  const draw = async (side, step) => {
+    const at = { ...place, step };
+    const found = await ask("group", { ...at, key: group.key });
+    side.replaceChildren(el("h3", { text: `step ${step}` }), el("div", { class: "answers" }, found.answers.map((answer) => drawAnswer(answer, at))));
   };
   const show = async (other) => {
     const [early, late] = other < step ? [other, step] : [step, other];
@@ -29,7 +31,7 @@ export async function compare(where, group, step, colour, drawAnswer) {
   const known = [];
   let cursor = -1;
   while (open && cursor !== null && known.length < 60) {
-    const found = await ask("same-prompt", { ...where, step, row: group.answers[0].row, cursor });
+    const found = await ask("same-prompt", { ...place, row: group.answers[0].row, cursor });
     cursor = found.next;
     for (const other of found.steps) {
       known.push(other);

@@ -53,7 +53,10 @@ export async function rollouts(box, state) {
   const move = (by) => { const at = steps.indexOf(wish.step); if (at >= 0 && steps[at + by] !== undefined) change({ step: steps[at + by] }); };
 
   async function start() {
-    steps = (await ask("steps", { run: state.run, kind: wish.kind })).steps;
+    const mine = ++asked;
+    const found = await ask("steps", { run: state.run, kind: wish.kind });
+    if (mine !== asked) return;
+    steps = found.steps;
     if (!steps.length) {
       list.replaceChildren();
       chips.replaceChildren();
@@ -74,13 +77,14 @@ export async function rollouts(box, state) {
     slider.value = String(steps.indexOf(wish.step));
     legend.replaceChildren(colourLegend(wish.colour) ?? "");
     if (wish.scope === "run" && (wish.words || wish.wanted !== "all")) return searchRun(mine);
-    const found = await ask("groups", { run: state.run, kind: wish.kind, step: wish.step, wanted: wish.wanted, words: wish.words, order: wish.order, first, count: PAGE });
+    const place = { run: state.run, kind: wish.kind, step: wish.step };
+    const found = await ask("groups", { ...place, wanted: wish.wanted, words: wish.words, order: wish.order, first, count: PAGE });
     if (mine !== asked) return;
     drawChips(found.counts);
     summary.textContent = [`${found.num_groups} of ${found.counts.groups} prompts`, `${found.counts.all} answers in step ${found.step}`,
       found.bad_lines ? `${found.bad_lines} lines of the file are not whole and are left out` : ""].filter(Boolean).join(" · ");
     if (!append) list.replaceChildren();
-    list.append(...found.groups.map((group) => drawGroup(group, wish.step)));
+    list.append(...found.groups.map((group) => drawGroup(group, place)));
     if (!found.groups.length && !append) list.append(el("p", { class: "empty", text: "No answer of this step fits." }));
     more.hidden = first + PAGE >= found.num_groups;
   }
@@ -89,17 +93,18 @@ export async function rollouts(box, state) {
     searching = new AbortController();
     list.replaceChildren();
     more.hidden = true;
+    const kind = wish.kind;
     let cursor = -1;
     let count = 0;
     while (mine === asked && cursor !== null && count < 40) {
       let found;
       try {
-        found = await ask("search", { run: state.run, kind: wish.kind, wanted: wish.wanted, words: wish.words, cursor }, searching.signal);
+        found = await ask("search", { run: state.run, kind, wanted: wish.wanted, words: wish.words, cursor }, searching.signal);
       } catch (error) { if (error.name === "AbortError") return; throw error; }
       if (mine !== asked) return;
       count += found.found.length;
       cursor = found.next;
-      list.append(...found.found.map((answer) => drawFound(answer)));
+      list.append(...found.found.map((answer) => drawFound(answer, kind)));
       summary.textContent = `${count} answers found${cursor === null ? " in all steps" : `, ${found.left} steps left to read …`}`;
     }
     if (cursor !== null && count) summary.textContent = `the newest ${count} answers that fit`;
@@ -112,28 +117,28 @@ export async function rollouts(box, state) {
         title, el("small", { class: "soft", text: String(counts[key] ?? "") }))));
   }
 
-  function drawGroup(group, step) {
+  function drawGroup(group, place) {
     const head = el("header", {}, el("div", { class: "prompt", text: shortPrompt(group.prompt) }), dots(group.scores),
       el("div", { class: "facts soft" }, group.ground_truth != null && el("span", {}, "answer ", el("b", { text: String(group.ground_truth) })),
         el("span", { text: `mean reward ${short(group.mean_score)}` }), el("span", { text: `${group.answers.length === group.size ? "" : `${group.answers.length} of `}${group.size} answers` }),
         group.no_signal && el("span", { class: "badge quiet", text: "no signal", data: { tip: "All answers got the same reward: nothing is learned from this group." } }),
-        el("button", { class: "link", text: "other steps", onclick: () => compare({ run: state.run, kind: wish.kind }, group, step, wish.colour, drawAnswer) })));
+        el("button", { class: "link", text: "other steps", onclick: () => compare(place, group, drawAnswer) })));
     const whole = el("details", { class: "whole" }, el("summary", { text: "whole prompt" }), el("div", { class: "text", text: group.prompt }));
-    return el("article", { class: "card group", data: { uid: group.uid } }, head, whole, el("div", { class: "answers" }, group.answers.map((answer) => drawAnswer(answer, step))));
+    return el("article", { class: "card group", data: { uid: group.uid } }, head, whole, el("div", { class: "answers" }, group.answers.map((answer) => drawAnswer(answer, place))));
   }
 
-  const drawFound = (answer) => el("article", { class: "card group" }, el("header", {}, el("div", { class: "prompt", text: shortPrompt(answer.prompt) }),
+  const drawFound = (answer, kind) => el("article", { class: "card group" }, el("header", {}, el("div", { class: "prompt", text: shortPrompt(answer.prompt) }),
     el("div", { class: "facts soft" }, el("button", { class: "link", text: `step ${answer.step}`, onclick: () => { change({ scope: "step", step: answer.step }); document.getElementById("scope").value = "step"; } }))),
-  el("div", { class: "answers" }, drawAnswer(answer, answer.step)));
+  el("div", { class: "answers" }, drawAnswer(answer, { run: state.run, kind, step: answer.step })));
 
-  function drawAnswer(answer, step) {
+  function drawAnswer(answer, place) {
     const text = el("div", { class: "text", text: answer.response || "(empty)" });
     const row = el("div", { class: `answer${answer.wrong ? " wrong" : ""}${answer.truncated ? " truncated" : ""}` }, el("div", { class: "facts" },
       el("span", { class: `badge ${answer.failed ? "failed" : answer.wrong ? "no" : "yes"}`, text: answer.failed ? "reward failed" : short(answer.score), data: { tip: extraFacts(answer) } }),
       answer.advantage !== null && el("span", { class: "soft", text: `advantage ${answer.advantage > 0 ? "+" : ""}${short(answer.advantage)}` }),
       el("span", { class: "soft", text: `${answer.length} tokens` }), answer.gap !== null && el("span", { class: "soft", text: `gap ${short(answer.gap)}` }),
       answer.truncated && el("span", { class: "badge cut", text: "truncated" })), text);
-    if (wish.colour) colouredAnswer(answer, { run: state.run, kind: wish.kind, step }, wish.colour).then((coloured) => text.replaceWith(coloured), () => {});
+    if (wish.colour) colouredAnswer(answer, place, wish.colour).then((coloured) => text.replaceWith(coloured), () => {});
     return row;
   }
 
