@@ -156,7 +156,8 @@ class TorchBackend(TrainBackend):
     def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
         self._move(torch.device("cpu"), params=params, optimizer=optimizer)
         self._residence.leave(params=params, optimizer=optimizer)
-        free_device_cache(self.device)
+        if params or optimizer:
+            free_device_cache(self.device)
 
     def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
         self._move(self.device, params=params, optimizer=optimizer)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.backends.base import TrainBackend
-from dovetail.backends.device_memory import mark_memory
+from dovetail.backends.device_memory import free_device_cache, mark_memory
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.root import DovetailConfig
 from dovetail.models.load import load_tokenizer
@@ -93,6 +93,7 @@ class HybridEngine:
 
         With `check`, or `rollout.verify_weights`, what arrived is compared with what was sent.
         """
+        self._make_room()
         self.engine.wake(["weights"])
         is_stale = self._engine_version != self._trainer_version
         if is_stale or self.shares_weights:
@@ -102,6 +103,7 @@ class HybridEngine:
             self._engine_version = self._trainer_version
             if not self.shares_weights:
                 self._backend.offload(params=self._offloading.param_offload, optimizer=False)
+                self._make_room()
         self.engine.wake(["kv_cache"])
         mark_memory(self._backend.device)
 
@@ -157,6 +159,15 @@ class HybridEngine:
             report.mean_gap,
         )
         return report
+
+    def _make_room(self) -> None:
+        """Let an engine have what torch keeps for later, where it may take its memory from the driver.
+
+        One that reads the trainer's weights takes it from torch: giving memory back to the driver and asking for it
+        again would only cost time.
+        """
+        if not self.shares_weights and self.engine.on_trainer_devices:
+            free_device_cache(self._backend.device)
 
     def _cache_may_stay(self) -> bool:
         return self._room is not None and self._room.holds(self.engine.health().kv_cache_bytes)

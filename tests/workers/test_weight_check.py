@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.backends import torch_backend
 from dovetail.config.root import DovetailConfig
 from dovetail.rollout.base import EngineDiedError, EngineError
 from dovetail.trainer.groups import create_groups
 from dovetail.weight_sync import SampledWeights, WeightMismatchError, tensor_checksum
-from dovetail.workers import weight_check
+from dovetail.workers import hybrid_engine, weight_check
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.parity import PASS_MARKS, ParityError, ParityReport, TokenGap, coarser_dtype
 from tests.models.tiny import save_tiny_model
@@ -101,6 +102,38 @@ def test_a_sound_engine_passes_at_the_start_and_after_a_step(worker: ActorRollou
     assert len(report.tokens) == 4 * 8
     assert report.mean_gap <= 1e-5
     assert report.num_other_choices == 0
+
+
+def test_an_engine_of_its_own_weights_wakes_after_torch_gave_its_spare_memory_back(
+    worker: ActorRolloutRefWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worker.hybrid is not None
+    engine = worker.hybrid.engine
+    happened: list[str] = []
+    wake = engine.wake
+    monkeypatch.setattr(hybrid_engine, "free_device_cache", lambda device: happened.append("freed"))
+    monkeypatch.setattr(engine, "wake", lambda tags: (happened.extend(tags), wake(tags)))
+    train_step(worker)
+    worker.generate_sequences(prompts())
+    assert happened == ["freed", "weights", "freed", "kv_cache"]
+
+
+def test_nothing_is_given_back_where_engine_and_trainer_share_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither needs the driver's memory for the other's turn, and asking for it again takes longer than keeping it."""
+    groups: Any = create_groups(one_process(folder), use_ray=False, use_gpu=False)
+    groups.actor_rollout.init_model()
+    worker = groups.actor_rollout.worker
+    assert worker.hybrid.shares_weights
+    freed: list[torch.device] = []
+    for module in (hybrid_engine, torch_backend):
+        monkeypatch.setattr(module, "free_device_cache", freed.append)
+    train_step(worker)
+    worker.generate_sequences(prompts())
+    assert freed == []
+    worker.actor.backend.offload(params=False, optimizer=True)
+    assert len(freed) == 1
 
 
 def test_one_tensor_changed_by_one_bit_is_named(worker: ActorRolloutRefWorker, monkeypatch: pytest.MonkeyPatch) -> None:

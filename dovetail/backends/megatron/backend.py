@@ -158,7 +158,8 @@ class MegatronBackend(TrainBackend):
         if params:
             self._host["params"].offload(self._weights())
         self._residence.leave(params=params, optimizer=optimizer)
-        free_device_cache(self.device)
+        if params or optimizer:
+            free_device_cache(self.device)
 
     def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
         for name, chosen in (("params", params), ("optimizer", optimizer)):

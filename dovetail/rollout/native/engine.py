@@ -155,16 +155,15 @@ class NativeEngine(RolloutEngine):
             require_weights_awake(self._asleep)
             self._batch.forget_cache()
             self._forget_packed()
-            loader = WeightLoader(self._model)
             if self._folder is None:
                 if weights is not None:
-                    loader.check_shared(weights)
+                    WeightLoader(self._model).check_shared(weights)
             elif weights is None:
                 raise ValueError("update_weights(None) is for shared weights; this engine owns its own: send them.")
             else:
                 # Until the last tensor is in, the model is a mixture of two versions.
                 self._weights_gap = f"the weight update to version {version} did not finish"
-                loader.load(weights)
+                WeightLoader(self._model).load(weights)
             self._weights_gap = ""
             self._still_from_folder = False
             self._version = version
