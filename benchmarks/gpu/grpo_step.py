@@ -131,8 +131,6 @@ class StepClock:
 
 def run_dovetail(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
     """The trainer itself, in one process: data, generation, rewards, advantages, update, run folder."""
-    import torch
-
     from dovetail.config import load_config
     from dovetail.trainer.run import run_training
 
@@ -179,7 +177,7 @@ def run_dovetail(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
         "step_s": clock.step_seconds(),
         **parts,
         "start_and_first_step_s": clock.ends[1] - clock.created,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_gib": clock.metrics[-1]["memory/peak_allocated_gib"],  # torch's own counter is set back at every phase
         "mfu": {name: value for name, value in clock.metrics[-1].items() if "mfu" in name},
     }
 
