@@ -25,7 +25,13 @@ from typing import Any
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, write_workload
 
-SIDES = {"dovetail": (), "dovetail-vllm": ("vllm",), "trl": ("trl", "vllm"), "plain": ()}
+SIDES = {
+    "dovetail": (),
+    "dovetail-ray": ("ray",),
+    "dovetail-vllm": ("vllm",),
+    "trl": ("trl", "vllm"),
+    "plain": (),
+}
 ENGINE_MEMORY = 0.4  # Share of the device that the rollout engine of either program may take.
 GOAL = "at most 10.5 s, a third of TRL + vLLM"
 
@@ -43,8 +49,7 @@ def main() -> None:
     if unknown := sorted(set(args.sides) - set(SIDES)):
         parser.error(f"unknown side {', '.join(unknown)}; choose from {', '.join(SIDES)}")
     if args.run:
-        run = {"dovetail": run_dovetail, "dovetail-vllm": run_dovetail, "trl": run_trl, "plain": run_plain}[args.run]
-        found = run(args.folder, args.steps, engine="vllm" if args.run == "dovetail-vllm" else "native")
+        found = run_side(args.run, args.folder, args.steps)
         (args.folder / f"{args.run}.json").write_text(json.dumps(found))
         return
     folder = args.folder / args.shape
@@ -52,6 +57,16 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_workload(folder, args.shape, steps=args.steps)
     print(table([measure(side, folder, args.steps) for side in args.sides or SIDES]))
+
+
+def run_side(side: str, folder: Path, steps: int) -> dict[str, Any]:
+    if side == "trl":
+        return run_trl(folder, steps)
+    if side == "plain":
+        return run_plain(folder, steps)
+    return run_dovetail(
+        folder, steps, engine="vllm" if side == "dovetail-vllm" else "native", use_ray=side == "dovetail-ray"
+    )
 
 
 def measure(side: str, folder: Path, steps: int) -> dict[str, Any]:
@@ -129,8 +144,8 @@ class StepClock:
         return [end - start for start, end in itertools.pairwise(self.ends)]
 
 
-def run_dovetail(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
-    """The trainer itself, in one process: data, generation, rewards, advantages, update, run folder."""
+def run_dovetail(folder: Path, steps: int, *, engine: str, use_ray: bool = False) -> dict[str, Any]:
+    """The trainer itself: data, generation, rewards, advantages, update, run folder. One process unless `use_ray`."""
     from dovetail.config import load_config
     from dovetail.trainer.run import run_training
 
@@ -167,7 +182,7 @@ def run_dovetail(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
         ]
     ).config
     clock = StepClock()
-    run_training(config, use_ray=False, console=lambda title, total: clock)
+    run_training(config, use_ray=use_ray, console=lambda title, total: clock)
     parts = {}
     for name in ("timing_s/gen", "timing_s/update_actor", "timing_s/reward", "timing_s/adv"):
         values = [metrics[name] for metrics in clock.metrics[1:] if name in metrics]
@@ -182,7 +197,7 @@ def run_dovetail(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
     }
 
 
-def run_trl(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
+def run_trl(folder: Path, steps: int) -> dict[str, Any]:
     """TRL's GRPO trainer with vLLM in the same process, gradient checkpointing, micro-batches of 32."""
     os.environ |= {
         "RANK": "0",
@@ -243,7 +258,7 @@ def run_trl(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
     return {"step_s": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def run_plain(folder: Path, steps: int, *, engine: str) -> dict[str, Any]:
+def run_plain(folder: Path, steps: int) -> dict[str, Any]:
     """What one writes first: `generate`, then padded micro-batches of 8 with full logits and gradient checkpointing."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
