@@ -85,6 +85,9 @@ class RolloutConfig(Section):
     expert_parallel_size: int = Field(1, ge=1, description="Devices that share the experts of one engine.")
     dtype: Dtype = Field("bfloat16", description="Dtype of the engine's weights.")
     quantization: str | None = Field(None, description="Quantisation of the engine's weights, e.g. fp8.")
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="Dtype of the engine's KV cache: auto is that of the weights; fp8 takes half, on CUDA only."
+    )
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="Share of device memory that the engine takes.")
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt + response. Null: their sum.")
     max_num_batched_tokens: int = Field(8192, ge=1, description="Tokens per engine step.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,7 @@ class EngineSettings:
 
     model: str
     dtype: str = "bfloat16"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -57,6 +58,7 @@ def shared_settings(rollout: RolloutConfig, model: str | Path) -> dict[str, Any]
     return {
         "model": str(model),
         "dtype": full_dtype(rollout.dtype),
+        "kv_cache_dtype": rollout.kv_cache_dtype,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "max_model_len": rollout.context_length,
         "max_num_seqs": rollout.max_num_seqs,

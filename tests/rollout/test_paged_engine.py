@@ -15,6 +15,7 @@ import torch
 
 from dovetail.rollout import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.native.cuda.batch import PagedBatch
+from dovetail.rollout.native.cuda.pages import FP8
 from dovetail.rollout.native.engine import NativeEngine
 from tests.models.tiny import tiny_model
 from tests.rollout import test_native_control, test_native_engine
@@ -180,3 +181,24 @@ def test_weights_that_moved_in_memory_are_found_again() -> None:
     engine.update_weights(None, 1)
     after = tokens(engine.generate(requests(rows, GREEDY)))
     assert after == [transformers_greedy(other, row, 20) for row in rows] != before
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_cache_of_fp8_takes_a_quarter_of_float32_and_changes_log_probs_little(family: str) -> None:
+    model = tiny_model(family)
+    rows = prompts(6, longest=40)
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True, n=2)
+    exact, rounded = paged_engine(model), paged_engine(model, cache_dtype=FP8)
+    results = rounded.generate(requests(rows, sampling))
+    exact.generate(requests(rows, sampling))
+    assert rounded.health().kv_cache_bytes * 4 == exact.health().kv_cache_bytes
+    expected = [plain_log_probs(model, rows[i // 2], r.token_ids, 1.0) for i, r in enumerate(results)]
+    gap = torch.cat([torch.tensor(r.log_probs) - e for r, e in zip(results, expected, strict=True)]).abs().mean()
+    assert 1e-4 < gap < 0.05, "e4m3 keeps three bits behind the point: neither nothing nor much"
+    again = rounded.generate(requests(rows, sampling))
+    assert tokens(again) == tokens(results)
+
+
+def test_fp8_is_refused_where_the_cache_has_no_pages() -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_dtype=fp8 is for CUDA; .*rollout\.kv_cache_dtype at auto"):
+        NativeEngine(tiny_model("llama"), kv_cache_dtype="fp8")

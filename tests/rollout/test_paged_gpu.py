@@ -88,6 +88,21 @@ def test_bfloat16_log_probs_are_as_near_to_float32_as_those_of_a_plain_forward()
     assert (engine - exact).abs().mean() <= 1.15 * (plain - exact).abs().mean()
 
 
+def test_a_cache_of_fp8_takes_half_and_changes_log_probs_little() -> None:
+    model = cuda_model("llama", torch.bfloat16)
+    rows = prompts(16, seed=6, longest=100)
+    sampling = SamplingParams(max_new_tokens=64, ignore_eos=True)
+    sizes, gaps = [], []
+    for dtype in ("auto", "fp8"):
+        engine = NativeEngine(model, kv_cache_dtype=dtype)
+        results = engine.generate(requests(rows, sampling))
+        sizes.append(engine.health().kv_cache_bytes)
+        plain = torch.cat([plain_log_probs(model, row, r, 1.0) for row, r in zip(rows, results, strict=True)])
+        gaps.append(float((torch.cat([torch.tensor(r.log_probs) for r in results]) - plain).abs().mean()))
+    assert sizes[0] == 2 * sizes[1]
+    assert gaps[0] < gaps[1] < 0.08
+
+
 def test_the_cache_is_given_back_in_sleep_and_weights_that_moved_are_found() -> None:
     model = cuda_model("llama")
     engine = NativeEngine(model)

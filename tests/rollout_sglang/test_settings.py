@@ -60,11 +60,13 @@ def test_the_config_maps_onto_settings() -> None:
         response_length=28,
         enable_prefix_caching=False,
         free_cache_engine=False,
+        kv_cache_dtype="fp8",
         engine_kwargs={"sglang": {"attention_backend": "fa3", "schedule_policy": "lpm"}},
     )
     settings = SGLangSettings.from_config(config, "some/model", device=torch.device("cuda:3"))
     arguments = settings.sglang_arguments(cpu=False)
     assert 128 < arguments["context_length"] <= 136  # SGLang keeps a few tokens free
+    assert arguments["kv_cache_dtype"] == "fp8_e4m3"
     assert arguments["attention_backend"] == "fa3"
     assert arguments["schedule_policy"] == "lpm"
     assert arguments["disable_radix_cache"] is True

@@ -103,6 +103,7 @@ def test_the_config_maps_onto_settings() -> None:
         response_length=28,
         tensor_model_parallel_size=2,
         free_cache_engine=False,
+        kv_cache_dtype="fp8",
         engine_kwargs={"vllm": {"block_size": 32}},
     )
     settings = VLLMSettings.from_config(config, "some/model")
@@ -112,6 +113,7 @@ def test_the_config_maps_onto_settings() -> None:
     assert settings.load_format == "dummy"
     assert settings.vllm_arguments(cpu=False)["enable_sleep_mode"] is False
     assert settings.vllm_arguments(cpu=False)["block_size"] == 32
+    assert settings.vllm_arguments(cpu=False)["kv_cache_dtype"] == "fp8"
 
 
 def test_the_registry_finds_the_engine() -> None:

@@ -171,6 +171,12 @@ def captured_sizes_are_used(run: Checked) -> Iterator[Finding]:
         )
 
 
+def cache_dtype_is_known_to_the_device(run: Checked) -> Iterator[Finding]:
+    if run.config.actor_rollout_ref.rollout.kv_cache_dtype == "fp8" and run.config.trainer.device == "cpu":
+        key = f"{ROLLOUT}.kv_cache_dtype"
+        yield error(key, f"{key}=fp8 needs CUDA and trainer.device=cpu; use {key}=auto.")
+
+
 CHECKS = (
     engines_divide_the_world,
     engine_splits_the_heads,
@@ -182,4 +188,5 @@ CHECKS = (
     validation_sampling_is_consistent,
     conversations_have_an_async_engine,
     captured_sizes_are_used,
+    cache_dtype_is_known_to_the_device,
 )

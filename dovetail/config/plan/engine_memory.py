@@ -67,7 +67,7 @@ def engine_memory(
     if rollout.name == "native" and not device.is_accelerator and full_dtype(rollout.dtype) == "bfloat16":
         weights += engine_weights(shape, layout, rollout)
     local = RoleLayout("rollout", layout.backend, layout.pool, 1, 1, tensor_parallel=layout.tensor_parallel)
-    per_token = _cache_per_token(shape, layout)
+    per_token = _cache_per_token(shape, layout, rollout)
     budget = rollout.gpu_memory_utilization * device.memory_bytes
     running = min(rollout.max_num_seqs, sequences_per_replica)
     is_paged = rollout.name == "native" and device.is_accelerator
@@ -102,10 +102,11 @@ def engine_weights(shape: ModelShape, layout: RoleLayout, rollout: RolloutConfig
     return per_value * ((shape.parameters - routed) / cut + routed / expert_cut)
 
 
-def _cache_per_token(shape: ModelShape, layout: RoleLayout) -> float:
+def _cache_per_token(shape: ModelShape, layout: RoleLayout, rollout: RolloutConfig) -> float:
+    per_value = 1 if rollout.kv_cache_dtype == "fp8" else BYTES[full_dtype(rollout.dtype)]
     layers = shape.num_layers / layout.pipeline_parallel
     if shape.latent_cache_width is not None:
         # The latent vector has no heads to split: every tensor-parallel rank holds all of it.
-        return 2 * layers * shape.latent_cache_width
+        return per_value * layers * shape.latent_cache_width
     heads = max(1, shape.num_kv_heads / layout.tensor_parallel)
-    return 2 * layers * 2 * heads * shape.head_dim
+    return per_value * layers * 2 * heads * shape.head_dim

@@ -68,6 +68,7 @@ class SGLangSettings(EngineSettings):
             "model_path": self.model,
             "host": "127.0.0.1",
             "dtype": self.dtype,
+            "kv_cache_dtype": "fp8_e4m3" if self.kv_cache_dtype == "fp8" else "auto",
             "tp_size": self.tensor_parallel_size,
             "context_length": None if self.max_model_len is None else self.max_model_len + _KEPT_BY_SGLANG,
             "max_running_requests": self.max_num_seqs,

@@ -63,6 +63,7 @@ class VLLMSettings(EngineSettings):
         arguments: dict[str, Any] = {
             "model": self.model,
             "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "tensor_parallel_size": self.tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
             "max_model_len": self.max_model_len,

@@ -44,6 +44,12 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
     ((f"{A}.ppo_mini_batch_size=128",), "error", f"{A}.ppo_mini_batch_size", ("=128", "=64", "use 64 or less")),
     ((f"{A}.ppo_mini_batch_size=24",), "warning", f"{A}.ppo_mini_batch_size", ("=24", "last mini-batch", "use 16")),
     (
+        (f"{R}.kv_cache_dtype=fp8", "trainer.device=cpu"),
+        "error",
+        f"{R}.kv_cache_dtype",
+        ("=fp8", "needs CUDA", "kv_cache_dtype=auto"),
+    ),
+    (
         (f"{A}.ppo_micro_batch_size_per_gpu=32",),
         "error",
         f"{A}.ppo_micro_batch_size_per_gpu",

@@ -161,6 +161,15 @@ def test_an_engine_that_does_not_sleep_stays_in_every_phase() -> None:
     assert not phase_of(awake, "update actor").fits
 
 
+@pytest.mark.parametrize(("setting", "ratio"), [("kv_cache_dtype=fp8", 1 / 2), ("dtype=float32", 2)])
+def test_a_token_takes_as_much_of_the_cache_as_its_dtype_says(setting: str, ratio: float) -> None:
+    # 64 layers, keys and values of 8 heads of 128, over 4 devices, 2 bytes each.
+    for more, expected in (((), 64 * 2 * 8 * 128 / 4 * 2), ((f"{R}.{setting}",), ratio * 64 * 2 * 8 * 128 / 4 * 2)):
+        plan = plan_of(DAPO_32B, known.QWEN2_5_32B, *more)
+        assert plan.memory is not None
+        assert plan.memory.cached_tokens == int(phase_of(plan, "rollout").items["KV cache"] / expected)
+
+
 def test_ppo_adds_the_critic_and_the_reference() -> None:
     plan = plan_of(DAPO_32B, known.QWEN2_5_32B, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True")
     assert [layout.role for layout in plan.layouts] == ["actor", "rollout", "ref", "critic"]

@@ -58,6 +58,7 @@ class PagedBatch:
         max_model_len: int,
         *,
         memory_share: float = 0.5,
+        cache_dtype: torch.dtype | None = None,
         use_graphs: bool = True,
         fuse: bool = True,
         page_size: int = 64,
@@ -72,7 +73,7 @@ class PagedBatch:
         self._max_pages = max_pages
         self._ops = ops_for(device) if ops is None else ops
         self._decoder = build_decoder(model, self._ops, fuse=fuse)
-        shape = _kv_shape(model, page_size)
+        shape = _kv_shape(model, page_size, cache_dtype or model.dtype)
         self._pool = PagePool(shape, device)
         self._scheduler = PagedScheduler(max_num_seqs, self._pool, steps_ahead=2 * _STEPS)
         self._state = SlotState(max_num_seqs, shape.pages_for(max_model_len), device)
@@ -304,7 +305,7 @@ def _needs_all_logits(sampling: SamplingParams) -> bool:
     return sampling.truncates or (sampling.logprobs == "raw" and sampling.temperature not in (0, 1))
 
 
-def _kv_shape(model: PreTrainedModel, page_size: int) -> KVShape:
+def _kv_shape(model: PreTrainedModel, page_size: int, dtype: torch.dtype) -> KVShape:
     config = model.config
     heads = int(config.num_attention_heads)
     return KVShape(
@@ -312,5 +313,5 @@ def _kv_shape(model: PreTrainedModel, page_size: int) -> KVShape:
         num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_size=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         page_size=page_size,
-        dtype=model.dtype,
+        dtype=dtype,
     )

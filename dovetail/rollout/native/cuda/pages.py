@@ -8,10 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from dovetail.rollout.native.cuda.transfer import upload
+
+FP8 = torch.float8_e4m3fn
+
+
+def cache_dtype_of(wanted: Literal["auto", "fp8"], weights: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of keys and values; ValueError where the device does not know it."""
+    if wanted == "auto":
+        return weights
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"kv_cache_dtype=fp8 needs compute capability 8.9, {name} has less; use auto.")
+    return FP8
+
+
+def as_bytes(pages: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that torch can index, which float8 is not."""
+    return pages.view(torch.uint8) if pages.dtype == FP8 else pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,5 +112,5 @@ class PagePool:
         indices = upload([[source for source, _ in pairs], [target for _, target in pairs]], torch.int64, self.device)
         for side in (self.keys, self.values):
             # Layer by layer: the copy in between is as large as what is copied.
-            for layer in side:
+            for layer in as_bytes(side):
                 layer.index_copy_(0, indices[1], layer.index_select(0, indices[0]))

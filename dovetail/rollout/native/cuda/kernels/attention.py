@@ -175,14 +175,14 @@ def _decode_kernel(
         inside = positions < length
         tile = (page * NUM_KV + head) * PAGE * HEAD + offsets[:, None] * HEAD + columns[None, :]
         tile_mask = inside[:, None] & (columns[None, :] < HEAD)
-        key = tl.load(key_ptr + tile, mask=tile_mask, other=0.0)
+        key = tl.load(key_ptr + tile, mask=tile_mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
-        value = tl.load(value_ptr + tile, mask=tile_mask, other=0.0)
+        value = tl.load(value_ptr + tile, mask=tile_mask, other=0.0).to(query.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         top = new_top
 
@@ -279,7 +279,7 @@ def _prefill_kernel(
         positions = index * PAGE + offsets
         tile = (page * NUM_KV + head // GROUP) * PAGE * HEAD + offsets[:, None] * HEAD + columns[None, :]
         tile_mask = (positions[:, None] < end) & (columns[None, :] < HEAD)
-        key = tl.load(key_ptr + tile, mask=tile_mask, other=0.0)
+        key = tl.load(key_ptr + tile, mask=tile_mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(positions[None, :] <= before + rows[:, None], scores, float("-inf"))
         # Every query sees position 0, so after the first page no maximum is -inf.
@@ -287,7 +287,7 @@ def _prefill_kernel(
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
-        value = tl.load(value_ptr + tile, mask=tile_mask, other=0.0)
+        value = tl.load(value_ptr + tile, mask=tile_mask, other=0.0).to(query.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         top = new_top
     acc = acc / total[:, None]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from dovetail.rollout.native.cuda.pages import as_bytes
 from dovetail.rollout.native.noise import fold
 from dovetail.rollout.native.sampler import race_blocks
 
@@ -31,7 +32,7 @@ def decode_attention(
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         if length:
             heads = query[row].view(num_kv, -1, head_size)
-            key, value = (_gathered(side, table[slot], length) for side in (keys, values))
+            key, value = (_gathered(side, table[slot], length, query.dtype) for side in (keys, values))
             out[row] = F.scaled_dot_product_attention(heads, key, value, scale=scaling).flatten()
     return out
 
@@ -52,7 +53,7 @@ def prefill_attention(
     out = torch.empty_like(query)
     for row, (start, count, before) in enumerate(segments.tolist()):
         heads = query[start : start + count].view(count, num_kv, -1, head_size).permute(1, 2, 0, 3)
-        key, value = (_gathered(side, table[row], before + count)[:, None] for side in (keys, values))
+        key, value = (_gathered(side, table[row], before + count, query.dtype)[:, None] for side in (keys, values))
         queries = torch.arange(before, before + count, device=query.device)
         mask = torch.arange(before + count, device=query.device) <= queries[:, None]
         size = (-1, heads.shape[1], -1, -1)
@@ -94,8 +95,8 @@ def rotate_and_store(
         key_heads = _rotated(_head_norm(key_heads, key_norm, eps), rotation)
     chosen = targets >= 0
     pages, offsets = targets[chosen] // page_size, targets[chosen] % page_size
-    keys[pages, :, offsets] = key_heads[chosen]
-    values[pages, :, offsets] = value.view(-1, num_kv, head_size)[chosen]
+    for side, new in ((keys, key_heads), (values, value.view(-1, num_kv, head_size))):
+        as_bytes(side)[pages, :, offsets] = as_bytes(new[chosen].to(side.dtype))
 
 
 def project_qkv(
@@ -174,10 +175,10 @@ def end_rows(
     active[moving] = (~done[is_active]).int()
 
 
-def _gathered(pool: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+def _gathered(pool: torch.Tensor, pages: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
     """(kv heads, length, head size) of the sequence on these pages."""
     used = pages[: -(-length // pool.shape[2])].long()
-    return pool[used].transpose(0, 1).flatten(1, 2)[:, :length]
+    return as_bytes(pool)[used].view(pool.dtype).to(dtype).transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def _head_norm(heads: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
