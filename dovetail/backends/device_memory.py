@@ -10,6 +10,7 @@ import torch
 from dovetail.observability.device_peaks import DevicePeaks, cuda_peaks
 
 _GIB = 1024**3
+_DRIVERS_SHARE = 0.1
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:
@@ -32,6 +33,14 @@ def free_device_cache(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def driver_is_short(device: torch.device) -> bool:
+    """Whether what torch does not hold is less than libraries beside it, and CUDA graphs, may ask the driver for."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free < _DRIVERS_SHARE * total
 
 
 def mark_memory(device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.backends.base import TrainBackend
-from dovetail.backends.device_memory import free_device_cache, mark_memory
+from dovetail.backends.device_memory import driver_is_short, free_device_cache, mark_memory
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.root import DovetailConfig
 from dovetail.models.load import load_tokenizer
@@ -164,9 +164,11 @@ class HybridEngine:
         """Let an engine have what torch keeps for later, where it may take its memory from the driver.
 
         One that reads the trainer's weights takes it from torch: giving memory back to the driver and asking for it
-        again would only cost time.
+        again would only cost time. Its graphs are the driver's, though, and must not find it empty.
         """
-        if not self.shares_weights and self.engine.on_trainer_devices:
+        if not self.engine.on_trainer_devices:
+            return
+        if not self.shares_weights or driver_is_short(self._backend.device):
             free_device_cache(self._backend.device)
 
     def _cache_may_stay(self) -> bool:
