@@ -1,4 +1,4 @@
-"""`python -m dovetail.trainer.main_ppo key=value ...`: train with PPO's loop. The same as `dovetail train`."""
+"""`python -m dovetail.trainer.main_ppo key=value ...`: the same as `dovetail train`, dynamic sampling included."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from dovetail.config import load_config
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.run import USER_ERRORS, run_training
 
+run_ppo = run_training
+"""The name that scripts of verl import: a resolved configuration in, a finished run out."""
 
-def main(argv: Sequence[str] | None = None, trainer_class: type[RayPPOTrainer] | None = RayPPOTrainer) -> int:
-    """Overrides as in a launch script; YAML files by path. Returns the exit code."""
+
+def main(argv: Sequence[str] | None = None, trainer_class: type[RayPPOTrainer] | None = None) -> int:
+    """Overrides as in a launch script; YAML files by path. Returns the exit code.
+
+    Without `trainer_class` the configuration chooses: a loop that cannot filter groups would pass over
+    `algorithm.filter_groups.enable=True`.
+    """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     arguments = list(sys.argv[1:] if argv is None else argv)
     files = [argument for argument in arguments if argument.endswith((".yaml", ".yml")) and "=" not in argument]
@@ -20,7 +27,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[RayPPOTrainer] |
         loaded = load_config(files, [argument for argument in arguments if argument not in files])
         for notice in loaded.notices:
             logging.getLogger(__name__).info("%s: %s", notice.key, notice.message)
-        run_training(loaded.config, trainer_class=trainer_class)
+        run_ppo(loaded.config, trainer_class=trainer_class)
     except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         return 2
