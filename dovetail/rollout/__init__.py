@@ -12,7 +12,13 @@ from dovetail.rollout.base import (
     WeightUpdateError,
     derive_seed,
 )
-from dovetail.rollout.registry import MissingLibraryError, engine_names, get_engine_class, register_engine
+from dovetail.rollout.registry import (
+    MissingLibraryError,
+    engine_names,
+    get_engine_class,
+    get_rollout_class,
+    register_engine,
+)
 
 __all__ = [
     "EngineError",
@@ -29,5 +35,6 @@ __all__ = [
     "derive_seed",
     "engine_names",
     "get_engine_class",
+    "get_rollout_class",
     "register_engine",
 ]

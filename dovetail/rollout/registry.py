@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from typing import get_args
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import RolloutEngine
@@ -55,6 +56,17 @@ def engine_class_for(config: RolloutConfig) -> type[RolloutEngine]:
 
         return RemoteRollout
     return get_engine_class(config.name)
+
+
+def get_rollout_class(name: str, mode: str = "sync") -> type[RolloutEngine]:
+    """The class for `rollout.name` and `rollout.mode`, under the name that verl gives this function.
+
+    An engine is one class in every mode that it has; what a mode it has not got would need is said when it is built.
+    """
+    modes = get_args(RolloutConfig.model_fields["mode"].annotation)
+    if mode not in modes:
+        raise ValueError(f"rollout.mode={mode!r} is no mode; choose from {', '.join(modes)}.")
+    return get_engine_class(name)
 
 
 def get_engine_class(name: str) -> type[RolloutEngine]:

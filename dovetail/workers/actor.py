@@ -16,6 +16,7 @@ from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBac
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import RolloutCorrectionConfig
 from dovetail.protocol import DataProto
+from dovetail.workers.base import BasePPOActor
 from dovetail.workers.bypass import bypass_terms
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
 from dovetail.workers.mini_batches import mini_batches
@@ -29,7 +30,7 @@ from dovetail.workers.response_columns import (
 from dovetail.workers.shares import StepLog, add_shares, global_counts
 
 
-class DataParallelPPOActor:
+class DataParallelPPOActor(BasePPOActor):
     """Log-probs and updates of one policy.
 
     `mini_batch_rows` is what this rank holds of one mini-batch, in sequences; `loss_scale_factor` divides
@@ -69,7 +70,6 @@ class DataParallelPPOActor:
         """Updates so far; part of a checkpoint, because the order of a shuffle follows from it."""
 
     def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probs of the responses (and entropies) under the current weights, rows in the order given, on the CPU."""
         batch = take_columns(data, MODEL_INPUTS)
         options = self._options(data, entropy=calculate_entropy)
         plan = plan_micro_batches(batch, self._log_prob_limit, self.backend)
