@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dovetail.models.head_steps import add_product, default_chunk_size, float32_logits, gradient_without_labels
 
@@ -24,16 +25,44 @@ class LogProbs(NamedTuple):
     """`[N]` float32: log p of the most likely label, `None` when it was not asked for."""
 
 
+class EntropyMemory(NamedTuple):
+    """How the plain head saves memory on the entropy, which needs two more tensors of the size of the logits."""
+
+    chunk_size: int | None = None
+    """Rows at a time: only so many are held beside the log-probs, but all are kept for backward. None: all rows."""
+    recompute: bool = False
+    """Compute it a second time in backward, so that nothing is kept."""
+
+
 def plain_log_prob_entropy(
-    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, need_entropy: bool = True, need_best: bool = False
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    need_entropy: bool = True,
+    need_best: bool = False,
+    entropy_memory: EntropyMemory = EntropyMemory(),  # noqa: B008 - immutable
 ) -> LogProbs:
     """From full logits `[..., V]`."""
     scaled = logits.float() / temperature
     log_p = scaled.log_softmax(-1)
     log_probs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    # Not logsumexp - mean logit: that difference of large numbers loses digits when the entropy is small.
-    entropy = -(log_p.exp() * log_p).sum(-1) if need_entropy else None
+    entropy = _entropy_in_parts(log_p, entropy_memory) if need_entropy else None
     return LogProbs(log_probs, entropy, log_p.amax(-1) if need_best else None)
+
+
+def _entropy_in_parts(log_p: Tensor, memory: EntropyMemory) -> Tensor:
+    parts = (log_p,) if memory.chunk_size is None else log_p.split(memory.chunk_size)
+    if memory.recompute and torch.is_grad_enabled():
+        found = [checkpoint(_entropy, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    else:
+        found = [_entropy(part) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    # Not logsumexp - mean logit: that difference of large numbers loses digits when the entropy is small.
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def fused_linear_log_prob(

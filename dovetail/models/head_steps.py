@@ -14,7 +14,12 @@ _CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 
 def default_chunk_size(weight: Tensor) -> int:
     """Rows whose float32 logits take 1 GiB on CUDA and 128 MiB on a CPU."""
-    return max(1, _CHUNK_BYTES.get(weight.device.type, 1 << 27) // (4 * weight.size(0)))
+    return chunk_rows(weight.size(0), weight.device)
+
+
+def chunk_rows(num_tokens: int, device: torch.device) -> int:
+    """The same for a vocabulary of `num_tokens`."""
+    return max(1, _CHUNK_BYTES.get(device.type, 1 << 27) // (4 * num_tokens))
 
 
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.models.backbone import TransformerBackbone, align_to_tokens, checked_layer, predicting_positions
-from dovetail.models.head import LogProbs, fused_linear_log_prob, plain_log_prob_entropy
+from dovetail.models.head import EntropyMemory, LogProbs, fused_linear_log_prob, plain_log_prob_entropy
+from dovetail.models.head_steps import chunk_rows
 
 
 class PolicyOutput(NamedTuple):
@@ -38,12 +39,19 @@ class PolicyModel(TransformerBackbone):
         use_fused_kernels: bool = False,
         head_chunk_size: int | None = None,
         use_triton: bool | None = None,
+        chunk_entropy: bool = False,
+        recompute_entropy: bool = False,
     ) -> None:
-        """`use_triton` is for the fused head; `None` means "on CUDA, if Triton is there"."""
+        """`use_triton` is for the fused head; `None` means "on CUDA, if Triton is there".
+
+        The last two save memory on the entropy of the plain head (`EntropyMemory`); the fused one holds no logits.
+        """
         super().__init__(hf_model, use_remove_padding=use_remove_padding)
         self.use_fused_kernels = use_fused_kernels
         self.head_chunk_size = head_chunk_size
         self.use_triton = use_triton
+        self.chunk_entropy = chunk_entropy
+        self.recompute_entropy = recompute_entropy
         text = hf_model.config.get_text_config()
         # Models that scale or cap their logits do it after the head: the factor joins the temperature.
         self._logit_scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
@@ -109,6 +117,14 @@ class PolicyModel(TransformerBackbone):
         logits = layer(hidden)
         if self._softcap:
             logits = torch.tanh(logits.float() / self._softcap) * self._softcap
+        chunk_size = (
+            (self.head_chunk_size or chunk_rows(logits.size(-1), logits.device)) if self.chunk_entropy else None
+        )
         return plain_log_prob_entropy(
-            logits, labels, temperature=temperature, need_entropy=need_entropy, need_best=need_best
+            logits,
+            labels,
+            temperature=temperature,
+            need_entropy=need_entropy,
+            need_best=need_best,
+            entropy_memory=EntropyMemory(chunk_size, self.recompute_entropy),
         )

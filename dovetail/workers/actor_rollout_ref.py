@@ -74,6 +74,8 @@ class ActorRolloutRefWorker(TrainingRole):
                 world_size=self.world_size,
                 use_torch_compile=policy.actor.use_torch_compile,
                 freeze_vision_tower=policy.actor.freeze_vision_tower,
+                chunk_entropy=policy.actor.entropy_from_logits_with_chunking,
+                recompute_entropy=policy.actor.entropy_checkpointing,
                 device=self.device,
             )
             self.actor = self._actor_of(actor_backend)

@@ -48,6 +48,8 @@ def build_policy(
     world_size: int = 1,
     use_torch_compile: bool = False,
     freeze_vision_tower: bool = False,
+    chunk_entropy: bool = False,
+    recompute_entropy: bool = False,
     device: torch.device,
 ) -> TrainBackend:
     """The actor (`optim` given) or the reference. LoRA adapters go into the actor only."""
@@ -85,6 +87,8 @@ def build_policy(
         use_remove_padding=model.use_remove_padding,
         use_fused_kernels=model.use_fused_kernels,
         use_triton=_use_triton(model.fused_kernel_options.impl_backend, device),
+        chunk_entropy=chunk_entropy,
+        recompute_entropy=recompute_entropy,
     )
     return build_backend(
         strategy_for(strategy, world_size, fsdp),

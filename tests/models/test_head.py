@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dovetail.models.head import fused_linear_log_prob, plain_log_prob_entropy
+from dovetail.models.head import EntropyMemory, fused_linear_log_prob, plain_log_prob_entropy
 
 pytestmark = pytest.mark.unit
 
@@ -55,6 +55,48 @@ def test_plain_head_equals_log_softmax_and_categorical_entropy() -> None:
     torch.testing.assert_close(found.entropy, distribution.entropy())
 
 
+@pytest.mark.parametrize(
+    "memory", [EntropyMemory(1), EntropyMemory(8, True), EntropyMemory(1000), EntropyMemory(None, True)]
+)
+@pytest.mark.parametrize("rows", [37, 0])
+def test_saving_memory_on_the_entropy_changes_neither_values_nor_gradients(memory: EntropyMemory, rows: int) -> None:
+    hidden, weight, _, labels = _inputs()
+    logits, labels = hidden[:rows] @ weight.t(), labels[:rows]
+    plain = plain_log_prob_entropy(logits, labels, temperature=0.7)
+    saving = plain_log_prob_entropy(logits, labels, temperature=0.7, entropy_memory=memory)
+    torch.testing.assert_close(saving[:2], plain[:2], atol=1e-6, rtol=1e-6)
+    want, got = (
+        torch.autograd.grad(_loss(*found[:2]), (hidden, weight), retain_graph=True) for found in (plain, saving)
+    )
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+def _held(memory: EntropyMemory) -> tuple[int, int]:
+    """Tensors of tokens times vocabulary that are made without gradients; numbers that are kept for backward."""
+    hidden, weight, _, labels = _inputs(64, 8, 512)
+    logits = hidden @ weight.t()
+    with torch.no_grad(), _Tensors() as seen:
+        plain_log_prob_entropy(logits, labels, entropy_memory=memory)
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        found = plain_log_prob_entropy(logits, labels, entropy_memory=memory)
+    assert found.entropy is not None
+    return seen.sizes.count(64 * 512), sum(kept.values())
+
+
+def test_chunks_hold_less_at_once_and_recomputing_keeps_less() -> None:
+    (made, kept), (chunked_made, _), (_, again_kept) = map(
+        _held, (EntropyMemory(), EntropyMemory(8), EntropyMemory(8, recompute=True))
+    )
+    assert chunked_made <= made - 2, "the probabilities and their product with the log-probabilities"
+    assert again_kept <= kept - 64 * 512, "the probabilities"
+
+
 def test_a_frozen_weight_gets_no_gradient_and_hidden_still_does() -> None:
     hidden, weight, _, labels = _inputs()
     fused_linear_log_prob(hidden, weight.detach(), labels).log_probs.sum().backward()
@@ -87,25 +129,25 @@ def test_half_precision_is_as_close_to_float32_as_plain_half_precision(autocast:
         assert torch.nn.functional.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) > 0.999
 
 
-class _LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+class _Tensors(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
+                self.sizes.append(tensor.numel())
         return out
 
 
 def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
     hidden, weight, _, labels = _inputs(512, 8, 1024)
-    with _LargestTensor() as seen:
+    with _Tensors() as seen:
         found = fused_linear_log_prob(hidden, weight, labels, need_entropy=True, chunk_size=32)
         _loss(*found[:2]).backward()
-    assert seen.numel <= 32 * 1024
+    assert max(seen.sizes) <= 32 * 1024
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

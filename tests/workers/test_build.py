@@ -11,14 +11,24 @@ import pytest
 import torch
 
 from dovetail.config.root import DovetailConfig
+from dovetail.models.head import EntropyMemory, LogProbs, plain_log_prob_entropy
 from dovetail.models.policy import PolicyModel
 from dovetail.workers.actor import DataParallelPPOActor
+from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.build import build_policy
 from dovetail.workers.micro_batches import MicroBatchLimit
 from dovetail.workers.training_role import TrainingRole
 from tests.models.tiny import save_tiny_model
 from tests.workers.test_multimodal_roles import image_rollouts
-from tests.workers.tiny_run import as_numpy, run_config, small_model
+from tests.workers.tiny_run import (
+    TOLERANCE,
+    as_numpy,
+    largest_difference,
+    rollout_batch,
+    run_config,
+    small_model,
+    with_old_log_probs,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -51,6 +61,39 @@ def test_the_fused_head_is_told_which_kernel_to_use(
         )
     )
     assert seen == [told]
+
+
+def test_the_actors_head_saves_memory_on_the_entropy_and_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row at a time and computed again in backward; the reference, which is asked for no entropy, is left alone."""
+    folder, actor = small_model(tmp_path), "actor_rollout_ref.actor"
+    monkeypatch.setattr("dovetail.models.policy.chunk_rows", lambda num_tokens, device: 1)
+    seen: list[EntropyMemory] = []
+
+    def noted(*args: Any, entropy_memory: EntropyMemory, **options: Any) -> LogProbs:
+        seen.append(entropy_memory)
+        return plain_log_prob_entropy(*args, entropy_memory=entropy_memory, **options)
+
+    monkeypatch.setattr("dovetail.models.policy.plain_log_prob_entropy", noted)
+    trained = []
+    for keys in ({}, {f"{actor}.entropy_from_logits_with_chunking": True, f"{actor}.entropy_checkpointing": True}):
+        seen.clear()
+        config = run_config(folder, {f"{actor}.entropy_coeff": 0.1, f"{actor}.use_kl_loss": True, **keys})
+        worker = ActorRolloutRefWorker(config, role="actor_ref")
+        worker.init_model(1)
+        batch = rollout_batch()
+        found = worker.compute_log_prob(batch)
+        assert set(seen) == {EntropyMemory(1, True) if keys else EntropyMemory()}
+        seen.clear()
+        worker.compute_ref_log_prob(batch)
+        assert set(seen) == {EntropyMemory()}
+        metrics = worker.update_actor(with_old_log_probs(batch, found.tensors["old_log_probs"])).meta_info["metrics"]
+        assert worker.actor is not None
+        trained.append((metrics["actor/entropy"], as_numpy(worker.actor.backend.named_weights())))
+    (plain_entropy, plain), (saving_entropy, saving) = trained
+    assert saving_entropy == pytest.approx(plain_entropy, abs=TOLERANCE)
+    assert largest_difference(plain, saving) < TOLERANCE
 
 
 def test_triton_without_cuda_is_refused_with_the_way_out(tmp_path: Path) -> None:
