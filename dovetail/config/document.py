@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from dovetail.config.idle import IDLE
 from dovetail.config.keys import Key, catalogue, sections
 from dovetail.config.no_effect import NO_EFFECT, UNUSED_BY_ROLE
 from dovetail.config.pending import PENDING
@@ -47,7 +48,7 @@ def document() -> str:
     parts = [_INTRODUCTION]
     for name, section in sections(DovetailConfig).items():
         parts.append(_section(name, section))
-    parts += [_translated(), _respelled_values(), _pending(), _idle()]
+    parts += [_translated(), _respelled_values(), _pending(), _switched_off(), _idle()]
     return "\n".join(parts)
 
 
@@ -153,6 +154,15 @@ def _pending() -> str:
         "passed over is refused when the run starts.\n"
     )
     return title + _table(("key", "what happens instead"), rows)
+
+
+def _switched_off() -> str:
+    rows = [(", ".join(f"`{pattern}`" for pattern in entry.patterns), _cell(entry.reason)) for entry in IDLE]
+    title = (
+        "## Keys that other keys switch off\n\n"
+        "Setting one that the rest of the configuration does not read prints a notice with the reason.\n"
+    )
+    return title + _table(("key", "why it is not read"), rows)
 
 
 def _idle() -> str:

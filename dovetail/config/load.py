@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.config.errors import ConfigError, Notice, Problem
+from dovetail.config.errors import ConfigError, Notice, Problem, name_some
 from dovetail.config.files import read_yaml, resolve_interpolations
+from dovetail.config.idle import idle_notices
 from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.no_effect import UNUSED_BY_ROLE, NoEffect, no_effect
 from dovetail.config.overrides import Override, parse_overrides, read_overrides_file
@@ -150,8 +151,7 @@ class _Draft:
             elif value is not None:
                 idle.setdefault(entry, []).append(f"{key}={value}")
         for entry, keys in idle.items():
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            message = f"{', '.join(keys[:3])}{more}: no effect here, because {entry.reason}."
+            message = f"{name_some(keys)}: no effect here, because {entry.reason}."
             self.notices.append(Notice(keys[0].partition("=")[0], message))
         return kept
 
@@ -177,7 +177,9 @@ class _Draft:
         refused = unsupported_in_runs(config)
         for problem in refused:
             self.notices.append(Notice(problem.key, f"{problem.message} It is planned all the same."))
-        self.notices += pending_notices(config, values, told={problem.key for problem in refused})
+        told = {problem.key for problem in refused} | UNUSED_BY_ROLE.keys()
+        self.notices += pending_notices(config, values, told=told)
+        self.notices += idle_notices(config, values, told=told)
 
     def _source(self, key: str) -> str:
         parts = key.split(".")

@@ -35,7 +35,7 @@ def pending_notices(config: DovetailConfig, values: Mapping[str, Any], *, told: 
     found: dict[str, list[str]] = {}
     for key, value in values.items():
         entry = pending(key)
-        if entry is None or key in told or _changes_nothing(key, value) or (entry.when and not entry.when(config)):
+        if entry is None or key in told or changes_nothing(key, value) or (entry.when and not entry.when(config)):
             continue
         if entry.fulfilled is None or not entry.fulfilled(value):
             found.setdefault(entry.instead, []).append(f"{key}={value}")
@@ -50,7 +50,7 @@ def pending(key: str) -> Pending | None:
     return next((entry for entry in PENDING if fnmatchcase(key, entry.pattern)), None)
 
 
-def _changes_nothing(key: str, value: Any) -> bool:
+def changes_nothing(key: str, value: Any) -> bool:
     """Whether the value is the default: a file that resolves a whole run writes every key."""
     known = find_key(DovetailConfig, key)
     if value is None or known is None or (known.name == key and value == known.default):
@@ -99,7 +99,6 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _TURNS = f"{_ROLLOUT}.multi_turn"
 
 _CONFIG_JSON = "the plan reads it, a run reads the `config.json` beside the weights; use `model.override_config`"
-_HELD_LOGITS = "the plain head holds its logits; `model.use_fused_kernels=True` computes the entropy without them"
 _WHOLE_CRITIC = "the critic is trained whole, without adapters"
 _ONE_TURN = "an answer is one turn"
 _SHARED_DEVICES = "the engine runs on the trainer's devices, one engine in each process"
@@ -142,8 +141,6 @@ PENDING: tuple[Pending, ...] = (
     Pending("critic.model.lora_*", _WHOLE_CRITIC),
     Pending("critic.model.target_modules", _WHOLE_CRITIC),
     Pending("critic.model.exclude_modules", _WHOLE_CRITIC),
-    Pending(f"{_ACTOR}.entropy_from_logits_with_chunking", _HELD_LOGITS),
-    Pending(f"{_ACTOR}.entropy_checkpointing", _HELD_LOGITS),
     Pending("*.mixed_precision.buffer_dtype", "buffers keep the dtype the model gives them, rotary tables float32"),
     Pending("*.megatron.*", "it is read with `strategy=megatron` only", when=_no_megatron),
     Pending(f"{_ROLLOUT}.repetition_penalty", "no engine here applies it"),

@@ -66,11 +66,11 @@ def flat_importance_sampling(leaves: Mapping[str, Any]) -> GroupResult:
     weighted = bool(values.get("rollout_is")) and threshold is not None
     if weighted and level != "geometric":
         result.values[f"{_CORRECTION}.rollout_is"] = (level, prefix)
+        result.values[f"{_CORRECTION}.rollout_is_threshold"] = (threshold, f"{prefix}_threshold")
     if mode == "mask" and threshold is not None:
         bounds = f"{lower if lower is not None else round(1 / threshold, 6)}_{threshold}"
         result.values[f"{_CORRECTION}.rollout_rs"] = (_REJECTION[level], f"{prefix}_mode")
         result.values[f"{_CORRECTION}.rollout_rs_threshold"] = (bounds, f"{prefix}_threshold")
-    result.values[f"{_CORRECTION}.rollout_is_threshold"] = (threshold, f"{prefix}_threshold")
     normalize = "rollout_is_batch_normalize"
     result.values[f"{_CORRECTION}.{normalize}"] = (values.get(normalize), f"algorithm.{normalize}")
     _veto(result, values.get("rollout_is_veto_threshold"), f"{prefix}_veto_threshold")

@@ -91,7 +91,6 @@ def test_megatron_keys_of_a_run_without_megatron_are_told() -> None:
     [
         ("data.return_raw_input_ids=True", "raw_prompt_ids"),
         (f"{M}.use_shm=True", "every process reads the weights from the folder"),
-        (f"{A}.entropy_checkpointing=True", "use_fused_kernels=True"),
         ("algorithm.rollout_correction.loss_type=reinforce", "without `bypass_mode`"),
         (f"{A}.fsdp_config.mixed_precision.buffer_dtype=bf16", "rotary tables float32"),
         (f"{R}.weight_sync=disk", "the same process"),

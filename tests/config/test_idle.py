@@ -1,0 +1,146 @@
+"""Keys that other keys switch off: each says so when it is set, and is silent when it acts."""
+
+from __future__ import annotations
+
+import inspect
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from dovetail.algorithms import get_adv_estimator_fn, get_policy_loss_fn
+from dovetail.config import DovetailConfig, load_config
+from dovetail.config.idle import ESTIMATORS_THAT_READ, IDLE, LOSSES_THAT_READ
+from dovetail.config.keys import catalogue
+from dovetail.config.names import ADV_ESTIMATORS, POLICY_LOSSES
+
+pytestmark = pytest.mark.unit
+
+P, A, R = "actor_rollout_ref", "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+M, C = f"{P}.model", "algorithm.rollout_correction"
+GRPO, TWO = "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2"
+
+# The key that is switched off, words of the reason, and what switches it on.
+SWITCHED_OFF: list[tuple[list[str], str, str, list[str]]] = [
+    ([GRPO], "critic.optim.lr=1e-3", "no critic is trained", ["critic.enable=True"]),
+    ([GRPO], "critic.use_dynamic_bsz=True", "no critic is trained", ["reward_model.enable=True"]),
+    ([], f"{R}.fsdp_config.param_offload=True", "no reference is computed", [f"{A}.use_kl_loss=True"]),
+    ([], "reward_model.max_length=9", "no reward network", ["reward_model.enable=True"]),
+    (
+        [TWO, f"{A}.strategy=megatron"],
+        f"{A}.fsdp_config.param_offload=True",
+        "megatron shards",
+        [f"{A}.strategy=fsdp2"],
+    ),
+    (["trainer.n_gpus_per_node=1"], f"{A}.fsdp_config.forward_prefetch=True", "one device", [TWO]),
+    ([f"{A}.strategy=megatron"], f"{M}.use_remove_padding=False", "always packs", [f"{A}.strategy=fsdp"]),
+    (
+        [f"{A}.strategy=megatron"],
+        f"{A}.entropy_checkpointing=True",
+        "keeps nothing",
+        [f"{A}.strategy=fsdp", f"{A}.entropy_coeff=1"],
+    ),
+    (
+        [f"{A}.strategy=megatron"],
+        f"{A}.megatron.dist_checkpointing_path=/a",
+        "reads it",
+        [f"{A}.megatron.use_dist_checkpointing=True"],
+    ),
+    ([], f"{A}.entropy_checkpointing=True", "computes no entropy", [f"{A}.entropy_coeff=0.1"]),
+    (
+        [f"{A}.entropy_coeff=0.1", f"{M}.use_fused_kernels=True"],
+        f"{A}.entropy_checkpointing=True",
+        "keeps nothing",
+        [f"{M}.use_fused_kernels=False"],
+    ),
+    ([], f"{A}.policy_loss.dro_beta=1", "loss_mode dro", [f"{A}.policy_loss.loss_mode=dro"]),
+    (
+        [f"{A}.policy_loss.loss_mode=gpg"],
+        f"{A}.clip_ratio_high=0.3",
+        "loss_mode vanilla or",
+        [f"{A}.policy_loss.loss_mode=gspo"],
+    ),
+    (
+        [f"{A}.policy_loss.loss_mode=sapo"],
+        f"{A}.loss_agg_mode=seq-mean-token-sum",
+        "its own aggregation",
+        [f"{A}.policy_loss.loss_mode=vanilla"],
+    ),
+    ([GRPO], "algorithm.lam=0.9", "adv_estimator gae", ["algorithm.adv_estimator=gae"]),
+    ([], f"{A}.kl_loss_coef=0.5", "use_kl_loss=True reads it", [f"{A}.use_kl_loss=True"]),
+    ([], "algorithm.kl_ctrl.kl_coef=0.5", "use_kl_in_reward=True reads it", ["algorithm.use_kl_in_reward=True"]),
+    (
+        ["algorithm.use_kl_in_reward=True"],
+        "algorithm.kl_ctrl.target_kl=9",
+        "adaptive",
+        ["algorithm.kl_ctrl.type=adaptive"],
+    ),
+    ([], f"{C}.rollout_is_threshold=3", "makes no weights", [f"{C}.rollout_is=token"]),
+    ([], f"{C}.rollout_rs_threshold=3", "names no rule", [f"{C}.rollout_rs=token_k1"]),
+    ([], "algorithm.filter_groups.metric=acc", "enable=True reads it", ["algorithm.filter_groups.enable=True"]),
+    ([], "reward_model.overlong_buffer.len=7", "enable=True reads it", ["reward_model.overlong_buffer.enable=True"]),
+    ([], f"{M}.lora_alpha=3", "no adapter", [f"{M}.lora_rank=8"]),
+    ([], f"{A}.optim.momentum=0.5", "SGD reads it", [f"{A}.optim.optimizer=SGD"]),
+    ([], f"{A}.optim.min_lr_ratio=0.5", "does not decay", [f"{A}.optim.lr_scheduler_type=cosine"]),
+    ([], f"{A}.optim.lr_warmup_init=0.5", "no warm-up", [f"{A}.optim.lr_warmup_steps=3"]),
+    ([], f"{P}.rollout.val_kwargs.top_p=0.7", "does not sample", [f"{P}.rollout.val_kwargs.do_sample=True"]),
+]
+
+
+def told(overrides: list[str], key: str) -> list[str]:
+    notices = (str(notice) for notice in load_config(overrides=overrides).notices)
+    return [notice for notice in notices if "no effect in this run" in notice and f"{key}=" in notice]
+
+
+@pytest.mark.parametrize(("others", "override", "words", "switch"), SWITCHED_OFF, ids=lambda value: str(value)[:60])
+def test_a_key_that_is_switched_off_says_why_and_one_that_acts_says_nothing(
+    others: list[str], override: str, words: str, switch: list[str]
+) -> None:
+    key = override.partition("=")[0]
+    (notice,) = told([*others, override], key)
+    assert words in notice
+    assert told([*others, *switch, override], key) == []
+
+
+def test_a_weight_of_zero_asks_for_nothing() -> None:
+    """Launch lists write these beside the switch that turns them off."""
+    assert load_config(overrides=[f"{A}.kl_loss_coef=0.0", "algorithm.kl_ctrl.kl_coef=0.0"]).notices == ()
+
+
+def test_a_loss_or_an_estimator_that_a_user_registers_may_read_any_key() -> None:
+    own = ["trainer.import_modules=[mine]", f"{A}.policy_loss.loss_mode=mine", "algorithm.adv_estimator=mine"]
+    for override in (f"{A}.policy_loss.dro_beta=1", f"{A}.clip_ratio_c=9", "algorithm.lam=0.9"):
+        assert told([*own, override], override.partition("=")[0]) == []
+
+
+def test_many_keys_of_one_role_are_one_notice(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "algorithm: {adv_estimator: grpo}\ncritic: {grad_clip: 9, shuffle: true, ppo_epochs: 3, nccl_timeout: 4}"
+    )
+    (notice,) = load_config([file]).notices
+    assert "critic.grad_clip=9" in str(notice)
+    assert "and 1 more" in str(notice)
+
+
+@pytest.mark.parametrize("mode", POLICY_LOSSES)
+def test_the_table_of_losses_is_what_they_take(mode: str) -> None:
+    taken = inspect.signature(get_policy_loss_fn(mode)).parameters
+    for key, readers in LOSSES_THAT_READ.items():
+        assert (key.rpartition(".")[2] in taken) == (mode in readers), key
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+def test_the_table_of_estimators_is_what_they_take(name: str) -> None:
+    taken = inspect.signature(get_adv_estimator_fn(name)).parameters
+    for key, readers in ESTIMATORS_THAT_READ.items():
+        assert (key in taken) == (name in readers), key
+
+
+def test_every_entry_is_for_keys_that_exist_and_asks_for_keys_that_exist() -> None:
+    keys, config = catalogue(DovetailConfig), DovetailConfig()
+    for entry in IDLE:
+        entry.when(config)
+        for pattern in entry.patterns:
+            below = pattern.removesuffix(".*")  # of a free-form key
+            assert any(fnmatchcase(key, pattern) for key in keys) or keys[below].free_form, pattern
