@@ -160,10 +160,12 @@ class RolloutEngine(ABC):
         *,
         device: torch.device,
         shared: torch.nn.Module | None = None,
+        trust_remote_code: bool = False,
     ) -> RolloutEngine:
         """The engine that the section `rollout` describes, for the model in `folder`.
 
         `shared` is the trainer's own model when its weights may be read in place; only the embedded engine can.
+        `trust_remote_code` lets the engine run code that comes with the model, as the trainer does.
         """
 
     @property

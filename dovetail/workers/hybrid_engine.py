@@ -49,7 +49,11 @@ class HybridEngine:
         """Whether the engine reads the trainer's own tensors: nothing is copied between them then."""
         engine_class = engine_class_for(self._rollout)
         self.engine: RolloutEngine = engine_class.from_config(
-            self._rollout, self._model.path, device=device, shared=whole
+            self._rollout,
+            self._model.path,
+            device=device,
+            shared=whole,
+            trust_remote_code=self._model.trust_remote_code,
         )
         self.engine_size = self._rollout.engine_world_size
         """Processes that share one engine: they are asked for the same answers, and the first of them gives them."""

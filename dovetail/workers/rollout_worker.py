@@ -46,7 +46,9 @@ class RolloutWorker(TrainingRole):
         policy, size = self.config.actor_rollout_ref, self._rollout.engine_world_size
         if size > 1:  # processes that share an engine must know each other before it starts
             self.join_group(timeout_seconds=policy.nccl_timeout)
-        self.engine = engine_class_for(self._rollout).from_config(self._rollout, policy.model.path, device=self.device)
+        self.engine = engine_class_for(self._rollout).from_config(
+            self._rollout, policy.model.path, device=self.device, trust_remote_code=policy.model.trust_remote_code
+        )
         tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
         self._pad_token_id = int(tokenizer.pad_token_id)
         self._probe = ParityProbe(self.config, tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.config.root import DovetailConfig
@@ -49,3 +50,18 @@ def test_urls_choose_the_remote_engine_and_need_no_engine_library() -> None:
     for name in ("vllm", "sglang", "openai"):
         assert engine_class_for(RolloutConfig(name=name, mode="server", server_urls=URLS)) is RemoteRollout
     assert engine_class_for(RolloutConfig(server_urls=URLS)).name == "native"
+
+
+def test_the_key_of_the_servers_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(RemoteRollout, "__init__", lambda self, *args, **options: asked.append(options["api_key"]))
+    keyless, config = (
+        RolloutConfig(name="vllm", mode="server", server_urls=URLS, server_api_key_env=variable)
+        for variable in (None, "DOVETAIL_TEST_KEY")
+    )
+    RemoteRollout.from_config(keyless, "m", device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="DOVETAIL_TEST_KEY names an environment variable that is not set"):
+        RemoteRollout.from_config(config, "m", device=torch.device("cpu"))
+    monkeypatch.setenv("DOVETAIL_TEST_KEY", "open sesame")
+    RemoteRollout.from_config(config, "m", device=torch.device("cpu"))
+    assert asked == [None, "open sesame"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +115,41 @@ def test_the_config_maps_onto_settings() -> None:
     assert settings.vllm_arguments(cpu=False)["enable_sleep_mode"] is False
     assert settings.vllm_arguments(cpu=False)["block_size"] == 32
     assert settings.vllm_arguments(cpu=False)["kv_cache_dtype"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("keys", "argument", "value"),
+    [
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill", False),
+        ({"enable_prefix_caching": False}, "enable_prefix_caching", False),
+        ({"max_num_batched_tokens": 999}, "max_num_batched_tokens", 999),
+        ({"gpu_memory_utilization": 0.3}, "gpu_memory_utilization", 0.3),
+        ({"enforce_eager": True}, "enforce_eager", True),
+        ({"cudagraph_capture_sizes": [1, 8]}, "cudagraph_capture_sizes", [1, 8]),
+        ({"limit_images": 3}, "limit_mm_per_prompt", {"image": 3}),
+        ({"expert_parallel_size": 2}, "enable_expert_parallel", True),
+        ({"scheduling_policy": "priority"}, "scheduling_policy", "priority"),
+        ({"disable_log_stats": False}, "disable_log_stats", False),
+        ({"skip_tokenizer_init": False}, "skip_tokenizer_init", False),
+        ({"load_format": "safetensors"}, "load_format", "safetensors"),
+        ({"dtype": "fp16"}, "dtype", "float16"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode", "raw_logprobs"),
+    ],
+)
+def test_a_key_of_the_engine_reaches_vllm(keys: dict[str, Any], argument: str, value: Any) -> None:
+    def arguments(**keys: Any) -> dict[str, Any]:
+        config = RolloutConfig(name="vllm", max_num_seqs=8, **keys)
+        return VLLMSettings.from_config(config, "some/model").vllm_arguments(cpu=False)
+
+    assert arguments(**keys)[argument] == value
+    assert arguments().get(argument) != value, "it is the key that does it"
+
+
+def test_code_of_the_model_runs_in_vllm_when_it_is_trusted() -> None:
+    config = RolloutConfig(name="vllm")
+    for trust in (True, False):
+        settings = VLLMSettings.from_config(config, "some/model", trust_remote_code=trust)
+        assert settings.vllm_arguments(cpu=False)["trust_remote_code"] is trust
 
 
 def test_the_registry_finds_the_engine() -> None:

@@ -71,6 +71,7 @@ class NativeEngine(RolloutEngine):
         kv_cache_dtype: Literal["auto", "fp8"] = "auto",
         enforce_eager: bool = False,
         paged: bool | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if isinstance(model, nn.Module):
             self._folder = None
@@ -79,7 +80,7 @@ class NativeEngine(RolloutEngine):
         else:
             self._folder = Path(model)
             self._device = torch.device(device)
-            self._model = load_model(self._folder, self._device, dtype)
+            self._model = load_model(self._folder, self._device, dtype, trust_remote_code=trust_remote_code)
         self._packed = pack_linears(self._model, self._device)
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)
@@ -116,7 +117,13 @@ class NativeEngine(RolloutEngine):
 
     @classmethod
     def from_config(
-        cls, config: RolloutConfig, folder: str, *, device: torch.device, shared: nn.Module | None = None
+        cls,
+        config: RolloutConfig,
+        folder: str,
+        *,
+        device: torch.device,
+        shared: nn.Module | None = None,
+        trust_remote_code: bool = False,
     ) -> NativeEngine:
         return cls(
             folder if shared is None else shared,
@@ -128,6 +135,7 @@ class NativeEngine(RolloutEngine):
             gpu_memory_utilization=config.gpu_memory_utilization,
             kv_cache_dtype=config.kv_cache_dtype,
             enforce_eager=config.enforce_eager,
+            trust_remote_code=trust_remote_code,
         )
 
     @property

@@ -24,13 +24,18 @@ from transformers import (
 from dovetail.rollout.native.attention import ATTENTION_NAME
 
 
-def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+def load_model(
+    folder: str | Path, device: torch.device, dtype: torch.dtype | None, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """Read a model from a folder; `dtype` None keeps what the folder says."""
     with torch.random.fork_rng(devices=[]):
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         model = auto.from_pretrained(
-            folder, dtype="auto" if dtype is None else dtype, attn_implementation=_attention_of(config)
+            folder,
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation=_attention_of(config),
+            trust_remote_code=trust_remote_code,
         )
     _check_supported(model.config.get_text_config())
     return model.to(device).eval().requires_grad_(False)

@@ -120,6 +120,7 @@ class RemoteRollout(RolloutEngine):
         *,
         device: torch.device,
         shared: torch.nn.Module | None = None,
+        trust_remote_code: bool = False,
     ) -> RolloutEngine:
         """`rollout.name` says what the servers are, `rollout.server_urls` where."""
         if config.name == "native":
@@ -127,7 +128,6 @@ class RemoteRollout(RolloutEngine):
         if config.weight_sync == "disk" and config.weights_folder is None:
             raise ValueError("rollout.weight_sync=disk needs rollout.weights_folder, which all servers see.")
         uses_disk = config.weights_folder is not None and config.weight_sync != "broadcast"
-        key = os.environ.get(config.server_api_key_env) if config.server_api_key_env else None
         return cls(
             config.server_urls,
             folder,
@@ -137,8 +137,9 @@ class RemoteRollout(RolloutEngine):
             logprobs=logprobs_of(config),
             max_model_len=config.context_length,
             silence_s=config.server_timeout_s,
-            api_key=key,
+            api_key=_api_key(config.server_api_key_env),
             device=device,
+            trust_remote_code=trust_remote_code,
         )
 
     @property
@@ -324,3 +325,13 @@ def _build_dialect(name: DialectName, client: HttpClient, *, logprobs: LogprobsM
     if name == "sglang":
         return SGLangDialect(client, max_model_len=max_model_len)
     return OpenAIDialect(client, max_model_len=max_model_len)
+
+
+def _api_key(variable: str | None) -> str | None:
+    """What the environment variable of `rollout.server_api_key_env` holds."""
+    if variable is not None and not os.environ.get(variable):
+        raise ValueError(
+            f"rollout.server_api_key_env={variable} names an environment variable that is not set in this process; "
+            "export it before the run (on every node), or set the key to null for servers that ask for none."
+        )
+    return None if variable is None else os.environ[variable]

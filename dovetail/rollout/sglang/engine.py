@@ -121,11 +121,12 @@ class SGLangRollout(RolloutEngine):
         *,
         device: torch.device,
         shared: torch.nn.Module | None = None,
+        trust_remote_code: bool = False,
     ) -> RolloutEngine:
         """`mode=sync` is one call per batch and `mode=async` one per sample, both in this process; `mode=server` starts
         `num_servers` servers. SGLang always has weights of its own."""
         return cls(
-            SGLangSettings.from_config(config, folder, device=device),
+            SGLangSettings.from_config(config, folder, device=device, trust_remote_code=trust_remote_code),
             num_servers=config.num_servers if config.mode == "server" else 0,
             level="batch" if config.mode == "sync" else "request",
             python=config.sglang_python,

@@ -46,7 +46,9 @@ class SGLangSettings(EngineSettings):
     base_gpu_id: int = 0
 
     @classmethod
-    def from_config(cls, rollout: RolloutConfig, model: str | Path, *, device: torch.device) -> SGLangSettings:
+    def from_config(
+        cls, rollout: RolloutConfig, model: str | Path, *, device: torch.device, trust_remote_code: bool = False
+    ) -> SGLangSettings:
         """From `actor_rollout_ref.rollout`."""
         kwargs = dict(rollout.engine_kwargs.sglang)
         if rollout.cudagraph_capture_sizes is not None:
@@ -58,6 +60,7 @@ class SGLangSettings(EngineSettings):
             attention_backend=kwargs.pop("attention_backend", None),
             deterministic=bool(kwargs.pop("enable_deterministic_inference", False)),
             base_gpu_id=device.index or 0 if device.type == "cuda" else 0,
+            trust_remote_code=trust_remote_code,
             engine_kwargs=kwargs,
         )
 

@@ -102,16 +102,17 @@ class VLLMEngine(RolloutEngine):
         *,
         device: torch.device,
         shared: torch.nn.Module | None = None,
+        trust_remote_code: bool = False,
     ) -> RolloutEngine:
         """`mode=sync` in this process, `mode=async` in a Ray actor. vLLM always has weights of its own."""
         if config.mode == "async":
             from dovetail.rollout.vllm.ray_engine import RayVLLMEngine
 
-            return RayVLLMEngine.from_config(config, folder, device=device)
+            return RayVLLMEngine.from_config(config, folder, device=device, trust_remote_code=trust_remote_code)
         if config.mode == "server":
             raise ValueError("rollout.mode=server is not there for rollout.name=vllm; use sync or async.")
         return cls(
-            VLLMSettings.from_config(config, folder),
+            VLLMSettings.from_config(config, folder, trust_remote_code=trust_remote_code),
             bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
         )
 

@@ -94,9 +94,10 @@ class RayVLLMEngine(RolloutEngine):
         *,
         device: torch.device,
         shared: torch.nn.Module | None = None,
+        trust_remote_code: bool = False,
     ) -> RolloutEngine:
         return cls(
-            VLLMSettings.from_config(config, folder),
+            VLLMSettings.from_config(config, folder, trust_remote_code=trust_remote_code),
             bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
             restarts=config.restart_engine,
             num_gpus=config.engine_world_size if device.type == "cuda" else 0,
