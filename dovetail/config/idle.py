@@ -74,7 +74,8 @@ def _each(section: str, names: str) -> tuple[str, ...]:
 
 
 _ACTOR, _REF, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
-_VAL, _CORRECTION = "actor_rollout_ref.rollout.val_kwargs", "algorithm.rollout_correction"
+_ROLLOUT, _CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+_VAL = f"{_ROLLOUT}.val_kwargs"
 _BUFFER = "reward_model.overlong_buffer"
 
 # Which built-in losses and estimators read a key. One that a user registers may read any.
@@ -155,6 +156,21 @@ def _of_other_optimizers() -> Iterator[Idle]:
         yield Idle((f"{optim}.lr_warmup_init",), no_warmup, f"{optim}.lr_warmup_steps asks for no warm-up")
 
 
+def _of_other_engines() -> Iterator[Idle]:
+    def served(config: DovetailConfig) -> bool:
+        return config.actor_rollout_ref.rollout.mode == "server" and bool(config.actor_rollout_ref.rollout.server_urls)
+
+    started = _each(
+        _ROLLOUT,
+        "gpu_memory_utilization enforce_eager cudagraph_capture_sizes enable_chunked_prefill enable_prefix_caching "
+        "max_num_batched_tokens max_num_seqs load_format scheduling_policy disable_log_stats skip_tokenizer_init "
+        "free_cache_engine expert_parallel_size engine_kwargs.*",
+    )
+    yield Idle(started, served, f"the servers of {_ROLLOUT}.server_urls run already, with settings of their own")
+    of_vllm = _each(_ROLLOUT, "scheduling_policy limit_images engine_kwargs.vllm*")
+    yield Idle(of_vllm, _is_not(f"{_ROLLOUT}.name", "vllm"), f"{_ROLLOUT}.name=vllm reads it")
+
+
 # A reward network takes these from the critic's section where it has none of its own.
 _FOR_REWARDS_TOO = _each("critic", "use_dynamic_bsz forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu")
 _REWARD_NETWORK = _each(
@@ -185,6 +201,7 @@ IDLE: tuple[Idle, ...] = (
     *_of_other_backends(),
     *_of_other_losses(),
     *_of_other_optimizers(),
+    *_of_other_engines(),
     Idle(
         (f"{_ACTOR}.loss_agg_mode",),
         lambda config: _loss_mode(config) in ("geo_mean", "sapo"),

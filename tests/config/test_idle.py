@@ -22,6 +22,14 @@ GRPO, TWO = "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2"
 
 # The key that is switched off, words of the reason, and what switches it on.
 SWITCHED_OFF: list[tuple[list[str], str, str, list[str]]] = [
+    ([f"{P}.rollout.name=sglang"], f"{P}.rollout.scheduling_policy=priority", "vllm reads", [f"{P}.rollout.name=vllm"]),
+    ([f"{P}.rollout.name=sglang"], f"{P}.rollout.engine_kwargs.vllm.a=1", "vllm reads", [f"{P}.rollout.name=vllm"]),
+    (
+        [f"{P}.rollout.name=vllm", f"{P}.rollout.mode=server", f"{P}.rollout.server_urls=['http://a:1']"],
+        f"{P}.rollout.gpu_memory_utilization=0.3",
+        "run already",
+        [f"{P}.rollout.mode=sync", f"{P}.rollout.server_urls=[]"],
+    ),
     ([GRPO], "critic.optim.lr=1e-3", "no critic is trained", ["critic.enable=True"]),
     ([GRPO], "critic.use_dynamic_bsz=True", "no critic is trained", ["reward_model.enable=True"]),
     ([], f"{R}.fsdp_config.param_offload=True", "no reference is computed", [f"{A}.use_kl_loss=True"]),
