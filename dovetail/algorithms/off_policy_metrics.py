@@ -1,6 +1,7 @@
 """How far the trainer's policy is from the engine that sampled: KL, perplexity, chi-squared, effective sample size.
 
-Computed once per step on the whole batch; plain floats. All functions want at least one kept token.
+Computed once per step on the whole batch; plain floats. All functions want at least one kept token; rows that keep none
+(failed, cut off, rejected) are left out of every mean.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ def compute_offpolicy_metrics(
 
     Without `rollout_log_prob` only the trainer's perplexity.
     """
+    rows = response_mask.bool().any(dim=-1)
+    old_log_prob, response_mask = old_log_prob[rows], response_mask[rows]
+    rollout_log_prob = None if rollout_log_prob is None else rollout_log_prob[rows]
     trainer = masked_mean(at_least_float32(old_log_prob), response_mask, dim=-1)
     metrics = {"training_ppl": (-trainer).exp().mean(), "training_log_ppl": -trainer.mean()}
     if rollout_log_prob is not None:
@@ -86,7 +90,8 @@ def compute_is_metrics(
     count alike) use weights limited to that range, so that one outlier does not hide the rest.
     """
     lower = 1.0 / upper if lower is None else lower
-    kept = response_mask.bool()
+    rows = response_mask.bool().any(dim=-1)
+    weights, log_ratio, kept = weights[rows], log_ratio[rows], response_mask[rows].bool()
     per_row = masked_mean(weights, kept, dim=-1)
     if rollout_is == "sequence":
         # From the log-ratios: weights have been limited to exp(+-20) already.

@@ -42,12 +42,15 @@ def add_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl_ctrl: KLControl
 def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, Metrics]:
     """Importance weights and rejection for the gap between engine and trainer, and the gap itself as metrics.
 
-    Without the engine's log-probs there is nothing to do; without a correction only the metrics are made. In bypass
-    mode the gap is not known here: the update corrects and reports it.
+    Without the engine's log-probs, or without a token that is trained on (all answers failed or cut off), there is
+    nothing to do; without a correction only the metrics are made. In bypass mode the gap is not known here: the update
+    corrects and reports it.
     """
     columns = batch.tensors
     settings = algorithm.rollout_correction
     if "rollout_log_probs" not in columns or "old_log_probs" not in columns or settings.bypass_mode:
+        return batch, {}
+    if not columns["response_mask"].any():
         return batch, {}
     pair = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
     gap = compute_probs_diff_metrics(*pair) | ({} if settings.active else compute_offpolicy_metrics(*pair))

@@ -152,6 +152,24 @@ def test_effective_sample_size_by_hand() -> None:
     assert (metrics["rollout_is_max"], metrics["rollout_is_min"]) == (2.0, 0.5)
 
 
+@pytest.mark.parametrize("rollout_is", ["token", "sequence"])
+def test_rows_that_keep_no_token_change_no_metric(rollout_is: str) -> None:
+    """A failed or cut-off answer would count as perplexity 1 and weight 0 or 1."""
+    trainer, engine = (
+        torch.tensor([[0.4, 0.2], [0.5, 1.0], [0.9, 0.9]]).log(),
+        torch.tensor([[0.2, 0.4], [0.5, 0.1], [0.1, 0.1]]).log(),
+    )
+    mask = torch.cat([MASK, torch.zeros(1, 2, dtype=MASK.dtype)])
+    for metrics in (
+        lambda rows: compute_offpolicy_metrics(trainer[rows], engine[rows], mask[rows]),
+        lambda rows: compute_probs_diff_metrics(trainer[rows], engine[rows], mask[rows]),
+        lambda rows: (
+            compute_rollout_correction_and_rejection_mask(trainer[rows], engine[rows], mask[rows], rollout_is).metrics
+        ),
+    ):
+        assert metrics(slice(3)) == pytest.approx(metrics(slice(2)))
+
+
 def test_everything_at_once() -> None:
     engine = torch.full((2, 2), -3.0)
     result = compute_rollout_correction_and_rejection_mask(

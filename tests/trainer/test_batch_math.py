@@ -164,6 +164,17 @@ def test_rejected_rows_leave_the_mask() -> None:
     assert found.tensors["response_mask"].sum(dim=1).tolist() == [0, *[3] * 7]
 
 
+@pytest.mark.parametrize(
+    "correction", [{}, {"rollout_is": "token"}, {"rollout_rs": "token_k1", "rollout_rs_threshold": 2}]
+)
+def test_a_batch_without_a_token_to_train_on_has_nothing_to_correct(correction: dict[str, Any]) -> None:
+    batch = batch_of(SCORES, UIDS, **mismatch(1.0))
+    batch.tensors["response_mask"].zero_()
+    found, metrics = correct_rollout(batch, AlgorithmConfig(rollout_correction=correction))
+    assert found is batch
+    assert metrics == {}
+
+
 def test_nothing_is_corrected_without_the_engines_log_probs() -> None:
     batch = batch_of(SCORES, UIDS)
     found, metrics = correct_rollout(batch, AlgorithmConfig())

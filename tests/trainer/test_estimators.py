@@ -70,6 +70,24 @@ def test_validation_is_reported_per_data_source(toy: Toy, tmp_path: Path) -> Non
     assert (tmp_path / "validation" / "step_0.jsonl").exists()
 
 
+def test_a_run_may_validate_and_stop(toy: Toy, tmp_path: Path) -> None:
+    keys = {"data.val_files": str(toy.data / "val.parquet"), "data.val_batch_size": 3, "trainer.val_only": True}
+    result, rows = train(toy.config(tmp_path, keys))
+    assert result.steps == 0
+    assert [row["step"] for row in rows] == [0]
+    assert "val-core/toy/reward/mean@1" in result.validation
+    answers = (tmp_path / "validation" / "step_0.jsonl").read_text().splitlines()
+    assert len(answers) == 4, "all prompts, though 3 go at a time"
+
+
+def test_answers_that_were_cut_off_may_leave_the_loss(toy: Toy, tmp_path: Path) -> None:
+    """No answer of the toy model ends by itself within 8 tokens, so nothing is left to learn from."""
+    keys = {"algorithm.filter_truncated": True, "actor_rollout_ref.rollout.ignore_eos": True}
+    _, rows = train(toy.config(tmp_path, keys | {"trainer.total_training_steps": 1}))
+    assert rows[0]["response/filtered_truncated_share"] == 1
+    assert rows[0]["actor/grad_norm"] == 0
+
+
 def test_the_critic_learns_alone_during_its_warmup(toy: Toy, tmp_path: Path) -> None:
     keys = {"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 2}
     _, rows = train(toy.config(tmp_path, keys))
