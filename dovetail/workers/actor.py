@@ -100,7 +100,10 @@ class DataParallelPPOActor(BasePPOActor):
             step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
             log.add(add_shares(parts, self.backend), step)
         self.num_updates += 1
-        return log.result()
+        metrics = log.result()
+        if self.config.use_kl_loss:
+            metrics["actor/kl_coef"] = self.config.kl_loss_coef
+        return metrics
 
     def _options(self, data: DataProto, *, entropy: bool) -> ForwardOptions:
         return ForwardOptions(

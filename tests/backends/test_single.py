@@ -269,6 +269,13 @@ def test_every_optimizer_steps(name: str) -> None:
     assert largest_difference(before, as_numpy(backend.named_weights())) > 0
 
 
+def test_more_arguments_reach_the_optimizer() -> None:
+    network = tiny_policy()
+    config = OPTIM.model_copy(update={"override_optimizer_config": {"amsgrad": True, "eps": 0.5}})
+    optimizer = build_optimizer(network.named_parameters(), config, decayed=decayed_names(network))
+    assert {(group["amsgrad"], group["eps"]) for group in optimizer.param_groups} == {(True, 0.5)}
+
+
 def test_a_backend_without_optimizer_infers_but_does_not_train() -> None:
     backend = build(None)
     assert backend.forward([tiny_batch()])[0].log_probs is not None

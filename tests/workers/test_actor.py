@@ -153,6 +153,14 @@ def test_the_gap_to_the_engine_measured_in_an_update_is_the_one_of_a_pass_of_its
         assert found[f"rollout_corr/{name}"] == pytest.approx(expected[name], rel=1e-4)
 
 
+@pytest.mark.parametrize("use_kl_loss", [True, False])
+def test_the_kl_of_the_loss_and_its_weight_are_reported_where_there_is_one(folder: Path, use_kl_loss: bool) -> None:
+    actor = build(folder, use_kl_loss=use_kl_loss, kl_loss_coef=0.25)
+    metrics = actor.update_policy(with_old_log_probs(rollout_batch(), actor.compute_log_prob(rollout_batch())[0]))
+    assert metrics.get("actor/kl_coef") == (0.25 if use_kl_loss else None)
+    assert (metrics.get("actor/kl_loss", 0.0) > 0) == use_kl_loss
+
+
 @pytest.mark.parametrize("changes", [{"ppo_epochs": 2}, {"mini_batch_rows": NUM_ROWS // 2}])
 def test_an_update_of_several_steps_needs_old_log_probs(folder: Path, changes: dict) -> None:
     with pytest.raises(ValueError, match=r"no column old_log_probs.*more than one optimizer step.*compute_log_prob"):

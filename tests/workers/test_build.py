@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from dovetail.models.policy import PolicyModel
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.build import build_policy
-from dovetail.workers.micro_batches import MicroBatchLimit
+from dovetail.workers.critic_worker import CriticWorker
+from dovetail.workers.micro_batches import MicroBatchLimit, plan_micro_batches
 from dovetail.workers.training_role import TrainingRole
 from tests.models.tiny import save_tiny_model
 from tests.workers.test_multimodal_roles import image_rollouts
 from tests.workers.tiny_run import (
+    RESPONSE,
     TOLERANCE,
     as_numpy,
     largest_difference,
@@ -94,6 +97,45 @@ def test_the_actors_head_saves_memory_on_the_entropy_and_trains_the_same(
     (plain_entropy, plain), (saving_entropy, saving) = trained
     assert saving_entropy == pytest.approx(plain_entropy, abs=TOLERANCE)
     assert largest_difference(plain, saving) < TOLERANCE
+
+
+def test_log_probs_of_actor_and_reference_are_cut_as_their_own_keys_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[MicroBatchLimit] = []
+
+    def noted(data: Any, limit: MicroBatchLimit, backend: Any) -> Any:
+        seen.append(limit)
+        return plan_micro_batches(data, limit, backend)
+
+    monkeypatch.setattr("dovetail.workers.actor.plan_micro_batches", noted)
+    keys = {
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2,
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 30,
+    }
+    worker = ActorRolloutRefWorker(run_config(small_model(tmp_path), keys), role="actor_ref")
+    worker.init_model(1)
+    own, reference = worker.compute_log_prob(rollout_batch()), worker.compute_ref_log_prob(rollout_batch())
+    assert seen == [MicroBatchLimit(rows=2), MicroBatchLimit(tokens=30)]
+    mask = rollout_batch().tensors["attention_mask"][:, -RESPONSE:]
+    gap = (own.tensors["old_log_probs"] - reference.tensors["ref_log_prob"]) * mask
+    assert gap.abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref.model", "critic.model"])
+def test_a_module_of_the_user_is_imported_before_the_network_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    name = f"dovetail_test_{section.replace('.', '_')}"
+    (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = run_config(small_model(tmp_path / "model"), {f"{section}.external_lib": name})
+    worker = CriticWorker(config) if section.startswith("critic") else ActorRolloutRefWorker(config, role="actor")
+    assert name not in sys.modules
+    worker.init_model(1)
+    assert name in sys.modules
 
 
 def test_triton_without_cuda_is_refused_with_the_way_out(tmp_path: Path) -> None:
