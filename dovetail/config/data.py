@@ -75,7 +75,7 @@ class DataConfig(Section):
 
     @property
     def generation_batch_size(self) -> int:
-        """Prompts generated at a time."""
+        """Prompts generated at a time by dynamic sampling."""
         return self.gen_batch_size or self.train_batch_size
 
     @property

@@ -82,6 +82,23 @@ class DovetailConfig(Section):
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def generation_batch_size(self) -> int:
+        """Prompts generated at a time: a batch for training, or a round of dynamic sampling."""
+        return self.data.generation_batch_size if self.algorithm.filter_groups.enable else self.data.train_batch_size
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """False when the whole batch is one optimizer step: the update's own log-probs are the old ones then."""
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
+        return not one_step or algorithm.use_kl_in_reward or algorithm.rollout_correction.active
+
+    @property
+    def has_log_prob_pass(self) -> bool:
+        """Whether the actor computes the old log-probs; in bypass mode the engine's stand for them."""
+        return self.needs_old_log_probs and not self.algorithm.rollout_correction.bypass_mode
+
+    @property
     def data_seed(self) -> int:
         """Seed of the data order."""
         return self.trainer.seed if self.data.seed is None else self.data.seed

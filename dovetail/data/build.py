@@ -17,12 +17,12 @@ from dovetail.data.sampler import PromptSampler
 def build_train_loader(
     config: DovetailConfig, tokenizer: Any, processor: Any = None, *, weights: Sequence[float] | None = None
 ) -> PromptLoader:
-    """Training prompts, `data.gen_batch_size` (or `data.train_batch_size`) at a time, mixed by `data.train_weights`."""
+    """Training prompts, `config.generation_batch_size` at a time, mixed by `data.train_weights`."""
     data = config.data
     dataset = _build_dataset(config, data.train_paths, data.train_max_samples, tokenizer, processor)
     sampler = _sampler_class(config)(
         _source_sizes(dataset),
-        batch_size=data.generation_batch_size,
+        batch_size=config.generation_batch_size,
         seed=config.data_seed,
         shuffle=data.shuffle,
         drop_last=True,

@@ -82,7 +82,6 @@ def bench(config: DovetailConfig, groups: RoleGroups, *, steps: int) -> BenchRes
     policy.init_model(steps + 1)
     utilisation = StepUtilisation(config)
     utilisation.ask_peaks(trains=policy, generates=policy)
-    needs_old = not one_optimizer_step(config)
     seconds: list[dict[str, float]] = []
     shares: list[dict[str, float]] = []
     tokens: dict[str, int] = {}
@@ -97,9 +96,11 @@ def bench(config: DovetailConfig, groups: RoleGroups, *, steps: int) -> BenchRes
         batch.non_tensor_batch["uid"] = names.astype(str).astype(object)
         batch = with_advantages(config, batch, policy.dp_size("actor"))
         utilisation.count_generation(batch)
-        if needs_old:
+        if config.has_log_prob_pass:
             with timers("old_log_prob"):
                 batch = batch.union(policy.compute_log_prob(batch))
+        elif config.needs_old_log_probs:
+            batch = batch.union(DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()}))
         with timers("update_actor"):
             metrics = update_metrics(policy.update_actor(batch))
         found = timers.seconds()
@@ -122,12 +123,6 @@ def bench(config: DovetailConfig, groups: RoleGroups, *, steps: int) -> BenchRes
         if phase in measured[0]
     )
     return BenchResult(phases, warm_up_s=sum(seconds[0].values()), peak_gib=peak)
-
-
-def one_optimizer_step(config: DovetailConfig) -> bool:
-    """Whether a step's batch is one optimizer step, whose own log-probs are the old ones."""
-    actor = config.actor_rollout_ref.actor
-    return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
 
 
 def random_prompts(config: DovetailConfig, step: int) -> DataProto:

@@ -39,6 +39,28 @@ def test_bench_measures_old_log_probs_where_a_step_has_several_updates(capsys: p
         assert float(planned) > 0, f"what the plan foresees for {phase}"
 
 
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("mini_batch", "keys", "is_measured"),
+    [
+        (2, (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=2"), True),
+        (1, (f"{CORRECTION}.bypass_mode=True",), False),
+    ],
+    ids=["corrected", "bypassed"],
+)
+def test_bench_measures_old_log_probs_where_the_run_would_compute_them(
+    capsys: pytest.CaptureFixture[str], mini_batch: int, keys: tuple[str, ...], is_measured: bool
+) -> None:
+    more = (
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+    )
+    assert main(["bench", "--steps", "1", *more, *keys, *TINY]) == 0
+    assert ("old log-probs" in capsys.readouterr().out) == is_measured
+
+
 def test_bench_refuses_a_wrong_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "actor_rollout_ref.rollout.temprature=1"]) == 2
     assert "temperature" in capsys.readouterr().err

@@ -267,3 +267,12 @@ def test_train_weights_of_the_config_set_the_share_of_each_file(tmp_path: Path) 
     assert Counter(batch.non_tensor_batch["data_source"]) == {"a": 10, "b": 30}
     with pytest.raises(DataError, match=r"data\.train_weights=\[1\.0\] does not fit 2 files"):
         build_train_loader(DovetailConfig(data={**data, "train_weights": [1]}), tiny_tokenizer())
+
+
+@pytest.mark.parametrize(("filters", "prompts"), [({}, 2), ({"enable": True, "metric": "acc"}, 6)])
+def test_only_dynamic_sampling_draws_prompts_by_the_generation_batch(
+    tmp_path: Path, filters: dict[str, Any], prompts: int
+) -> None:
+    data = {"train_files": toy_file(tmp_path, 12), "train_batch_size": 2, "gen_batch_size": 6, "max_prompt_length": 64}
+    config = DovetailConfig(data=data, algorithm={"filter_groups": filters})
+    assert len(build_train_loader(config, tiny_tokenizer()).next_batch()) == prompts

@@ -151,14 +151,20 @@ def test_seeds_are_the_same_on_every_machine_and_differ_between_runs() -> None:
     assert all(0 <= stable_seed(seed, "x") < 2**63 for seed in range(100))
 
 
+ROUNDS = {"train_batch_size": 8, "gen_batch_size": 4}
+DYNAMIC = {"filter_groups": {"enable": True, "metric": "acc"}}
+
+
 @pytest.mark.parametrize(
     ("keys", "steps_per_epoch", "expected"),
     [
         ({"trainer": {"total_epochs": 3}, "data": {"train_batch_size": 8}}, 5, 15),
         ({"trainer": {"total_epochs": 3, "total_training_steps": 4}, "data": {"train_batch_size": 8}}, 5, 4),
         # Loader batches of 4 prompts: a step takes at least two of them.
-        ({"trainer": {"total_epochs": 2}, "data": {"train_batch_size": 8, "gen_batch_size": 4}}, 10, 10),
-        ({"trainer": {"total_epochs": 2}, "data": {"train_batch_size": 8, "gen_batch_size": 4}}, 1, 2),
+        ({"trainer": {"total_epochs": 2}, "data": ROUNDS, "algorithm": DYNAMIC}, 10, 10),
+        ({"trainer": {"total_epochs": 2}, "data": ROUNDS, "algorithm": DYNAMIC}, 1, 2),
+        # Without dynamic sampling there are no rounds: a loader batch is a step.
+        ({"trainer": {"total_epochs": 2}, "data": ROUNDS}, 10, 20),
     ],
 )
 def test_steps_of_a_run_are_set_or_follow_from_the_epochs(

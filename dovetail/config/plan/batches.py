@@ -54,19 +54,19 @@ def make_batches(config: DovetailConfig, layouts: dict[str, RoleLayout]) -> Batc
     rollout = config.actor_rollout_ref.rollout
     prompts, n = config.data.train_batch_size, rollout.n
     length = rollout.prompt_length + rollout.response_length
-    generated = config.data.generation_batch_size
+    generated = config.generation_batch_size
     filters = config.algorithm.filter_groups
-    rounds = max(1, math.ceil(prompts / generated)) if not filters.enable else filters.max_num_gen_batches
+    rounds = filters.max_num_gen_batches if filters.enable else 1
     return BatchPlan(
         prompts=prompts,
         responses_per_prompt=n,
         sequences=prompts * n,
-        generation_prompts=generated if filters.enable else prompts,
+        generation_prompts=generated,
         max_generation_rounds=rounds,
         max_sequence_length=length,
         max_tokens=prompts * n * length,
         max_response_tokens=prompts * n * rollout.response_length,
-        sequences_per_engine=(generated if filters.enable else prompts) * n / (layouts["rollout"].num_engines or 1),
+        sequences_per_engine=generated * n / (layouts["rollout"].num_engines or 1),
         passes=tuple(_passes(config, layouts, prompts * n, length)),
     )
 
@@ -88,7 +88,7 @@ def _passes(config: DovetailConfig, layouts: dict[str, RoleLayout], sequences: i
     actor, rollout, ref = policy.actor, policy.rollout, policy.ref
     n = rollout.n
     passes = []
-    if not config.algorithm.rollout_correction.bypass_mode:
+    if config.has_log_prob_pass:
         cut = _Cut.of(
             rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_micro_batch_size_per_gpu,

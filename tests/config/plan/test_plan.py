@@ -180,6 +180,23 @@ def test_ppo_adds_the_critic_and_the_reference() -> None:
     assert phase_of(plan, "update critic").items["logits"] < GIB
 
 
+@pytest.mark.parametrize(
+    ("more", "is_planned"),
+    [
+        ((), True),
+        ((f"{A}.ppo_mini_batch_size=512",), False),
+        ((f"{A}.ppo_mini_batch_size=512", f"{A}.ppo_epochs=2"), True),
+        ((f"{A}.ppo_mini_batch_size=512", "algorithm.rollout_correction.rollout_is=token"), True),
+        (("algorithm.rollout_correction.bypass_mode=True",), False),
+    ],
+)
+def test_the_pass_for_old_log_probs_is_planned_where_a_step_has_one(more: tuple[str, ...], is_planned: bool) -> None:
+    plan = plan_of(DAPO_32B, known.QWEN2_5_32B, f"{R}.calculate_log_probs=True", *more)
+    assert ("log-probs" in [found.name for found in plan.batches.passes]) == is_planned
+    assert plan.memory is not None
+    assert ("log-probs" in [phase.name for phase in plan.memory.phases]) == is_planned
+
+
 def test_engines_on_their_own_devices_leave_the_trainer_alone() -> None:
     plan = plan_of(
         DAPO_32B, known.QWEN2_5_32B, "actor_rollout_ref.hybrid_engine=False", f"{R}.nnodes=2", f"{R}.n_gpus_per_node=8"
