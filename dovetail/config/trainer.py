@@ -40,7 +40,7 @@ class TrainerConfig(Section):
     balance_batch: bool = Field(True, description="Give each data-parallel rank the same number of tokens.")
     critic_warmup: int = Field(0, ge=0, description="Steps that train the critic only.")
     val_before_train: bool = Field(True, description="Validate before the first step.")
-    val_only: bool = Field(False, description="Validate and stop.")
+    val_only: bool = Field(False, description="Validate (the checkpoint that `resume_mode` finds, if any) and stop.")
     test_freq: int = Field(-1, ge=-1, description="Steps between validations; -1: at the end only.")
     save_freq: int = Field(-1, ge=-1, description="Steps between checkpoints; -1: none.")
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(

@@ -126,9 +126,10 @@ class RayPPOTrainer:
         settings = self.config.trainer
         self._load_checkpoint()
         last_validation: Metrics = {}
-        if self.global_step == 0 and (settings.val_before_train or settings.val_only):
+        if settings.val_only or (settings.val_before_train and self.global_step == 0):
             last_validation = self._validate()
-            self.tracker.log(0, last_validation)
+            if last_validation:
+                self.tracker.log(self.global_step, last_validation)
         if settings.val_only:
             return last_validation
         started = take_timeline(self.timers, self.groups.processes)
@@ -161,7 +162,7 @@ class RayPPOTrainer:
             with self.timers("gen"):
                 rollout = self._rollout()
             batch, metrics = rollout.batch, metrics | rollout.metrics
-            if self._needs_old_log_probs:
+            if self.config.needs_old_log_probs:
                 with self.timers("old_log_prob"):
                     batch = self._add_old_log_probs(batch, metrics)
             if self.groups.ref is not None:
@@ -261,13 +262,6 @@ class RayPPOTrainer:
         metrics |= found
         return add_advantages(batch, algorithm, num_repeat=self.config.actor_rollout_ref.rollout.n)
 
-    @property
-    def _needs_old_log_probs(self) -> bool:
-        """False when the whole batch is one optimizer step: the update's own log-probs are the old ones then."""
-        actor, algorithm = self.config.actor_rollout_ref.actor, self.config.algorithm
-        one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.config.data.train_batch_size
-        return not one_step or algorithm.use_kl_in_reward or algorithm.rollout_correction.active
-
     # ---- around the step ----
 
     def _validate(self) -> Metrics:
@@ -328,10 +322,12 @@ class RayPPOTrainer:
         self.global_step = found.step
         self.groups.weights_changed()
         self._load_driver_state(found.state)
+        logger.info("resumed from %s at step %d", found.folder, found.step)
+        if self.config.trainer.val_only:
+            return  # no step will happen again, so what was recorded beyond this one stays
         self.tracker.folder.resume(found.step)
         if all(row["step"] != found.step for row in self.tracker.folder.read_metrics()):
             self.tracker.log(found.step, found.metrics)
-        logger.info("resumed from %s at step %d", found.folder, found.step)
 
     def _carried_over(self) -> DataProto | None:
         """Rows that are generated and wait for the next step."""
@@ -355,6 +351,6 @@ def total_training_steps(config: DovetailConfig, steps_per_epoch: int) -> int:
     """Steps of the run: set, or from the epochs."""
     total = config.trainer.total_training_steps
     if total is None:
-        per_step = math.ceil(config.data.train_batch_size / config.data.generation_batch_size)
+        per_step = math.ceil(config.data.train_batch_size / config.generation_batch_size)
         total = max(1, steps_per_epoch // max(1, per_step)) * config.trainer.total_epochs
     return total

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from dovetail.observability.run_folder import RunFolder
+from dovetail.trainer.main_ppo import main as main_ppo
 from tests.trainer.toy_run import DAPO, Toy, save_toy_model, train
 
 pytestmark = pytest.mark.e2e
@@ -85,3 +87,12 @@ def test_a_reward_that_never_differs_ends_steps_at_the_limit_of_rounds(toy: Toy,
         assert row["train/groups_with_signal"] == 0
         assert row["train/groups_without_signal"] == 8
         assert row["actor/pg_loss"] == 0.0
+
+
+def test_the_entry_point_of_ppo_filters_groups_when_the_configuration_says_so(toy: Toy, tmp_path: Path) -> None:
+    arguments = toy.arguments(tmp_path / "run", {**DAPO, "trainer.total_training_steps": 1})
+    assert main_ppo(arguments) == 0
+    [row] = RunFolder(tmp_path / "run").read_metrics()
+    assert row["train/num_gen_batches"] >= 1
+    answers = (tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    assert len(answers) == 4 * 4, "data.train_batch_size x rollout.n, whatever data.gen_batch_size is"

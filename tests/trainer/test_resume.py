@@ -142,3 +142,19 @@ def test_a_checkpoint_says_where_the_driver_stood(toy: Toy, tmp_path: Path) -> N
     assert state["metrics"]["training/global_step"] == 2
     # The last step is saved too, whatever the frequency.
     assert (tmp_path / "global_step_3" / "manifest.json").exists()
+
+
+def test_val_only_validates_the_checkpoint_and_takes_nothing_away(toy: Toy, tmp_path: Path) -> None:
+    keys = {"data.val_files": str(toy.data / "val.parquet"), "trainer.test_freq": 1, "trainer.save_freq": 1}
+    _, rows = train(toy.config(tmp_path / "run", keys))
+    expected = {name: value for name, value in rows[1].items() if name.startswith("val-")}
+    first = {
+        "trainer.val_only": True,
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": str(tmp_path / "run" / "global_step_2"),
+    }
+    result, found = train(toy.config(tmp_path / "run", {**keys, **first}))
+    assert result.validation == expected
+    assert found == [*rows, {"step": 2, **expected}]
+    result, found = train(toy.config(tmp_path / "other", {**keys, **first}))
+    assert (result.steps, found) == (2, [{"step": 2, **expected}])
