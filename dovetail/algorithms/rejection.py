@@ -67,7 +67,7 @@ def compute_rollout_rejection_mask(
         metrics |= _rule_metrics(rule, statistic, rule_passed, kept)
     rejected = kept & ~passed
     metrics["rollout_rs_masked_fraction"] = masked_mean(rejected.float(), kept).item()
-    metrics["rollout_rs_seq_masked_fraction"] = rejected.any(dim=-1).float().mean().item() if len(kept) else 0.0
+    metrics["rollout_rs_seq_masked_fraction"] = masked_mean(rejected.any(-1).float(), kept.any(-1)).item()
     return response_mask * passed.to(response_mask.dtype), metrics
 
 

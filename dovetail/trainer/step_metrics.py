@@ -24,15 +24,17 @@ _MEMORY_NAMES = {
 
 
 def data_metrics(batch: DataProto, *, use_critic: bool) -> Metrics:
-    """Scores, rewards, advantages, returns, values and lengths; rows with an empty mask (failed rewards) left out."""
+    """Scores and rewards of all rows that have one, whether they are trained on or filtered out; advantages, returns and
+    values of the tokens that are trained on; lengths of everything.
+    """
     columns = batch.tensors
     width = columns["responses"].shape[1]
     attention = columns["attention_mask"].bool()
     mask = columns["response_mask"].bool()
-    counted = mask.any(dim=1)
+    scored = ~columns["reward_failed"].bool()
     found: Metrics = {}
-    found |= _spread("critic/score", columns["token_level_scores"].sum(dim=1)[counted])
-    found |= _spread("critic/rewards", columns["token_level_rewards"].sum(dim=1)[counted])
+    found |= _spread("critic/score", columns["token_level_scores"].sum(dim=1)[scored])
+    found |= _spread("critic/rewards", columns["token_level_rewards"].sum(dim=1)[scored])
     found |= _spread("critic/advantages", columns["advantages"][mask])
     found |= _spread("critic/returns", columns["returns"][mask])
     if use_critic:

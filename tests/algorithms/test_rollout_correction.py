@@ -170,6 +170,19 @@ def test_rows_that_keep_no_token_change_no_metric(rollout_is: str) -> None:
         assert metrics(slice(3)) == pytest.approx(metrics(slice(2)))
 
 
+def test_rows_without_a_kept_token_change_no_metric_of_rejection() -> None:
+    empty = torch.cat([MASK, torch.zeros(1, 2)])
+    engine = torch.full((3, 2), -3.0)
+    log_ratio = torch.cat([LOG_RATIO, torch.full((1, 2), 2.0)])
+    settings = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}
+    found = compute_rollout_correction_and_rejection_mask(engine + log_ratio, engine, empty, **settings)
+    two = engine[:2]
+    expected = compute_rollout_correction_and_rejection_mask(two + LOG_RATIO, two, MASK, **settings)
+    assert found.metrics == pytest.approx(expected.metrics)
+    whole = compute_is_metrics(log_ratio.exp(), log_ratio, empty, "sequence", 2.0)
+    assert whole == pytest.approx(compute_is_metrics(LOG_RATIO.exp(), LOG_RATIO, MASK, "sequence", 2.0))
+
+
 def test_everything_at_once() -> None:
     engine = torch.full((2, 2), -3.0)
     result = compute_rollout_correction_and_rejection_mask(

@@ -75,6 +75,7 @@ def reported_batch() -> DataProto:
             "responses": torch.zeros(3, 3, dtype=torch.long),
             "response_mask": mask,
             "token_level_scores": scores,
+            "reward_failed": torch.tensor([False, False, True]),
             "token_level_rewards": scores - 0.5 * mask,
             "advantages": returns - 2,
             "returns": returns,
@@ -97,6 +98,15 @@ def test_step_metrics_are_those_of_the_scored_rows() -> None:
     assert found["response/aborted_ratio"] == 0.0
     assert found["prompt_length/mean"] == pytest.approx(5 / 3)
     assert found["prompt_length/clip_ratio"] == pytest.approx(2 / 3)
+
+
+def test_an_answer_that_is_filtered_out_keeps_its_place_in_the_mean_score() -> None:
+    batch = reported_batch()
+    batch.tensors["response_mask"][1] = 0
+    found = data_metrics(batch, use_critic=True)
+    assert found["critic/score/mean"] == 2.0
+    assert found["critic/rewards/mean"] == pytest.approx((0.0 + 1.5) / 2)
+    assert found["critic/returns/mean"] == 1.0
 
 
 def test_metrics_of_values_need_a_critic() -> None:
