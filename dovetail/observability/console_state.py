@@ -25,6 +25,7 @@ class ConsoleState:
     previous: dict[str, float] = field(default_factory=dict)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     validation: dict[str, float] = field(default_factory=dict)
+    validation_step: int | None = None
     events: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     phase_name: str | None = None
     phase_start: float = 0.0
@@ -47,7 +48,9 @@ class ConsoleState:
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step = step
-        self.validation.update({name: value for name, value in metrics.items() if name.startswith("val-core/")})
+        validation = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        if validation:
+            self.validation, self.validation_step = validation, step
         if any(not name.startswith("val-") for name in metrics):
             self.previous, self.metrics = self.metrics, dict(metrics)
         reward = self.reward
@@ -55,6 +58,8 @@ class ConsoleState:
             self.rewards.append(reward)
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        if kind == "resume":
+            self.step = self.first_step = step
         # Of a validation the scores that count; the rest is in the files.
         core = {name.removeprefix("val-core/"): value for name, value in facts.items() if name.startswith("val-core/")}
         details = ", ".join(f"{name} {_short(value)}" for name, value in (core or facts).items())

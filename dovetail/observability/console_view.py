@@ -40,7 +40,9 @@ def draw(state: ConsoleState, now: float, width: int) -> RenderableType:
     if state.rewards:
         rows.append(_reward(state, inner))
     if state.validation:
-        rows.append(_labelled("validation", _join(_validation_names(state.validation))))
+        words = _join(_validation_names(state.validation))
+        words.append(f"   step {state.validation_step}", style="dim")
+        rows.append(_labelled("validation", words))
     times = _times(state.metrics)
     if times:
         rows += [Text(), _last_step(state.metrics), _phase_bars(times, inner)]
@@ -65,7 +67,7 @@ def draw(state: ConsoleState, now: float, width: int) -> RenderableType:
 
 
 def plain_line(state: ConsoleState) -> str:
-    """`step 12/100  reward 0.512  len 143  kl 0.0012  8.1 s  2310 tokens/s`"""
+    """`step 12/100  reward 0.512  len 143  kl 0.0012  8.1 s  2310 tokens/s per device`"""
     metrics = state.metrics
     parts = [f"step {state.step}/{state.total_steps}"]
     if state.reward is not None:
@@ -76,8 +78,9 @@ def plain_line(state: ConsoleState) -> str:
     if "timing_s/step" in metrics:
         parts.append(f"{metrics['timing_s/step']:.1f} s")
     if "perf/throughput" in metrics:
-        parts.append(f"{metrics['perf/throughput']:,.0f} tokens/s")
-    parts += [f"{name} {value:.3f}" for name, value in _validation_names(state.validation).items()]
+        parts.append(f"{metrics['perf/throughput']:,.0f} tokens/s per device")
+    if state.validation_step == state.step:
+        parts += [f"{name} {value:.3f}" for name, value in _validation_names(state.validation).items()]
     return "  ".join(parts)
 
 
@@ -132,7 +135,7 @@ def _reward(state: ConsoleState, inner: int) -> RenderableType:
 def _last_step(metrics: Mapping[str, float]) -> RenderableType:
     words = Text(f"{metrics['timing_s/step']:.2f} s" if "timing_s/step" in metrics else "")
     if "perf/throughput" in metrics:
-        words.append(f"  {metrics['perf/throughput']:,.0f} tokens/s", style="dim")
+        words.append(f"  {metrics['perf/throughput']:,.0f} tokens/s per device", style="dim")
     if "perf/mfu/actor" in metrics:
         words.append(f"  {metrics['perf/mfu/actor']:.0%} of the peak in updates", style="dim")
     return _labelled("last step", words)

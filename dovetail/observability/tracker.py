@@ -50,6 +50,12 @@ class Tracker:
         if self._console is not None:
             self._console.event(kind, step, facts)
 
+    def resume(self, step: int) -> None:
+        """Continue after `step`: files and console go back to it."""
+        self.folder.resume(step)
+        if self._console is not None:
+            self._console.event("resume", step, {})
+
     def close(self) -> None:
         """Flush and leave the trackers; the console shows its last state."""
         if self._console is not None:

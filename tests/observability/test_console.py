@@ -51,7 +51,7 @@ def test_the_picture_shows_step_phase_speed_reward_times_and_metrics() -> None:
     text = show(state, now[0], 100)
     for words in (
         "p/e", "2/20", "30/64 answers", "2,500 tokens/s", "0.5  best 0.5", "update actor", "3.00 s", "38%",
-        "openai/gsm8k acc mean@4 0.250", "entropy", "1.20e-04", "step 2: checkpoint (seconds 1.5)",
+        "openai/gsm8k acc mean@4 0.250   step 2", "entropy", "1.20e-04", "step 2: checkpoint (seconds 1.5)",
         "0:18 elapsed · 2:42 left",
     ):  # fmt: skip
         assert words in text, words
@@ -93,9 +93,29 @@ def test_a_pipe_gets_one_plain_line_per_step() -> None:
     console.end_step(12, METRICS)
     console.close()
     assert stream.getvalue() == (
-        "step 12/100  reward 0.5  len 143  entropy 1.25  kl 1.20e-04  grad 0.3  failed 2  8.0 s  2,310 tokens/s  "
-        "openai/gsm8k acc mean@4 0.250\n"
+        "step 12/100  reward 0.5  len 143  entropy 1.25  kl 1.20e-04  grad 0.3  failed 2  8.0 s  "
+        "2,310 tokens/s per device  openai/gsm8k acc mean@4 0.250\n"
     )
+
+
+def test_a_line_shows_the_validation_of_its_own_step_only() -> None:
+    stream = io.StringIO()
+    console = make_console("p/e", 3, stream=stream)
+    later = {name: value for name, value in METRICS.items() if not name.startswith("val-")}
+    for step, metrics in enumerate((METRICS, later)):
+        console.end_step(step, metrics)
+    assert ["gsm8k" in line for line in stream.getvalue().splitlines()] == [True, False]
+
+
+def test_a_resumed_run_is_expected_to_take_the_time_of_its_own_steps() -> None:
+    now = [100.0]
+    state = ConsoleState("p/e", 100, clock=lambda: now[0])
+    state.event("resume", 50, {})
+    assert state.seconds_left(now[0]) is None
+    assert "50/100" in show(state, now[0], 80)
+    now[0] += 10.0
+    state.end_step(51, METRICS)
+    assert state.seconds_left(now[0]) == 10.0 * 49
 
 
 def test_the_live_console_draws_and_gives_logging_back(monkeypatch: pytest.MonkeyPatch) -> None:
