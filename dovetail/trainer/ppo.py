@@ -89,6 +89,7 @@ class RayPPOTrainer:
         self.checkpoints = TrainerCheckpoints(config)
         self.utilisation = StepUtilisation(config)
         self.global_step = 0
+        self._num_written = 0
         self.total_steps = total_training_steps(config, len(train_loader))
         self._answers_file = Background("answers")
         # A tokenizer of its own: it works beside the driver, which reads prompts.
@@ -198,10 +199,10 @@ class RayPPOTrainer:
         """`rollout.n` answers to each prompt; ReMax also asks for the greedy one, whose score is the baseline."""
         n = self.config.actor_rollout_ref.rollout.n
         batch = self._answers(prompts, n=n)
-        self.utilisation.count_generation(batch)
+        self._count_generation(batch)
         if self.config.algorithm.adv_estimator == "remax":
             greedy = self._answers(prompts, n=1, do_sample=False)
-            self.utilisation.count_generation(greedy)
+            self._count_generation(greedy)
             scored = self._finish_rewards(self._start_rewards(greedy))
             batch = add_baselines(batch, scored.columns, num_repeat=n)
         return batch, {}
@@ -212,6 +213,11 @@ class RayPPOTrainer:
         answers = self.groups.rollout.generate_sequences(request)
         self._note_restarts(num_restarts(answers))
         return join_answers(prompts, answers, n=n)
+
+    def _count_generation(self, answers: DataProto) -> None:
+        """What an engine has written in this step, also what no update will see."""
+        self._num_written += token_counts(answers)[1]
+        self.utilisation.count_generation(answers)
 
     def _note_restarts(self, total: int) -> None:
         if total:
@@ -276,10 +282,11 @@ class RayPPOTrainer:
         return found.metrics
 
     def _report(self, batch: DataProto, metrics: Metrics) -> None:
-        tokens, response_tokens = token_counts(batch)
+        tokens, _ = token_counts(batch)
+        written, self._num_written = self._num_written, 0
         seconds = self.timers.seconds()
         metrics |= data_metrics(batch, use_critic=self.groups.critic is not None)
-        metrics |= timing_metrics(seconds, tokens, response_tokens)
+        metrics |= timing_metrics(seconds, tokens, written)
         metrics |= throughput_metrics(seconds["step"], tokens, self._num_devices)
         metrics |= memory_metrics(metrics)
         metrics |= self.utilisation.take(batch, seconds)
@@ -325,7 +332,7 @@ class RayPPOTrainer:
         logger.info("resumed from %s at step %d", found.folder, found.step)
         if self.config.trainer.val_only:
             return  # no step will happen again, so what was recorded beyond this one stays
-        self.tracker.folder.resume(found.step)
+        self.tracker.resume(found.step)
         if all(row["step"] != found.step for row in self.tracker.folder.read_metrics()):
             self.tracker.log(found.step, found.metrics)
 

@@ -24,8 +24,8 @@ _MEMORY_NAMES = {
 
 
 def data_metrics(batch: DataProto, *, use_critic: bool) -> Metrics:
-    """Scores and rewards of all rows that have one, whether they are trained on or filtered out; advantages, returns and
-    values of the tokens that are trained on; lengths of everything.
+    """Scores and rewards of all rows that have one, trained on or filtered out; advantages, returns and values of the
+    tokens that are trained on; lengths of everything.
     """
     columns = batch.tensors
     width = columns["responses"].shape[1]
@@ -53,11 +53,14 @@ def data_metrics(batch: DataProto, *, use_critic: bool) -> Metrics:
     return found
 
 
-def timing_metrics(seconds: Mapping[str, float], num_tokens: int, num_response_tokens: int) -> Metrics:
-    """`timing_s/*`, and `timing_per_token_ms/*` for the phases that work token by token."""
+def timing_metrics(seconds: Mapping[str, float], num_tokens: int, num_written: int) -> Metrics:
+    """`timing_s/*`, and `timing_per_token_ms/*` for the phases that work token by token.
+
+    `num_written` counts all tokens that engines wrote in the step: dynamic sampling trains on a part of them only.
+    """
     found = {f"timing_s/{name}": value for name, value in seconds.items()}
     for name, whole in _PER_TOKEN.items():
-        tokens = num_tokens if whole else num_response_tokens
+        tokens = num_tokens if whole else num_written
         if name in seconds and tokens:
             found[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / tokens
     return found

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
 from dovetail.protocol.stages import STAGES, unmet_reads, validate_stage
 from dovetail.rewards.runner import PendingRewards, RewardResult
+from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.ppo import Metrics, RayPPOTrainer
 from dovetail.trainer.run import run_training
-from tests.trainer.toy_run import Toy, train
+from tests.trainer.toy_run import DAPO, Toy, train
 
 pytestmark = pytest.mark.e2e
 
@@ -185,3 +187,31 @@ def test_every_stage_finds_what_it_reads(toy: Toy, tmp_path: Path, changes: dict
     run_training(config, use_ray=False, trainer_class=StageCheckingTrainer)
     assert StageCheckingTrainer.seen == ["dataset", "assign_uid", "generate_sequences", *stages]
     assert unmet_reads(StageCheckingTrainer.seen, writes=["rollout_log_probs"]) == []
+
+
+# ---- speed ----
+
+
+class CountingTrainer(RayDAPOTrainer):
+    """Counts the tokens of every answer an engine has given."""
+
+    written: int
+
+    def _answers(self, prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
+        found = super()._answers(prompts, n=n, **sampling)
+        type(self).written += int(found.tensors["response_mask"].sum())
+        return found
+
+
+@pytest.mark.parametrize("changes", [DAPO, {"algorithm.adv_estimator": "remax"}], ids=["dapo", "remax"])
+def test_time_per_written_token_counts_answers_that_no_update_sees(
+    toy: Toy, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    CountingTrainer.written = 0
+    config = toy.config(tmp_path, {**changes, "trainer.total_training_steps": 1})
+    run_training(config, use_ray=False, trainer_class=CountingTrainer)
+    [row] = RunFolder(tmp_path).read_metrics()
+    trained_on = 4 * 4 * row["response_length/mean"]
+    assert CountingTrainer.written > trained_on
+    expected = row["timing_s/gen"] * 1000 / CountingTrainer.written
+    assert row["timing_per_token_ms/gen"] == pytest.approx(expected)
