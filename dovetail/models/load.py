@@ -12,6 +12,7 @@ No rank ever holds the whole model. Refuses to fetch anything: a path is a folde
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +38,10 @@ Role = Literal["policy", "value", "reward"]
 def load_config(
     path: str | Path, override_config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """The folder's config with `override_config` laid over it; nested mappings reach nested configs."""
+    """The folder's config with `override_config` laid over it; nested mappings reach nested configs.
+
+    A field that the config has not is refused, except for a dropout of 0.
+    """
     folder = _existing_folder(path)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     _override(config, override_config or {}, "override_config")
@@ -130,7 +134,11 @@ def _existing_folder(path: str | Path) -> Path:
 def _override(config: PreTrainedConfig, values: Mapping[str, Any], where: str) -> None:
     for key, value in values.items():
         if not hasattr(config, key):
-            raise ValueError(f"{where}.{key} is not a field of {type(config).__name__}.")
+            if "drop" in key and value == 0:
+                continue  # launch scripts for many architectures turn off every dropout there is; here is none
+            close = difflib.get_close_matches(key, config.to_dict(), n=1)
+            hint = f"did you mean {close[0]}?" if close else "take it out."
+            raise ValueError(f"{where}.{key}={value!r} is not a field of {type(config).__name__}; {hint}")
         current = getattr(config, key)
         if isinstance(current, PreTrainedConfig) and isinstance(value, Mapping):
             _override(current, value, f"{where}.{key}")

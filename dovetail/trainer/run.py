@@ -12,6 +12,7 @@ from typing import Any
 
 from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
+from dovetail.config.errors import Problem
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.config.runnable import refuse_unsupported
@@ -20,7 +21,7 @@ from dovetail.controller import start_ray, stop_ray
 from dovetail.data.build import build_train_loader, build_val_loader
 from dovetail.data.errors import DataError
 from dovetail.data.prompts import PromptDataset
-from dovetail.models.load import load_processor, load_tokenizer
+from dovetail.models.load import load_config, load_processor, load_tokenizer
 from dovetail.observability.console import StepConsole, make_console
 from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
@@ -62,6 +63,7 @@ def run_training(
     shapes = read_shapes(config)
     refuse_errors(check_config(config, shapes.policy))
     refuse_unsupported(config)
+    _refuse_unknown_fields(config)
     use_gpu = uses_gpu(config)
     tokenizer, processor = load_readers(config)
     train_loader = build_train_loader(config, tokenizer, processor)
@@ -113,6 +115,21 @@ def run_training(
             if trainer.has_workers:
                 trainer.groups.shutdown()
     return RunResult(folder.path, trainer.global_step, validation)
+
+
+def _refuse_unknown_fields(config: DovetailConfig) -> None:
+    """Now, instead of in every worker that builds a network with such a field."""
+    sections = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
+    if config.uses_critic:
+        sections["critic.model"] = config.critic.model
+    for name, model in sections.items():
+        # Only workers import the module that may register the architecture.
+        if not model.override_config or model.external_lib is not None:
+            continue
+        try:
+            load_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+        except ValueError as error:
+            raise ConfigError([Problem(name, f"{name}.{error}")]) from error
 
 
 def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:

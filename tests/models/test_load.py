@@ -169,8 +169,19 @@ def test_override_config_reaches_fields_and_refuses_unknown_ones(tmp_path: Path)
     assert config.text_config.rms_norm_eps == 0.5
     with pytest.raises(ValueError, match=r"override_config\.text_config\.bogus"):
         load_config(tmp_path, {"text_config": {"bogus": 1}})
+    with pytest.raises(ValueError, match=r"override_config\.text_config\.rms_norm_esp=1 is .* mean rms_norm_eps\?"):
+        load_config(tmp_path, {"text_config": {"rms_norm_esp": 1}})
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         load_config(tmp_path / "absent")
+
+
+def test_a_dropout_that_the_network_has_not_may_be_turned_off_but_not_on(tmp_path: Path) -> None:
+    save_tiny_model("qwen2", tmp_path)
+    config = load_config(tmp_path, {"attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0})
+    assert config.attention_dropout == 0.0
+    assert not hasattr(config, "embd_pdrop")
+    with pytest.raises(ValueError, match=r"embd_pdrop=0\.1 is not a field of Qwen2Config"):
+        load_config(tmp_path, {"embd_pdrop": 0.1})
 
 
 def test_a_text_model_has_no_processor_and_pads_with_its_own_token(tmp_path: Path) -> None:

@@ -69,6 +69,10 @@ def no_model(toy: Toy, tmp_path: Path) -> dict[str, Any]:
     return {"actor_rollout_ref.model.path": str(tmp_path / "no-model")}
 
 
+def no_such_field(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {"actor_rollout_ref.model.override_config.rms_norm_esp": 1e-6}
+
+
 Mistake = Callable[[Toy, Path], dict[str, Any]]
 FOUND_BEFORE_THE_RUN: list[tuple[Mistake, str]] = [
     (no_reward_file, "custom_reward_function.path="),
@@ -79,6 +83,7 @@ FOUND_BEFORE_THE_RUN: list[tuple[Mistake, str]] = [
     (no_rows, "empty.jsonl"),
     (too_few_rows, "data.train_batch_size"),
     (no_model, "no-model"),
+    (no_such_field, "actor_rollout_ref.model.override_config.rms_norm_esp=1e-06 is not a field of Qwen2Config"),
 ]
 
 
