@@ -24,7 +24,7 @@ class PromptEncoder:
         """The prompt as messages, or as the text it is."""
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}] if self.tokenizer.chat_template else prompt
-        if not isinstance(prompt, (list, tuple)) or not prompt or not all(isinstance(m, Mapping) for m in prompt):
+        if not isinstance(prompt, (list, tuple)) or not prompt or not all(_is_message(entry) for entry in prompt):
             raise DataError(
                 f"{where}: the prompt is {_short(prompt)}; it must be text or a list of messages with role and content."
             )
@@ -80,6 +80,13 @@ def truncate(ids: Sequence[int], limit: int, truncation: Truncation, where: str)
         f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}; raise it to "
         f"{len(ids)}, set data.filter_overlong_prompts=True to leave such prompts out, or data.truncation=left to cut."
     )
+
+
+def _is_message(entry: Any) -> bool:
+    """A template would write nothing for a role or a content that is not there."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+        return False
+    return entry.get("content") is not None or entry.get("tool_calls") is not None
 
 
 def _short(value: Any, limit: int = 80) -> str:

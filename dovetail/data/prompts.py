@@ -167,8 +167,12 @@ class PromptDataset:
 
     def _ground_truth(self, row: Mapping[str, Any], where: str) -> Any:
         reward_model = row.get("reward_model")
-        if self._requires_ground_truth and not (isinstance(reward_model, Mapping) and "ground_truth" in reward_model):
-            raise DataError(f"{where}: reward_model is {reward_model!r}; it must be a dict with ground_truth.")
+        truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+        if self._requires_ground_truth and truth is None:
+            raise DataError(
+                f"{where}: reward_model is {reward_model!r}; it must be a dict with ground_truth, which the built-in "
+                "rules compare with. Fill it in, or set custom_reward_function.path to score without it."
+            )
         return reward_model
 
     def _check_columns(self, file: Rows) -> None:

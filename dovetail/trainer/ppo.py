@@ -182,7 +182,7 @@ class RayPPOTrainer:
                     metrics |= update_metrics(self.groups.critic.update_critic(batch))
             if self.global_step > self.config.trainer.critic_warmup:
                 with self.timers("update_actor"):
-                    metrics |= update_metrics(self.groups.actor_rollout.update_actor(batch))
+                    metrics |= update_metrics(self.groups.actor_rollout.update_actor(batch), metrics)
                     self.groups.weights_changed()
         self._report(batch, metrics)
         return metrics

@@ -75,10 +75,15 @@ def throughput_metrics(seconds: float, num_tokens: int, num_devices: int) -> Met
     }
 
 
-def update_metrics(output: DataProto) -> Metrics:
-    """What an update reported. Ranks report equal numbers, except for memory, where the largest matters."""
+def update_metrics(output: DataProto, before: Mapping[str, float] | None = None) -> Metrics:
+    """What an update reported. Ranks report equal numbers, except for memory, where the largest matters.
+
+    `before` are the metrics of the step so far: the critic's processes report memory under the same names.
+    """
     found = output.meta_info["metrics"]
-    return {name: max(values) if isinstance(values, list) else values for name, values in found.items()}
+    largest = {name: max(values) if isinstance(values, list) else values for name, values in found.items()}
+    earlier = {name: value for name, value in (before or {}).items() if name.startswith("memory/")}
+    return largest | {name: max(value, largest.get(name, value)) for name, value in earlier.items()}
 
 
 def memory_metrics(reported: Mapping[str, float]) -> Metrics:

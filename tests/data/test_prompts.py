@@ -179,8 +179,18 @@ def test_unusable_files_are_clear_errors(tmp_path: Path) -> None:
 def test_a_row_without_truth_or_with_a_strange_prompt_is_named(tmp_path: Path) -> None:
     good = {"prompt": "a", "data_source": "toy", "reward_model": {"ground_truth": "1"}}
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in (good, {**good, "reward_model": {}}, {**good, "prompt": 3})))
+    strange = [
+        {"reward_model": {}}, {"prompt": 3}, {"reward_model": {"ground_truth": None}},
+        {"prompt": [{"content": "a"}]}, {"prompt": [{"role": "user"}]},
+    ]  # fmt: skip
+    file.write_text("\n".join(json.dumps({**good, **change}) for change in ({}, *strange)))
     made = dataset(str(file))
+    assert made[0]["reward_model"] == {"ground_truth": "1"}
+    with pytest.raises(DataError, match=r"row 3: reward_model is \{'ground_truth': None\}.*custom_reward_function"):
+        made[3]
+    for row in (4, 5):
+        with pytest.raises(DataError, match=rf"row {row}: the prompt is .* messages with role and content"):
+            made[row]
     with pytest.raises(DataError, match=r"row 1: reward_model is \{\}"):
         made[1]
     with pytest.raises(DataError, match="row 2: the prompt is 3"):

@@ -19,6 +19,7 @@ from dovetail.trainer.step_metrics import (
     throughput_metrics,
     timing_metrics,
     token_counts,
+    update_metrics,
 )
 from dovetail.trainer.val_metrics import validation_metrics
 
@@ -128,6 +129,15 @@ def test_peaks_of_memory_get_the_names_users_plot() -> None:
     measured = {"memory/peak_allocated_gib": 3.0, "memory/allocated_gib": 1.0, "memory/host_peak_gib": 9.0}
     expected = {"perf/max_memory_allocated_gb": 3.0, "perf/cpu_memory_used_gb": 9.0}
     assert memory_metrics(measured) == expected
+
+
+def test_memory_is_that_of_the_fullest_role_not_of_the_one_updated_last() -> None:
+    critic = DataProto(meta_info={"metrics": {"critic/lr": 0.1, "memory/peak_allocated_gib": [7.0, 9.0]}})
+    actor = DataProto(meta_info={"metrics": {"actor/lr": 0.2, "memory/peak_allocated_gib": [8.0, 3.0]}})
+    metrics = update_metrics(critic)
+    metrics |= update_metrics(actor, metrics)
+    assert metrics == {"critic/lr": 0.1, "actor/lr": 0.2, "memory/peak_allocated_gib": 9.0}
+    assert memory_metrics(metrics) == {"perf/max_memory_allocated_gb": 9.0}
 
 
 # ---- draws and steps ----
