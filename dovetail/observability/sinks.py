@@ -169,12 +169,16 @@ def open_sinks(names: Sequence[str], facts: RunFacts) -> list[Sink]:
     return opened
 
 
+class MissingTrackerError(ImportError):
+    """A tracker in `trainer.logger` whose library is not installed."""
+
+
 def need(module: str, package: str, logger_name: str) -> Any:
     """Import a tracker's library, or say how to get it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
+        raise MissingTrackerError(
             f"trainer.logger={logger_name} needs the package {package}: {error}. "
             f"pip install {package}, or take {logger_name} out of trainer.logger."
         ) from error

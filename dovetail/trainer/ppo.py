@@ -328,10 +328,10 @@ class RayPPOTrainer:
             return
         self.global_step = found.step
         self.groups.weights_changed()
-        self._load_driver_state(found.state)
         logger.info("resumed from %s at step %d", found.folder, found.step)
         if self.config.trainer.val_only:
             return  # no step will happen again, so what was recorded beyond this one stays
+        self._load_driver_state(found.state)
         self.tracker.resume(found.step)
         if all(row["step"] != found.step for row in self.tracker.folder.read_metrics()):
             self.tracker.log(found.step, found.metrics)

@@ -25,6 +25,7 @@ from dovetail.models.load import load_config, load_processor, load_tokenizer
 from dovetail.observability.console import StepConsole, make_console
 from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.sinks import MissingTrackerError
 from dovetail.observability.tracker import Tracker
 from dovetail.rewards.build import build_reward_runner
 from dovetail.rewards.errors import RewardError
@@ -34,7 +35,9 @@ from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
 
 logger = logging.getLogger(__name__)
 
-USER_ERRORS = (ConfigError, DataError, RewardError, UserCodeError, FileNotFoundError, DiskFullError)
+USER_ERRORS = (
+    ConfigError, DataError, RewardError, UserCodeError, FileNotFoundError, DiskFullError, MissingTrackerError,
+)  # fmt: skip
 """What a user can put right: commands show the message alone and exit with 2. Everything else keeps its traceback."""
 
 
@@ -66,8 +69,10 @@ def run_training(
     _refuse_unknown_fields(config)
     use_gpu = uses_gpu(config)
     tokenizer, processor = load_readers(config)
-    train_loader = build_train_loader(config, tokenizer, processor)
     val_loader = build_val_loader(config, tokenizer, processor)
+    # A run that only validates may name no training prompts, and draws none.
+    train_loader = build_train_loader(config, tokenizer, processor) if config.data.train_paths else val_loader
+    assert train_loader is not None, "the checks ask for one of the two"
     for loader in (train_loader, val_loader):
         if loader is not None:
             _refuse_unread_images(config, loader.dataset, on_cuda=use_gpu)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.config.checks.schedule import LOGGERS
 from dovetail.observability import sinks
 from dovetail.observability.console import make_console
 from dovetail.observability.run_folder import RunFolder
 from dovetail.observability.sinks import RunFacts
 from dovetail.observability.timers import PhaseTimers
-from dovetail.observability.tracker import Tracker, finite_numbers
+from dovetail.observability.tracker import Tracker, check_logger_names, finite_numbers
 
 pytestmark = pytest.mark.unit
 
@@ -67,6 +68,11 @@ def test_without_console_nothing_is_shown_and_the_folder_is_still_written(tmp_pa
 def test_an_unknown_tracker_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer\.logger=wandbb is not known; did you mean wandb"):
         make_tracker(tmp_path, ["wandbb"])
+
+
+def test_the_check_of_a_configuration_knows_the_trackers_there_are() -> None:
+    check_logger_names(LOGGERS)
+    assert set(sinks.SINKS) < set(LOGGERS)
 
 
 def test_a_missing_library_is_an_error_that_says_what_to_install() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,16 @@ def test_the_module_entry_point_reports_mistakes_the_same_way(
     assert main_ppo(toy.arguments(tmp_path / "run", no_reward_file(toy, tmp_path))) == 2
     shown = capsys.readouterr().err
     assert "custom_reward_function.path=" in shown
+    assert "Traceback" not in shown
+
+
+def test_a_tracker_that_is_not_installed_is_a_message(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["train", "--local", *toy.arguments(tmp_path / "run", {"trainer.logger": ["wandb"]})]) == 2
+    shown = capsys.readouterr().err
+    assert "trainer.logger=wandb needs the package wandb" in shown
     assert "Traceback" not in shown
 
 

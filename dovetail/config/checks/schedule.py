@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dovetail.config.checks.finding import ACTOR, Checked, Finding, error, warning
 
+# What `dovetail.observability.tracker` knows; a test holds the two against each other.
 LOGGERS = (
     "console",
     "file",
@@ -16,9 +17,8 @@ LOGGERS = (
     "mlflow",
     "swanlab",
     "clearml",
-    "comet",
     "trackio",
-    "vemlp_wandb",
+    "jsonl",
 )
 
 
@@ -41,9 +41,9 @@ def validation_has_prompts(run: Checked) -> Iterator[Finding]:
 
 
 def frequencies_are_not_zero(run: Checked) -> Iterator[Finding]:
-    for name in ("test_freq", "save_freq"):
+    for name, meaning in (("test_freq", "validate at the end only"), ("save_freq", "save nothing")):
         if getattr(run.config.trainer, name) == 0:
-            yield error(f"trainer.{name}", f"trainer.{name}=0 is no number of steps; use -1 for never.")
+            yield error(f"trainer.{name}", f"trainer.{name}=0 is no number of steps; use -1 to {meaning}.")
 
 
 def checkpoints_fall_inside_the_run(run: Checked) -> Iterator[Finding]:

@@ -273,7 +273,9 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
     (("data.train_files=[]",), "error", "data.train_files", ("empty", "name a file")),
     (("data.val_files=[]",), "warning", "trainer.test_freq", ("=5", "empty", "-1")),
     (("trainer.resume_mode=resume_path",), "error", "trainer.resume_from_path", ("not set", "folder")),
-    (("trainer.save_freq=0",), "error", "trainer.save_freq", ("=0", "-1")),
+    (("trainer.save_freq=0",), "error", "trainer.save_freq", ("=0", "-1 to save nothing")),
+    (("trainer.test_freq=0",), "error", "trainer.test_freq", ("=0", "-1 to validate at the end only")),
+    (("trainer.logger=[vemlp_wandb]",), "error", "trainer.logger", ("vemlp_wandb", "did you mean wandb?")),
     (("trainer.logger=[consle]",), "error", "trainer.logger", ("consle", "did you mean console?")),
     (("trainer.critic_warmup=5",), "error", "trainer.critic_warmup", ("=5", "no critic", "use 0")),
 ]
