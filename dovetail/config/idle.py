@@ -164,7 +164,7 @@ def _of_other_engines() -> Iterator[Idle]:
         _ROLLOUT,
         "gpu_memory_utilization enforce_eager cudagraph_capture_sizes enable_chunked_prefill enable_prefix_caching "
         "max_num_batched_tokens max_num_seqs load_format scheduling_policy disable_log_stats skip_tokenizer_init "
-        "free_cache_engine expert_parallel_size engine_kwargs.*",
+        "free_cache_engine kv_cache_dtype expert_parallel_size engine_kwargs.*",
     )
     yield Idle(started, served, f"the servers of {_ROLLOUT}.server_urls run already, with settings of their own")
     of_vllm = _each(_ROLLOUT, "scheduling_policy limit_images engine_kwargs.vllm*")
