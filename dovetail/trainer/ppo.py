@@ -234,10 +234,10 @@ class RayPPOTrainer:
         metrics |= imbalance(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks)
         return batch
 
-    def _start_rewards(self, batch: DataProto) -> PendingRewards:
+    def _start_rewards(self, batch: DataProto, *, shaped: bool = True) -> PendingRewards:
         if self.groups.reward_model is not None:
             batch = batch.union(self.groups.reward_model.compute_rm_score(batch))
-        return self.rewards.submit(batch)
+        return self.rewards.submit(batch, shaped=shaped)
 
     def _finish_rewards(self, rewards: PendingRewards | RewardResult) -> RewardResult:
         return rewards if isinstance(rewards, RewardResult) else rewards.result()
@@ -275,7 +275,10 @@ class RayPPOTrainer:
         if self.val_loader is None:
             return {}
         found = validate(
-            self.config, self.val_loader, lambda prompts, **meta: self._answers(prompts, **meta), self.rewards
+            self.config,
+            self.val_loader,
+            lambda prompts, **meta: self._answers(prompts, **meta),
+            lambda batch: self._start_rewards(batch, shaped=False).result(),
         )
         self.tracker.folder.write_answers(self.global_step, found.rows, "validation")
         self.tracker.event("validation", self.global_step, **found.metrics)

@@ -11,7 +11,7 @@ import numpy as np
 from dovetail.config.root import DovetailConfig
 from dovetail.data.loader import PromptLoader
 from dovetail.protocol import DataProto
-from dovetail.rewards.runner import RewardRunner
+from dovetail.rewards.runner import RewardResult
 from dovetail.trainer.prompt_draws import with_seeds
 from dovetail.trainer.val_metrics import validation_metrics
 
@@ -26,7 +26,10 @@ class Validation:
 
 
 def validate(
-    config: DovetailConfig, loader: PromptLoader, answer: Callable[..., DataProto], rewards: RewardRunner
+    config: DovetailConfig,
+    loader: PromptLoader,
+    answer: Callable[..., DataProto],
+    score: Callable[[DataProto], RewardResult],
 ) -> Validation:
     """Every validation prompt once, `rollout.val_kwargs.n` answers each.
 
@@ -40,7 +43,7 @@ def validate(
         uids = [f"val-{first + index}" for index in range(len(prompts))]
         first += len(prompts)
         batch = answer(with_seeds(prompts, uids, config.trainer.seed), n=n, validate=True)
-        rows += _scored_rows(batch, rewards, config.data.reward_fn_key)
+        rows += _scored_rows(batch, score(batch), config.data.reward_fn_key)
     scored = [row for row in rows if not row["failed"]]
     metrics: dict[str, float] = {"val-aux/failed": float(len(rows) - len(scored))}
     if scored:
@@ -55,8 +58,7 @@ def validate(
     return Validation(metrics, rows)
 
 
-def _scored_rows(batch: DataProto, rewards: RewardRunner, source_key: str) -> list[dict[str, Any]]:
-    found = rewards.score(batch, shaped=False)
+def _scored_rows(batch: DataProto, found: RewardResult, source_key: str) -> list[dict[str, Any]]:
     columns, others = batch.tensors, {**batch.non_tensor_batch, **found.columns.non_tensor_batch}
     scores = found.columns.tensors["token_level_scores"].sum(dim=1).tolist()
     lengths = columns["response_mask"].sum(dim=1).tolist()
