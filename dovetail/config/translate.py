@@ -156,6 +156,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
 _OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD"}
 _SCHEDULES = {"WSD": "wsd", "inverse-square-root": "inverse_square_root"}
 _LOAD_FORMATS = dict.fromkeys(("dummy_dtensor", "dummy_megatron", "dummy_hf", "megatron", "dtensor"), "dummy")
+_LOAD_FORMATS["hf"] = "auto"
 VALUE_SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
     f"{_ROLLOUT}.name": {"hf": "native", "sglang_async": "sglang", "vllm_async": "vllm"},
     f"{_ROLLOUT}.load_format": _LOAD_FORMATS,

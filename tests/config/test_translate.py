@@ -177,6 +177,15 @@ def test_megatron_keys_without_a_strategy_mean_megatron() -> None:
     assert explicit.config.actor_rollout_ref.actor.strategy == "fsdp2"
 
 
+@pytest.mark.parametrize(("written", "meant"), [("dummy_dtensor", "dummy"), ("dtensor", "dummy"), ("hf", "auto")])
+def test_weight_loaders_of_other_days_are_read_as_the_engines_own_formats(written: str, meant: str) -> None:
+    """Weights always travel under their Hugging Face names: there is one way to take them, for every sharding."""
+    key = "actor_rollout_ref.rollout.load_format"
+    loaded = load("actor_rollout_ref.rollout.name=vllm", f"{key}={written}")
+    assert loaded.config.actor_rollout_ref.rollout.load_format == meant
+    assert any(f"{key}={written} is read as {meant}" in str(notice) for notice in loaded.notices)
+
+
 def test_every_translation_ends_at_a_key_that_exists() -> None:
     for rule in TRANSLATIONS:
         key, _ = canonical(rule.old.removesuffix(".*") + (".x" if rule.old.endswith(".*") else ""))
