@@ -69,6 +69,8 @@ def start_ray(
         ray.init(address=address, **settings)
         return
     settings |= {
+        # Left out, Ray would join whatever cluster was last started on this machine.
+        "address": "local",
         "include_dashboard": False,
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,29 @@ def test_ray_imported_too_early_is_refused() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False)
     assert done.returncode != 0
     assert "ray was imported before start_ray()" in done.stderr
+
+
+def test_a_ray_that_somebody_else_started_on_this_machine_is_left_alone() -> None:
+    """Ray notes the last cluster in a file, and would join it."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short: Ray puts sockets there
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+        program = (
+            "import dovetail.controller as c; c.start_ray(num_cpus=1, object_store_memory=2**28); "
+            "import ray; print(ray.cluster_resources()['CPU']); c.stop_ray()"
+        )
+        env = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("RAY_")}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env=env | {"RAY_TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1.0"
 
 
 def test_the_object_store_is_bounded() -> None:
