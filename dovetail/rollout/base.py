@@ -161,11 +161,13 @@ class RolloutEngine(ABC):
         device: torch.device,
         shared: torch.nn.Module | None = None,
         trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
     ) -> RolloutEngine:
         """The engine that the section `rollout` describes, for the model in `folder`.
 
         `shared` is the trainer's own model when its weights may be read in place; only the embedded engine can.
-        `trust_remote_code` lets the engine run code that comes with the model, as the trainer does.
+        `trust_remote_code` lets the engine run code that comes with the model, as the trainer does; `override_config`
+        are the fields that the trainer changed in the model's config. Servers that run already have their own.
         """
 
     @property

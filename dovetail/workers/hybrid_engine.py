@@ -54,6 +54,7 @@ class HybridEngine:
             device=device,
             shared=whole,
             trust_remote_code=self._model.trust_remote_code,
+            override_config=self._model.override_config,
         )
         self.engine_size = self._rollout.engine_world_size
         """Processes that share one engine: they are asked for the same answers, and the first of them gives them."""

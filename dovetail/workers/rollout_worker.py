@@ -47,7 +47,11 @@ class RolloutWorker(TrainingRole):
         if size > 1:  # processes that share an engine must know each other before it starts
             self.join_group(timeout_seconds=policy.nccl_timeout)
         self.engine = engine_class_for(self._rollout).from_config(
-            self._rollout, policy.model.path, device=self.device, trust_remote_code=policy.model.trust_remote_code
+            self._rollout,
+            policy.model.path,
+            device=self.device,
+            trust_remote_code=policy.model.trust_remote_code,
+            override_config=policy.model.override_config,
         )
         tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
         self._pad_token_id = int(tokenizer.pad_token_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,9 +64,12 @@ def test_the_config_maps_onto_settings() -> None:
         kv_cache_dtype="fp8",
         engine_kwargs={"sglang": {"attention_backend": "fa3", "schedule_policy": "lpm"}},
     )
-    settings = SGLangSettings.from_config(config, "some/model", device=torch.device("cuda:3"), trust_remote_code=True)
+    settings = SGLangSettings.from_config(
+        config, "some/model", device=torch.device("cuda:3"), trust_remote_code=True, override_config={"rope_theta": 3}
+    )
     arguments = settings.sglang_arguments(cpu=False)
     assert arguments["trust_remote_code"] is True
+    assert json.loads(arguments["json_model_override_args"]) == {"rope_theta": 3}
     assert 128 < arguments["context_length"] <= 136  # SGLang keeps a few tokens free
     assert arguments["kv_cache_dtype"] == "fp8_e4m3"
     assert arguments["attention_backend"] == "fa3"

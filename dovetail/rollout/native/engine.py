@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -72,6 +72,7 @@ class NativeEngine(RolloutEngine):
         enforce_eager: bool = False,
         paged: bool | None = None,
         trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(model, nn.Module):
             self._folder = None
@@ -80,7 +81,9 @@ class NativeEngine(RolloutEngine):
         else:
             self._folder = Path(model)
             self._device = torch.device(device)
-            self._model = load_model(self._folder, self._device, dtype, trust_remote_code=trust_remote_code)
+            self._model = load_model(
+                self._folder, self._device, dtype, trust_remote_code=trust_remote_code, override_config=override_config
+            )
         self._packed = pack_linears(self._model, self._device)
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)
@@ -124,6 +127,7 @@ class NativeEngine(RolloutEngine):
         device: torch.device,
         shared: nn.Module | None = None,
         trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
     ) -> NativeEngine:
         return cls(
             folder if shared is None else shared,
@@ -136,6 +140,7 @@ class NativeEngine(RolloutEngine):
             kv_cache_dtype=config.kv_cache_dtype,
             enforce_eager=config.enforce_eager,
             trust_remote_code=trust_remote_code,
+            override_config=override_config,
         )
 
     @property

@@ -8,31 +8,39 @@ hooks and checkpointing stay the trainer's affair.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
+from dovetail.models.load import load_config
 from dovetail.rollout.native.attention import ATTENTION_NAME
 
 
 def load_model(
-    folder: str | Path, device: torch.device, dtype: torch.dtype | None, *, trust_remote_code: bool = False
+    folder: str | Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Read a model from a folder; `dtype` None keeps what the folder says."""
     with torch.random.fork_rng(devices=[]):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = load_config(folder, override_config, trust_remote_code=trust_remote_code)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         model = auto.from_pretrained(
             folder,
+            config=config,
             dtype="auto" if dtype is None else dtype,
             attn_implementation=_attention_of(config),
             trust_remote_code=trust_remote_code,

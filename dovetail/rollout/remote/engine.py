@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -121,6 +121,7 @@ class RemoteRollout(RolloutEngine):
         device: torch.device,
         shared: torch.nn.Module | None = None,
         trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
     ) -> RolloutEngine:
         """`rollout.name` says what the servers are, `rollout.server_urls` where."""
         if config.name == "native":

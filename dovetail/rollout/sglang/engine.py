@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -122,11 +122,18 @@ class SGLangRollout(RolloutEngine):
         device: torch.device,
         shared: torch.nn.Module | None = None,
         trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
     ) -> RolloutEngine:
         """`mode=sync` is one call per batch and `mode=async` one per sample, both in this process; `mode=server` starts
         `num_servers` servers. SGLang always has weights of its own."""
         return cls(
-            SGLangSettings.from_config(config, folder, device=device, trust_remote_code=trust_remote_code),
+            SGLangSettings.from_config(
+                config,
+                folder,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                override_config=override_config,
+            ),
             num_servers=config.num_servers if config.mode == "server" else 0,
             level="batch" if config.mode == "sync" else "request",
             python=config.sglang_python,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,12 +49,20 @@ class SGLangSettings(EngineSettings):
 
     @classmethod
     def from_config(
-        cls, rollout: RolloutConfig, model: str | Path, *, device: torch.device, trust_remote_code: bool = False
+        cls,
+        rollout: RolloutConfig,
+        model: str | Path,
+        *,
+        device: torch.device,
+        trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
     ) -> SGLangSettings:
         """From `actor_rollout_ref.rollout`."""
         kwargs = dict(rollout.engine_kwargs.sglang)
         if rollout.cudagraph_capture_sizes is not None:
             kwargs.setdefault("cuda_graph_bs", rollout.cudagraph_capture_sizes)
+        if override_config:
+            kwargs.setdefault("json_model_override_args", json.dumps(dict(override_config)))
         if rollout.expert_parallel_size > 1:
             kwargs.setdefault("ep_size", rollout.expert_parallel_size)
         return cls(

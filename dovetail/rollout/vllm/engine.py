@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,16 +103,21 @@ class VLLMEngine(RolloutEngine):
         device: torch.device,
         shared: torch.nn.Module | None = None,
         trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
     ) -> RolloutEngine:
         """`mode=sync` in this process, `mode=async` in a Ray actor. vLLM always has weights of its own."""
         if config.mode == "async":
             from dovetail.rollout.vllm.ray_engine import RayVLLMEngine
 
-            return RayVLLMEngine.from_config(config, folder, device=device, trust_remote_code=trust_remote_code)
+            return RayVLLMEngine.from_config(
+                config, folder, device=device, trust_remote_code=trust_remote_code, override_config=override_config
+            )
         if config.mode == "server":
             raise ValueError("rollout.mode=server is not there for rollout.name=vllm; use sync or async.")
         return cls(
-            VLLMSettings.from_config(config, folder, trust_remote_code=trust_remote_code),
+            VLLMSettings.from_config(
+                config, folder, trust_remote_code=trust_remote_code, override_config=override_config
+            ),
             bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,9 +95,12 @@ class RayVLLMEngine(RolloutEngine):
         device: torch.device,
         shared: torch.nn.Module | None = None,
         trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
     ) -> RolloutEngine:
         return cls(
-            VLLMSettings.from_config(config, folder, trust_remote_code=trust_remote_code),
+            VLLMSettings.from_config(
+                config, folder, trust_remote_code=trust_remote_code, override_config=override_config
+            ),
             bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
             restarts=config.restart_engine,
             num_gpus=config.engine_world_size if device.type == "cuda" else 0,

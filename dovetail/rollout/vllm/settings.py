@@ -34,12 +34,20 @@ class VLLMSettings(EngineSettings):
 
     @classmethod
     def from_config(
-        cls, rollout: RolloutConfig, model: str | Path, *, trust_remote_code: bool = False, seed: int = 0
+        cls,
+        rollout: RolloutConfig,
+        model: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
+        seed: int = 0,
     ) -> VLLMSettings:
         """From `actor_rollout_ref.rollout`."""
         kwargs = dict(rollout.engine_kwargs.vllm)
         if rollout.cudagraph_capture_sizes is not None:
             kwargs.setdefault("cudagraph_capture_sizes", rollout.cudagraph_capture_sizes)
+        if override_config:
+            kwargs.setdefault("hf_overrides", dict(override_config))
         if rollout.limit_images is not None:
             kwargs.setdefault("limit_mm_per_prompt", {"image": rollout.limit_images})
         if rollout.expert_parallel_size > 1:
