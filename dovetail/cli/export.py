@@ -54,7 +54,8 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
     policy = config.actor_rollout_ref
     backend = (_megatron_policy if policy.actor.strategy == "megatron" else _plain_policy)(config, folder / "actor")
     tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
-    export_hf_folder(backend, out, tokenizer=tokenizer, dtype=None if dtype is None else getattr(torch, dtype))
+    wanted = None if dtype is None else getattr(torch, dtype)
+    export_hf_folder(backend, out, tokenizer=tokenizer, dtype=wanted, source=policy.model.path)
 
 
 def _plain_policy(config: DovetailConfig, folder: Path) -> TrainBackend:

@@ -12,6 +12,7 @@ No rank ever holds the whole model. Refuses to fetch anything: a path is a folde
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoProcessor,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -92,6 +94,10 @@ def build_meta_model(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
     model.tie_weights()
+    if role == "policy" and not isinstance(source, PreTrainedConfig):
+        # An engine that shares the weights asks the model for the tokens that end an answer.
+        with contextlib.suppress(OSError):  # a folder without generation_config.json
+            model.generation_config = GenerationConfig.from_pretrained(_existing_folder(source))
     return model
 
 

@@ -17,6 +17,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+# Copied as they are: transformers refuses to write some generation configs that it reads.
+_UNCHANGED = (
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+)
+
 
 def save_hf_folder(
     weights: Iterable[tuple[str, Tensor]],
@@ -26,12 +35,13 @@ def save_hf_folder(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
-    generation_config: Any | None = None,
+    source: str | Path | None = None,
 ) -> Path:
     """Save `(name on disk, full tensor)` pairs, the config and the tokenizer or processor; replaces `out`.
 
-    Names on disk come from `to_checkpoint_tensors`. A reader never sees half a folder: it is written beside `out` and
-    renamed.
+    From `source`, the folder the model was read from, comes what training does not change: the tokens that end an
+    answer, how pictures are read. Names on disk come from `to_checkpoint_tensors`. A reader never sees half a folder:
+    it is written beside `out` and renamed.
     """
     out = Path(out).expanduser()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -39,9 +49,12 @@ def save_hf_folder(
     try:
         _write_shards(weights, work, dtype, max_shard_bytes)
         config.save_pretrained(work)
-        for part in (tokenizer, generation_config):
-            if part is not None:
-                part.save_pretrained(work)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+        for name in _UNCHANGED if source is not None else ():
+            file = Path(source).expanduser() / name
+            if file.is_file():
+                shutil.copyfile(file, work / name)
         publish_folder(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -208,7 +208,7 @@ class ActorRolloutRefWorker(TrainingRole):
         tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
         wanted = None if dtype is None else getattr(torch, dtype)
         with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
-            export_hf_folder(actor.backend, Path(out), tokenizer=tokenizer, dtype=wanted)
+            export_hf_folder(actor.backend, Path(out), tokenizer=tokenizer, dtype=wanted, source=model.path)
 
     def _build_ref(self, actor_backend: TrainBackend | None) -> DataParallelPPOActor:
         policy = self.config.actor_rollout_ref

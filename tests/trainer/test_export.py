@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,37 @@ def test_transformers_gives_the_log_probs_of_the_policy_that_was_saved(toy: Toy,
     # Training did something, and the words mean the same.
     assert not torch.allclose(logits(saved / "huggingface"), logits(toy.model), atol=1e-3)
     assert words(saved / "huggingface") == words(toy.model)
+
+
+def ending_everywhere(toy: Toy, folder: Path) -> Path:
+    """The toy's model with further tokens that end an answer, which only its generation config names."""
+    shutil.copytree(toy.model, folder)
+    file = folder / "generation_config.json"
+    # A temperature without sampling: transformers reads this, and refuses to write it.
+    changes = {"eos_token_id": [2, *range(100, 320)], "temperature": 0.5, "do_sample": False}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"], ids=["shared", "apart"])
+def test_tokens_that_end_an_answer_end_it_in_training_and_after_export(toy: Toy, tmp_path: Path, dtype: str) -> None:
+    model = ending_everywhere(toy, tmp_path / "model")
+    keys = {
+        **SAVING,
+        "trainer.total_training_steps": 1,
+        "actor_rollout_ref.model.path": str(model),
+        # The engine shares the trainer's weights where both have one precision.
+        "actor_rollout_ref.rollout.dtype": dtype,
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "bfloat16",
+    }
+    train(toy.config(tmp_path / "run", keys))
+    lines = (tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    answers = [json.loads(line)["response_ids"] for line in lines]
+    assert all(token < 100 for answer in answers for token in answer[:-1])
+    assert any(len(answer) < 8 and answer[-1] >= 100 for answer in answers)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    for folder in (tmp_path / "out", tmp_path / "run" / "global_step_1" / "actor" / "huggingface"):
+        assert (folder / "generation_config.json").read_text() == (model / "generation_config.json").read_text()
 
 
 @pytest.mark.parametrize("given", ["run", "run/global_step_3"])
