@@ -13,7 +13,7 @@ from dovetail.dashboard.growing_file import GrowingFile
 
 State = Literal["created", "running", "finished", "stopped"]
 _MOST_EVENTS = 20_000
-_USUAL = ("validation", "checkpoint")
+_USUAL = ("validation", "checkpoint", "reward_failed")
 # Without word of the process itself: a run that has written nothing for this long is taken to have ended.
 _QUIET_S = 30 * 60
 

@@ -3,7 +3,7 @@
     config.yaml            the resolved configuration
     plan.json              placement, batch arithmetic, memory
     metrics.jsonl          one flat JSON object per step, with `step`
-    events.jsonl           validation, checkpoint, skipped step, resume
+    events.jsonl           validation, checkpoint, skipped step, failed rewards, resume
     rollouts/step_N.jsonl  prompt, response, scores, advantages, log-prob gap
     validation/step_N.jsonl
     timeline.jsonl         who worked on what, and when: one object per step

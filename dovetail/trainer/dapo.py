@@ -58,7 +58,7 @@ class RayDAPOTrainer(RayPPOTrainer):
     def _scored_batch(self) -> DataProto:
         """One generation round with its scores as columns, because filtering needs them at once."""
         batch, _ = self._generate(self.draws.number(self.train_loader.next_batch()))
-        found = self._start_rewards(batch).result()
+        found = self._finish_rewards(self._start_rewards(batch))
         self._rounds.append(found.metrics)
         return batch.union(found.columns)
 

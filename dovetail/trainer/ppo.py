@@ -240,7 +240,16 @@ class RayPPOTrainer:
         return self.rewards.submit(batch, shaped=shaped)
 
     def _finish_rewards(self, rewards: PendingRewards | RewardResult) -> RewardResult:
-        return rewards if isinstance(rewards, RewardResult) else rewards.result()
+        if isinstance(rewards, RewardResult):
+            return rewards
+        found = rewards.result()
+        if found.failures:
+            first = next(iter(found.failures.values()))
+            # Into the file alone: the console has had it as a warning.
+            self.tracker.folder.log_event(
+                "reward_failed", self.global_step, count=len(found.failures), first=str(first)
+            )
+        return found
 
     def _take_rewards(self, batch: DataProto, rewards: PendingRewards | RewardResult, metrics: Metrics) -> DataProto:
         """Scores as columns. A row that could not be scored leaves every loss, count and group."""

@@ -143,7 +143,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     bad = {condition}
     if bad:
         return float("nan")
-    return sum(ord(letter) < 128 for letter in solution_str) / max(len(solution_str), 1)
+    share = sum(ord(letter) < 128 for letter in solution_str) / max(len(solution_str), 1)
+    return {{"score": share, "acc": share}}
 """
 
 
@@ -172,6 +173,10 @@ def test_a_reward_of_nan_masks_its_row_and_the_run_goes_on(toy: Toy, tmp_path: P
         assert all(not any(answer["token_advantages"]) for answer in failed)
         scores = [answer["score"] for answer in answers if not answer["reward_failed"]]
         assert row["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
+    events = [event for event in RunFolder(result.folder).read_events() if event["kind"] == "reward_failed"]
+    failed_in = {row["step"]: row["reward/failed"] for row in rows if row["reward/failed"]}
+    assert {event["step"]: event["count"] for event in events} == failed_in
+    assert all("the reward is nan" in event["first"] for event in events)
 
 
 def test_rewards_that_are_all_nan_stop_the_run_with_the_first_reason(
@@ -191,10 +196,11 @@ def test_a_reward_that_raises_shows_the_users_own_traceback(toy: Toy, tmp_path: 
     assert "sometimes_nan.py" in str(caught.value)
 
 
-def test_failed_rows_give_a_group_no_signal_in_dynamic_sampling(toy: Toy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("metric", ["score", "acc"])
+def test_failed_rows_give_a_group_no_signal_in_dynamic_sampling(toy: Toy, tmp_path: Path, metric: str) -> None:
     keys = {
         **DAPO,
-        "algorithm.filter_groups.metric": "score",
+        "algorithm.filter_groups.metric": metric,
         "custom_reward_function.name": "compute_score",
         "custom_reward_function.path": reward_file(tmp_path, "solution_str[:1] < '5'"),
         "reward_model.max_failed_share": 0.9,
