@@ -52,7 +52,14 @@ def load_config(
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer, with a padding token: the end-of-text token serves when the folder names none."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(_existing_folder(path), trust_remote_code=trust_remote_code)
+    folder = _existing_folder(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    # From config.json alone transformers makes a tokenizer that knows no word, and says nothing.
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer; copy its files (tokenizer.json, tokenizer_config.json, ...) beside the "
+            "weights, or set actor_rollout_ref.model.tokenizer_path to a folder that has them."
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -133,7 +140,10 @@ def initialize_buffers(module: nn.Module) -> None:
 def _existing_folder(path: str | Path) -> Path:
     folder = Path(path).expanduser()
     if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} has no config.json; model paths are folders in Hugging Face layout.")
+        raise FileNotFoundError(
+            f"{folder} has no config.json; model paths are folders in Hugging Face layout. A name on the hub is not "
+            f"looked up: `hf download {path} --local-dir models/{folder.name}`, then give that folder."
+        )
     return folder
 
 

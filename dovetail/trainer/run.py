@@ -84,7 +84,7 @@ def run_training(
             if loader is not None and isinstance(loader.dataset, PromptDataset):
                 rewards.check_data_sources(loader.dataset.data_sources())
         folder = RunFolder(settings.run_dir)
-        folder.path.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder.path)
         folder.write_config(config.model_dump(mode="json"))
         folder.write_plan(make_plan(config, shapes).to_dict())
         view = console(
@@ -120,6 +120,15 @@ def run_training(
             if trainer.has_workers:
                 trainer.groups.shutdown()
     return RunResult(folder.path, trainer.global_step, validation)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        key = "trainer.default_local_dir"
+        why = f"{key}={path}: the run folder cannot be made ({error.strerror}); give a folder that you may write to."
+        raise ConfigError([Problem(key, why)]) from error
 
 
 def _refuse_unknown_fields(config: DovetailConfig) -> None:

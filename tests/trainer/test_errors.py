@@ -70,6 +70,23 @@ def no_model(toy: Toy, tmp_path: Path) -> dict[str, Any]:
     return {"actor_rollout_ref.model.path": str(tmp_path / "no-model")}
 
 
+def no_tokenizer(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    folder = tmp_path / "weights-only"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(toy.model / name)
+    return {"actor_rollout_ref.model.path": str(folder)}
+
+
+def name_on_the_hub(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B"}
+
+
+def no_place_for_the_run(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "file").write_text("")
+    return {"trainer.default_local_dir": str(tmp_path / "file" / "run")}
+
+
 def no_such_field(toy: Toy, tmp_path: Path) -> dict[str, Any]:
     return {"actor_rollout_ref.model.override_config.rms_norm_esp": 1e-6}
 
@@ -84,6 +101,9 @@ FOUND_BEFORE_THE_RUN: list[tuple[Mistake, str]] = [
     (no_rows, "empty.jsonl"),
     (too_few_rows, "data.train_batch_size"),
     (no_model, "no-model"),
+    (no_tokenizer, "weights-only has no tokenizer"),
+    (name_on_the_hub, "hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B"),
+    (no_place_for_the_run, "the run folder cannot be made (Not a directory)"),
     (no_such_field, "actor_rollout_ref.model.override_config.rms_norm_esp=1e-06 is not a field of Qwen2Config"),
 ]
 
