@@ -122,4 +122,14 @@ def test_sampled_gaps_are_counted_by_power_of_ten_and_held_to_the_mark() -> None
     assert gaps.tells
     assert not SampledGaps(torch.tensor([2e-4]), 1e-5, mark).passed
     assert not SampledGaps(torch.tensor([float("nan")]), 0.1, mark).passed
-    assert not SampledGaps(torch.tensor([0.0]), 1e-5, mark).tells
+    assert not SampledGaps(torch.tensor([1e-5]), 1e-5, mark).tells
+    assert not SampledGaps(torch.tensor([0.0]), 0.0, mark).tells
+
+
+def test_a_small_step_tells_when_the_gap_is_far_smaller_still() -> None:
+    """A step of adapters in bfloat16, whose mark is far above it: the engine is off by less, or by all of it."""
+    mark = PASS_MARKS["bfloat16"]
+    assert SampledGaps(torch.tensor([0.002]), 0.03, mark).tells
+    stale = SampledGaps(torch.tensor([0.03]), 0.03, mark)
+    assert stale.passed
+    assert not stale.tells
