@@ -32,16 +32,17 @@ def validation_metrics(
     found: dict[str, float] = {}
     rng = np.random.default_rng(seed)
     for source, prompts in rows.items():
+        most = max(len(group) for group in prompts.values())
         for name, numbers in values.items():
             per_prompt = [
                 _prompt_metrics(
                     np.asarray([numbers[row] for row in group], dtype=float),
                     None if answers is None else [answers[row] for row in group],
                     rng,
+                    most,
                 )
                 for group in prompts.values()
             ]
-            most = max(len(group) for group in prompts.values())
             core = name == ("acc" if "acc" in values else "reward")
             for key in sorted({key for metrics in per_prompt for key in metrics}):
                 numbers_of_key = [metrics[key] for metrics in per_prompt if key in metrics]
@@ -51,13 +52,20 @@ def validation_metrics(
     return found
 
 
-def _prompt_metrics(numbers: np.ndarray, answers: list[object] | None, rng: np.random.Generator) -> dict[str, float]:
+def _prompt_metrics(
+    numbers: np.ndarray, answers: list[object] | None, rng: np.random.Generator, most: int
+) -> dict[str, float]:
+    """Of one prompt. It may have fewer answers with a score than the `most` that others have: its mean counts all the
+    same, and it has no best of more than there are.
+    """
     count = len(numbers)
-    found = {f"mean@{count}": float(numbers.mean())}
+    found = {f"mean@{most}": float(numbers.mean())}
     if count == 1:
         return found
-    found[f"std@{count}"] = float(numbers.std())
-    for k in sorted({*_powers_of_two(count), count}):
+    found[f"std@{most}"] = float(numbers.std())
+    for k in sorted({*_powers_of_two(most), most}):
+        if k > count:
+            break
         draws = rng.integers(0, count, size=(_NUM_DRAWS, k)) if k < count else np.arange(count)[None]
         found[f"best@{k}"] = float(numbers[draws].max(axis=1).mean())
         found[f"worst@{k}"] = float(numbers[draws].min(axis=1).mean())

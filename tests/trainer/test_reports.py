@@ -46,6 +46,15 @@ def test_mean_best_worst_and_majority_of_four_answers() -> None:
     assert found["val-aux/math/acc/best@2"] == pytest.approx((3 / 4 + 7 / 16) / 2, abs=0.03)
 
 
+def test_a_prompt_with_an_answer_that_has_no_score_stays_in_the_mean() -> None:
+    """Four answers to each of two prompts; one of the second prompt's could not be scored."""
+    found = validation_metrics(["a"] * 7, ["1"] * 4 + ["2"] * 3, {"reward": [1.0] * 4 + [0.0] * 3})
+    assert found["val-core/a/reward/mean@4"] == 0.5
+    assert found["val-core/a/reward/best@4"] == 1.0
+    assert found["val-aux/a/reward/best@2"] == 0.5
+    assert not any("@3" in name for name in found)
+
+
 def test_sources_are_reported_apart_and_accuracy_is_the_core_value() -> None:
     values = {"reward": [0.5, 1.5, -1.0], "acc": [0.0, 1.0, 0.0]}
     found = validation_metrics(["a", "a", "b"], ["1", "2", "3"], values)
