@@ -46,16 +46,17 @@ def validate(
         rows += _scored_rows(batch, score(batch), config.data.reward_fn_key)
     scored = [row for row in rows if not row["failed"]]
     metrics: dict[str, float] = {"val-aux/failed": float(len(rows) - len(scored))}
-    if scored:
-        names = [name for name in scored[0]["values"] if all(name in row["values"] for row in scored)]
-        answers = [row["pred"] for row in scored] if all(row["pred"] is not None for row in scored) else None
-        metrics |= validation_metrics(
-            [row["data_source"] for row in scored],
-            [row["uid"] for row in scored],
-            {name: [row["values"][name] for row in scored] for name in names},
-            answers,
-        )
+    for source in dict.fromkeys(row["data_source"] for row in scored):
+        metrics |= _source_metrics(source, [row for row in scored if row["data_source"] == source])
     return Validation(metrics, rows)
+
+
+def _source_metrics(source: str, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of one data source, because the function may return other numbers for another."""
+    names = [name for name in rows[0]["values"] if all(name in row["values"] for row in rows)]
+    answers = [row["pred"] for row in rows] if all(row["pred"] is not None for row in rows) else None
+    values = {name: [row["values"][name] for row in rows] for name in names}
+    return validation_metrics([source] * len(rows), [row["uid"] for row in rows], values, answers)
 
 
 def _scored_rows(batch: DataProto, found: RewardResult, source_key: str) -> list[dict[str, Any]]:

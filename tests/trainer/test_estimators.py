@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.data.write import prompt_row, write_rows
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
 from dovetail.protocol.stages import STAGES, unmet_reads, validate_stage
@@ -88,6 +89,29 @@ def test_answers_that_were_cut_off_may_leave_the_loss(toy: Toy, tmp_path: Path) 
     _, rows = train(toy.config(tmp_path, keys | {"trainer.total_training_steps": 1}))
     assert rows[0]["response/filtered_truncated_share"] == 1
     assert rows[0]["actor/grad_norm"] == 0
+
+
+def test_a_source_without_accuracy_takes_it_from_no_other(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "by_source.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 1.0, 'acc': True} if data_source == 'exact' else 0.5\n"
+    )
+    rows = [
+        prompt_row(data_source=name, question=f"say {name}", ground_truth="", ability="toy", extra_info={})
+        for name in ("exact", "judged")
+    ]
+    keys = {
+        "data.val_files": str(write_rows(rows, tmp_path / "val.parquet")),
+        "custom_reward_function.path": str(tmp_path / "by_source.py"),
+        "trainer.total_training_steps": 1,
+    }
+    result, _ = train(toy.config(tmp_path / "run", keys))
+    assert result.validation == {
+        "val-aux/failed": 0.0,
+        "val-core/exact/acc/mean@1": 1.0,
+        "val-aux/exact/reward/mean@1": 1.0,
+        "val-core/judged/reward/mean@1": 0.5,
+    }
 
 
 def test_the_critic_learns_alone_during_its_warmup(toy: Toy, tmp_path: Path) -> None:
