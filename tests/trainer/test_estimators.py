@@ -97,7 +97,7 @@ def test_a_source_without_accuracy_takes_it_from_no_other(toy: Toy, tmp_path: Pa
         "    return {'score': 1.0, 'acc': True} if data_source == 'exact' else 0.5\n"
     )
     rows = [
-        prompt_row(data_source=name, question=f"say {name}", ground_truth="", ability="toy", extra_info={})
+        prompt_row(data_source=name, question=f"say {name}", ground_truth="", ability="toy", extra_info={"index": 0})
         for name in ("exact", "judged")
     ]
     keys = {
