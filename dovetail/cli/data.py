@@ -89,12 +89,12 @@ def _convert_jsonl(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     import random
 
     from dovetail.data.errors import DataError
-    from dovetail.data.prepare.convert import question_rows
+    from dovetail.data.prepare.convert import question_rows, usable_rows
     from dovetail.data.prepare.source import local_rows
 
     if args.source is None:
         raise DataError("jsonl needs a file: dovetail data jsonl mine.jsonl --out data/mine.")
-    raw = local_rows(args.source, "train")
+    raw = usable_rows(local_rows(args.source, "train"), args.question_field, args.answer_field)
     random.Random(args.seed).shuffle(raw)
     num_test = round(len(raw) * args.test_share)
     parts = {"test": raw[:num_test], "train": raw[num_test:]}

@@ -23,7 +23,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) 
     partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
     try:
         if place.suffix == ".parquet":
-            pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), partial)
+            pq.write_table(_table(rows, place), partial)
         elif place.suffix == ".jsonl":
             partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         else:
@@ -33,6 +33,16 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) 
         partial.unlink(missing_ok=True)
         raise
     return place
+
+
+def _table(rows: Sequence[Mapping[str, Any]], place: Path) -> pa.Table:
+    try:
+        return pa.Table.from_pylist([dict(row) for row in rows])
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError(
+            f"the rows do not fit the columns of {place}: {error}. Give every row values of the same kind, or write "
+            ".jsonl (`dovetail data ... --format jsonl`), whose rows may differ."
+        ) from error
 
 
 def prompt_row(

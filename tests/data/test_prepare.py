@@ -176,3 +176,31 @@ def test_gsm8k_can_be_cut_to_short_solutions_for_training_only(tmp_path: Path) -
     train, test = (list(read_rows(str(tmp_path / "out" / f"{split}.jsonl"))) for split in ("train", "test"))
     assert [row["reward_model"]["ground_truth"] for row in train] == ["5"]
     assert [row["reward_model"]["ground_truth"] for row in test] == ["5", "3"]
+
+
+def convert_jsonl(folder: Path, lines: list[dict[str, Any]]) -> int:
+    file = folder / "mine.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return main(["data", "jsonl", str(file), "--out", str(folder / "out"), "--test-share", "0"])
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([], "there are no rows"),
+        (["a", "b", None, "d"], "row 2: 'answer' is null"),
+        (["a", ["b"]], "the rows do not fit the columns of"),
+    ],
+)
+def test_a_jsonl_that_cannot_be_converted_is_a_message_that_names_the_row_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answers: list[Any], says: str
+) -> None:
+    assert convert_jsonl(tmp_path, [{"question": "q", "answer": answer} for answer in answers]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out" / "train.parquet").exists()
+
+
+def test_answers_of_several_kinds_become_text(tmp_path: Path) -> None:
+    assert convert_jsonl(tmp_path, [{"question": "q", "answer": answer} for answer in (4, 3.5, "four")]) == 0
+    made = read_rows(str(tmp_path / "out" / "train.parquet"))
+    assert sorted(row["reward_model"]["ground_truth"] for row in made) == ["3.5", "4", "four"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dovetail.data.errors import DataError
@@ -102,11 +102,30 @@ def question_rows(
     ]
 
 
+def usable_rows(raw: Sequence[Mapping[str, Any]], question_field: str, answer_field: str) -> list[dict[str, Any]]:
+    """The rows, in the order of the file, so that a message names the row a user will find.
+
+    Answers of several kinds (4, 3.5, "four") become text: a column of a file has one kind, and 4 would become 4.0.
+    """
+    if not raw:
+        raise DataError("there are no rows.")
+    rows = [dict(row) for row in raw]
+    for index, row in enumerate(rows):
+        _field(row, question_field, index)
+        _field(row, answer_field, index)
+    kinds = {type(row[answer_field]) for row in rows}
+    if len(kinds) > 1 and kinds <= {str, int, float, bool}:
+        return [{**row, answer_field: str(row[answer_field])} for row in rows]
+    return rows
+
+
 def _ask(question: str, instruction: str) -> str:
     return f"{question.strip()} {instruction}".strip()
 
 
 def _field(row: Mapping[str, Any], name: str, index: int) -> Any:
-    if row.get(name) is None:
+    if name not in row:
         raise DataError(f"row {index} has no {name!r}, only {', '.join(row)}.")
+    if row[name] is None:
+        raise DataError(f"row {index}: {name!r} is null; fill it in, or take the row out.")
     return row[name]
