@@ -167,11 +167,11 @@ class DataParallelPPOActor(BasePPOActor):
                 rejected = whole_mask.float() - mask.float()
                 metrics["rollout_corr/rollout_rs_masked_fraction"] = token_share(rejected, whole_mask, counts)
             if output.entropy is not None:
-                entropy = agg_loss(
-                    at_responses(output.entropy, width), mask, mode, counts=counts, loss_scale_factor=scale
-                )
+                entropies = at_responses(output.entropy, width)
+                entropy = agg_loss(entropies, mask, mode, counts=counts, loss_scale_factor=scale)
                 loss = loss - config.entropy_coeff * entropy
-                metrics["actor/entropy"] = entropy.detach()
+                # Nats per token, as the pass for the old log-probs reports it, however the loss adds tokens up.
+                metrics["actor/entropy"] = token_share(entropies.detach(), mask, counts)
             if config.use_kl_loss:
                 gap = kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type)
                 kl = agg_loss(gap, mask, mode, counts=counts, loss_scale_factor=scale)

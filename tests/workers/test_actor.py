@@ -142,6 +142,15 @@ def test_an_update_without_old_log_probs_equals_one_with_the_policys_own(folder:
     assert largest_difference(*weights) < TOLERANCE
 
 
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_the_entropy_of_an_update_is_in_nats_per_token_however_the_loss_adds_up(folder: Path, mode: str) -> None:
+    actor, batch = build(folder, entropy_coeff=0.01, loss_agg_mode=mode), rollout_batch()
+    entropies = actor.compute_log_prob(batch, calculate_entropy=True)[1]
+    assert entropies is not None
+    expected = float(entropies[batch.tensors["response_mask"].bool()].mean())
+    assert actor.update_policy(batch)["actor/entropy"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_the_gap_to_the_engine_measured_in_an_update_is_the_one_of_a_pass_of_its_own(folder: Path) -> None:
     actor, batch = build(folder, ppo_micro_batch_size_per_gpu=3), rollout_batch()
     engine = actor.compute_log_prob(batch)[0] + 0.1 * torch.randn(NUM_ROWS, RESPONSE)
