@@ -62,10 +62,10 @@ def mini_batches_fit_in_the_batch(run: Checked) -> Iterator[Finding]:
                 f"use {prompts} or less.",
             )
         elif prompts % mini:
-            yield warning(
+            yield error(
                 key,
-                f"{key}={mini} does not divide data.train_batch_size={prompts}: the last mini-batch of a step has "
-                f"{prompts % mini} prompts; use {nearest_divisor(prompts, mini)} for equal optimizer steps.",
+                f"{key}={mini} does not divide data.train_batch_size={prompts}: the last mini-batch would have "
+                f"{prompts % mini} prompts, and all must be whole; use {nearest_divisor(prompts, mini)}.",
             )
 
 

@@ -42,7 +42,7 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
         ("=33", "data-parallel size 8", "multiple of 4, e.g. 36"),
     ),
     ((f"{A}.ppo_mini_batch_size=128",), "error", f"{A}.ppo_mini_batch_size", ("=128", "=64", "use 64 or less")),
-    ((f"{A}.ppo_mini_batch_size=24",), "warning", f"{A}.ppo_mini_batch_size", ("=24", "last mini-batch", "use 16")),
+    ((f"{A}.ppo_mini_batch_size=24",), "error", f"{A}.ppo_mini_batch_size", ("=24", "last mini-batch", "use 16")),
     (
         (f"{R}.kv_cache_dtype=fp8", "trainer.device=cpu"),
         "error",
