@@ -51,14 +51,18 @@ def save_hf_folder(
         config.save_pretrained(work)
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
-        for name in _UNCHANGED if source is not None else ():
-            file = Path(source).expanduser() / name
-            if file.is_file():
-                shutil.copyfile(file, work / name)
+        if source is not None:
+            _copy_unchanged(Path(source).expanduser(), work)
         publish_folder(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return out
+
+
+def _copy_unchanged(source: Path, work: Path) -> None:
+    for name in _UNCHANGED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, work / name)
 
 
 def publish_folder(work: Path, out: Path) -> None:
