@@ -36,8 +36,14 @@ from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
 logger = logging.getLogger(__name__)
 
 USER_ERRORS = (
-    ConfigError, DataError, RewardError, UserCodeError, FileNotFoundError, DiskFullError, MissingTrackerError,
-)  # fmt: skip
+    ConfigError,
+    DataError,
+    RewardError,
+    UserCodeError,
+    FileNotFoundError,
+    DiskFullError,
+    MissingTrackerError,
+)
 """What a user can put right: commands show the message alone and exit with 2. Everything else keeps its traceback."""
 
 
