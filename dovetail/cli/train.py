@@ -43,5 +43,11 @@ def run(args: argparse.Namespace) -> int:
     except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"interrupted; the run is in {loaded.config.trainer.run_dir}. "
+            "The same command goes on from its newest checkpoint, if it has one.\n"
+        )
+        return 130
     sys.stdout.write(f"{result.steps} steps done; the run is in {result.folder}\n")
     return 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.cli.main import main
 from dovetail.config import ConfigError
 from dovetail.trainer.run import load_readers, run_training
 from tests.workers.tiny_run import run_config, small_model
@@ -34,3 +35,20 @@ def test_prompts_are_put_in_the_users_chat_template(tmp_path: Path) -> None:
     tokenizer, processor = load_readers(config)
     assert processor is None
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<hi>"
+
+
+def test_an_interrupted_run_says_where_it_is_and_leaves_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dovetail.trainer.run.run_training", interrupted)
+    overrides = [
+        f"actor_rollout_ref.model.path={small_model(tmp_path)}",
+        "data.train_files=train.parquet",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
+    assert main(["train", *overrides]) == 130
+    assert f"interrupted; the run is in {tmp_path}/run. The same command goes on" in capsys.readouterr().err
