@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import wraps
 from typing import Any
 
 from dovetail.rollout.base import (
@@ -41,6 +42,22 @@ from dovetail.rollout.vllm.settings import VLLMSettings
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress, NamedTensors
 
 logger = logging.getLogger(__name__)
+
+
+def _death_is_ours(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A dead core as our error: whoever is told in another process would import all of vLLM to read vLLM's own."""
+
+    @wraps(method)
+    async def call(*args: Any, **settings: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await method(*args, **settings)
+        except EngineDeadError as error:
+            message = f"vLLM's engine process died ({error}); its log says why. Start a new engine."
+            raise EngineDiedError(message) from error
+
+    return call
 
 
 class AsyncVLLMEngine:
@@ -112,6 +129,7 @@ class AsyncVLLMEngine:
     async def receive_weights(self, version: int) -> None:
         await self._update(weight_calls.loads_from_group(), version)
 
+    @_death_is_ours
     async def enter_update(self) -> None:
         """For a driver that makes the calls of an update itself: hold generation between two tokens."""
         self._check_started()
@@ -121,16 +139,13 @@ class AsyncVLLMEngine:
             await self._hold()
         self._weights_gap = "a weight update did not finish"
 
+    @_death_is_ours
     async def call(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """Call every worker; one result each."""
         self._check_started()
-        from vllm.v1.engine.exceptions import EngineDeadError
+        return await self._llm.collective_rpc(method, args=args)
 
-        try:
-            return await self._llm.collective_rpc(method, args=args)
-        except EngineDeadError as error:
-            raise _dead(error) from error
-
+    @_death_is_ours
     async def leave_update(self, version: int | None) -> None:
         """Forget what the old weights computed and go on, under `version`; None: the update failed."""
         try:
@@ -146,23 +161,27 @@ class AsyncVLLMEngine:
         finally:
             self._updating.release()
 
+    @_death_is_ours
     async def pause(self) -> None:
         async with self._updating:
             if not self._paused:
                 await self._hold()
                 self._paused = True
 
+    @_death_is_ours
     async def continue_(self) -> None:
         async with self._updating:
             self._paused = False
             await self._llm.resume_generation()
 
+    @_death_is_ours
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
         cut = [sample for sample in self._live.of(request_ids) if sample.finish_reason is None]
         if cut:
             await self._llm.abort([sample.vllm_id for sample in cut])
         return len(cut)
 
+    @_death_is_ours
     async def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         """As the in-process engine: the weights take the KV cache with them; on CPU no memory is given back."""
         if self._live and not self._paused:
@@ -177,6 +196,7 @@ class AsyncVLLMEngine:
         else:
             self._asleep |= frozenset(tags)
 
+    @_death_is_ours
     async def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         wanted = frozenset(tags) & self._asleep
         if wanted and not self._cpu and self.settings.enable_sleep:
@@ -208,16 +228,12 @@ class AsyncVLLMEngine:
             self._llm.shutdown()
             self._llm = None
 
+    @_death_is_ours
     async def _run(self, sample: Sample) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         room = self._max_model_len - len(sample.request.prompt_token_ids)
         params = vllm_sampling_params(sample, eos_ids=self._eos_ids, room=room)
-        try:
-            async for output in self._llm.generate(prompt_of(sample.request), params, sample.vllm_id):
-                sample.absorb(output, self._version)
-        except EngineDeadError as error:
-            raise _dead(error) from error
+        async for output in self._llm.generate(prompt_of(sample.request), params, sample.vllm_id):
+            sample.absorb(output, self._version)
 
     async def _hold(self) -> None:
         """Pause between two tokens, and take in every token written before: it belongs to the old version."""
@@ -253,7 +269,3 @@ class AsyncVLLMEngine:
         if self._llm.errored:
             raise EngineDiedError("vLLM's engine process died; start a new engine.")
         require_usable(self._asleep, self._weights_gap)
-
-
-def _dead(error: Exception) -> EngineDiedError:
-    return EngineDiedError(f"vLLM's engine process died ({error}); its log says why. Start a new engine.")

@@ -247,8 +247,6 @@ class RayVLLMEngine(RolloutEngine):
         except RayActorError as error:
             raise EngineDiedError(f"the process of the vLLM engine died: {error}") from error
         except RayTaskError as error:
-            if type(error.cause).__name__ == "EngineDeadError":  # vLLM's own, which need not be importable here
-                raise EngineDiedError(f"vLLM's engine process died ({error.cause}); its log says why.") from error
             for kind in (EngineDiedError, EngineError, WeightUpdateError, ValueError):
                 if isinstance(error.cause, kind):
                     raise kind(str(error.cause)) from error
