@@ -149,6 +149,15 @@ def test_several_threads_share_the_batch() -> None:
     assert [thread.join()[0].token_ids for thread in threads] == greedy_of(model, rows)
 
 
+def test_weights_of_the_folder_come_back_into_the_model_that_was_asked_for(tmp_path: Path) -> None:
+    engine = NativeEngine(save_tiny_model("llama", tmp_path), override_config={"num_hidden_layers": 1})
+    rows = prompts(3)
+    before = tokens(engine.generate(requests(rows, GREEDY)))
+    engine.sleep()
+    engine.wake()
+    assert tokens(engine.generate(requests(rows, GREEDY))) == before
+
+
 def test_sleep_frees_the_cache_and_wake_goes_on(tmp_path: Path) -> None:
     engine = NativeEngine(save_tiny_model("llama", tmp_path, tokenizer=False))
     old, new = tiny_model("llama"), tiny_model("llama", seed=1)

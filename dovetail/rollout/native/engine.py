@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,8 +53,7 @@ class NativeEngine(RolloutEngine):
     `max_model_len` prompt plus response (default: what the model's positions allow). `device` and `dtype` are for
     weights the engine owns; shared weights stay as they are. On CUDA, `gpu_memory_utilization` bounds the KV cache by a
     share of the device's memory, `kv_cache_dtype="fp8"` halves what a token takes of it, and `enforce_eager` turns CUDA
-    graphs off. `paged` picks the batch: None means pages
-    and Triton kernels on CUDA, dense slots on CPU.
+    graphs off. `paged` picks the batch: None means pages and Triton kernels on CUDA, dense slots on CPU.
     """
 
     name = "native"
@@ -81,9 +81,14 @@ class NativeEngine(RolloutEngine):
         else:
             self._folder = Path(model)
             self._device = torch.device(device)
-            self._model = load_model(
-                self._folder, self._device, dtype, trust_remote_code=trust_remote_code, override_config=override_config
+            self._load = partial(
+                load_model,
+                self._folder,
+                self._device,
+                trust_remote_code=trust_remote_code,
+                override_config=override_config,
             )
+            self._model = self._load(dtype)
         self._packed = pack_linears(self._model, self._device)
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)
@@ -220,7 +225,7 @@ class NativeEngine(RolloutEngine):
         with self._gate.between_steps():
             self._check_open()
             if "weights" in wanted & self._asleep and self._folder is not None:
-                self._restore_weights(self._folder)
+                self._restore_weights()
             self._asleep -= wanted
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
@@ -282,9 +287,9 @@ class NativeEngine(RolloutEngine):
             check_images(self._model, request)
         check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
 
-    def _restore_weights(self, folder: Path) -> None:
+    def _restore_weights(self) -> None:
         if self._still_from_folder:
-            fresh = load_model(folder, self._device, self._model.dtype)
+            fresh = self._load(self._model.dtype)
             for parameter, again in zip(self._model.parameters(), fresh.parameters(), strict=True):
                 parameter.data = again.data
             return
