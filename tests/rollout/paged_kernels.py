@@ -5,19 +5,26 @@ Run by `test_paged_kernels.py`, which sets what Triton reads at its import.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.native.cuda.decoder import FusedDecoder
+from dovetail.rollout.native.cuda.kernels import few_rows, plain
 from dovetail.rollout.native.cuda.kernels import linear as linear_kernels
-from dovetail.rollout.native.cuda.kernels import plain
 from dovetail.rollout.native.cuda.kernels.attention import decode_attention, prefill_attention
 from dovetail.rollout.native.cuda.kernels.layer import add_rms_norm, rms_norm, rotate_and_store, silu_mul
+from dovetail.rollout.native.cuda.kernels.ops import triton_ops
 from dovetail.rollout.native.cuda.kernels.rows import begin_rows, end_rows
 from dovetail.rollout.native.cuda.kernels.sampling import draw
+from dovetail.rollout.native.cuda.paged_step import PagedDecode
+from dovetail.rollout.native.cuda.pages import KVShape, PagePool
 from dovetail.rollout.native.noise import stream_key
 from dovetail.rollout.native.sampler import SamplingRows, sample
+from tests.models.tiny import tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -136,6 +143,95 @@ def half(*size: int) -> torch.Tensor:
 def near(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Within the rounding of half precision."""
     assert ((found - expected).float().norm() / expected.float().norm()) < 6e-3
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize("bias", [True, False])
+def test_norm_projections_rotary_and_storing_in_one_launch(rows: int, bias: bool) -> None:
+    torch.manual_seed(6)
+    width, head, heads, page = 128, 32, 4, 16
+    residual, norm = half(rows, width), 1 + half(width)
+    weights = [half(heads * head, width), half(NUM_KV * head, width), half(NUM_KV * head, width)]
+    biases = [half(weight.shape[0]) if bias else None for weight in weights]
+    rotation = (half(rows, head) * 10, half(rows, head) * 10)
+    targets = torch.randperm(4 * page, device=DEVICE)[:rows]
+    targets[rows // 2] = -1
+    pools = [[torch.zeros(4, NUM_KV, page, head, device=DEVICE).to(norm.dtype) for _ in range(2)] for _ in range(2)]
+    squares = few_rows.row_squares(residual)
+    close(squares.sum(0), residual.float().pow(2).sum(1))
+    query = few_rows.norm_qkv(
+        residual, squares, norm, 1e-5, weights, biases, rotation, *pools[0], targets, few_rows.NOTHING
+    )
+    expected, key, value = plain.project_qkv(plain.rms_norm(residual, norm, 1e-5), weights, biases)
+    plain.rotate_and_store(expected, key, value, *pools[1], targets, rotation)
+    near(query, expected)
+    for found, wanted in zip(*pools, strict=True):
+        assert torch.equal(found != 0, wanted != 0)
+        if rows > 1:
+            near(found, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_norm_and_gated_feed_forward_in_one_launch(rows: int) -> None:
+    torch.manual_seed(7)
+    residual, norm, gate, up = half(rows, 128), 1 + half(128), half(96, 128), half(96, 128)
+    found = few_rows.norm_gated(residual, few_rows.row_squares(residual), norm, 1e-5, gate, up)
+    near(found, plain.gated(plain.rms_norm(residual, norm, 1e-5), gate, up))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 256), (5, 1024), (33, 1536)])
+def test_a_long_sum_is_added_up_by_the_program_that_ends_last(rows: int, width: int) -> None:
+    torch.manual_seed(8)
+    x, weight, residual = half(rows, width), half(64, width), half(rows, 64)
+    locks = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    expected = residual + F.linear(x, weight)
+    for _ in range(2):
+        again = residual.clone()
+        squares = few_rows.linear_add(x, weight, again, locks)
+        near(again, expected)
+        close(squares.sum(0), again.float().pow(2).sum(1))
+        assert not locks.any(), "as the next kernel needs them"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("num_splits", [1, 4])
+@torch.inference_mode()
+def test_a_step_of_few_rows_is_that_of_the_plain_layers(family: str, num_splits: int) -> None:
+    torch.manual_seed(9)
+    model = tiny_model(family, intermediate_size=256).to(DEVICE, half(1).dtype)
+    text, lengths = model.config, [1, 16, 17, 70, 33]
+    keys, values, table = pages_for(lengths)
+    del keys, values
+    shape = KVShape(
+        text.num_hidden_layers, text.num_key_value_heads, model.model.layers[0].self_attn.head_dim, PAGE, model.dtype
+    )
+    found = []
+    for ops in (triton_ops(), replace(triton_ops(), few_rows=None)):
+        pool = PagePool(shape, DEVICE)
+        pool.resize(int(table.max()) + 4)
+        torch.manual_seed(10)
+        for side in (*pool.keys, *pool.values):
+            side.copy_(half(*side.shape))
+        where = torch.tensor(lengths, device=DEVICE) - 1
+        rows = torch.arange(len(lengths), device=DEVICE)
+        targets = table[rows, where // PAGE].long() * PAGE + where % PAGE
+        locks = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+        step = PagedDecode(
+            pool,
+            table,
+            rows.int(),
+            torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+            targets,
+            num_splits,
+            locks,
+            ops,
+        )
+        logits = FusedDecoder(model, ops).logits(rows + 5, where, step)
+        found.append((logits, torch.stack([*pool.keys, *pool.values])))
+        assert not locks.any()
+    near(found[0][0], found[1][0])
+    near(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], found[1][0]), "two ways to compute, or this compares nothing"
 
 
 @pytest.mark.parametrize("rows", [3, 70])

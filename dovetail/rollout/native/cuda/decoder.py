@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from dovetail.rollout.native.cuda.few_rows import FewRows
 from dovetail.rollout.native.cuda.kernels.ops import Ops
 from dovetail.rollout.native.cuda.paged_step import PagedStep, PlainAttend
 
@@ -74,6 +75,8 @@ class FusedDecoder:
         self._base: Any = base
         self._head: Any = model.get_output_embeddings()
         self._is_dense = [hasattr(layer.mlp, "gate_proj") for layer in base.layers]
+        few = ops.few_rows
+        self._few_rows = FewRows(model, few) if few is not None and FewRows.supports(model, few) else None
 
     def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
         self._hidden(tokens, positions, step)
@@ -86,6 +89,8 @@ class FusedDecoder:
         residual = base.embed_tokens(tokens)
         cosine, sine = base.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0))
         rotation = (cosine[0], sine[0])
+        if self._few_rows is not None and self._few_rows.takes(tokens.shape[0], step):
+            return self._few_rows.hidden(residual, rotation, step)
         layers = base.layers
         norms = [*(layer.input_layernorm for layer in layers[1:]), base.norm]
         first = layers[0].input_layernorm

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # Programs of the attention kernel that keep the device's memory busy, per multiprocessor.
 _PROGRAMS_EACH = 4
 _MAX_SPLITS = 16
+_MIN_LOCKS = 4096
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -63,6 +64,8 @@ class DecodeSteps:
         self._memory: Any = None
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self._programs = processors * _PROGRAMS_EACH
+        # For kernels whose last program does what is left: zeros between them, so one after another may use the same.
+        self._locks = torch.zeros(max(max_rows * pool.shape.num_kv_heads, _MIN_LOCKS), dtype=torch.int32, device=device)
 
     def size_for(self, num_rows: int) -> int:
         return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
@@ -93,7 +96,7 @@ class DecodeSteps:
         tokens, positions, lengths, targets = self._ops.begin_rows(
             slots, state.last_tokens, state.cached, state.active, state.table, self._pool.shape.page_size
         )
-        step = PagedDecode(self._pool, state.table, slots, lengths, targets, self._splits(size), self._ops)
+        step = PagedDecode(self._pool, state.table, slots, lengths, targets, self._splits(size), self._locks, self._ops)
         logits = self._decoder.logits(tokens, positions, step)
         if is_split:
             self._positions[:size] = positions

@@ -21,6 +21,7 @@ class PagedStep(Protocol):
     ops: Ops
     pool: PagePool
     targets: torch.Tensor
+    locks: torch.Tensor | None
 
     def attention(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention of query (tokens, heads * head size) over the pages, which hold this step's own entries already."""
@@ -55,11 +56,13 @@ class PagedDecode:
         lengths: torch.Tensor,
         targets: torch.Tensor,
         num_splits: int,
+        locks: torch.Tensor,
         ops: Ops,
     ) -> None:
         self.ops = ops
         self.pool = pool
         self.targets = targets
+        self.locks = locks
         self._table, self._slots, self._lengths, self._num_splits = table, slots, lengths, num_splits
 
     def attention(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -72,11 +75,14 @@ class PagedDecode:
             self._lengths,
             scaling,
             num_splits=self._num_splits,
+            locks=self.locks,
         )
 
 
 class PagedPrefill:
     """Pieces of sequences end to end: for each Fill the next `count` of its tokens."""
+
+    locks = None
 
     def __init__(self, pool: PagePool, pieces: Sequence[tuple[Fill, int]], ops: Ops) -> None:
         self.ops = ops

@@ -25,13 +25,15 @@ def decode_attention(
     scaling: float,
     *,
     num_splits: int = 1,
+    locks: torch.Tensor | None = None,
     num_warps: int | None = None,
     num_stages: int = 3,
 ) -> torch.Tensor:
     """One query token per row: query (rows, heads * head size), `slots` the table row of each, `lengths` its keys.
 
     A row of length 0 reads nothing and gives zeros. `num_splits` programs share the keys of one sequence: worth it when
-    there are fewer (row, kv head) pairs than the device holds programs.
+    there are fewer (row, kv head) pairs than the device holds programs. The one that ends last puts their parts
+    together; which it is, `locks` tell, one for each pair: zeros, and zeros again when this is over.
     """
     rows, width = query.shape
     _, num_kv, page_size, head_size = keys.shape
@@ -40,8 +42,10 @@ def decode_attention(
     padded = triton.next_power_of_2(head_size)
     out = torch.empty_like(query)
     if num_splits == 1:
-        partial, partial_stats = out, out
+        partial, partial_stats, locks = out, out, out
     else:
+        if locks is None:
+            locks = torch.zeros(rows * num_kv, dtype=torch.int32, device=query.device)
         partial = query.new_empty((rows, num_kv, num_splits, group_rows, head_size), dtype=torch.float32)
         partial_stats = query.new_empty((rows, num_kv, num_splits, 2, group_rows), dtype=torch.float32)
     _decode_kernel[(rows, num_kv, num_splits)](
@@ -54,6 +58,7 @@ def decode_attention(
         out,
         partial,
         partial_stats,
+        locks,
         scaling * _LOG2_E,
         table.stride(0),
         NUM_KV=num_kv,
@@ -67,19 +72,6 @@ def decode_attention(
         # Measured on an H200: more small programs reach more bandwidth, unless few programs share long sequences.
         num_warps=num_warps or (2 if num_splits == 1 and page_size <= 64 else 4),
     )
-    if num_splits > 1:
-        _combine_kernel[(rows, num_kv)](
-            partial,
-            partial_stats,
-            out,
-            NUM_KV=num_kv,
-            GROUP=group,
-            GROUP_ROWS=group_rows,
-            HEAD=head_size,
-            HEAD_PADDED=padded,
-            SPLITS=num_splits,
-            num_warps=4,
-        )
     return out
 
 
@@ -138,6 +130,7 @@ def _decode_kernel(
     out_ptr,
     partial_ptr,
     stats_ptr,
+    lock_ptr,
     scale,
     table_stride,
     NUM_KV: tl.constexpr,
@@ -191,49 +184,43 @@ def _decode_kernel(
         acc = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out_ptr + query_offsets, acc.to(out_ptr.dtype.element_ty), mask=query_mask)
     else:
-        part = (row * NUM_KV + head) * SPLITS + split
-        part_offsets = part * GROUP_ROWS * HEAD + heads[:, None] * HEAD + columns[None, :]
-        tl.store(partial_ptr + part_offsets, acc, mask=columns[None, :] < HEAD)
+        pair = row * NUM_KV + head
+        place = heads[:, None] * HEAD + columns[None, :]
+        part = pair * SPLITS + split
+        tl.store(partial_ptr + part * GROUP_ROWS * HEAD + place, acc, mask=query_mask)
         tl.store(stats_ptr + part * 2 * GROUP_ROWS + heads, top)
         tl.store(stats_ptr + (part * 2 + 1) * GROUP_ROWS + heads, total)
+        # All of this program's part is written before it counts as arrived.
+        tl.debug_barrier()
+        if tl.atomic_add(lock_ptr + pair, 1, sem="acq_rel") == SPLITS - 1:
+            top, total = _together(stats_ptr, pair, heads, SPLITS, GROUP_ROWS)
+            acc = tl.zeros([GROUP_ROWS, HEAD_PADDED], dtype=tl.float32)
+            for other in tl.static_range(SPLITS):
+                part = pair * SPLITS + other
+                part_acc = tl.load(
+                    partial_ptr + part * GROUP_ROWS * HEAD + place, mask=query_mask, other=0.0, cache_modifier=".cg"
+                )
+                part_top = tl.load(stats_ptr + part * 2 * GROUP_ROWS + heads, cache_modifier=".cg")
+                acc += part_acc * _weight(part_top, top)[:, None]
+            acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+            tl.store(out_ptr + query_offsets, acc.to(out_ptr.dtype.element_ty), mask=query_mask)
+            tl.store(lock_ptr + pair, 0)
 
 
 @triton.jit
-def _combine_kernel(
-    partial_ptr,
-    stats_ptr,
-    out_ptr,
-    NUM_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    HEAD: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    heads = tl.arange(0, GROUP_ROWS)
-    columns = tl.arange(0, HEAD_PADDED)
-    top = tl.full([GROUP_ROWS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([GROUP_ROWS], dtype=tl.float32)
-    acc = tl.zeros([GROUP_ROWS, HEAD_PADDED], dtype=tl.float32)
-    for split in range(SPLITS):
-        part = (row * NUM_KV + head) * SPLITS + split
-        part_top = tl.load(stats_ptr + part * 2 * GROUP_ROWS + heads)
-        part_total = tl.load(stats_ptr + (part * 2 + 1) * GROUP_ROWS + heads)
-        new_top = tl.maximum(top, part_top)
-        # A part without keys has top -inf: its weight is 0, and -inf - -inf must not become NaN.
-        shrink = tl.where(top == float("-inf"), 0.0, tl.exp2(top - new_top))
-        weight = tl.where(part_top == float("-inf"), 0.0, tl.exp2(part_top - new_top))
-        part_offsets = part * GROUP_ROWS * HEAD + heads[:, None] * HEAD + columns[None, :]
-        part_acc = tl.load(partial_ptr + part_offsets, mask=columns[None, :] < HEAD, other=0.0)
-        acc = acc * shrink[:, None] + part_acc * weight[:, None]
-        total = total * shrink + part_total * weight
-        top = new_top
-    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-    offsets = (row * NUM_KV + head) * GROUP * HEAD + heads[:, None] * HEAD + columns[None, :]
-    mask = (heads[:, None] < GROUP) & (columns[None, :] < HEAD)
-    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+def _together(stats_ptr, pair, heads, SPLITS: tl.constexpr, GROUP_ROWS: tl.constexpr):
+    """The largest score of all parts, and the sum of their weights on its scale."""
+    parts = (pair * SPLITS + tl.arange(0, SPLITS)) * 2 * GROUP_ROWS
+    tops = tl.load(stats_ptr + parts[:, None] + heads[None, :], cache_modifier=".cg")
+    totals = tl.load(stats_ptr + parts[:, None] + GROUP_ROWS + heads[None, :], cache_modifier=".cg")
+    top = tl.max(tops, axis=0)
+    return top, tl.sum(totals * _weight(tops, top[None, :]), axis=0)
+
+
+@triton.jit
+def _weight(part_top, top):
+    # A part without keys has top -inf: its weight is 0, and -inf - -inf must not become NaN.
+    return tl.where(part_top == float("-inf"), 0.0, tl.exp2(part_top - top))
 
 
 @triton.jit

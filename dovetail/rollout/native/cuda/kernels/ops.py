@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dovetail.rollout.native.cuda.kernels import plain
+
+
+@dataclass(frozen=True, slots=True)
+class FewRowsOps:
+    """The functions of `kernels.few_rows`, under their names there; there is no plain way, for they change nothing."""
+
+    max_rows: int
+    fits: Callable[..., bool]
+    head_fits: Callable[[int], bool]
+    ahead: Callable[..., Any]
+    row_squares: Callable[..., torch.Tensor]
+    norm_qkv: Callable[..., torch.Tensor]
+    norm_gated: Callable[..., torch.Tensor]
+    linear_add: Callable[..., torch.Tensor]
+    rms_norm: Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +41,7 @@ class Ops:
     draw: Callable[..., None]
     begin_rows: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
     end_rows: Callable[..., None]
+    few_rows: FewRowsOps | None = None
 
 
 def ops_for(device: torch.device) -> Ops:
@@ -48,7 +65,19 @@ def plain_ops() -> Ops:
 
 
 def triton_ops() -> Ops:
-    from dovetail.rollout.native.cuda.kernels import attention, layer, linear, rows, sampling
+    from dovetail.rollout.native.cuda.kernels import attention, few_rows, layer, linear, rows, sampling
+
+    for_few = FewRowsOps(
+        few_rows.MAX_ROWS,
+        few_rows.fits,
+        few_rows.head_fits,
+        few_rows.Ahead,
+        few_rows.row_squares,
+        few_rows.norm_qkv,
+        few_rows.norm_gated,
+        few_rows.linear_add,
+        layer.rms_norm,
+    )
 
     return Ops(
         attention.decode_attention,
@@ -62,4 +91,5 @@ def triton_ops() -> Ops:
         sampling.draw,
         rows.begin_rows,
         rows.end_rows,
+        for_few,
     )

@@ -1,0 +1,100 @@
+"""The layers of a dense model for few rows, where beginning and ending kernels takes as long as reading weights.
+
+Reads the model's own weights, as they are; see `kernels.few_rows` for how a layer is cut into five launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dovetail.rollout.native.cuda.kernels.ops import FewRowsOps
+from dovetail.rollout.native.cuda.paged_step import PagedStep
+
+# How much of the weights to ask for before their turn: what the cache holds beside what runs meanwhile.
+_MLP_AHEAD = 24 << 20
+_DOWN_AHEAD = 16 << 20
+_ALL = 1 << 40
+
+
+class FewRows:
+    """`hidden` is what `FusedDecoder` computes, for at most `max_rows` rows and a step with `locks`."""
+
+    def __init__(self, model: PreTrainedModel, ops: FewRowsOps) -> None:
+        self._ops = ops
+        self._base: Any = model.base_model
+        self._head: Any = model.get_output_embeddings()
+        self.max_rows = ops.max_rows
+
+    @staticmethod
+    def supports(model: PreTrainedModel, ops: FewRowsOps) -> bool:
+        """Half precision, no experts, no norms of heads, biases at the attention's inputs or none."""
+        if model.dtype not in (torch.bfloat16, torch.float16):
+            return False
+        return all(_layer_fits(layer, ops) for layer in _layers(model))
+
+    def takes(self, num_rows: int, step: PagedStep) -> bool:
+        return num_rows <= self.max_rows and step.locks is not None
+
+    def hidden(
+        self, residual: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: PagedStep
+    ) -> torch.Tensor:
+        """The normed state after the last layer, from the embedded tokens (rows, width)."""
+        ops, layers, norm = self._ops, self._base.layers, self._base.norm
+        assert step.locks is not None, "`takes` has seen them"
+        squares = ops.row_squares(residual)
+        for index, layer in enumerate(layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            inputs = _attention_inputs(layer)
+            first, second = layer.input_layernorm, layer.post_attention_layernorm
+            gate, up, down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+            query = ops.norm_qkv(
+                residual,
+                squares,
+                first.weight,
+                first.variance_epsilon,
+                [linear.weight for linear in inputs],
+                [linear.bias for linear in inputs],
+                rotation,
+                step.pool.keys[index],
+                step.pool.values[index],
+                step.targets,
+                ops.ahead((gate, up), _MLP_AHEAD),
+            )
+            attended = step.attention(index, query, attention.scaling)
+            squares = ops.linear_add(attended, attention.o_proj.weight, residual, step.locks)
+            activated = ops.norm_gated(
+                residual, squares, second.weight, second.variance_epsilon, gate, up, ops.ahead((down,), _DOWN_AHEAD)
+            )
+            following = _attention_inputs(layers[index + 1]) if index + 1 < len(layers) else ()
+            ahead = ops.ahead([linear.weight for linear in following], _ALL)
+            squares = ops.linear_add(activated, down, residual, step.locks, ahead)
+        return ops.rms_norm(residual, norm.weight, norm.variance_epsilon)
+
+
+def _layers(model: Any) -> Any:
+    return model.base_model.layers
+
+
+def _attention_inputs(layer: Any) -> tuple[Any, Any, Any]:
+    return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
+
+
+def _layer_fits(layer: Any, ops: FewRowsOps) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    if not hasattr(mlp, "gate_proj") or hasattr(attention, "q_norm"):
+        return False
+    outer = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    query, key, value = inputs = _attention_inputs(layer)
+    return (
+        all(type(linear) is torch.nn.Linear for linear in (*inputs, *outer))
+        and all(linear.bias is None for linear in outer)
+        and len({linear.bias is None for linear in inputs}) == 1
+        and key.out_features == value.out_features
+        and ops.head_fits(attention.head_dim)
+        and ops.fits(query.in_features, mlp.gate_proj.out_features)
+        and ops.fits(attention.o_proj.in_features, attention.o_proj.out_features)
+        and ops.fits(mlp.down_proj.in_features, mlp.down_proj.out_features)
+    )
