@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton  # pyrefly: ignore[missing-import]
@@ -37,7 +38,7 @@ class Ahead:
     def spans(self, device: torch.device) -> list[tuple[torch.Tensor, int]]:
         """At most three tensors with the chunks to ask for, `max_bytes` divided among them by their sizes."""
         total = sum(weight.nbytes for weight in self.weights)
-        if device.type != "cuda" or not total:
+        if not total or not self.max_bytes or not _can_ask(device):
             return []
         share = min(1.0, self.max_bytes / total)
         return [(weight, int(weight.nbytes * share) // _CHUNK.value) for weight in self.weights]
@@ -199,6 +200,12 @@ def linear_add(
         num_stages=5,
     )
     return squares
+
+
+@lru_cache(maxsize=16)
+def _can_ask(device: torch.device) -> bool:
+    """Asking for many bytes at once is an instruction of NVIDIA's since Hopper."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _padded_rows(rows: int) -> int:
