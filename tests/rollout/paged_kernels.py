@@ -150,20 +150,23 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_norm_projections_rotary_and_storing_in_one_launch(rows: int, bias: bool) -> None:
     torch.manual_seed(6)
     width, head, heads, page = 128, 32, 4, 16
-    residual, norm = half(rows, width), 1 + half(width)
+    table, norm = half(40, width), 1 + half(width)
+    tokens = torch.randint(0, 40, (rows,), device=DEVICE)
+    residual, squares = few_rows.embed(tokens, table)
+    assert torch.equal(residual, table[tokens])
+    close(squares.sum(0), residual.float().pow(2).sum(1))
     weights = [half(heads * head, width), half(NUM_KV * head, width), half(NUM_KV * head, width)]
     biases = [half(weight.shape[0]) if bias else None for weight in weights]
-    rotation = (half(rows, head) * 10, half(rows, head) * 10)
+    rotation = (half(80, head) * 10, half(80, head) * 10)
+    positions = torch.randint(0, 80, (rows,), device=DEVICE)
     targets = torch.randperm(4 * page, device=DEVICE)[:rows]
     targets[rows // 2] = -1
     pools = [[torch.zeros(4, NUM_KV, page, head, device=DEVICE).to(norm.dtype) for _ in range(2)] for _ in range(2)]
-    squares = few_rows.row_squares(residual)
-    close(squares.sum(0), residual.float().pow(2).sum(1))
     query = few_rows.norm_qkv(
-        residual, squares, norm, 1e-5, weights, biases, rotation, *pools[0], targets, few_rows.NOTHING
+        residual, squares, norm, 1e-5, weights, biases, rotation, positions, *pools[0], targets, few_rows.NOTHING
     )
     expected, key, value = plain.project_qkv(plain.rms_norm(residual, norm, 1e-5), weights, biases)
-    plain.rotate_and_store(expected, key, value, *pools[1], targets, rotation)
+    plain.rotate_and_store(expected, key, value, *pools[1], targets, (rotation[0][positions], rotation[1][positions]))
     near(query, expected)
     for found, wanted in zip(*pools, strict=True):
         assert torch.equal(found != 0, wanted != 0)
@@ -174,8 +177,9 @@ def test_norm_projections_rotary_and_storing_in_one_launch(rows: int, bias: bool
 @pytest.mark.parametrize("rows", [1, 5, 33])
 def test_norm_and_gated_feed_forward_in_one_launch(rows: int) -> None:
     torch.manual_seed(7)
-    residual, norm, gate, up = half(rows, 128), 1 + half(128), half(96, 128), half(96, 128)
-    found = few_rows.norm_gated(residual, few_rows.row_squares(residual), norm, 1e-5, gate, up)
+    norm, gate, up = 1 + half(128), half(96, 128), half(96, 128)
+    residual, squares = few_rows.embed(torch.arange(rows, device=DEVICE), half(rows, 128))
+    found = few_rows.norm_gated(residual, squares, norm, 1e-5, gate, up)
     near(found, plain.gated(plain.rms_norm(residual, norm, 1e-5), gate, up))
 
 

@@ -14,13 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from dovetail.rollout.native.cuda.few_rows import FewRows
+from dovetail.rollout.native.cuda.few_rows import FewRows, has_moving_rope
 from dovetail.rollout.native.cuda.kernels.ops import Ops
 from dovetail.rollout.native.cuda.paged_step import PagedStep, PlainAttend
 
 _KNOWN = frozenset(f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"))
-# Rotary frequencies of these types depend on the longest position of a step.
-_MOVING_ROPE = frozenset({"dynamic", "longrope"})
 
 
 class Decoder(Protocol):
@@ -42,10 +40,9 @@ def build_decoder(model: PreTrainedModel, ops: Ops, *, fuse: bool = True) -> Dec
 
 def can_be_captured(model: PreTrainedModel) -> bool:
     """Whether a step of this model can be a CUDA graph: no sizes or branches that depend on values on the device."""
-    rope: Any = getattr(model.config, "rope_parameters", None) or {}
     experts = any(hasattr(module, "gate_up_proj") and hasattr(module, "num_experts") for module in model.modules())
     # In other dtypes than bfloat16 transformers multiplies experts one by one, each with a size read from the device.
-    return rope.get("rope_type", "default") not in _MOVING_ROPE and (not experts or model.dtype == torch.bfloat16)
+    return not has_moving_rope(model) and (not experts or model.dtype == torch.bfloat16)
 
 
 class PlainDecoder:
@@ -85,12 +82,12 @@ class FusedDecoder:
         return self._head(self._hidden(tokens, positions, step))
 
     def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        if self._few_rows is not None and self._few_rows.takes(tokens.shape[0], step):
+            return self._few_rows.hidden(tokens, positions, step)
         base = self._base
         residual = base.embed_tokens(tokens)
         cosine, sine = base.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0))
         rotation = (cosine[0], sine[0])
-        if self._few_rows is not None and self._few_rows.takes(tokens.shape[0], step):
-            return self._few_rows.hidden(residual, rotation, step)
         layers = base.layers
         norms = [*(layer.input_layernorm for layer in layers[1:]), base.norm]
         first = layers[0].input_layernorm

@@ -19,32 +19,42 @@ _DOWN_AHEAD = 16 << 20
 _ALL = 1 << 40
 
 
+# Rotary frequencies of these types depend on the longest position of a step.
+_MOVING_ROPE = frozenset({"dynamic", "longrope"})
+
+
+def has_moving_rope(model: PreTrainedModel) -> bool:
+    rope: Any = getattr(model.config, "rope_parameters", None) or {}
+    return rope.get("rope_type", "default") in _MOVING_ROPE
+
+
 class FewRows:
     """`hidden` is what `FusedDecoder` computes, for at most `max_rows` rows and a step with `locks`."""
 
     def __init__(self, model: PreTrainedModel, ops: FewRowsOps) -> None:
         self._ops = ops
         self._base: Any = model.base_model
-        self._head: Any = model.get_output_embeddings()
         self.max_rows = ops.max_rows
+        self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @staticmethod
     def supports(model: PreTrainedModel, ops: FewRowsOps) -> bool:
-        """Half precision, no experts, no norms of heads, biases at the attention's inputs or none."""
+        """Half precision, no experts, no norms of heads, biases at the attention's inputs or none, a fixed rotary."""
         if model.dtype not in (torch.bfloat16, torch.float16):
             return False
-        return all(_layer_fits(layer, ops) for layer in _layers(model))
+        base: Any = model.base_model
+        plain = type(base.embed_tokens) is torch.nn.Embedding and ops.fits(base.embed_tokens.embedding_dim)
+        return plain and not has_moving_rope(model) and all(_layer_fits(layer, ops) for layer in base.layers)
 
     def takes(self, num_rows: int, step: PagedStep) -> bool:
         return num_rows <= self.max_rows and step.locks is not None
 
-    def hidden(
-        self, residual: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: PagedStep
-    ) -> torch.Tensor:
-        """The normed state after the last layer, from the embedded tokens (rows, width)."""
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        """The normed state after the last layer."""
         ops, layers, norm = self._ops, self._base.layers, self._base.norm
         assert step.locks is not None, "`takes` has seen them"
-        squares = ops.row_squares(residual)
+        residual, squares = ops.embed(tokens, self._base.embed_tokens.weight)
+        rotation = self._rotation_of(step.max_length, residual)
         for index, layer in enumerate(layers):
             attention, mlp = layer.self_attn, layer.mlp
             inputs = _attention_inputs(layer)
@@ -58,6 +68,7 @@ class FewRows:
                 [linear.weight for linear in inputs],
                 [linear.bias for linear in inputs],
                 rotation,
+                positions,
                 step.pool.keys[index],
                 step.pool.values[index],
                 step.targets,
@@ -73,9 +84,13 @@ class FewRows:
             squares = ops.linear_add(activated, down, residual, step.locks, ahead)
         return ops.rms_norm(residual, norm.weight, norm.variance_epsilon)
 
-
-def _layers(model: Any) -> Any:
-    return model.base_model.layers
+    def _rotation_of(self, max_length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of all positions, as the model's own module rounds them."""
+        if self._rotation is None or self._rotation[0].shape[0] < max_length:
+            positions = torch.arange(max_length, device=like.device)
+            cosine, sine = self._base.rotary_emb(like[None], positions[None])
+            self._rotation = (cosine[0].contiguous(), sine[0].contiguous())
+        return self._rotation
 
 
 def _attention_inputs(layer: Any) -> tuple[Any, Any, Any]:

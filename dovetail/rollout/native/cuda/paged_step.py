@@ -22,6 +22,8 @@ class PagedStep(Protocol):
     pool: PagePool
     targets: torch.Tensor
     locks: torch.Tensor | None
+    max_length: int
+    """No position of the step's tokens is larger."""
 
     def attention(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention of query (tokens, heads * head size) over the pages, which hold this step's own entries already."""
@@ -63,6 +65,7 @@ class PagedDecode:
         self.pool = pool
         self.targets = targets
         self.locks = locks
+        self.max_length = table.shape[1] * pool.shape.page_size
         self._table, self._slots, self._lengths, self._num_splits = table, slots, lengths, num_splits
 
     def attention(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -106,6 +109,7 @@ class PagedPrefill:
         for row, (fill, _) in enumerate(pieces):
             table[row, : len(fill.pages)] = fill.pages
         self._table = upload(table, torch.int32, device)
+        self.max_length = table.shape[1] * size
 
     def attention(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
         return self.ops.prefill_attention(

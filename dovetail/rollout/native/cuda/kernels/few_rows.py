@@ -56,15 +56,24 @@ def head_fits(head_size: int) -> bool:
     return head_size % _COLUMNS == 0
 
 
-def row_squares(residual: torch.Tensor) -> torch.Tensor:
-    """(width / 32, rows): sums of squares of 32 columns each."""
-    rows, width = residual.shape
+def embed(tokens: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens' rows of `table`, and (width / 32, rows) sums of squares of 32 columns each."""
+    rows, width = tokens.shape[0], table.shape[1]
     blocks = width // _COLUMNS
-    squares = residual.new_empty((blocks, rows), dtype=torch.float32)
-    _squares_kernel[(rows,)](
-        residual, squares, rows, BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), COLUMNS=_COLUMNS, num_warps=4
+    residual = table.new_empty((rows, width))
+    squares = table.new_empty((blocks, rows), dtype=torch.float32)
+    _embed_kernel[(rows,)](
+        tokens,
+        table,
+        residual,
+        squares,
+        rows,
+        BLOCKS=blocks,
+        PADDED=triton.next_power_of_2(blocks),
+        COLUMNS=_COLUMNS,
+        num_warps=4,
     )
-    return squares
+    return residual, squares
 
 
 def norm_qkv(
@@ -75,12 +84,16 @@ def norm_qkv(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     rotation: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     targets: torch.Tensor,
     ahead: Ahead = NOTHING,
 ) -> torch.Tensor:
-    """The rotated queries of the normed residual; its rotated keys and its values go to the pages, see `targets`."""
+    """The rotated queries of the normed residual; its rotated keys and its values go to the pages.
+
+    `rotation` is cosine and sine (positions, head size) of all positions; `targets` are those of `rotate_and_store`.
+    """
     rows, width = residual.shape
     _, num_kv, page_size, head_size = keys.shape
     query_weight, key_weight, value_weight = weights
@@ -101,6 +114,7 @@ def norm_qkv(
         keys,
         values,
         targets,
+        positions,
         *rotation,
         *_span_arguments(spans, residual),
         eps,
@@ -165,7 +179,7 @@ def norm_gated(
 def linear_add(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, locks: torch.Tensor, ahead: Ahead = NOTHING
 ) -> torch.Tensor:
-    """Add x times `weight` (out, width) to `residual` in place; return the new sums of squares, see `row_squares`.
+    """Add x times `weight` (out, width) to `residual` in place; return the new sums of squares, see `embed`.
 
     `locks` are zeros, and zeros again when this is over: one for every 32 columns.
     """
@@ -254,15 +268,25 @@ def _norm_factors(
 
 
 @triton.jit
-def _squares_kernel(
-    residual_ptr, squares_ptr, num_rows, BLOCKS: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr
+def _embed_kernel(
+    token_ptr,
+    table_ptr,
+    residual_ptr,
+    squares_ptr,
+    num_rows,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0)
+    token = tl.load(token_ptr + row).to(tl.int64)
     blocks = tl.arange(0, PADDED)
     columns = blocks[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = blocks < BLOCKS
-    x = tl.load(residual_ptr + row * BLOCKS * COLUMNS + columns, mask=inside[:, None], other=0.0).to(tl.float32)
-    tl.store(squares_ptr + blocks * num_rows + row, tl.sum(x * x, axis=1), mask=inside)
+    x = tl.load(table_ptr + token * (BLOCKS * COLUMNS) + columns, mask=inside[:, None], other=0.0)
+    tl.store(residual_ptr + row * (BLOCKS * COLUMNS) + columns, x, mask=inside[:, None])
+    wide = x.to(tl.float32)
+    tl.store(squares_ptr + blocks * num_rows + row, tl.sum(wide * wide, axis=1), mask=inside)
 
 
 @triton.jit
@@ -280,6 +304,7 @@ def _norm_qkv_kernel(
     keys_ptr,
     values_ptr,
     target_ptr,
+    position_ptr,
     cos_ptr,
     sin_ptr,
     first_ahead_ptr,
@@ -347,7 +372,8 @@ def _norm_qkv_kernel(
         low = low.to(dtype).to(tl.float32)
         high = high.to(dtype).to(tl.float32)
         if head < NUM_HEADS + NUM_KV:
-            angles = rows[:, None] * HEAD + low_columns[None, :]
+            position = tl.load(position_ptr + rows, mask=rows < num_rows, other=0)
+            angles = position[:, None] * HEAD + low_columns[None, :]
             cos_low = tl.load(cos_ptr + angles, mask=inside, other=0.0).to(tl.float32)
             cos_high = tl.load(cos_ptr + angles + HALF, mask=inside, other=0.0).to(tl.float32)
             sin_low = tl.load(sin_ptr + angles, mask=inside, other=0.0).to(tl.float32)

@@ -19,7 +19,7 @@ class FewRowsOps:
     fits: Callable[..., bool]
     head_fits: Callable[[int], bool]
     ahead: Callable[..., Any]
-    row_squares: Callable[..., torch.Tensor]
+    embed: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     norm_qkv: Callable[..., torch.Tensor]
     norm_gated: Callable[..., torch.Tensor]
     linear_add: Callable[..., torch.Tensor]
@@ -72,7 +72,7 @@ def triton_ops() -> Ops:
         few_rows.fits,
         few_rows.head_fits,
         few_rows.Ahead,
-        few_rows.row_squares,
+        few_rows.embed,
         few_rows.norm_qkv,
         few_rows.norm_gated,
         few_rows.linear_add,
