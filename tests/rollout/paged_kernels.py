@@ -152,9 +152,10 @@ def test_norm_projections_rotary_and_storing_in_one_launch(rows: int, bias: bool
     width, head, heads, page = 128, 32, 4, 16
     table, norm = half(40, width), 1 + half(width)
     tokens = torch.randint(0, 40, (rows,), device=DEVICE)
-    residual, squares = few_rows.embed(tokens, table)
+    residual, scaled = few_rows.embed(tokens, table, norm)
     assert torch.equal(residual, table[tokens])
-    close(squares.sum(0), residual.float().pow(2).sum(1))
+    near(scaled.x, residual * norm)
+    close(scaled.squares.sum(0), residual.float().pow(2).sum(1))
     weights = [half(heads * head, width), half(NUM_KV * head, width), half(NUM_KV * head, width)]
     biases = [half(weight.shape[0]) if bias else None for weight in weights]
     rotation = (half(80, head) * 10, half(80, head) * 10)
@@ -162,9 +163,7 @@ def test_norm_projections_rotary_and_storing_in_one_launch(rows: int, bias: bool
     targets = torch.randperm(4 * page, device=DEVICE)[:rows]
     targets[rows // 2] = -1
     pools = [[torch.zeros(4, NUM_KV, page, head, device=DEVICE).to(norm.dtype) for _ in range(2)] for _ in range(2)]
-    query = few_rows.norm_qkv(
-        residual, squares, norm, 1e-5, weights, biases, rotation, positions, *pools[0], targets, few_rows.NOTHING
-    )
+    query = few_rows.norm_qkv(scaled, 1e-5, weights, biases, rotation, positions, *pools[0], targets)
     expected, key, value = plain.project_qkv(plain.rms_norm(residual, norm, 1e-5), weights, biases)
     plain.rotate_and_store(expected, key, value, *pools[1], targets, (rotation[0][positions], rotation[1][positions]))
     near(query, expected)
@@ -178,22 +177,23 @@ def test_norm_projections_rotary_and_storing_in_one_launch(rows: int, bias: bool
 def test_norm_and_gated_feed_forward_in_one_launch(rows: int) -> None:
     torch.manual_seed(7)
     norm, gate, up = 1 + half(128), half(96, 128), half(96, 128)
-    residual, squares = few_rows.embed(torch.arange(rows, device=DEVICE), half(rows, 128))
-    found = few_rows.norm_gated(residual, squares, norm, 1e-5, gate, up)
+    residual, scaled = few_rows.embed(torch.arange(rows, device=DEVICE), half(rows, 128), norm)
+    found = few_rows.norm_gated(scaled, 1e-5, gate, up)
     near(found, plain.gated(plain.rms_norm(residual, norm, 1e-5), gate, up))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 256), (5, 1024), (33, 1536)])
 def test_a_long_sum_is_added_up_by_the_program_that_ends_last(rows: int, width: int) -> None:
     torch.manual_seed(8)
-    x, weight, residual = half(rows, width), half(64, width), half(rows, 64)
+    x, weight, residual, norm = half(rows, width), half(64, width), half(rows, 64), 1 + half(64)
     locks = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     expected = residual + F.linear(x, weight)
     for _ in range(2):
         again = residual.clone()
-        squares = few_rows.linear_add(x, weight, again, locks)
+        scaled = few_rows.linear_add(x, weight, again, norm, locks)
         near(again, expected)
-        close(squares.sum(0), again.float().pow(2).sum(1))
+        near(scaled.x, again * norm)
+        close(scaled.squares.sum(0), again.float().pow(2).sum(1))
         assert not locks.any(), "as the next kernel needs them"
 
 

@@ -53,18 +53,17 @@ class FewRows:
         """The normed state after the last layer."""
         ops, layers, norm = self._ops, self._base.layers, self._base.norm
         assert step.locks is not None, "`takes` has seen them"
-        residual, squares = ops.embed(tokens, self._base.embed_tokens.weight)
+        norms = [*(layer.input_layernorm for layer in layers), norm]
+        residual, scaled = ops.embed(tokens, self._base.embed_tokens.weight, norms[0].weight)
         rotation = self._rotation_of(step.max_length, residual)
         for index, layer in enumerate(layers):
             attention, mlp = layer.self_attn, layer.mlp
             inputs = _attention_inputs(layer)
-            first, second = layer.input_layernorm, layer.post_attention_layernorm
+            between = layer.post_attention_layernorm
             gate, up, down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
             query = ops.norm_qkv(
-                residual,
-                squares,
-                first.weight,
-                first.variance_epsilon,
+                scaled,
+                norms[index].variance_epsilon,
                 [linear.weight for linear in inputs],
                 [linear.bias for linear in inputs],
                 rotation,
@@ -75,13 +74,11 @@ class FewRows:
                 ops.ahead((gate, up), _MLP_AHEAD),
             )
             attended = step.attention(index, query, attention.scaling)
-            squares = ops.linear_add(attended, attention.o_proj.weight, residual, step.locks)
-            activated = ops.norm_gated(
-                residual, squares, second.weight, second.variance_epsilon, gate, up, ops.ahead((down,), _DOWN_AHEAD)
-            )
+            scaled = ops.linear_add(attended, attention.o_proj.weight, residual, between.weight, step.locks)
+            activated = ops.norm_gated(scaled, between.variance_epsilon, gate, up, ops.ahead((down,), _DOWN_AHEAD))
             following = _attention_inputs(layers[index + 1]) if index + 1 < len(layers) else ()
             ahead = ops.ahead([linear.weight for linear in following], _ALL)
-            squares = ops.linear_add(activated, down, residual, step.locks, ahead)
+            scaled = ops.linear_add(activated, down, residual, norms[index + 1].weight, step.locks, ahead)
         return ops.rms_norm(residual, norm.weight, norm.variance_epsilon)
 
     def _rotation_of(self, max_length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

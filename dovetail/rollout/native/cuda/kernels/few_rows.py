@@ -2,9 +2,9 @@
 
 With few rows a step's time is that of reading the weights, and of beginning and ending some nine kernels a layer. Here
 a norm is two factors of the product that follows: its weights multiply the product's input, its row factor the result.
-The sums of squares come from the product before, which adds to the residual: where a long sum is cut among programs,
-the one that ends last adds up the parts, in their order. Programs to spare ask for weights that later kernels read, so
-that the memory is busy while attention runs.
+Both come from the product before, which adds to the residual: where a long sum is cut among programs, the one that ends
+last adds up the parts, in their order. Programs to spare ask for weights that later kernels read, so that the memory is
+busy while attention runs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton  # pyrefly: ignore[missing-import]
@@ -26,6 +27,14 @@ _PROGRAMS = 336
 _ASKING = 32
 _CHUNK = tl.constexpr(4096)
 _THREADS = tl.constexpr(128)
+
+
+class Scaled(NamedTuple):
+    """The residual on its way into a norm: times the norm's weights, and its squares for the factor of each row."""
+
+    x: torch.Tensor
+    squares: torch.Tensor
+    """(width / 32, rows): sums over 32 columns each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +65,18 @@ def head_fits(head_size: int) -> bool:
     return head_size % _COLUMNS == 0
 
 
-def embed(tokens: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens' rows of `table`, and (width / 32, rows) sums of squares of 32 columns each."""
+def embed(tokens: torch.Tensor, table: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, Scaled]:
+    """The tokens' rows of `table`, and the same on their way into the norm with these weights."""
     rows, width = tokens.shape[0], table.shape[1]
     blocks = width // _COLUMNS
-    residual = table.new_empty((rows, width))
+    residual, x = table.new_empty((rows, width)), table.new_empty((rows, width))
     squares = table.new_empty((blocks, rows), dtype=torch.float32)
     _embed_kernel[(rows,)](
         tokens,
         table,
+        norm,
         residual,
+        x,
         squares,
         rows,
         BLOCKS=blocks,
@@ -73,13 +84,11 @@ def embed(tokens: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torc
         COLUMNS=_COLUMNS,
         num_warps=4,
     )
-    return residual, squares
+    return residual, Scaled(x, squares)
 
 
 def norm_qkv(
-    residual: torch.Tensor,
-    squares: torch.Tensor,
-    norm: torch.Tensor,
+    scaled: Scaled,
     eps: float,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
@@ -94,29 +103,29 @@ def norm_qkv(
 
     `rotation` is cosine and sine (positions, head size) of all positions; `targets` are those of `rotate_and_store`.
     """
-    rows, width = residual.shape
+    x, squares = scaled
+    rows, width = x.shape
     _, num_kv, page_size, head_size = keys.shape
     query_weight, key_weight, value_weight = weights
     num_heads = query_weight.shape[0] // head_size
-    query = residual.new_empty(rows, query_weight.shape[0])
+    query = x.new_empty(rows, query_weight.shape[0])
     has_bias = biases[0] is not None
     tiles = (num_heads + 2 * num_kv) * (head_size // _COLUMNS)
-    spans = ahead.spans(residual.device)
+    spans = ahead.spans(x.device)
     _norm_qkv_kernel[(tiles + _asking(spans),)](
-        residual,
+        x,
         squares,
-        norm,
         query_weight,
         key_weight,
         value_weight,
-        *(biases if has_bias else (norm, norm, norm)),
+        *(biases if has_bias else (x, x, x)),
         query,
         keys,
         values,
         targets,
         positions,
         *rotation,
-        *_span_arguments(spans, residual),
+        *_span_arguments(spans, x),
         eps,
         rows,
         WIDTH=width,
@@ -138,28 +147,22 @@ def norm_qkv(
 
 
 def norm_gated(
-    residual: torch.Tensor,
-    squares: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    ahead: Ahead = NOTHING,
+    scaled: Scaled, eps: float, gate: torch.Tensor, up: torch.Tensor, ahead: Ahead = NOTHING
 ) -> torch.Tensor:
     """silu(x times gate) * (x times up) of the normed residual x; the weights are (out, width)."""
-    rows, width = residual.shape
+    x, squares = scaled
+    rows, width = x.shape
     num_out = gate.shape[0]
-    out = residual.new_empty(rows, num_out)
-    spans = ahead.spans(residual.device)
+    out = x.new_empty(rows, num_out)
+    spans = ahead.spans(x.device)
     tiles = num_out // _COLUMNS
     _norm_gated_kernel[(tiles + _asking(spans),)](
-        residual,
+        x,
         squares,
-        norm,
         gate,
         up,
         out,
-        *_span_arguments(spans, residual),
+        *_span_arguments(spans, x),
         eps,
         rows,
         num_out,
@@ -177,9 +180,14 @@ def norm_gated(
 
 
 def linear_add(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, locks: torch.Tensor, ahead: Ahead = NOTHING
-) -> torch.Tensor:
-    """Add x times `weight` (out, width) to `residual` in place; return the new sums of squares, see `embed`.
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    locks: torch.Tensor,
+    ahead: Ahead = NOTHING,
+) -> Scaled:
+    """Add x times `weight` (out, width) to `residual` in place; return it on its way into the norm with these weights.
 
     `locks` are zeros, and zeros again when this is over: one for every 32 columns.
     """
@@ -191,12 +199,15 @@ def linear_add(
     num_parts = triton.cdiv(width, depth_each)
     parts = x.new_empty((num_parts, rows, num_out), dtype=torch.float32)
     squares = x.new_empty((tiles, rows), dtype=torch.float32)
+    out = torch.empty_like(residual)
     spans = ahead.spans(x.device)
     _linear_add_kernel[(tiles * num_parts + _asking(spans),)](
         x,
         weight,
         parts,
         residual,
+        norm,
+        out,
         squares,
         locks,
         *_span_arguments(spans, x),
@@ -213,7 +224,7 @@ def linear_add(
         num_warps=4,
         num_stages=5,
     )
-    return squares
+    return Scaled(out, squares)
 
 
 @lru_cache(maxsize=16)
@@ -271,7 +282,9 @@ def _norm_factors(
 def _embed_kernel(
     token_ptr,
     table_ptr,
+    norm_ptr,
     residual_ptr,
+    scaled_ptr,
     squares_ptr,
     num_rows,
     BLOCKS: tl.constexpr,
@@ -284,16 +297,18 @@ def _embed_kernel(
     columns = blocks[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = blocks < BLOCKS
     x = tl.load(table_ptr + token * (BLOCKS * COLUMNS) + columns, mask=inside[:, None], other=0.0)
-    tl.store(residual_ptr + row * (BLOCKS * COLUMNS) + columns, x, mask=inside[:, None])
+    place = row * (BLOCKS * COLUMNS) + columns
+    tl.store(residual_ptr + place, x, mask=inside[:, None])
     wide = x.to(tl.float32)
+    weight = tl.load(norm_ptr + columns, mask=inside[:, None], other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + place, (wide * weight).to(x.dtype), mask=inside[:, None])
     tl.store(squares_ptr + blocks * num_rows + row, tl.sum(wide * wide, axis=1), mask=inside)
 
 
 @triton.jit
 def _norm_qkv_kernel(
-    residual_ptr,
+    x_ptr,
     squares_ptr,
-    norm_ptr,
     query_weight_ptr,
     key_weight_ptr,
     value_weight_ptr,
@@ -337,7 +352,7 @@ def _norm_qkv_kernel(
     else:
         HALF: tl.constexpr = HEAD // 2
         TILES: tl.constexpr = HALF // HALF_COLUMNS
-        dtype: tl.constexpr = residual_ptr.dtype.element_ty
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
         head = program // TILES
         # The columns of a head that rotate together are half a head apart.
         low_columns = (program % TILES) * HALF_COLUMNS + tl.arange(0, HALF_COLUMNS)
@@ -350,18 +365,15 @@ def _norm_qkv_kernel(
         rows = tl.arange(0, ROWS)
         depth = tl.arange(0, DEPTH)
         inside = rows[:, None] < num_rows
-        x_tile = residual_ptr + rows[:, None] * WIDTH + depth[None, :]
-        norm_tile = norm_ptr + depth
+        x_tile = x_ptr + rows[:, None] * WIDTH + depth[None, :]
         weight_tile = weight_ptr + (first + low_columns)[None, :] * WIDTH + depth[:, None]
         low = tl.zeros([ROWS, HALF_COLUMNS], dtype=tl.float32)
         high = tl.zeros([ROWS, HALF_COLUMNS], dtype=tl.float32)
         for _ in range(0, WIDTH, DEPTH):
-            x = tl.load(x_tile, mask=inside, other=0.0).to(tl.float32) * tl.load(norm_tile).to(tl.float32)[None, :]
-            x = x.to(dtype)
+            x = tl.load(x_tile, mask=inside, other=0.0)
             low = tl.dot(x, tl.load(weight_tile), low)
             high = tl.dot(x, tl.load(weight_tile + HALF * WIDTH), high)
             x_tile += DEPTH
-            norm_tile += DEPTH
             weight_tile += DEPTH
         factor = _norm_factors(squares_ptr, eps, rows, num_rows, WIDTH, BLOCKS, BLOCKS_PADDED)[:, None]
         low *= factor
@@ -403,9 +415,8 @@ def _norm_qkv_kernel(
 
 @triton.jit
 def _norm_gated_kernel(
-    residual_ptr,
+    x_ptr,
     squares_ptr,
-    norm_ptr,
     gate_ptr,
     up_ptr,
     out_ptr,
@@ -436,21 +447,18 @@ def _norm_gated_kernel(
         rows = tl.arange(0, ROWS)
         columns = program * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
-        dtype: tl.constexpr = residual_ptr.dtype.element_ty
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
         inside = rows[:, None] < num_rows
-        x_tile = residual_ptr + rows[:, None] * WIDTH + depth[None, :]
-        norm_tile = norm_ptr + depth
+        x_tile = x_ptr + rows[:, None] * WIDTH + depth[None, :]
         gate_tile = gate_ptr + columns[None, :] * WIDTH + depth[:, None]
         up_tile = up_ptr + columns[None, :] * WIDTH + depth[:, None]
         gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         for _ in range(0, WIDTH, DEPTH):
-            x = tl.load(x_tile, mask=inside, other=0.0).to(tl.float32) * tl.load(norm_tile).to(tl.float32)[None, :]
-            x = x.to(dtype)
+            x = tl.load(x_tile, mask=inside, other=0.0)
             gate = tl.dot(x, tl.load(gate_tile, eviction_policy="evict_first"), gate)
             up = tl.dot(x, tl.load(up_tile, eviction_policy="evict_first"), up)
             x_tile += DEPTH
-            norm_tile += DEPTH
             gate_tile += DEPTH
             up_tile += DEPTH
         factor = _norm_factors(squares_ptr, eps, rows, num_rows, WIDTH, BLOCKS, BLOCKS_PADDED)[:, None]
@@ -466,6 +474,8 @@ def _linear_add_kernel(
     weight_ptr,
     part_ptr,
     residual_ptr,
+    norm_ptr,
+    scaled_ptr,
     squares_ptr,
     lock_ptr,
     first_ahead_ptr,
@@ -522,5 +532,7 @@ def _linear_add_kernel(
             x = (total.to(dtype).to(tl.float32) + before).to(dtype)
             tl.store(residual_ptr + place, x, mask=inside)
             wide = x.to(tl.float32)
+            norm = tl.load(norm_ptr + columns).to(tl.float32)
+            tl.store(scaled_ptr + place, (wide * norm[None, :]).to(dtype), mask=inside)
             tl.store(squares_ptr + tile * num_rows + rows, tl.sum(wide * wide, axis=1), mask=rows < num_rows)
             tl.store(lock_ptr + tile, 0)

@@ -19,10 +19,10 @@ class FewRowsOps:
     fits: Callable[..., bool]
     head_fits: Callable[[int], bool]
     ahead: Callable[..., Any]
-    embed: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    embed: Callable[..., tuple[torch.Tensor, Any]]
     norm_qkv: Callable[..., torch.Tensor]
     norm_gated: Callable[..., torch.Tensor]
-    linear_add: Callable[..., torch.Tensor]
+    linear_add: Callable[..., Any]
     rms_norm: Callable[..., torch.Tensor]
 
 
