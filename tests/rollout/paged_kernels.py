@@ -210,7 +210,10 @@ def test_a_step_of_few_rows_is_that_of_the_plain_layers(family: str, num_splits:
         text.num_hidden_layers, text.num_key_value_heads, model.model.layers[0].self_attn.head_dim, PAGE, model.dtype
     )
     found = []
-    for ops in (triton_ops(), replace(triton_ops(), few_rows=None)):
+    known = triton_ops()
+    assert known.few_rows is not None
+    few = replace(known.few_rows, dtypes={model.dtype})
+    for ops in (replace(known, few_rows=few), replace(known, few_rows=None)):
         pool = PagePool(shape, DEVICE)
         pool.resize(int(table.max()) + 4)
         torch.manual_seed(10)

@@ -39,8 +39,8 @@ class FewRows:
 
     @staticmethod
     def supports(model: PreTrainedModel, ops: FewRowsOps) -> bool:
-        """Half precision, no experts, no norms of heads, biases at the attention's inputs or none, a fixed rotary."""
-        if model.dtype not in (torch.bfloat16, torch.float16):
+        """bfloat16, no experts, no norms of heads, biases at the attention's inputs or none, a fixed rotary."""
+        if model.dtype not in ops.dtypes:
             return False
         base: Any = model.base_model
         plain = type(base.embed_tokens) is torch.nn.Embedding and ops.fits(base.embed_tokens.embedding_dim)

@@ -19,6 +19,8 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
 MAX_ROWS = 64
+# A residual times the weights of a norm may be too large a number for float16.
+DTYPES = frozenset({torch.bfloat16})
 _COLUMNS = 32
 _DEPTH = 64
 # Programs that keep the device's memory busy when weights are read once.

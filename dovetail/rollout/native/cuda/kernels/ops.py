@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ class FewRowsOps:
     """The functions of `kernels.few_rows`, under their names there; there is no plain way, for they change nothing."""
 
     max_rows: int
+    dtypes: Collection[torch.dtype]
     fits: Callable[..., bool]
     head_fits: Callable[[int], bool]
     ahead: Callable[..., Any]
@@ -69,6 +70,7 @@ def triton_ops() -> Ops:
 
     for_few = FewRowsOps(
         few_rows.MAX_ROWS,
+        few_rows.DTYPES,
         few_rows.fits,
         few_rows.head_fits,
         few_rows.Ahead,
