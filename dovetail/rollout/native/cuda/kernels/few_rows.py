@@ -18,6 +18,8 @@ import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
+from dovetail.rollout.native.cuda.kernels.layer import store_entry
+
 MAX_ROWS = 64
 # A residual times the weights of a norm may be too large a number for float16.
 DTYPES = frozenset({torch.bfloat16})
@@ -408,11 +410,11 @@ def _norm_qkv_kernel(
             place = ((page * NUM_KV + kv_head) * PAGE + target % PAGE) * HEAD
             entry = place[:, None] + low_columns[None, :]
             if head < NUM_HEADS + NUM_KV:
-                tl.store(keys_ptr + entry, low.to(dtype), mask=stored)
-                tl.store(keys_ptr + entry + HALF, high.to(dtype), mask=stored)
+                store_entry(keys_ptr + entry, low, stored, dtype)
+                store_entry(keys_ptr + entry + HALF, high, stored, dtype)
             else:
-                tl.store(values_ptr + entry, low.to(dtype), mask=stored)
-                tl.store(values_ptr + entry + HALF, high.to(dtype), mask=stored)
+                store_entry(values_ptr + entry, low, stored, dtype)
+                store_entry(values_ptr + entry + HALF, high, stored, dtype)
 
 
 @triton.jit

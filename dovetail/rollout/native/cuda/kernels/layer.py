@@ -144,7 +144,7 @@ def _rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexp
 
 
 @triton.jit
-def _store_entry(ptr, x, mask, dtype: tl.constexpr):
+def store_entry(ptr, x, mask, dtype: tl.constexpr):
     """Rounded as the modules round, and once more where the pages hold less than the modules' dtype."""
     tl.store(ptr, x.to(dtype).to(tl.float32).to(ptr.dtype.element_ty), mask=mask)
 
@@ -206,10 +206,10 @@ def _rotate_and_store_kernel(
         offset = target % PAGE
         value_low, value_high = _halves(value_ptr, token * value_stride, kv_heads, half, kv_mask, HEAD)
         out = ((page * NUM_KV + kv_heads[:, None]) * PAGE + offset) * HEAD + half[None, :]
-        _store_entry(keys_ptr + out, key_low, kv_mask, dtype)
-        _store_entry(keys_ptr + out + HEAD // 2, key_high, kv_mask, dtype)
-        _store_entry(values_ptr + out, value_low, kv_mask, dtype)
-        _store_entry(values_ptr + out + HEAD // 2, value_high, kv_mask, dtype)
+        store_entry(keys_ptr + out, key_low, kv_mask, dtype)
+        store_entry(keys_ptr + out + HEAD // 2, key_high, kv_mask, dtype)
+        store_entry(values_ptr + out, value_low, kv_mask, dtype)
+        store_entry(values_ptr + out + HEAD // 2, value_high, kv_mask, dtype)
 
 
 @triton.jit
