@@ -16,14 +16,16 @@ from dovetail.rollout.native.cuda.decoder import FusedDecoder
 from dovetail.rollout.native.cuda.kernels import few_rows, plain
 from dovetail.rollout.native.cuda.kernels import linear as linear_kernels
 from dovetail.rollout.native.cuda.kernels.attention import decode_attention, prefill_attention
+from dovetail.rollout.native.cuda.kernels.cuts import keep
 from dovetail.rollout.native.cuda.kernels.layer import add_rms_norm, rms_norm, rotate_and_store, silu_mul
 from dovetail.rollout.native.cuda.kernels.ops import triton_ops
 from dovetail.rollout.native.cuda.kernels.rows import begin_rows, end_rows
 from dovetail.rollout.native.cuda.kernels.sampling import draw
 from dovetail.rollout.native.cuda.paged_step import PagedDecode
 from dovetail.rollout.native.cuda.pages import KVShape, PagePool
+from dovetail.rollout.native.cuda.slots import SlotState
 from dovetail.rollout.native.noise import stream_key
-from dovetail.rollout.native.sampler import SamplingRows, sample
+from dovetail.rollout.native.sampler import Cuts, SamplingRows, cut_weights, sample
 from tests.models.tiny import tiny_model
 
 pytestmark = pytest.mark.unit
@@ -332,6 +334,75 @@ def test_draws_are_those_of_the_plain_sampler(vocabulary: int) -> None:
     draw(logits, positions, slots, keys, temperatures, greedy, tokens, log_probs)
     assert tokens.tolist() == expected_tokens.tolist()
     torch.testing.assert_close(log_probs, expected_log_probs, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_from_what_cuts_leave_are_those_of_the_plain_sampler(dtype: torch.dtype) -> None:
+    torch.manual_seed(11)
+    vocabulary = 700
+    asked = [
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"top_p": 0.3, "temperature": 1.7},
+        {"top_k": 50, "top_p": 0.8, "temperature": 0.6},
+        {"min_p": 0.05},
+        {"min_p": 0.02, "top_p": 0.95, "logprobs": "processed"},
+        {"top_k": 7, "logprobs": "processed"},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"top_k": vocabulary},
+        {"top_p": 0.999},
+    ]
+    params = [SamplingParams(**settings) for settings in asked]
+    rows = len(params)
+    logits = (randn(rows, vocabulary) * 3).to(dtype)
+    logits[0, 5:9] = logits[0].max()  # ties at the edge all stay
+    slots = torch.randperm(rows + 4)[:rows].int().to(DEVICE)
+    plain_rows = SamplingRows.build(params, [9] * rows, list(range(rows)), DEVICE)
+    positions = torch.randint(0, 500, (rows,), device=DEVICE)
+    expected_tokens, expected_log_probs = sample(logits.float().clone(), plain_rows, positions + 1)
+    state = SlotState(rows + 3, 1, DEVICE)
+    for row, slot in enumerate(slots.tolist()):
+        state.keys[slot] = stream_key(9, row)
+        state.temperatures[slot] = params[row].temperature or 1.0
+        state.greedy[slot] = params[row].greedy
+    state._set_cuts(slots.long(), params)
+    found = []
+    for way in (draw, plain.draw):
+        tokens = torch.full((rows,), -5, dtype=torch.int64, device=DEVICE)
+        log_probs = torch.full((rows,), float("nan"), device=DEVICE)
+        way(logits, positions, slots, state.keys, state.temperatures, state.greedy, tokens, log_probs, state.cuts)
+        assert tokens.tolist() == expected_tokens.tolist()
+        torch.testing.assert_close(log_probs, expected_log_probs, atol=2e-6, rtol=1e-5)
+        found.append(tokens)
+    whole = torch.empty_like(found[0])
+    draw(logits, positions, slots, state.keys, state.temperatures, state.greedy, whole, log_probs)
+    assert not torch.equal(whole, found[0]), "the cuts cut nothing"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_smallest_logit_that_stays_is_that_of_a_sorted_row(dtype: torch.dtype) -> None:
+    torch.manual_seed(12)
+    rows, vocabulary = 16, 1500
+    logits = (randn(rows, vocabulary) * torch.linspace(0.5, 6, rows, device=DEVICE)[:, None]).to(dtype)
+    cuts = Cuts(
+        torch.randint(1, 2 * vocabulary, (rows,), dtype=torch.int32, device=DEVICE),
+        torch.rand(rows, dtype=torch.float64, device=DEVICE) * 1.3,
+        torch.zeros(rows, device=DEVICE),
+        torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+    )
+    slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    weights = (logits.float() - logits.float().amax(1, keepdim=True)).exp()
+    left = cut_weights(weights, cuts.top_k.long(), cuts.top_p.clamp(max=1), cuts.min_p, vocabulary)
+    padded = F.pad(logits.float(), (0, -vocabulary % 128), value=float("-inf")).view(rows, -1, 128)
+    tops = padded.amax(-1)
+    sums = (padded - tops[..., None]).exp().sum(-1)
+    temperatures = torch.ones(rows, device=DEVICE)
+    kept = keep(logits, slots, temperatures, cuts, tops, sums, block=128, blocks_each=4)
+    assert torch.equal(logits.float() >= kept.thresholds[:, None], left > 0)
+    expected = F.pad(left, (0, -vocabulary % 128)).view(rows, -1, 128).sum(-1)
+    close(kept.sums * (tops - tops.amax(1, keepdim=True)).exp(), expected)
 
 
 @pytest.mark.gpu  # the interpreter would take minutes

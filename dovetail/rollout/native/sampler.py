@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,16 @@ BLOCK = 128
 # Top-p needs the largest weights in order; nearly always they are among this many. Rows with flatter distributions
 # are sorted in full.
 NUM_CANDIDATES = 1024
+
+
+class Cuts(NamedTuple):
+    """What rows are cut to, by slot: top-k (int32, the vocabulary's size or more for none), top-p (float64), min-p
+    (float32), and whether log-probs are those after the cut (int32)."""
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    processed: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +101,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) ->
 
     log_kept = log_total
     if rows.cut_rows is not None:
-        kept = _cut(weights[rows.cut_rows], rows)
+        kept = cut_weights(weights[rows.cut_rows], rows.top_k, rows.top_p, rows.min_p, rows.max_top_k)
         weights[rows.cut_rows] = kept
         blocks[rows.cut_rows] = _block_sums(kept)
         log_kept = blocks.sum(dim=-1, dtype=torch.float64).log()
@@ -136,33 +147,40 @@ def _race(weights: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> to
     return block * BLOCK + scores.argmax(dim=-1)
 
 
-def _cut(weights: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Zero what top-k, top-p and min-p remove. All three amount to one smallest weight per row; ties with it stay."""
+def cut_weights(
+    weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, max_top_k: int
+) -> torch.Tensor:
+    """Zero what top-k, top-p and min-p remove. All three amount to one smallest weight per row; ties with it stay.
+
+    The largest weight of a row is 1. `max_top_k` is the largest of `top_k` that cuts anything, 0 if none does.
+    """
     vocab = weights.shape[-1]
-    threshold = _threshold(weights, rows, min(vocab, max(rows.max_top_k, NUM_CANDIDATES)))
+    threshold = _threshold(weights, top_k, top_p, min(vocab, max(max_top_k, NUM_CANDIDATES)))
     if threshold is None:
-        threshold = _threshold(weights, rows, vocab)
+        threshold = _threshold(weights, top_k, top_p, vocab)
         assert threshold is not None, "with every token a candidate the nucleus is always complete"
     # The largest weight of a row is 1, so min-p is a threshold as it stands.
-    threshold = torch.maximum(threshold, rows.min_p)
+    threshold = torch.maximum(threshold, min_p)
     return weights.masked_fill(weights < threshold.unsqueeze(-1), 0)
 
 
-def _threshold(weights: torch.Tensor, rows: SamplingRows, num_candidates: int) -> torch.Tensor | None:
+def _threshold(
+    weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, num_candidates: int
+) -> torch.Tensor | None:
     """Smallest weight that top-k and top-p keep, or None if more candidates are needed to know it."""
     vocab = weights.shape[-1]
     largest = weights.topk(num_candidates, dim=-1).values
     sums = largest.cumsum(dim=-1, dtype=torch.float64)
-    top_k = rows.top_k.clamp(max=vocab).unsqueeze(-1)
-    in_top_k = torch.arange(num_candidates, device=weights.device) < top_k
+    limit = top_k.clamp(max=vocab).unsqueeze(-1)
+    in_top_k = torch.arange(num_candidates, device=weights.device) < limit
     whole = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    left_by_top_k = torch.where(top_k < vocab, sums.gather(-1, top_k.clamp(max=num_candidates) - 1), whole)
-    wanted = rows.top_p.unsqueeze(-1) * left_by_top_k
+    left_by_top_k = torch.where(limit < vocab, sums.gather(-1, limit.clamp(max=num_candidates) - 1), whole)
+    wanted = top_p.unsqueeze(-1) * left_by_top_k
     # A token stays while the tokens before it have not yet reached the wanted mass.
     keep = in_top_k & ((sums - largest) < wanted)
-    unlimited = (rows.top_p >= 1) & (rows.top_k >= vocab)
+    unlimited = (top_p >= 1) & (top_k >= vocab)
     if num_candidates < vocab:
-        complete = (sums[:, -1:] >= wanted).squeeze(-1) | (rows.top_k <= num_candidates) | unlimited
+        complete = (sums[:, -1:] >= wanted).squeeze(-1) | (top_k <= num_candidates) | unlimited
         if not bool(complete.all()):
             return None
     count = keep.sum(dim=-1, keepdim=True)

@@ -92,6 +92,7 @@ class PagedBatch:
         self._num_launches = 0
         self._batch_slots: list[int] = []
         self._sampling: SamplingRows | None = None
+        self._cuts = False
         self._addresses: tuple[int, ...] = ()
 
     @property
@@ -226,7 +227,7 @@ class PagedBatch:
         index = self._num_launches % _LAUNCHES
         self._steps.counter.fill_(index * _STEPS)
         for _ in range(num_steps):
-            self._steps.run(size, self._sampling)
+            self._steps.run(size, self._sampling, cuts=self._cuts)
         self._tokens.send(index)
         self._log_probs.send(index)
         for row in rows:
@@ -271,6 +272,7 @@ class PagedBatch:
         padding = size - len(rows)
         self._steps.slots[:size] = upload(slots + [self._state.idle_slot] * padding, torch.int32, self._device)
         self._sampling = None
+        self._cuts = any(row.sample.request.sampling.truncates for row in rows)
         if any(_needs_all_logits(row.sample.request.sampling) for row in rows):
             self._sampling = SamplingRows.build(
                 [row.sample.request.sampling for row in rows] + [_IDLE] * padding,
@@ -302,7 +304,7 @@ class PagedBatch:
 
 
 def _needs_all_logits(sampling: SamplingParams) -> bool:
-    return sampling.truncates or (sampling.logprobs == "raw" and sampling.temperature not in (0, 1))
+    return sampling.logprobs == "raw" and sampling.temperature not in (0, 1)
 
 
 def _kv_shape(model: PreTrainedModel, page_size: int, dtype: torch.dtype) -> KVShape:

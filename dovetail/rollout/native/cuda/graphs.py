@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _PROGRAMS_EACH = 4
 _MAX_SPLITS = 16
 _MIN_LOCKS = 4096
+
+Drawing = Literal["whole", "cut", "outside"]
+"""From the whole distribution, from what the rows' cuts leave of it, or by `sampler.sample` after the graph."""
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -60,7 +63,7 @@ class DecodeSteps:
         self._log_probs = torch.zeros(max_rows, dtype=torch.float32, device=device)
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._logits: torch.Tensor | None = None
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Drawing], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self._programs = processors * _PROGRAMS_EACH
@@ -77,35 +80,37 @@ class DecodeSteps:
         self._logits = None
 
     @torch.inference_mode()
-    def run(self, size: int, sampling: SamplingRows | None) -> None:
-        """One step of the first `size` rows of `slots`. With `sampling` the tokens are drawn outside the graph."""
-        is_split = sampling is not None
+    def run(self, size: int, sampling: SamplingRows | None, *, cuts: bool = False) -> None:
+        """One step of the first `size` rows of `slots`; `cuts` if one of them has top-k, top-p or min-p. With
+        `sampling` the tokens are drawn outside the graph."""
+        drawing: Drawing = "outside" if sampling is not None else "cut" if cuts else "whole"
         if not self._use_graphs:
-            self._step(size, is_split)
+            self._step(size, drawing)
         else:
-            if (size, is_split) not in self._graphs:
-                self._capture(size, is_split)
-            self._graphs[size, is_split].replay()
+            if (size, drawing) not in self._graphs:
+                self._capture(size, drawing)
+            self._graphs[size, drawing].replay()
         if sampling is not None:
             assert self._logits is not None, "a split step leaves its logits"
             tokens, log_probs = sample(self._logits[:size], sampling, self._positions[:size] + 1)
             self._end(size, tokens, log_probs)
 
-    def _step(self, size: int, is_split: bool) -> None:
+    def _step(self, size: int, drawing: Drawing) -> None:
         state, slots = self._state, self.slots[:size]
         tokens, positions, lengths, targets = self._ops.begin_rows(
             slots, state.last_tokens, state.cached, state.active, state.table, self._pool.shape.page_size
         )
         step = PagedDecode(self._pool, state.table, slots, lengths, targets, self._splits(size), self._locks, self._ops)
         logits = self._decoder.logits(tokens, positions, step)
-        if is_split:
+        if drawing == "outside":
             self._positions[:size] = positions
             if self._logits is None:
                 self._logits = logits.new_empty((self.slots.shape[0], logits.shape[1]))
             self._logits[:size] = logits
             return
         drawn, log_probs = self._tokens[:size], self._log_probs[:size]
-        self._ops.draw(logits, positions, slots, state.keys, state.temperatures, state.greedy, drawn, log_probs)
+        cuts = state.cuts if drawing == "cut" else None
+        self._ops.draw(logits, positions, slots, state.keys, state.temperatures, state.greedy, drawn, log_probs, cuts)
         self._end(size, drawn, log_probs)
 
     def _end(self, size: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
@@ -131,7 +136,7 @@ class DecodeSteps:
         splits = min(_MAX_SPLITS, max(1, self._programs // programs))
         return 1 << (splits.bit_length() - 1)
 
-    def _capture(self, size: int, is_split: bool) -> None:
+    def _capture(self, size: int, drawing: Drawing) -> None:
         begin = time.perf_counter()
         counter, slots = self.counter.clone(), self.slots.clone()
         # Idle rows change nothing: the run that compiles the kernels leaves no trace.
@@ -139,7 +144,7 @@ class DecodeSteps:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(size, is_split)
+            self._step(size, drawing)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             if self._memory is None:
@@ -147,11 +152,11 @@ class DecodeSteps:
             # Other threads may use the device meanwhile; graphs run one at a time, so they share their memory.
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             try:
-                self._step(size, is_split)
+                self._step(size, drawing)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self.counter.copy_(counter)
         self.slots.copy_(slots)
-        self._graphs[size, is_split] = graph
+        self._graphs[size, drawing] = graph
         logger.debug("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - begin)

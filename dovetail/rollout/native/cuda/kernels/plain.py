@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dovetail.rollout.native.cuda.pages import as_bytes
 from dovetail.rollout.native.noise import fold
-from dovetail.rollout.native.sampler import race_blocks
+from dovetail.rollout.native.sampler import Cuts, cut_weights, race_blocks
 
 
 def decode_attention(
@@ -126,11 +126,19 @@ def draw(
     greedy: torch.Tensor,
     tokens: torch.Tensor,
     log_probs: torch.Tensor,
+    cuts: Cuts | None = None,
 ) -> None:
     index = slots.long()
     scores = logits.float() / temperatures[index].unsqueeze(-1)
     top = scores.amax(dim=-1, keepdim=True)
-    raced = race_blocks((scores - top).exp(), fold(keys[index], positions + 1))
+    weights = (scores - top).exp()
+    left = weights
+    if cuts is not None:
+        top_k, top_p, min_p, processed = (by_slot[index] for by_slot in cuts)
+        limited = top_k[top_k < logits.shape[1]]
+        left = cut_weights(weights, top_k.long(), top_p, min_p, int(limited.max()) if len(limited) else 0)
+        scores = torch.where((processed != 0).unsqueeze(-1) & (left == 0), float("-inf"), scores)
+    raced = race_blocks(left, fold(keys[index], positions + 1))
     tokens.copy_(torch.where(greedy[index] != 0, scores.argmax(dim=-1), raced))
     log_probs.copy_(scores.log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
 

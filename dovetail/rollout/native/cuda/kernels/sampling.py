@@ -1,4 +1,4 @@
-"""Draw each row's next token and its log-prob in one pass over the logits. Temperature and greedy; no cuts.
+"""Draw each row's next token and its log-prob in one pass over the logits; more passes where something is cut off.
 
 The same race, with the same random numbers, as `dovetail.rollout.native.sampler`: blocks of 128 tokens by their total
 weight, then tokens inside the winning block. So the one pass over the logits needs only each block's maximum and sum,
@@ -11,7 +11,8 @@ import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
-from dovetail.rollout.native.sampler import BLOCK
+from dovetail.rollout.native.cuda.kernels.cuts import Kept, keep, stays
+from dovetail.rollout.native.sampler import BLOCK, Cuts
 
 # Blocks per program of the pass over the logits: 4096 logits each.
 _BLOCKS_EACH = 32
@@ -26,11 +27,13 @@ def draw(
     greedy: torch.Tensor,
     tokens: torch.Tensor,
     log_probs: torch.Tensor,
+    cuts: Cuts | None = None,
 ) -> None:
     """Write `tokens` (int64) and `log_probs` (float32) of rows drawn from logits (rows, vocabulary).
 
     `positions` is each row's last position so far; its new token stands one further, and that place picks the random
-    numbers. `keys`, `temperatures` and `greedy` are looked up under `slots`. Greedy rows must have temperature 1.
+    numbers. `keys`, `temperatures`, `greedy` and `cuts` are looked up under `slots`. Greedy rows must have
+    temperature 1. Without `cuts` no row has any.
     """
     rows, vocabulary = logits.shape
     num_blocks = triton.cdiv(vocabulary, BLOCK)
@@ -49,10 +52,16 @@ def draw(
         EACH=_BLOCKS_EACH,
         num_warps=4,
     )
+    kept = Kept(sums, tops)
+    if cuts is not None:
+        kept = keep(logits, slots, temperatures, cuts, tops, sums, block=BLOCK, blocks_each=_BLOCKS_EACH)
     _race_kernel[(rows,)](
         logits,
         tops,
         sums,
+        *kept,
+        keys if cuts is None else cuts.min_p,
+        keys if cuts is None else cuts.processed,
         positions,
         slots,
         keys,
@@ -65,6 +74,7 @@ def draw(
         num_blocks,
         BLOCK=BLOCK,
         BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
+        CUT=cuts is not None,
         num_warps=4,
     )
 
@@ -122,6 +132,10 @@ def _race_kernel(
     logit_ptr,
     top_ptr,
     sum_ptr,
+    kept_ptr,
+    threshold_ptr,
+    min_p_ptr,
+    processed_ptr,
     position_ptr,
     slot_ptr,
     key_ptr,
@@ -134,6 +148,7 @@ def _race_kernel(
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row)
@@ -149,16 +164,24 @@ def _race_kernel(
     top = tl.max(tops, axis=0)
     weights = (sums * tl.exp(tops - top)).to(tl.float64)
     total = tl.sum(weights, axis=0)
+    if CUT:
+        kept_sums = tl.load(kept_ptr + row * num_blocks + blocks, mask=inside, other=0.0)
+        weights = (kept_sums * tl.exp(tops - top)).to(tl.float64)
+        total = tl.where(tl.load(processed_ptr + slot) != 0, tl.sum(weights, axis=0), total)
     drawn = tl.argmax(weights / _exponential(key, blocks.to(tl.int64)), axis=0)
     block = tl.where(is_greedy, tl.argmax(tops, axis=0), drawn).to(tl.int64)
 
     offsets = tl.arange(0, BLOCK)
     columns = block * BLOCK + offsets
-    scores = tl.load(logit_ptr + row * stride + columns, mask=columns < vocabulary, other=float("-inf"))
-    scores = scores.to(tl.float32) / temperature
+    logits = tl.load(logit_ptr + row * stride + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
+    scores = logits / temperature
     # Negative counters, so that the second round never repeats a number of the first.
     inner = _exponential(_fold(key, -2 - block), offsets.to(tl.int64))
-    raced = tl.argmax(tl.exp(scores - top).to(tl.float64) / inner, axis=0)
+    candidates = tl.exp(scores - top)
+    if CUT:
+        kept = stays(logits, candidates, tl.load(threshold_ptr + row), tl.load(min_p_ptr + slot))
+        candidates = tl.where(kept, candidates, 0.0)
+    raced = tl.argmax(candidates.to(tl.float64) / inner, axis=0)
     winner = tl.where(is_greedy, tl.argmax(scores, axis=0), raced)
     chosen = tl.sum(tl.where(offsets == winner, scores, 0.0), axis=0)
     # Logits that are not numbers have no winner; whatever comes out must still be a token.
