@@ -11,6 +11,7 @@ import torch
 
 from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams
 from dovetail.rollout.native.cuda.decoder import FusedDecoder
+from dovetail.rollout.native.cuda.kernels import attention, few_rows
 from dovetail.rollout.native.cuda.kernels.ops import triton_ops
 from dovetail.rollout.native.engine import NativeEngine
 from tests.models.tiny import tiny_model
@@ -70,7 +71,7 @@ def test_graphs_change_nothing_and_samples_do_not_depend_on_the_batch(dtype: tor
     assert same == 70 if dtype == torch.float32 else same >= 60
 
 
-def test_graphs_change_nothing_for_few_rows() -> None:
+def test_graphs_and_overlap_change_nothing_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which program ends last is chance; what it adds up is not."""
     model = cuda_model("qwen2", torch.bfloat16, intermediate_size=256, num_hidden_layers=6)
     rows = prompts(40, seed=5, longest=300)
@@ -79,7 +80,11 @@ def test_graphs_change_nothing_for_few_rows() -> None:
         NativeEngine(model, max_num_seqs=40, enforce_eager=eager).generate(requests(rows, sampling))
         for eager in (False, False, True)
     ]
-    assert found[0] == found[1] == found[2]
+    for kernels in (attention, few_rows):
+        assert kernels.overlaps(model.device) == (torch.cuda.get_device_capability()[0] >= 9)
+        monkeypatch.setattr(kernels, "overlaps", lambda _: False)
+    found.append(NativeEngine(model, max_num_seqs=40).generate(requests(rows, sampling)))
+    assert all(other == found[0] for other in found)
 
 
 def test_float32_samples_are_those_of_the_cpu() -> None:
@@ -90,11 +95,11 @@ def test_float32_samples_are_those_of_the_cpu() -> None:
     assert tokens(on_cuda) == tokens(on_cpu)
 
 
-@pytest.mark.parametrize("few_rows", [False, True])
-def test_bfloat16_log_probs_are_as_near_to_float32_as_those_of_a_plain_forward(few_rows: bool) -> None:
+@pytest.mark.parametrize("is_few", [False, True])
+def test_bfloat16_log_probs_are_as_near_to_float32_as_those_of_a_plain_forward(is_few: bool) -> None:
     """bfloat16 rounds both; what must not happen is that the engine adds to it."""
-    model = cuda_model("llama", torch.bfloat16, intermediate_size=256 if few_rows else 160)
-    assert (FusedDecoder(model, triton_ops())._few_rows is not None) == few_rows
+    model = cuda_model("llama", torch.bfloat16, intermediate_size=256 if is_few else 160)
+    assert (FusedDecoder(model, triton_ops())._few_rows is not None) == is_few
     rows = prompts(16, seed=4, longest=100)
     results = NativeEngine(model).generate(requests(rows, SamplingParams(max_new_tokens=64, ignore_eos=True)))
     plain = torch.cat([plain_log_probs(model, row, r, 1.0) for row, r in zip(rows, results, strict=True)])

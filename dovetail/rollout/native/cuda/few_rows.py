@@ -13,12 +13,6 @@ from transformers import PreTrainedModel
 from dovetail.rollout.native.cuda.kernels.ops import FewRowsOps
 from dovetail.rollout.native.cuda.paged_step import PagedStep
 
-# How much of the weights to ask for before their turn: what the cache holds beside what runs meanwhile.
-_MLP_AHEAD = 24 << 20
-_DOWN_AHEAD = 16 << 20
-_ALL = 1 << 40
-
-
 # Rotary frequencies of these types depend on the longest position of a step.
 _MOVING_ROPE = frozenset({"dynamic", "longrope"})
 
@@ -40,7 +34,7 @@ class FewRows:
     @staticmethod
     def supports(model: PreTrainedModel, ops: FewRowsOps) -> bool:
         """bfloat16, no experts, no norms of heads, biases at the attention's inputs or none, a fixed rotary."""
-        if model.dtype not in ops.dtypes:
+        if model.dtype not in ops.dtypes or not ops.runs_on(model.device):
             return False
         base: Any = model.base_model
         plain = type(base.embed_tokens) is torch.nn.Embedding and ops.fits(base.embed_tokens.embedding_dim)
@@ -60,7 +54,6 @@ class FewRows:
             attention, mlp = layer.self_attn, layer.mlp
             inputs = _attention_inputs(layer)
             between = layer.post_attention_layernorm
-            gate, up, down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
             query = ops.norm_qkv(
                 scaled,
                 norms[index].variance_epsilon,
@@ -71,14 +64,11 @@ class FewRows:
                 step.pool.keys[index],
                 step.pool.values[index],
                 step.targets,
-                ops.ahead((gate, up), _MLP_AHEAD),
             )
             attended = step.attention(index, query, attention.scaling)
             scaled = ops.linear_add(attended, attention.o_proj.weight, residual, between.weight, step.locks)
-            activated = ops.norm_gated(scaled, between.variance_epsilon, gate, up, ops.ahead((down,), _DOWN_AHEAD))
-            following = _attention_inputs(layers[index + 1]) if index + 1 < len(layers) else ()
-            ahead = ops.ahead([linear.weight for linear in following], _ALL)
-            scaled = ops.linear_add(activated, down, residual, norms[index + 1].weight, step.locks, ahead)
+            activated = ops.norm_gated(scaled, between.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight)
+            scaled = ops.linear_add(activated, mlp.down_proj.weight, residual, norms[index + 1].weight, step.locks)
         return ops.rms_norm(residual, norm.weight, norm.variance_epsilon)
 
     def _rotation_of(self, max_length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

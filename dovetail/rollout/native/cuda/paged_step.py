@@ -64,7 +64,7 @@ class PagedDecode:
         self.ops = ops
         self.pool = pool
         self.targets = targets
-        self.locks = locks
+        self.locks: torch.Tensor | None = locks
         self.max_length = table.shape[1] * pool.shape.page_size
         self._table, self._slots, self._lengths, self._num_splits = table, slots, lengths, num_splits
 

@@ -17,9 +17,9 @@ class FewRowsOps:
 
     max_rows: int
     dtypes: Collection[torch.dtype]
+    runs_on: Callable[[torch.device], bool]
     fits: Callable[..., bool]
     head_fits: Callable[[int], bool]
-    ahead: Callable[..., Any]
     embed: Callable[..., tuple[torch.Tensor, Any]]
     norm_qkv: Callable[..., torch.Tensor]
     norm_gated: Callable[..., torch.Tensor]
@@ -71,9 +71,9 @@ def triton_ops() -> Ops:
     for_few = FewRowsOps(
         few_rows.MAX_ROWS,
         few_rows.DTYPES,
+        few_rows.runs_on,
         few_rows.fits,
         few_rows.head_fits,
-        few_rows.Ahead,
         few_rows.embed,
         few_rows.norm_qkv,
         few_rows.norm_gated,
