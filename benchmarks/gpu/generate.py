@@ -9,6 +9,7 @@ kernel, ``--check`` the gap of the log-probs to a full forward).
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib.util
 import json
@@ -292,8 +293,8 @@ def log_prob_gaps(model: Any, work: Workload, results: list[GenerationResult], n
     plain = forward(model)
     model.set_attn_implementation("eager")
     eager = forward(model)
-    exact = forward(model.float())
-    model.bfloat16()
+    # A copy: a model that comes back from float32 has its rotary frequencies rounded too.
+    exact = forward(copy.deepcopy(model).float())
     model.set_attn_implementation("sdpa")
 
     def gap(a: torch.Tensor, b: torch.Tensor) -> float:
