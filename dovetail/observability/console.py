@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.logging import RichHandler
 
 from dovetail.observability.console_state import ConsoleState
 from dovetail.observability.console_view import draw, plain_line
+from dovetail.observability.shown_answers import ShownAnswer, answer_text
 
 _REFRESHES_PER_SECOND = 4
 
@@ -33,6 +34,9 @@ class StepConsole(Protocol):
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         """Something happened beside the numbers."""
+
+    def answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        """Show answers to validation prompts."""
 
     def close(self) -> None: ...
 
@@ -68,6 +72,10 @@ class PlainConsole:
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         self._state.event(kind, step, facts)
         self._write(self._state.events[-1])
+
+    def answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        for answer in answers:
+            self._write(answer_text(step, answer))
 
     def close(self) -> None:
         self._stream.flush()
@@ -105,6 +113,10 @@ class LiveConsole:
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         with self._lock:
             self._state.event(kind, step, facts)
+
+    def answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        for answer in answers:
+            self._console.print(answer_text(step, answer), markup=False, highlight=False)
 
     def close(self) -> None:
         with self._lock:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dovetail.observability.shown_answers import COLUMNS, NAME, ShownAnswer, answer_text, markdown_table, table_rows
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -24,9 +26,11 @@ class RunFacts:
 
 
 class Sink(Protocol):
-    """Takes the numbers of each step."""
+    """Takes the numbers of each step, and some answers to validation prompts before those of the same step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -43,6 +47,12 @@ class TensorBoardSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        text = need("tensorboard.plugins.text.summary_v2", "tensorboard", "tensorboard")
+        summary = text.text_pb(NAME, markdown_table(answers))
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=summary))
         self._writer.flush()
 
     def close(self) -> None:
@@ -69,6 +79,10 @@ class WandbSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        table = self._wandb.Table(columns=list(COLUMNS), data=table_rows(step, answers))
+        self._run.log({NAME: table}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -90,6 +104,11 @@ class MLflowSink:
         # MLflow takes no "@" in names, and validation metrics are called mean@8.
         self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
 
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        # One table of the run: what is logged under the same name is added to it.
+        columns = zip(*table_rows(step, answers), strict=True)
+        self._mlflow.log_table(dict(zip(COLUMNS, map(list, columns), strict=True)), "val_generations.json")
+
     def close(self) -> None:
         self._mlflow.end_run()
 
@@ -103,6 +122,10 @@ class TrackioSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._trackio.log(dict(metrics), step=step)
+
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        table = self._trackio.Table(columns=list(COLUMNS), data=table_rows(step, answers))
+        self._trackio.log({NAME: table}, step=step)
 
     def close(self) -> None:
         self._trackio.finish()
@@ -123,6 +146,10 @@ class SwanLabSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._swanlab.log(dict(metrics), step=step)
 
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        texts = [self._swanlab.Text(answer_text(step, answer)) for answer in answers]
+        self._swanlab.log({NAME: texts}, step=step)
+
     def close(self) -> None:
         self._swanlab.finish()
 
@@ -141,6 +168,11 @@ class ClearMLSink:
         for name, value in metrics.items():
             plot, _, curve = name.partition("/")
             self._task.get_logger().report_scalar(plot, curve or plot, value, step)
+
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        table = [list(COLUMNS), *table_rows(step, answers)]
+        plot, _, series = NAME.partition("/")
+        self._task.get_logger().report_table(plot, series, iteration=step, table_plot=table)
 
     def close(self) -> None:
         self._task.close()

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from dovetail.observability.console import StepConsole
 from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.shown_answers import ShownAnswer
 from dovetail.observability.sinks import SINKS, RunFacts, open_sinks
 
 # The run folder's metrics.jsonl is always written; these names say so out loud.
@@ -49,6 +50,13 @@ class Tracker:
         self.folder.log_event(kind, step, **facts)
         if self._console is not None:
             self._console.event(kind, step, facts)
+
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        """To the sinks, as a table; without one to the console. The run folder has every answer anyway."""
+        for sink in self._sinks:
+            sink.show_answers(step, answers)
+        if self._console is not None and not self._sinks:
+            self._console.answers(step, answers)
 
     def resume(self, step: int) -> None:
         """Continue after `step`: files and console go back to it."""

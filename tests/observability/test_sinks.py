@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.shown_answers import ShownAnswer, answer_text, markdown_table
 from dovetail.observability.sinks import SINKS, RunFacts
 from dovetail.observability.tracker import Tracker
 
@@ -33,6 +34,18 @@ def log_steps(name: str, folder: Path) -> None:
     with Tracker([name], run, project="project", experiment="experiment", config=CONFIG) as tracker:
         for step, metrics in STEPS:
             tracker.log(step, metrics)
+
+
+ANSWERS = [ShownAnswer("2 + 2", "4", 1.0), ShownAnswer("3 + 3", "5\n", None)]
+ROWS = [[2, "2 + 2", "4", 1.0], [2, "3 + 3", "5\n", None]]
+COLUMNS = ["step", "input", "output", "score"]
+
+
+def show_answers(name: str, folder: Path) -> None:
+    run = RunFolder(folder)
+    run.start()
+    with Tracker([name], run, project="project", experiment="experiment", config=CONFIG) as tracker:
+        tracker.show_answers(2, ANSWERS)
 
 
 # ---- TensorBoard, for real ----
@@ -56,6 +69,18 @@ def test_tensorboard_files_hold_every_number_and_a_resumed_run_adds_to_them(tmp_
     }
 
 
+def test_tensorboard_has_the_answers_as_a_table_in_text(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    show_answers("tensorboard", tmp_path)
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    (event,) = found.Tensors("val/generations")
+    assert event.step == 2
+    assert event.tensor_proto.string_val[0].decode() == markdown_table(ANSWERS)
+    assert found.SummaryMetadata("val/generations").plugin_data.plugin_name == "text"
+
+
 # ---- the others, by their documented calls ----
 
 
@@ -66,6 +91,7 @@ class Calls:
     opened: list[dict[str, Any]] = field(default_factory=list)
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     files: dict[str, Any] = field(default_factory=dict)
+    tables: list[tuple[int, str, Any]] = field(default_factory=list)
     closed: int = 0
 
     def close(self) -> None:
@@ -74,6 +100,10 @@ class Calls:
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         assert type(step) is int
+        if "val/generations" in metrics:
+            ((name, table),) = metrics.items()
+            self.tables.append((step, name, table))
+            return
         assert all(type(value) is float for value in metrics.values())
         self.logged.append((step, metrics))
 
@@ -105,7 +135,12 @@ def wandb(calls: Calls) -> dict[str, Any]:
 
         return SimpleNamespace(id=id or "made-id", log=log, finish=calls.close)
 
-    return {"init": init}
+    return {"init": init, "Table": make_table}
+
+
+def make_table(*, columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
+    assert all(len(row) == len(columns) for row in data)
+    return columns, data
 
 
 def mlflow(calls: Calls) -> dict[str, Any]:
@@ -122,6 +157,10 @@ def mlflow(calls: Calls) -> dict[str, Any]:
     def log_dict(dictionary: dict[str, Any], artifact_file: str) -> None:
         calls.files[artifact_file] = dictionary
 
+    def log_table(data: dict[str, list[Any]], artifact_file: str) -> None:
+        assert artifact_file.endswith((".json", ".parquet")), "what MLflow keeps tables in"
+        calls.files[artifact_file] = data
+
     def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
         assert step is not None
         # https://mlflow.org: names hold letters, digits, underscores, dashes, periods, spaces, colons and slashes.
@@ -130,7 +169,7 @@ def mlflow(calls: Calls) -> dict[str, Any]:
 
     return {
         "set_experiment": set_experiment, "start_run": start_run, "log_dict": log_dict, "log_metrics": log_metrics,
-        "end_run": calls.close,
+        "end_run": calls.close, "log_table": log_table,
     }  # fmt: skip
 
 
@@ -143,7 +182,7 @@ def trackio(calls: Calls) -> dict[str, Any]:
         assert step is not None
         calls.log(metrics, step)
 
-    return {"init": init, "log": log, "finish": calls.close}
+    return {"init": init, "log": log, "finish": calls.close, "Table": make_table}
 
 
 def swanlab(calls: Calls) -> dict[str, Any]:
@@ -154,7 +193,10 @@ def swanlab(calls: Calls) -> dict[str, Any]:
         assert step is not None
         calls.log(data, step)
 
-    return {"init": init, "log": log, "finish": calls.close}
+    def text(data: str, caption: str | None = None) -> str:
+        return data
+
+    return {"init": init, "log": log, "finish": calls.close, "Text": text}
 
 
 def clearml_task(calls: Calls) -> type:
@@ -173,7 +215,10 @@ def clearml_task(calls: Calls) -> type:
             def report_scalar(title: str, series: str, value: float, iteration: int) -> None:
                 calls.log({f"{title}/{series}": value}, iteration)
 
-            return SimpleNamespace(report_scalar=report_scalar)
+            def report_table(title: str, series: str, iteration: int, table_plot: list[list[Any]]) -> None:
+                calls.tables.append((iteration, f"{title}/{series}", table_plot))
+
+            return SimpleNamespace(report_scalar=report_scalar, report_table=report_table)
 
         def close(self) -> None:
             calls.close()
@@ -213,3 +258,25 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path, calls: Calls
     log_steps("wandb", tmp_path)
     assert [run["id"] for run in calls.opened] == [None, "made-id"]
     assert calls.closed == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("wandb", (COLUMNS, ROWS)),
+        ("trackio", (COLUMNS, ROWS)),
+        ("swanlab", [answer_text(2, answer) for answer in ANSWERS]),
+        ("clearml", [COLUMNS, *ROWS]),
+    ],
+)
+def test_answers_arrive_as_what_the_tracker_shows_texts_in(
+    tmp_path: Path, calls: Calls, name: str, table: object
+) -> None:
+    show_answers(name, tmp_path)
+    assert calls.tables == [(2, "val/generations", table)]
+
+
+def test_mlflow_gets_the_answers_as_columns_of_one_table(tmp_path: Path, calls: Calls) -> None:
+    show_answers("mlflow", tmp_path)
+    columns = {name: [row[place] for row in ROWS] for place, name in enumerate(COLUMNS)}
+    assert calls.files["val_generations.json"] == columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from dovetail.config.checks.schedule import LOGGERS
 from dovetail.observability import sinks
 from dovetail.observability.console import make_console
 from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.shown_answers import ShownAnswer, choose_answers, markdown_table
 from dovetail.observability.sinks import RunFacts
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker, check_logger_names, finite_numbers
@@ -23,10 +24,14 @@ class ListSink:
     def __init__(self, facts: RunFacts) -> None:
         self.facts = facts
         self.steps: list[tuple[int, dict[str, float]]] = []
+        self.shown: list[tuple[int, list[ShownAnswer]]] = []
         self.is_open = True
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append((step, dict(metrics)))
+
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        self.shown.append((step, list(answers)))
 
     def close(self) -> None:
         self.is_open = False
@@ -55,6 +60,52 @@ def test_a_step_reaches_folder_console_and_sinks(tmp_path: Path, monkeypatch: py
     assert opened[0].steps == [(1, {"critic/score/mean": 0.25})]
     assert not opened[0].is_open
     assert stream.getvalue() == "step 1/10  reward 0.25\nstep 1: checkpoint (path global_step_1)\n"
+
+
+ANSWERS = [ShownAnswer("2 + 2", "[bold]4", 0.5), ShownAnswer("3 + 3", "", None)]
+SHOWN = (
+    "step 3: validation answer, score 0.5\n  input: 2 + 2\n  output: [bold]4\n"
+    "step 3: validation answer, score none\n  input: 3 + 3\n  output: \n"
+)
+
+
+def test_answers_are_shown_in_the_sinks_and_only_without_one_in_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = ListSink(RunFacts("p", "e", {}, tmp_path))
+    monkeypatch.setitem(sinks.SINKS, "wandb", lambda facts: sink)
+    with_sink, alone = io.StringIO(), io.StringIO()
+    with make_tracker(tmp_path, ["console", "wandb"], with_sink) as tracker:
+        tracker.show_answers(3, ANSWERS)
+    with make_tracker(tmp_path, ["console"], alone) as tracker:
+        tracker.show_answers(3, ANSWERS)
+    assert sink.shown == [(3, ANSWERS)]
+    assert with_sink.getvalue() == ""
+    assert alone.getvalue() == SHOWN
+
+
+def test_a_live_console_shows_answers_as_they_are() -> None:
+    stream = io.StringIO()
+    console = make_console("p/e", 10, stream=stream, live=True)
+    console.answers(3, ANSWERS)
+    console.close()
+    assert "[bold]4" in stream.getvalue()
+
+
+def test_every_validation_shows_the_same_places() -> None:
+    def rows(name: str) -> list[dict[str, object]]:
+        return [{"input": str(row), "output": name, "score": 1.0} for row in range(20)]
+
+    first, second = choose_answers(rows("a"), 5), choose_answers(rows("b"), 5)
+    assert [answer.input for answer in first] == [answer.input for answer in second]
+    assert len({answer.input for answer in first}) == 5
+    assert choose_answers(rows("a"), 0) == []
+    assert len(choose_answers(rows("a"), -1)) == len(choose_answers(rows("a"), 50)) == 20
+
+
+def test_an_answer_stays_in_its_cell_of_a_markdown_table() -> None:
+    table = markdown_table([ShownAnswer("a|b", "one\n<two>", 0.25)])
+    assert table == "| input | output | score |\n| --- | --- | --- |\n| a&#124;b | one<br>&lt;two&gt; | 0.25 |"
 
 
 def test_without_console_nothing_is_shown_and_the_folder_is_still_written(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.config.root import DovetailConfig
+from dovetail.observability.shown_answers import ShownAnswer
 from dovetail.trainer.run import run_training
 
 Moment = Literal["generation", "update", "save", "after_save", "any"]
@@ -83,5 +84,7 @@ class _Killer:
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None: ...
+
+    def answers(self, step: int, answers: Sequence[ShownAnswer]) -> None: ...
 
     def close(self) -> None: ...
