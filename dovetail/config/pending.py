@@ -103,7 +103,6 @@ _WHOLE_CRITIC = "the critic is trained whole, without adapters"
 _ONE_TURN = "an answer is one turn"
 _SHARED_DEVICES = "the engine runs on the trainer's devices, one engine in each process"
 _REWARD_DEVICES = "the reward network runs on the trainer's devices"
-_IN_RUN_FOLDER = "answers are always written to `rollouts/` and `validation/` of the run folder"
 _TAKE_TURNS = "generation and training take turns"
 _NATIVE_ON_CPU = "the native engine reads it on CUDA only"
 _NATIVE = "the native engine has no such setting; it is read by `rollout.name=vllm`"
@@ -188,9 +187,6 @@ PENDING: tuple[Pending, ...] = (
         "trainer.max_critic_ckpt_to_keep",
         "a checkpoint holds actor and critic together, and `trainer.max_actor_ckpt_to_keep` counts it",
     ),
-    Pending("trainer.log_val_generations", _IN_RUN_FOLDER),
-    Pending("trainer.rollout_data_dir", _IN_RUN_FOLDER),
-    Pending("trainer.validation_data_dir", _IN_RUN_FOLDER),
     Pending("async_training.*", _TAKE_TURNS),
     Pending("ray_init.timeline_json_file", "Ray's timeline is not written; phases are timed in metrics.jsonl"),
 )

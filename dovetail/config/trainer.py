@@ -52,9 +52,16 @@ class TrainerConfig(Section):
     logger: list[str] | str = Field(
         ["console"], description="Trackers: console, file, wandb, tensorboard, mlflow, swanlab, clearml, ..."
     )
-    log_val_generations: int = Field(0, ge=-1, description="Validation answers shown in the trackers; -1: all.")
-    rollout_data_dir: str | None = Field(None, description="Folder for all training answers. Null: not written.")
-    validation_data_dir: str | None = Field(None, description="Folder for all validation answers. Null: not written.")
+    log_val_generations: int = Field(
+        0, ge=-1, description="Validation answers shown in the trackers, or without one in the console; -1: all."
+    )
+    rollout_data_dir: str | None = Field(
+        None, description="Folder that gets `<step>.jsonl` with all training answers, beside `rollouts/` of the run."
+    )
+    validation_data_dir: str | None = Field(
+        None,
+        description="Folder that gets `<step>.jsonl` with all validation answers, beside `validation/` of the run.",
+    )
     import_modules: list[str] = Field(
         [], description="Python modules imported at start. They may register estimators, losses and reward managers."
     )

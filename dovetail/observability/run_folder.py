@@ -63,7 +63,7 @@ class RunFolder:
             file = self.path / name
             if file.exists():
                 kept = [line for line in read_json_lines(file) if line.get("step", 0) <= step]
-                write_text(file, "".join(_line(entry) for entry in kept))
+                write_json_lines(file, kept)
         self._remove_answers_after(step)
         self.log_event("resume", step)
 
@@ -107,10 +107,8 @@ class RunFolder:
 
     def write_answers(self, step: int, rows: Iterable[Mapping[str, Any]], kind: AnswerKind = "rollouts") -> Path:
         """Write the answers of a step, one JSON object per line. The file appears when it is whole."""
-        folder = self.path / kind
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"step_{step}.jsonl"
-        write_text(file, "".join(_line(row) for row in rows))
+        file = self.path / kind / f"step_{step}.jsonl"
+        write_json_lines(file, rows)
         return file
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -139,6 +137,12 @@ def read_json_lines(file: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except ValueError:
             logger.warning("%s:%d is not a whole line of JSON and is left out", file, number)
+
+
+def write_json_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace a file by one JSON object per line. It appears when the last row is there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(_line(row) for row in rows))
 
 
 def write_text(file: Path, text: str) -> None:

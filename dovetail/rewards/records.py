@@ -1,4 +1,4 @@
-"""A scored batch as plain rows, for `rollouts/step_N.jsonl`: what was asked, answered, earned. Writes no file."""
+"""A scored batch as plain rows, for files: what was asked, answered, earned. Writes no file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from dovetail.protocol import COLUMNS, DataProto
 from dovetail.rewards.answers import Decoder, decode_prompts, decode_responses, response_attention
 from dovetail.rewards.columns import FAILED
+
+_DUMPED = ("input", "output", "gts", "score", "step")
 
 
 def answer_records(
@@ -31,6 +33,24 @@ def answer_records(
         **_from_reward(batch),
     }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def dump_records(batch: DataProto, tokenizer: Decoder, solution_strs: Sequence[str], step: int) -> list[dict[str, Any]]:
+    """One dict per row with the names verl's dumps have: input, output, gts, score, step, and what the reward gave.
+
+    Prompts are without special tokens. A row that could not be scored has the score None.
+    """
+    failed = batch.tensors[FAILED].tolist()
+    scores = batch.tensors["token_level_scores"].sum(-1).tolist()
+    columns: dict[str, Sequence[Any]] = _from_reward(batch) | {
+        "input": decode_prompts(batch, tokenizer, skip_special_tokens=True),
+        "output": solution_strs,
+        "gts": _from_dataset(batch).get("ground_truth", [None] * len(batch)),
+        "score": [None if fails else score for fails, score in zip(failed, scores, strict=True)],
+        "step": [step] * len(batch),
+    }
+    names = dict.fromkeys([*_DUMPED, *columns])
+    return [dict(zip(names, row, strict=True)) for row in zip(*(columns[name] for name in names), strict=True)]
 
 
 def _from_dataset(batch: DataProto) -> dict[str, Sequence[Any]]:

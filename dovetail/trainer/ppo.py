@@ -5,7 +5,6 @@ GRPO, RLOO, REINFORCE++, ReMax, OPO, GPG and Dr. GRPO are configurations of this
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable
@@ -15,12 +14,12 @@ from typing import Any
 from dovetail.algorithms import get_kl_controller
 from dovetail.config.root import DovetailConfig
 from dovetail.data.loader import PromptLoader
-from dovetail.observability.background import Background
+from dovetail.observability.shown_answers import choose_answers
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.protocol import DataProto
 from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
-from dovetail.trainer.answers import RolloutRows
+from dovetail.trainer.answer_files import AnswerFiles
 from dovetail.trainer.arrange import arrange_rows, imbalance
 from dovetail.trainer.batch_math import (
     add_advantages,
@@ -91,9 +90,7 @@ class RayPPOTrainer:
         self.global_step = 0
         self._num_written = 0
         self.total_steps = total_training_steps(config, len(train_loader))
-        self._answers_file = Background("answers")
-        # A tokenizer of its own: it works beside the driver, which reads prompts.
-        self._rollout_rows = RolloutRows(copy.deepcopy(tokenizer))
+        self._answer_files = AnswerFiles(config.trainer, tracker.folder, tokenizer)
         self._create_groups = create_groups
         self._groups: RoleGroups | None = None
 
@@ -132,6 +129,7 @@ class RayPPOTrainer:
             if last_validation:
                 self.tracker.log(self.global_step, last_validation)
         if settings.val_only:
+            self._answer_files.close()
             return last_validation
         started = take_timeline(self.timers, self.groups.processes)
         if self.global_step == 0:
@@ -151,7 +149,7 @@ class RayPPOTrainer:
                 metrics |= self.timers.take()
             self.tracker.log(self.global_step, metrics)
             self.tracker.folder.log_timeline(self.global_step, take_timeline(self.timers, self.groups.processes))
-        self._answers_file.close()
+        self._answer_files.close()
         self._note_saved(self.checkpoints.finish())
         self._phase_changed(None)
         return last_validation
@@ -176,7 +174,8 @@ class RayPPOTrainer:
                 batch = self._take_rewards(batch, rollout.rewards, metrics)
             with self.timers("adv"):
                 batch = self._add_advantages(batch, metrics)
-            self._write_answers(batch)
+            # Begun before the update, which keeps the devices busy: after it, generation would wait for the host.
+            self._answer_files.write_training(self.global_step, batch)
             if self.groups.critic is not None:
                 with self.timers("update_critic"):
                     metrics |= update_metrics(self.groups.critic.update_critic(batch))
@@ -288,8 +287,12 @@ class RayPPOTrainer:
             self.val_loader,
             lambda prompts, **meta: self._answers(prompts, **meta),
             lambda batch: self._start_rewards(batch, shaped=False).result(),
+            self._answer_files.validation_dump(self.global_step),
         )
-        self.tracker.folder.write_answers(self.global_step, found.rows, "validation")
+        self._answer_files.write_validation(self.global_step, found)
+        shown = choose_answers(found.dumped, self.config.trainer.log_val_generations)
+        if shown:
+            self.tracker.show_answers(self.global_step, shown)
         self.tracker.event("validation", self.global_step, **found.metrics)
         return found.metrics
 
@@ -305,11 +308,6 @@ class RayPPOTrainer:
         if metrics.get("actor/skipped_steps", 0) or metrics.get("critic/skipped_steps", 0):
             self.tracker.event("skipped_step", self.global_step)
 
-    def _write_answers(self, batch: DataProto) -> None:
-        """Begun before the update, which keeps the devices busy: after it, generation would wait for the host."""
-        folder, step = self.tracker.folder, self.global_step
-        self._answers_file.submit(lambda: folder.write_answers(step, self._rollout_rows.of(batch)))
-
     def _phase_changed(self, name: str | None) -> None:
         self.tracker.folder.write_now(step=self.global_step, total_steps=self.total_steps, phase=name)
         if self._on_phase is not None:
@@ -324,7 +322,7 @@ class RayPPOTrainer:
         return self.global_step == self.total_steps or (freq > 0 and self.global_step % freq == 0)
 
     def _save_checkpoint(self, metrics: Metrics) -> None:
-        self._answers_file.wait()  # a checkpoint stands for everything before it
+        self._answer_files.wait()  # a checkpoint stands for everything before it
         # The step's metrics are written after its checkpoint: a run that dies in between takes them from here.
         state = {**self._driver_state(), "metrics": metrics}
         self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, surplus=self._carried_over()))

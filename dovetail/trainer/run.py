@@ -90,7 +90,10 @@ def run_training(
             if loader is not None and isinstance(loader.dataset, PromptDataset):
                 rewards.check_data_sources(loader.dataset.data_sources())
         folder = RunFolder(settings.run_dir)
-        _make_folder(folder.path)
+        for name in ("rollout_data_dir", "validation_data_dir"):
+            if (path := getattr(settings, name)) is not None:
+                _make_folder(Path(path), f"trainer.{name}", "folder for answers")
+        _make_folder(folder.path, "trainer.default_local_dir", "run folder")
         folder.write_config(config.model_dump(mode="json"))
         folder.write_plan(make_plan(config, shapes).to_dict())
         view = console(
@@ -128,12 +131,11 @@ def run_training(
     return RunResult(folder.path, trainer.global_step, validation)
 
 
-def _make_folder(path: Path) -> None:
+def _make_folder(path: Path, key: str, what: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        key = "trainer.default_local_dir"
-        why = f"{key}={path}: the run folder cannot be made ({error.strerror}); give a folder that you may write to."
+        why = f"{key}={path}: the {what} cannot be made ({error.strerror}); give a folder that you may write to."
         raise ConfigError([Problem(key, why)]) from error
 
 

@@ -21,8 +21,11 @@ _NOT_VALUES = ("reward_failed", "token_level_scores")
 
 @dataclass(frozen=True)
 class Validation:
+    """`rows` are for the run folder, `dumped` (when asked for) for `trainer.validation_data_dir` and the trackers."""
+
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
+    dumped: list[dict[str, Any]]
 
 
 def validate(
@@ -30,6 +33,7 @@ def validate(
     loader: PromptLoader,
     answer: Callable[..., DataProto],
     score: Callable[[DataProto], RewardResult],
+    dump: Callable[[DataProto, list[str]], list[dict[str, Any]]] | None = None,
 ) -> Validation:
     """Every validation prompt once, `rollout.val_kwargs.n` answers each.
 
@@ -38,17 +42,21 @@ def validate(
     """
     n = config.actor_rollout_ref.rollout.val_kwargs.n
     rows: list[dict[str, Any]] = []
+    dumped: list[dict[str, Any]] = []
     first = 0
     for prompts in loader:
         uids = [f"val-{first + index}" for index in range(len(prompts))]
         first += len(prompts)
         batch = answer(with_seeds(prompts, uids, config.trainer.seed), n=n, validate=True)
-        rows += _scored_rows(batch, score(batch), config.data.reward_fn_key)
+        found = score(batch)
+        rows += _scored_rows(batch, found, config.data.reward_fn_key)
+        if dump is not None:
+            dumped += dump(batch.union(found.columns), found.solution_strs)
     scored = [row for row in rows if not row["failed"]]
     metrics: dict[str, float] = {"val-aux/failed": float(len(rows) - len(scored))}
     for source in dict.fromkeys(row["data_source"] for row in scored):
         metrics |= _source_metrics(source, [row for row in scored if row["data_source"] == source])
-    return Validation(metrics, rows)
+    return Validation(metrics, rows, dumped)
 
 
 def _source_metrics(source: str, rows: list[dict[str, Any]]) -> dict[str, float]:

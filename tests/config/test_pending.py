@@ -97,7 +97,6 @@ def test_megatron_keys_of_a_run_without_megatron_are_told() -> None:
         (f"{R}.enable_prefix_caching=False", "rollout.name=vllm"),
         (f"{R}.engine_kwargs.vllm.seed=1", "rollout.name=vllm"),
         (f"{R}.agent.num_workers=4", "one turn"),
-        ("trainer.rollout_data_dir=/tmp/answers", "`rollouts/`"),
         ("trainer.max_critic_ckpt_to_keep=2", "max_actor_ckpt_to_keep"),
         ("async_training.staleness_threshold=0.5", "take turns"),
         ("ray_init.timeline_json_file=/tmp/t.json", "metrics.jsonl"),
@@ -119,7 +118,9 @@ def test_a_key_that_is_not_acted_on_says_so_with_its_value(override: str, words:
         f"{R}.calculate_log_probs=True",
         f"{R}.weight_sync=colocated",
         "async_training.staleness_threshold=0.1",
-        "trainer.rollout_data_dir=null",
+        "trainer.rollout_data_dir=/tmp/answers",
+        "trainer.validation_data_dir=/tmp/answers",
+        "trainer.log_val_generations=10",
     ],
 )
 def test_what_happens_anyway_is_not_worth_a_notice(override: str) -> None:

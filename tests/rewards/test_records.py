@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.protocol import DataProto
-from dovetail.rewards.records import answer_records
+from dovetail.rewards.records import answer_records, dump_records
 from tests.models.tiny import tiny_tokenizer
 from tests.rewards.test_runner import WIDTH, answers
 
@@ -43,3 +43,28 @@ def test_columns_that_are_not_there_yet_are_left_out() -> None:
     assert record["response"] == "given"
     assert "advantage" not in record
     assert "score" not in record
+
+
+def test_a_dump_has_the_names_that_tools_of_verl_read_and_what_the_reward_gave() -> None:
+    batch = answers("good", "no")
+    scores = torch.zeros(2, WIDTH)
+    scores[0, 3] = 0.75
+    columns = {"token_level_scores": scores, "reward_failed": torch.tensor([False, True])}
+    batch = batch.union(DataProto.from_dict(columns, {"acc": [1.0, None], "pred": ["good", ""]}))
+    first, second = dump_records(batch, tiny_tokenizer(), ["good", "no"], step=7)
+    assert list(first) == ["input", "output", "gts", "score", "step", "acc", "pred"]
+    assert (first["output"], first["gts"], first["score"], first["step"]) == ("good", "good", 0.75, 7)
+    assert (first["acc"], first["pred"]) == (1.0, "good")
+    assert second["score"] is None, "a failure is no score of 0"
+
+
+def test_prompts_of_a_dump_have_no_special_tokens() -> None:
+    batch = answers("good")
+    tokenizer = tiny_tokenizer()
+    batch.tensors["prompts"][0, 0] = tokenizer.eos_token_id
+    batch = batch.union(
+        DataProto.from_dict({"token_level_scores": torch.zeros(1, WIDTH), "reward_failed": torch.tensor([False])})
+    )
+    (record,), (dumped,) = answer_records(batch, tokenizer), dump_records(batch, tokenizer, ["good"], step=1)
+    assert tokenizer.eos_token in record["prompt"]
+    assert tokenizer.eos_token not in dumped["input"]

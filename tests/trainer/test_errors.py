@@ -87,6 +87,11 @@ def no_place_for_the_run(toy: Toy, tmp_path: Path) -> dict[str, Any]:
     return {"trainer.default_local_dir": str(tmp_path / "file" / "run")}
 
 
+def no_place_for_the_answers(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "file").write_text("")
+    return {"trainer.rollout_data_dir": str(tmp_path / "file" / "answers")}
+
+
 def no_such_field(toy: Toy, tmp_path: Path) -> dict[str, Any]:
     return {"actor_rollout_ref.model.override_config.rms_norm_esp": 1e-6}
 
@@ -104,6 +109,7 @@ FOUND_BEFORE_THE_RUN: list[tuple[Mistake, str]] = [
     (no_tokenizer, "weights-only has no tokenizer"),
     (name_on_the_hub, "hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B"),
     (no_place_for_the_run, "the run folder cannot be made (Not a directory)"),
+    (no_place_for_the_answers, "/answers: the folder for answers cannot be made (Not a directory)"),
     (no_such_field, "actor_rollout_ref.model.override_config.rms_norm_esp=1e-06 is not a field of Qwen2Config"),
 ]
 

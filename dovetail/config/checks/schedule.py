@@ -107,6 +107,28 @@ def trackers_are_known(run: Checked) -> Iterator[Finding]:
         yield error("trainer.logger", f"trainer.logger={name} is no tracker; {hint}Known: {', '.join(LOGGERS)}.")
 
 
+def dumps_have_folders_of_their_own(run: Checked) -> Iterator[Finding]:
+    trainer = run.config.trainer
+    first, second = trainer.rollout_data_dir, trainer.validation_data_dir
+    if first is not None and second is not None and Path(first).absolute() == Path(second).absolute():
+        yield error(
+            "trainer.validation_data_dir",
+            f"trainer.validation_data_dir={second} is trainer.rollout_data_dir too, and both hold a file <step>.jsonl; "
+            "give each a folder of its own.",
+        )
+
+
+def validation_answers_have_prompts(run: Checked) -> Iterator[Finding]:
+    trainer = run.config.trainer
+    for name, empty in (("validation_data_dir", None), ("log_val_generations", 0)):
+        value = getattr(trainer, name)
+        if value != empty and not run.config.data.val_paths:
+            yield warning(
+                f"trainer.{name}",
+                f"trainer.{name}={value} has nothing to show: data.val_files is empty; name a validation file.",
+            )
+
+
 def reward_function_is_there(run: Checked) -> Iterator[Finding]:
     path = run.config.custom_reward_function.path
     if path and "://" not in path and not Path(path).expanduser().is_file():
@@ -125,5 +147,7 @@ CHECKS = (
     resumed_checkpoint_is_named,
     learning_rates_do_something,
     trackers_are_known,
+    dumps_have_folders_of_their_own,
+    validation_answers_have_prompts,
     reward_function_is_there,
 )

@@ -272,6 +272,24 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
     # Schedule.
     (("data.train_files=[]",), "error", "data.train_files", ("empty", "name a file")),
     (("data.val_files=[]",), "warning", "trainer.test_freq", ("=5", "empty", "-1")),
+    (
+        ("trainer.rollout_data_dir=/a/b", "trainer.validation_data_dir=/a/b/"),
+        "error",
+        "trainer.validation_data_dir",
+        ("=/a/b", "<step>.jsonl", "folder of its own"),
+    ),
+    (
+        ("data.val_files=[]", "trainer.test_freq=-1", "trainer.validation_data_dir=/a"),
+        "warning",
+        "trainer.validation_data_dir",
+        ("=/a", "empty", "name a validation file"),
+    ),
+    (
+        ("data.val_files=[]", "trainer.test_freq=-1", "trainer.log_val_generations=5"),
+        "warning",
+        "trainer.log_val_generations",
+        ("=5", "empty", "name a validation file"),
+    ),
     (("trainer.resume_mode=resume_path",), "error", "trainer.resume_from_path", ("not set", "folder")),
     (("trainer.save_freq=0",), "error", "trainer.save_freq", ("=0", "-1 to save nothing")),
     (("trainer.test_freq=0",), "error", "trainer.test_freq", ("=0", "-1 to validate at the end only")),

@@ -1,0 +1,77 @@
+"""The files of a step's answers: the run folder's, and those of `trainer.rollout_data_dir` and `validation_data_dir`.
+
+Written in a thread of their own, beside the step; every file appears when it is whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dovetail.config.trainer import TrainerConfig
+from dovetail.observability.background import Background
+from dovetail.observability.run_folder import RunFolder, write_json_lines
+from dovetail.protocol import DataProto
+from dovetail.rewards.records import dump_records
+from dovetail.trainer.answers import RolloutRows
+from dovetail.trainer.validation import Validation
+
+Dump = Callable[[DataProto, list[str]], list[dict[str, Any]]]
+
+
+class AnswerFiles:
+    """`close` it when the run ends: it waits for the last file and raises what went wrong with it."""
+
+    def __init__(self, settings: TrainerConfig, folder: RunFolder, tokenizer: Any) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._work = Background("answers")
+        self._driver_tokenizer = tokenizer
+        # A tokenizer of its own: it works beside the driver, which reads prompts.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._rows = RolloutRows(self._tokenizer)
+
+    def write_training(self, step: int, batch: DataProto) -> None:
+        self._work.submit(lambda: self._write_training(step, batch))
+
+    def write_validation(self, step: int, found: Validation) -> None:
+        self._work.submit(lambda: self._write_validation(step, found))
+
+    def validation_dump(self, step: int) -> Dump | None:
+        """What makes the lines of a validation's batch; None when nobody has asked for them."""
+        if self._settings.validation_data_dir is None and not self._settings.log_val_generations:
+            return None
+
+        def dump(batch: DataProto, solution_strs: list[str]) -> list[dict[str, Any]]:
+            rows = dump_records(batch, self._driver_tokenizer, solution_strs, step)
+            return [{**row, "reward": row["score"]} for row in rows]
+
+        return dump
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def close(self) -> None:
+        self._work.close()
+
+    def _write_training(self, step: int, batch: DataProto) -> None:
+        target = self._settings.rollout_data_dir
+        if target is None:
+            self._folder.write_answers(step, self._rows.of(batch))
+            return
+        rows = list(self._rows.of(batch))
+        self._folder.write_answers(step, rows)
+        answers = [row["response"] for row in rows]
+        write_json_lines(dump_file(target, step), dump_records(batch, self._tokenizer, answers, step))
+
+    def _write_validation(self, step: int, found: Validation) -> None:
+        self._folder.write_answers(step, found.rows, "validation")
+        target = self._settings.validation_data_dir
+        if target is not None:
+            write_json_lines(dump_file(target, step), found.dumped)
+
+
+def dump_file(folder: str, step: int) -> Path:
+    return Path(folder) / f"{step}.jsonl"

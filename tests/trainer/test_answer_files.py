@@ -1,0 +1,81 @@
+"""`trainer.rollout_data_dir`, `validation_data_dir` and `log_val_generations`: their tools find what verl writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.toy_run import DAPO, Toy, train
+
+pytestmark = pytest.mark.e2e
+
+NAMES = ["input", "output", "gts", "score", "step"]
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def answer_keys(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "data.val_files": str(toy.data / "val.parquet"),
+        "custom_reward_function.name": "mostly",
+        "actor_rollout_ref.rollout.val_kwargs": {"n": 2, "do_sample": True, "temperature": 1.0},
+        "trainer.rollout_data_dir": str(tmp_path / "dumps" / "train"),
+        "trainer.validation_data_dir": str(tmp_path / "dumps" / "val"),
+        "trainer.total_training_steps": 2,
+    }
+
+
+@pytest.mark.parametrize("algorithm", [{}, DAPO], ids=["grpo", "dapo"])
+def test_every_step_has_a_file_with_the_answers_of_the_run_folder(
+    toy: Toy, tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
+    keys = algorithm | answer_keys(toy, tmp_path) | {"trainer.val_before_train": True, "trainer.test_freq": 1}
+    train(toy.config(tmp_path / "run", keys))
+    dumps = tmp_path / "dumps"
+    assert sorted(file.name for file in (dumps / "train").iterdir()) == ["1.jsonl", "2.jsonl"]
+    assert sorted(file.name for file in (dumps / "val").iterdir()) == ["0.jsonl", "1.jsonl", "2.jsonl"]
+    for step in (1, 2):
+        dumped, own = (
+            read(dumps / "train" / f"{step}.jsonl"),
+            read(tmp_path / "run" / "rollouts" / f"step_{step}.jsonl"),
+        )
+        assert len(dumped) == 16
+        assert [list(row)[:5] for row in dumped] == [NAMES] * 16
+        for row, record in zip(dumped, own, strict=True):
+            assert (row["output"], row["gts"], row["score"]) == (record["response"], "", record["score"])
+            assert (row["acc"], row["pred"], row["step"]) == (record["acc"], record["pred"], step)
+            assert re.search(r"say \d+", row["input"])
+    for step in (0, 1, 2):
+        dumped, own = (
+            read(dumps / "val" / f"{step}.jsonl"),
+            read(tmp_path / "run" / "validation" / f"step_{step}.jsonl"),
+        )
+        assert len(dumped) == 8
+        for row, record in zip(dumped, own, strict=True):
+            assert list(row)[:5] == NAMES
+            assert (row["output"], row["score"]) == (record["response"], record["values"]["reward"])
+            assert (row["acc"], row["reward"], row["step"]) == (record["values"]["acc"], row["score"], step)
+            assert record["prompt"] in row["input"]
+
+
+def test_a_run_that_only_validates_leaves_its_files_whole(toy: Toy, tmp_path: Path) -> None:
+    train(toy.config(tmp_path / "run", answer_keys(toy, tmp_path) | {"trainer.val_only": True}))
+    assert len(read(tmp_path / "dumps" / "val" / "0.jsonl")) == 8
+    assert len(read(tmp_path / "run" / "validation" / "step_0.jsonl")) == 8
+    assert list((tmp_path / "dumps" / "train").iterdir()) == []
+
+
+def test_validation_answers_are_shown_in_the_console(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"trainer.val_only": True, "trainer.log_val_generations": 3, "trainer.logger": ["console"]}
+    train(toy.config(tmp_path, keys | {"data.val_files": str(toy.data / "val.parquet")}))
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"^step 0: validation answer, score [\d.]+$", shown, re.MULTILINE)) == 3
+    assert len(set(re.findall(r"say \d+", shown))) == 3
