@@ -64,9 +64,12 @@ def read_now(folder: Path) -> dict[str, Any]:
 
 
 def run_state(now: dict[str, Any], last_step: int | None, total_steps: int | None, changed: float) -> State:
-    """Whether a run goes on. `changed` is when its folder was last written to."""
+    """Whether a run goes on: by its own last word, by its steps, by its process, and else by `changed`, when its folder
+    was last written to."""
     if last_step is None and not now:
         return "created"
+    if now.get("finished") is True:
+        return "finished"
     if last_step is not None and total_steps is not None and last_step >= total_steps and now.get("phase") is None:
         return "finished"
     if now.get("host") == socket.gethostname() and isinstance(now.get("pid"), int) and now["pid"] > 0:

@@ -81,7 +81,8 @@ class Run:
         """Name, state, steps and what is happening now."""
         now = read_now(self.folder)
         last = self.metrics.last_step
-        total = now.get("total_steps") or self._configured_steps()
+        # A run that only validates says that it has no steps to make.
+        total = now["total_steps"] if "total_steps" in now else self._configured_steps()
         changed = max(_changed(self.folder / name) for name in (METRICS, EVENTS, NOW, "config.yaml")) / 1e9
         state = run_state(now, last, total, changed)
         found = {"name": self.name, "state": state, "step": last, "total_steps": total, "changed": changed}

@@ -7,7 +7,7 @@
     rollouts/step_N.jsonl  prompt, response, scores, advantages, log-prob gap
     validation/step_N.jsonl
     timeline.jsonl         who worked on what, and when: one object per step
-    now.json               the step and the phase the run is in; replaced at every change
+    now.json               the step and the phase the run is in, and at its end that it is finished; replaced each time
 
 Lines are appended whole; files appear whole. A process may be killed at any moment: the next start takes away half a
 line and whatever lies beyond the step it resumes from.

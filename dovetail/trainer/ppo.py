@@ -106,6 +106,7 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Start the processes and build the models in them."""
+        self._tell_now("start")
         self._groups = self._create_groups()
         if self._groups.critic is not None:
             self._groups.critic.init_model(self.total_steps)
@@ -120,7 +121,7 @@ class RayPPOTrainer:
         self.utilisation.ask_peaks(trains=self._groups.actor_rollout, generates=generates)
 
     def fit(self) -> Metrics:
-        """Train to the last step; returns the last validation's metrics."""
+        """Train to the last step, or validate alone; returns the last validation's metrics."""
         settings = self.config.trainer
         self._load_checkpoint()
         last_validation: Metrics = {}
@@ -128,9 +129,17 @@ class RayPPOTrainer:
             last_validation = self._validate()
             if last_validation:
                 self.tracker.log(self.global_step, last_validation)
-        if settings.val_only:
-            self._answer_files.close()
-            return last_validation
+        if not settings.val_only:
+            last_validation = self._train(last_validation)
+        self._answer_files.close()
+        self._note_saved(self.checkpoints.finish())
+        self._phase_changed(None)
+        self._tell_now(None, finished=True)
+        return last_validation
+
+    def _train(self, last_validation: Metrics) -> Metrics:
+        """Every step that is left; returns the last validation's metrics."""
+        settings = self.config.trainer
         started = take_timeline(self.timers, self.groups.processes)
         if self.global_step == 0:
             self.tracker.folder.log_timeline(0, started)
@@ -149,9 +158,6 @@ class RayPPOTrainer:
                 metrics |= self.timers.take()
             self.tracker.log(self.global_step, metrics)
             self.tracker.folder.log_timeline(self.global_step, take_timeline(self.timers, self.groups.processes))
-        self._answer_files.close()
-        self._note_saved(self.checkpoints.finish())
-        self._phase_changed(None)
         return last_validation
 
     def _train_step(self) -> Metrics:
@@ -309,9 +315,14 @@ class RayPPOTrainer:
             self.tracker.event("skipped_step", self.global_step)
 
     def _phase_changed(self, name: str | None) -> None:
-        self.tracker.folder.write_now(step=self.global_step, total_steps=self.total_steps, phase=name)
+        self._tell_now(name)
         if self._on_phase is not None:
             self._on_phase(name)
+
+    def _tell_now(self, phase: str | None, *, finished: bool = False) -> None:
+        # A run that only validates goes nowhere, so it has no number of steps to reach.
+        total = None if self.config.trainer.val_only else self.total_steps
+        self.tracker.folder.write_now(step=self.global_step, total_steps=total, phase=phase, finished=finished)
 
     @property
     def _num_devices(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dovetail.cli.main import main
 from dovetail.dashboard.app import build_app, plotly_file
 from dovetail.dashboard.runs import Run, Runs
 from dovetail.dashboard.server import HOST, bind
+from dovetail.observability.run_folder import RunFolder
 from tests.dashboard.synthetic import answer_row, line, metrics_row, write_config, write_run
 
 pytestmark = pytest.mark.unit
@@ -144,6 +146,22 @@ def test_a_run_that_is_being_created_says_so_and_then_appears(tmp_path: Path) ->
     (tmp_path / "new" / "metrics.jsonl").write_text(line(metrics_row(1)) + line(metrics_row(2))[:20])
     status = page.get("/api/runs").json()[0]
     assert (status["step"], status["total_steps"], status["message"]) == (1, 5, None)
+
+
+def test_a_run_is_finished_when_it_says_so_and_stopped_when_its_process_is_gone_without_a_word(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.start()
+    folder.log_metrics(0, {"val-core/toy/acc/mean@1": 0.5})
+    page = client(folder.path)
+    gone = {"step": 0, "total_steps": None, "host": socket.gethostname(), "pid": 2**22 + 1}
+    for facts, state in (
+        ({"phase": "start", "finished": False}, "stopped"),
+        ({"phase": None, "finished": False}, "stopped"),
+        ({"phase": None, "finished": True}, "finished"),
+    ):
+        (folder.path / "now.json").write_text(line({**gone, **facts}))
+        status = page.get("/api/runs").json()[0]
+        assert (status["state"], status["step"], status["total_steps"]) == (state, 0, None)
 
 
 def test_broken_and_missing_files_are_messages(run: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from dovetail.cli.main import main
+from dovetail.dashboard.runs import Run
 from dovetail.data.write import prompt_row, write_rows
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
@@ -81,6 +83,18 @@ def test_a_run_may_validate_and_stop(toy: Toy, tmp_path: Path) -> None:
     assert "val-core/toy/reward/mean@1" in result.validation
     answers = (tmp_path / "validation" / "step_0.jsonl").read_text().splitlines()
     assert len(answers) == 4, "all prompts, though 3 go at a time"
+
+
+def test_a_run_that_has_validated_is_finished_for_the_dashboard_and_the_report(toy: Toy, tmp_path: Path) -> None:
+    keys = {"data.val_files": str(toy.data / "val.parquet"), "trainer.val_only": True}
+    train(toy.config(tmp_path, keys))
+    run = Run("run", tmp_path)
+    run.refresh()
+    status = run.status()
+    assert (status["state"], status["step"], status["total_steps"]) == ("finished", 0, None)
+    assert all(finding["rule"] != "stopped" for finding in run.health())
+    assert main(["report", str(tmp_path)]) == 0
+    assert "finished, step 0" in (tmp_path / "report.html").read_text()
 
 
 def test_answers_that_were_cut_off_may_leave_the_loss(toy: Toy, tmp_path: Path) -> None:

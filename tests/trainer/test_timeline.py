@@ -33,6 +33,7 @@ def test_a_run_writes_a_timeline_its_present_phase_and_the_text_of_tokens(toy: T
     assert calls["generate_sequences"][1] <= calls["update_actor"][0]
     now = json.loads((tmp_path / "now.json").read_text())
     assert (now["step"], now["total_steps"], now["phase"], now["pid"]) == (2, 2, None, os.getpid())
+    assert now["finished"] is True
     row = next(read_json_lines(tmp_path / "rollouts" / "step_2.jsonl"))
     assert all(0 <= value == round(value, 5) for value in row["token_entropies"])
     assert len(row["token_ends"]) == len(row["response_ids"]) == len(row["token_entropies"])
