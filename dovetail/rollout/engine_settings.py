@@ -18,6 +18,8 @@ from dovetail.rollout.base import LogprobsMode
 class EngineSettings:
     """`engine_kwargs` go to the library as they are and win over what is derived here.
 
+    `override_config` holds fields that the trainer changes in the folder's config: the engine's model is built, and its
+    weights are expected, with the same.
     `logprobs` is what the engine's log-probs mean (`dovetail.rollout.base`); a library has one meaning per engine.
     `load_format="dummy"` loads no weights: nothing is generated before the first `update_weights`.
     """
@@ -40,6 +42,7 @@ class EngineSettings:
     seed: int = 0
     logprobs: LogprobsMode = "temperature"
     enable_sleep: bool = True
+    override_config: Mapping[str, Any] = field(default_factory=dict)
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse_fixed(self, library: str, reasons: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dovetail.config.rollout import RolloutConfig
+from dovetail.models.load import build_meta_model
 from dovetail.rollout.base import EngineError, SamplingParams
 from dovetail.rollout.registry import get_engine_class
 from dovetail.rollout.vllm import VLLMEngine, VLLMSettings, vLLMRollout
@@ -163,6 +164,31 @@ def test_a_tied_head_is_expected_under_either_name(tmp_path: Path) -> None:
     assert plain.ties == {}
     assert tied.shapes == plain.shapes
     assert stop_token_ids(tmp_path / "plain") == {2}
+
+
+@pytest.mark.parametrize(
+    "changed", [{"num_hidden_layers": 1}, {"vocab_size": 300}, {"tie_word_embeddings": True}], ids=str
+)
+def test_the_expected_weights_are_those_of_the_model_that_the_trainer_builds(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    trained = build_meta_model(folder, "policy", override_config=changed)
+    found = expected_weights(folder, changed)
+    names = {name: tuple(weight.shape) for name, weight in trained.named_parameters(remove_duplicate=False)}
+    assert found.shapes == names
+    assert found != expected_weights(folder), "the field matters"
+
+
+def test_overridden_fields_reach_vllm_unless_its_own_arguments_name_others() -> None:
+    changed = {"num_hidden_layers": 1}
+    settings = VLLMSettings.from_config(RolloutConfig(name="vllm"), "some/model", override_config=changed)
+    assert settings.override_config == changed
+    assert settings.vllm_arguments(cpu=True)["hf_overrides"] == changed
+    own = RolloutConfig(name="vllm", engine_kwargs={"vllm": {"hf_overrides": {"rope_theta": 1}}})
+    settings = VLLMSettings.from_config(own, "some/model", override_config=changed)
+    assert settings.vllm_arguments(cpu=True)["hf_overrides"] == {"rope_theta": 1}
+    assert "hf_overrides" not in VLLMSettings("some/model").vllm_arguments(cpu=True)
 
 
 def test_experts_are_expected_under_their_names_on_disk(tmp_path: Path) -> None:

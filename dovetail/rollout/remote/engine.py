@@ -45,7 +45,7 @@ from dovetail.rollout.remote.update import WeightUpdater
 from dovetail.rollout.remote.vllm_dialect import VLLMDialect
 from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, WeightChannel
 from dovetail.rollout.request_rules import check_different_ids, check_prompt, same_meaning
-from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
+from dovetail.rollout.vllm.expected import expected_weights, read_config, stop_token_ids
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES
 from dovetail.weight_sync.broadcast import GroupBackend
 
@@ -78,11 +78,12 @@ class RemoteRollout(RolloutEngine):
         api_key: str | None = None,
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
     ) -> None:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = read_config(folder, override_config, trust_remote_code=trust_remote_code)
         self._folder = folder
+        # Servers are started by others, with the same overrides: `require_same_shape` finds those that are not.
+        self._expected = expected_weights(folder, override_config, trust_remote_code=trust_remote_code)
         self._shape = model_shape(config)
         self._vocab_size = int(self._shape["vocab_size"])
         self._eos_ids = stop_token_ids(folder, trust_remote_code=trust_remote_code)
@@ -108,7 +109,7 @@ class RemoteRollout(RolloutEngine):
             self._pool,
             self._dialect,
             self._calls,
-            self._channel(weights_folder, bucket_bytes, torch.device(device), trust_remote_code),
+            self._channel(weights_folder, bucket_bytes, torch.device(device)),
             refusal=next((info.takes_no_weights for info in infos.values() if info.takes_no_weights), ""),
         )
 
@@ -141,6 +142,7 @@ class RemoteRollout(RolloutEngine):
             api_key=_api_key(config.server_api_key_env),
             device=device,
             trust_remote_code=trust_remote_code,
+            override_config=override_config,
         )
 
     @property
@@ -261,10 +263,8 @@ class RemoteRollout(RolloutEngine):
     async def _admit(self, server: str) -> None:
         await self._updater.admit(server, self._folder, self._shape, paused=self._paused)
 
-    def _channel(
-        self, weights_folder: str | None, bucket_bytes: int, device: torch.device, trust_remote_code: bool
-    ) -> WeightChannel:
-        expected = expected_weights(self._folder, trust_remote_code=trust_remote_code)
+    def _channel(self, weights_folder: str | None, bucket_bytes: int, device: torch.device) -> WeightChannel:
+        expected = self._expected
         if weights_folder is not None:
             return DiskChannel(weights_folder, self._dialect, self._loop, expected, bucket_bytes=bucket_bytes)
         backend: GroupBackend = "nccl" if device.type == "cuda" else "gloo"

@@ -45,7 +45,7 @@ from dovetail.rollout.sglang.samples import Sample, check_request, samples_of
 from dovetail.rollout.sglang.server import ServerLink
 from dovetail.rollout.sglang.settings import Level, SGLangSettings
 from dovetail.rollout.sglang.weights import CheckedWeights, TensorFiles, check_folder
-from dovetail.rollout.vllm.expected import stop_token_ids
+from dovetail.rollout.vllm.expected import read_config, stop_token_ids
 from dovetail.weight_sync import (
     DEFAULT_BUCKET_BYTES,
     BroadcastFailedError,
@@ -81,17 +81,17 @@ class SGLangRollout(RolloutEngine):
         restarts: int = 0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
-        from transformers import AutoConfig
-
         self._cpu = runs_on_cpu()
         self._num_servers = num_servers
         self._python = server_python(python) if num_servers else ""
         self.restarts_left = restarts
         self._bucket_bytes = bucket_bytes
-        self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
+        self._expected = expected_weights(
+            settings.model, settings.override_config, trust_remote_code=settings.trust_remote_code
+        )
         self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
-        text = AutoConfig.from_pretrained(
-            settings.model, trust_remote_code=settings.trust_remote_code
+        text = read_config(
+            settings.model, settings.override_config, trust_remote_code=settings.trust_remote_code
         ).get_text_config()
         self._vocab_size = int(text.vocab_size)
         self._max_model_len = int(settings.max_model_len or text.max_position_embeddings)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -15,15 +17,17 @@ _TRAINERS_TRANSFORMERS = (5, 16)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def expected_weights(model: str | Path, *, trust_remote_code: bool = False) -> ExpectedWeights:
+def expected_weights(
+    model: str | Path, override_config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> ExpectedWeights:
     """Names and shapes that `update_weights` must bring: those of transformers' model, which trainers send.
 
     Beside SGLang there may be a transformers older than dovetail's models need (0.5.18 pins 5.12). No trainer runs
-    there, and the names are read off the folder's weights.
+    there, so nothing is overridden, and the names are read off the folder's weights.
     """
     numbers = importlib.metadata.version("transformers").split(".")[:2]
     if tuple(map(int, numbers)) >= _TRAINERS_TRANSFORMERS:
-        return expected_by_transformers(model, trust_remote_code=trust_remote_code)
+        return expected_by_transformers(model, override_config, trust_remote_code=trust_remote_code)
     return _expected_by_folder(Path(model))
 
 

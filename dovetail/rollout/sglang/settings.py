@@ -61,8 +61,6 @@ class SGLangSettings(EngineSettings):
         kwargs = dict(rollout.engine_kwargs.sglang)
         if rollout.cudagraph_capture_sizes is not None:
             kwargs.setdefault("cuda_graph_bs", rollout.cudagraph_capture_sizes)
-        if override_config:
-            kwargs.setdefault("json_model_override_args", json.dumps(dict(override_config)))
         if rollout.expert_parallel_size > 1:
             kwargs.setdefault("ep_size", rollout.expert_parallel_size)
         return cls(
@@ -71,6 +69,7 @@ class SGLangSettings(EngineSettings):
             deterministic=bool(kwargs.pop("enable_deterministic_inference", False)),
             base_gpu_id=device.index or 0 if device.type == "cuda" else 0,
             trust_remote_code=trust_remote_code,
+            override_config=dict(override_config or {}),
             engine_kwargs=kwargs,
         )
 
@@ -94,6 +93,7 @@ class SGLangSettings(EngineSettings):
             "enable_deterministic_inference": self.deterministic,
             "skip_tokenizer_init": self.skip_tokenizer_init,
             "trust_remote_code": self.trust_remote_code,
+            "json_model_override_args": json.dumps(dict(self.override_config)) if self.override_config else None,
             "random_seed": self.seed,
             "base_gpu_id": self.base_gpu_id,
             "enable_memory_saver": self.enable_sleep and not cpu,

@@ -83,7 +83,9 @@ class AsyncVLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         settings = self.settings
-        self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
+        self._expected = expected_weights(
+            settings.model, settings.override_config, trust_remote_code=settings.trust_remote_code
+        )
         self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
         arguments = AsyncEngineArgs(**settings.vllm_arguments(cpu=self._cpu))
         with starting_processes(cpu=self._cpu):

@@ -71,7 +71,9 @@ class VLLMEngine(RolloutEngine):
         self.vllm_version = prepare(cpu=self._cpu)
         self.settings = settings
         self._bucket_bytes = bucket_bytes
-        self._expected = expected_weights(settings.model, trust_remote_code=settings.trust_remote_code)
+        self._expected = expected_weights(
+            settings.model, settings.override_config, trust_remote_code=settings.trust_remote_code
+        )
         self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
         self._llm = start_engine(settings, cpu=self._cpu)
         config = self._llm.vllm_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ from dovetail.models.weights import to_checkpoint_tensors
 from dovetail.weight_sync import ExpectedWeights
 
 
-def expected_weights(model: str | Path, *, trust_remote_code: bool = False) -> ExpectedWeights:
-    """Names and shapes that `update_weights` must bring: those of transformers' model with this config."""
-    empty = _empty_model(model, trust_remote_code)
+def expected_weights(
+    model: str | Path, override_config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> ExpectedWeights:
+    """Names and shapes that `update_weights` must bring: those of transformers' model with this config.
+
+    `override_config` are the fields that the trainer has changed in it: they may change which weights there are.
+    """
+    empty = _empty_model(model, override_config, trust_remote_code)
     first_name: dict[int, str] = {}
     ties: dict[str, str] = {}
     twins: dict[str, tuple[int, ...]] = {}
@@ -44,10 +50,22 @@ def stop_token_ids(model: str | Path, *, trust_remote_code: bool = False) -> fro
     return frozenset()
 
 
-def _empty_model(model: str | Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+def read_config(model: str | Path, override_config: Mapping[str, Any] | None, *, trust_remote_code: bool) -> Any:
+    """The model's config as the trainer has it."""
+    from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    if override_config:
+        # Here, because transformers beside SGLang may be older than this module takes; no trainer overrides there.
+        from dovetail.models.load import load_config
+
+        return load_config(model, override_config, trust_remote_code=trust_remote_code)
+    return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+
+
+def _empty_model(model: str | Path, override_config: Mapping[str, Any] | None, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = read_config(model, override_config, trust_remote_code=trust_remote_code)
     images = hasattr(config, "vision_config")
     auto = AutoModelForImageTextToText if images else AutoModelForCausalLM
     with torch.device("meta"):

@@ -46,8 +46,6 @@ class VLLMSettings(EngineSettings):
         kwargs = dict(rollout.engine_kwargs.vllm)
         if rollout.cudagraph_capture_sizes is not None:
             kwargs.setdefault("cudagraph_capture_sizes", rollout.cudagraph_capture_sizes)
-        if override_config:
-            kwargs.setdefault("hf_overrides", dict(override_config))
         if rollout.limit_images is not None:
             kwargs.setdefault("limit_mm_per_prompt", {"image": rollout.limit_images})
         if rollout.expert_parallel_size > 1:
@@ -61,6 +59,7 @@ class VLLMSettings(EngineSettings):
             seed=seed,
             # Under an adapter the base is never sent, so it must survive a sleep.
             sleep_level=1 if kwargs.get("enable_lora") else 2,
+            override_config=dict(override_config or {}),
             engine_kwargs=kwargs,
         )
 
@@ -91,6 +90,7 @@ class VLLMSettings(EngineSettings):
             # vLLM's processor of images finds placeholders with a tokenizer, and is built whatever is asked later.
             "skip_tokenizer_init": self.skip_tokenizer_init and not sees_images,
             "trust_remote_code": self.trust_remote_code,
+            "hf_overrides": dict(self.override_config) or None,
             "seed": self.seed,
             "logprobs_mode": _LOGPROBS_MODE[self.logprobs],
             "worker_extension_cls": EXTENSION,
