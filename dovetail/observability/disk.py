@@ -29,14 +29,14 @@ class DiskFullError(OSError):
 
 
 @contextmanager
-def explaining_full_disk(path: Path) -> Iterator[None]:
+def explaining_full_disk(path: Path, *, advice: str = "") -> Iterator[None]:
     """Turn the system's `No space left on device`, which names no file, into a `DiskFullError` that does."""
     try:
         yield
     except OSError as error:
         if isinstance(error, DiskFullError) or error.errno not in _FULL:
             raise
-        raise DiskFullError(path) from error
+        raise DiskFullError(path, advice=advice) from error
 
 
 def is_full_disk(error: BaseException) -> bool:

@@ -139,18 +139,21 @@ def read_json_lines(file: Path) -> Iterator[dict[str, Any]]:
             logger.warning("%s:%d is not a whole line of JSON and is left out", file, number)
 
 
-def write_json_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a file by one JSON object per line. It appears when the last row is there."""
+def write_json_lines(file: Path, rows: Iterable[Mapping[str, Any]], *, advice: str = "") -> None:
+    """Replace a file by one JSON object per line. It appears when the last row is there.
+
+    `advice` is for a full disk, where the file is not in the run folder.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(_line(row) for row in rows))
+    write_text(file, "".join(_line(row) for row in rows), advice=advice)
 
 
-def write_text(file: Path, text: str) -> None:
+def write_text(file: Path, text: str, *, advice: str = "") -> None:
     """Replace a file so that a reader sees the old one or the whole new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
-        with explaining_full_disk(file):
+        with explaining_full_disk(file, advice=advice):
             temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, file)
     except BaseException:

@@ -57,21 +57,19 @@ class AnswerFiles:
         self._work.close()
 
     def _write_training(self, step: int, batch: DataProto) -> None:
-        target = self._settings.rollout_data_dir
-        if target is None:
+        if self._settings.rollout_data_dir is None:
             self._folder.write_answers(step, self._rows.of(batch))
             return
         rows = list(self._rows.of(batch))
         self._folder.write_answers(step, rows)
         answers = [row["response"] for row in rows]
-        write_json_lines(dump_file(target, step), dump_records(batch, self._tokenizer, answers, step))
+        self._write_dump("rollout_data_dir", step, dump_records(batch, self._tokenizer, answers, step))
 
     def _write_validation(self, step: int, found: Validation) -> None:
         self._folder.write_answers(step, found.rows, "validation")
-        target = self._settings.validation_data_dir
-        if target is not None:
-            write_json_lines(dump_file(target, step), found.dumped)
+        if self._settings.validation_data_dir is not None:
+            self._write_dump("validation_data_dir", step, found.dumped)
 
-
-def dump_file(folder: str, step: int) -> Path:
-    return Path(folder) / f"{step}.jsonl"
+    def _write_dump(self, key: str, step: int, rows: list[dict[str, Any]]) -> None:
+        file = Path(getattr(self._settings, key)) / f"{step}.jsonl"
+        write_json_lines(file, rows, advice=f"free some space, or set trainer.{key} to another disk")

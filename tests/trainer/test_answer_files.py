@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.observability.disk import DiskFullError
 from tests.trainer.toy_run import DAPO, Toy, train
 
 pytestmark = pytest.mark.e2e
@@ -69,6 +71,24 @@ def test_a_run_that_only_validates_leaves_its_files_whole(toy: Toy, tmp_path: Pa
     assert len(read(tmp_path / "dumps" / "val" / "0.jsonl")) == 8
     assert len(read(tmp_path / "run" / "validation" / "step_0.jsonl")) == 8
     assert list((tmp_path / "dumps" / "train").iterdir()) == []
+
+
+def test_a_full_disk_names_the_key_and_leaves_no_half_file(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Path.write_text
+
+    def write(self: Path, text: str, *args: Any, **kwargs: Any) -> int:
+        if self.parent.name == "train":
+            whole(self, text[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(DiskFullError, match=r"train/1\.jsonl could not .* set trainer\.rollout_data_dir to another"):
+        train(toy.config(tmp_path / "run", answer_keys(toy, tmp_path)))
+    assert list((tmp_path / "dumps" / "train").iterdir()) == []
+    assert len(read(tmp_path / "run" / "rollouts" / "step_1.jsonl")) == 16
 
 
 def test_validation_answers_are_shown_in_the_console(
