@@ -9,6 +9,9 @@ makes a fixture of the module whose value is what the function returns. It is ca
 if a selected test asks for it, so it must leave this process alone: no random numbers, no environment, no current
 folder, nothing but other processes. Further parameters are those of a parametrized test; such a fixture is a `Future`,
 one for each value, for the test itself to ask.
+
+Modules that ask for such work come after all others: a test that waits leaves this process idle, and once the queue is
+empty a core.
 """
 
 from __future__ import annotations
@@ -60,6 +63,12 @@ def starting(items: Sequence[Any], new_folder: Callable[[str], Path]) -> Iterato
         yield started
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def those_who_wait_last(items: Sequence[Any]) -> list[Any]:
+    """The tests, modules that ask for work done ahead after those that do not; otherwise in their order."""
+    waiting = {item.module.__name__ for item in items if waits_for_work(item)}
+    return sorted(items, key=lambda item: item.module.__name__ in waiting)
 
 
 def waits_for_work(item: Any) -> bool:

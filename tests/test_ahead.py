@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ahead import ahead, starting
+from tests.ahead import ahead, starting, those_who_wait_last
 
 pytestmark = pytest.mark.unit
 
@@ -65,6 +65,14 @@ def test_what_has_not_begun_at_the_end_is_given_up() -> None:
     with starting([item("waiting"), *asked], Path) as started:
         pass
     assert all(found.done() for found in started.values())
+
+
+def test_modules_that_wait_come_last_and_stay_whole_and_in_order() -> None:
+    other = SimpleNamespace(__name__="other")
+    asked = [item("tmp_path"), item("waiting"), item(), item("doubled", number=1)]
+    others = [SimpleNamespace(module=other, fixturenames=fixtures) for fixtures in (("waiting",), ())]
+    mixed = [asked[0], others[0], asked[1], others[1], *asked[2:]]
+    assert those_who_wait_last(mixed) == [*others, *asked]
 
 
 @pytest.mark.parametrize("number", [1, 2])
