@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,7 +180,7 @@ def test_tokens_are_coloured_and_say_their_numbers(page: Page, server: Server) -
         page.locator("#colour").select_option(colouring)
         expect(page.locator(".answer .token")).to_have_count(32 * 6)
     last = page.locator(".answer").first.locator(".token").last
-    assert "rgba(147, 51, 234, 0.72" in (last.get_attribute("style") or "")
+    expect(last).to_have_attribute("style", re.compile(r"rgba\(147, 51, 234, 0\.72"))
     last.hover()
     for words in ("token 6, id 5", "advantage 2", "log-prob gap 0.05", "entropy 1"):
         expect(page.locator("#tip")).to_contain_text(words)
