@@ -6,6 +6,7 @@ inherits threads from pytest. The function must live at the top of an importable
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -101,6 +102,8 @@ def _main(
     if store is not None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     os.environ["OMP_NUM_THREADS"] = "1"
+    # What the fork server has imported is no garbage: looking through it would copy its pages, rank by rank.
+    gc.freeze()
     import torch
     import torch.distributed as dist
 
