@@ -11,7 +11,7 @@ folder, nothing but other processes. Further parameters are those of a parametri
 one for each value, for the test itself to ask.
 
 Modules that ask for such work come after all others: a test that waits leaves this process idle, and once the queue is
-empty a core.
+empty a core. What a folder's tests share for the session, such as a Ray that other folders may stop, is not theirs.
 """
 
 from __future__ import annotations

@@ -19,6 +19,13 @@ def listening_addresses(root_pid: int) -> list[str]:
     return found
 
 
+def is_loopback(address: str) -> bool:
+    """Whether no other machine can reach it."""
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
 def _descendants(root_pid: int) -> set[int]:
     parents = {}
     for entry in os.listdir("/proc"):

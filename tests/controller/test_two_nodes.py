@@ -1,0 +1,38 @@
+"""Pools stretch over nodes. Apart from the tests that share a Ray: what waits for work done ahead comes much later."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ahead import ahead
+from tests.controller.listening import is_loopback
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = dict(os.environ)
+
+
+@ahead
+def two_nodes(folder: Path) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "tests.controller.two_nodes"]
+    return subprocess.run(program, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_pool_over_two_nodes_keeps_the_ranks_of_a_node_together(two_nodes: subprocess.CompletedProcess[str]) -> None:
+    done = two_nodes
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    first, second = result["nodes"][0], result["nodes"][3]
+    assert first != second
+    assert result["nodes"] == result["worker_nodes"] == [first, first, second, second]
+    assert result["local_ranks"] == [0, 1, 0, 1]
+    assert result["local_world_sizes"] == [2, 2, 2, 2]
+    assert result["all_reduce"] == [6.0] * 4
+    assert {address for address in result["listening"] if not is_loopback(address)} == set()
