@@ -61,8 +61,12 @@ class Running:
         self.error: EngineError | None = None
         self._engine = engine
         self._requests = requests
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        return thread
 
     def _run(self) -> None:
         try:
@@ -71,14 +75,19 @@ class Running:
             self.error = error
 
     def paused_after(self, count: int, requests: Sequence[GenerationRequest] | None = None) -> dict[str, int]:
-        """Pause when each of `requests` (all) has written `count` tokens; how many. SGLang tells it no other way."""
+        """Pause when each of `requests` (all) has written `count` tokens; how many. SGLang tells it no other way.
+
+        On a busy machine all may have ended before a pause reaches it; then they begin again.
+        """
         watched = [request.request_id for request in requests or self._requests]
         for _ in range(600):
             self._engine.pause()
             written = self._engine.num_tokens()
             if all(written.get(name, 0) >= count for name in watched):
                 return written
-            assert self._thread.is_alive(), f"it ended too soon: {self.error or self.results}"
+            if not self._thread.is_alive():
+                assert self.error is None, f"it ended too soon: {self.error}"
+                self._thread = self._start()
             self._engine.continue_()
             time.sleep(0.05)
         raise AssertionError(f"{count} tokens were not written in half a minute")
