@@ -71,16 +71,14 @@ $(SGLANG_READY): Makefile $(SGLANG_CPU)/requirements.txt
 demo: setup      ## the main job on this machine
 	$(BIN)/dovetail demo $(ARGS)
 
-# Both runs are always made, side by side, and both must pass: servers of SGLang driven from dovetail's environment, and
-# SGLang in the process of its own environment, whose report comes last. Compiled first, because hundreds of processes
-# would do it again where PYTHONDONTWRITEBYTECODE is set.
+# Both runs are always made, and both must pass: servers of SGLang driven from dovetail's environment, and SGLang in the
+# process of its own environment. Compiled first, because hundreds of processes would do it again where
+# PYTHONDONTWRITEBYTECODE is set.
 test: setup engines sglang-env browser  ## all tests but those that need a GPU
 	@$(BIN)/python -m compileall -q dovetail tests
-	@report=$$(mktemp); trap 'rm -f "$$report"' EXIT; trap 'kill $$beside' INT TERM; \
-	$(SGLANG_PYTHON) -m pytest -m '$(TIERS)' tests/rollout_sglang >"$$report" 2>&1 & beside=$$!; \
-	DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) DOVETAIL_VISION_PATH=$(CURDIR)/$(VENV)/vision \
+	@DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) DOVETAIL_VISION_PATH=$(CURDIR)/$(VENV)/vision \
 	$(BIN)/python -m pytest -m '$(TIERS)' $(ARGS); core=$$?; \
-	wait $$beside; sglang=$$?; cat "$$report"; \
+	$(SGLANG_PYTHON) -m pytest -m '$(TIERS)' tests/rollout_sglang; sglang=$$?; \
 	echo "exit status: $$core in $(VENV), $$sglang in $(SGLANG_VENV)"; [ $$core -eq 0 ] && [ $$sglang -eq 0 ]
 
 test-sglang: setup engines sglang-env  ## the tests of SGLang alone
