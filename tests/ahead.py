@@ -65,10 +65,10 @@ def starting(items: Sequence[Any], new_folder: Callable[[str], Path]) -> Iterato
         pool.shutdown(cancel_futures=True)
 
 
-def those_who_wait_last(items: Sequence[Any]) -> list[Any]:
-    """The tests, modules that ask for work done ahead after those that do not; otherwise in their order."""
+def in_order_of_waiting(items: Sequence[Any]) -> list[Any]:
+    """Modules that ask for no work done ahead, those that do, those marked quiet; otherwise in their order."""
     waiting = {item.module.__name__ for item in items if waits_for_work(item)}
-    return sorted(items, key=lambda item: item.module.__name__ in waiting)
+    return sorted(items, key=lambda item: 2 if item.get_closest_marker("quiet") else item.module.__name__ in waiting)
 
 
 def waits_for_work(item: Any) -> bool:

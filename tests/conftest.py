@@ -12,12 +12,12 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest
 
-from tests.ahead import Key, starting, those_who_wait_last, waits_for_work
+from tests.ahead import Key, in_order_of_waiting, starting, waits_for_work
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that waits for work done ahead comes late, and may have to wait for what is queued before it, too."""
-    items[:] = those_who_wait_last(items)
+    items[:] = in_order_of_waiting(items)
     for item in items:
         if waits_for_work(item) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))

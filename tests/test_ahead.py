@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ahead import ahead, starting, those_who_wait_last
+from tests.ahead import ahead, in_order_of_waiting, starting
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +33,16 @@ def doubled(folder: Path, number: int) -> int:
 
 
 def item(*fixtures: str, **parameters: Any) -> Any:
-    return SimpleNamespace(module=HERE, fixturenames=fixtures, callspec=SimpleNamespace(params=parameters))
+    return _item(HERE, fixtures, parameters)
+
+
+def _item(module: Any, fixtures: tuple[str, ...], parameters: dict[str, Any], *marks: str) -> Any:
+    return SimpleNamespace(
+        module=module,
+        fixturenames=fixtures,
+        callspec=SimpleNamespace(params=parameters),
+        get_closest_marker=lambda name: name if name in marks else None,
+    )
 
 
 def test_only_what_is_asked_for_is_started_and_once() -> None:
@@ -67,12 +76,13 @@ def test_what_has_not_begun_at_the_end_is_given_up() -> None:
     assert all(found.done() for found in started.values())
 
 
-def test_modules_that_wait_come_last_and_stay_whole_and_in_order() -> None:
-    other = SimpleNamespace(__name__="other")
-    asked = [item("tmp_path"), item("waiting"), item(), item("doubled", number=1)]
-    others = [SimpleNamespace(module=other, fixturenames=fixtures) for fixtures in (("waiting",), ())]
-    mixed = [asked[0], others[0], asked[1], others[1], *asked[2:]]
-    assert those_who_wait_last(mixed) == [*others, *asked]
+def test_modules_that_wait_come_late_and_quiet_ones_last_all_whole_and_in_order() -> None:
+    waiting = [item("tmp_path"), item("waiting"), item(), item("doubled", number=1)]
+    other, alone = SimpleNamespace(__name__="other"), SimpleNamespace(__name__="alone")
+    others = [_item(other, fixtures, {}) for fixtures in (("waiting",), ())]
+    quiet = [_item(alone, (), {}, "quiet") for _ in range(2)]
+    mixed = [quiet[0], waiting[0], others[0], waiting[1], others[1], quiet[1], *waiting[2:]]
+    assert in_order_of_waiting(mixed) == [*others, *waiting, *quiet]
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -13,11 +13,13 @@ from tests.models.tiny import VOCAB_SIZE, tiny_model
 from tests.rollout_sglang.conftest import Running
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.quiet]
 
 PROMPTS = [[5, 6, 7, 8], [250, 9], list(range(3, 290)), [17] * 40]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_new_tokens=160, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
+"""For what must still run when something else is done, on a busy machine, too."""
 
 
 @pytest.fixture(params=["batch", "request"])
@@ -114,7 +116,7 @@ def test_requests_that_cannot_be_served_are_refused_by_name(engine: SGLangRollou
 
 def test_abort_ends_one_request_and_keeps_what_it_wrote(engine: SGLangRollout, model: Any) -> None:
     engine._core._level = "request"
-    running = Running(engine, [GenerationRequest("cut", [7], LONG), GenerationRequest("kept", [8], LONG)])
+    running = Running(engine, [GenerationRequest("cut", [7], ENDLESS), GenerationRequest("kept", [8], LONG)])
     written = running.paused_after(5)
     engine.continue_()
     assert engine.abort(["cut"]) == 1
@@ -187,7 +189,7 @@ def test_a_sleeping_engine_refuses_work_and_waking_what_is_awake_does_no_harm(
 ) -> None:
     assert not engine.frees_memory
     engine.wake()  # SGLang itself dies of this
-    running = Running(engine, [GenerationRequest("long", [7], LONG)])
+    running = Running(engine, [GenerationRequest("long", [7], ENDLESS)])
     running.paused_after(1)
     engine.continue_()
     with pytest.raises(EngineError, match="requests are running"):  # and of this
