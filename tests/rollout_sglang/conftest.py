@@ -77,9 +77,10 @@ class Running:
     def paused_after(self, count: int, requests: Sequence[GenerationRequest] | None = None) -> dict[str, int]:
         """Pause when each of `requests` (all) has written `count` tokens; how many. SGLang tells it no other way.
 
-        On a busy machine all may have ended before a pause reaches it; then they begin again.
+        On a busy machine all may have ended before a pause reaches it; then they begin again, twice at most.
         """
         watched = [request.request_id for request in requests or self._requests]
+        starts = 1
         for _ in range(600):
             self._engine.pause()
             written = self._engine.num_tokens()
@@ -87,7 +88,9 @@ class Running:
                 return written
             if not self._thread.is_alive():
                 assert self.error is None, f"it ended too soon: {self.error}"
+                assert starts < 3, f"it ended too soon: {self.results}"
                 self._thread = self._start()
+                starts += 1
             self._engine.continue_()
             time.sleep(0.05)
         raise AssertionError(f"{count} tokens were not written in half a minute")
