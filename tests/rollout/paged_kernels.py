@@ -65,7 +65,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("num_splits", [1, 4, 32])
 def test_decode_attention_reads_each_sequence_to_its_own_length(num_splits: int) -> None:
     torch.manual_seed(0)
     lengths = [1, 16, 17, 70, 0, 33]

@@ -20,10 +20,8 @@ from dovetail.rollout.native.sampler import SamplingRows, sample
 
 logger = logging.getLogger(__name__)
 
-# Programs of the attention kernel that keep the device's memory busy, per multiprocessor.
-_PROGRAMS_EACH = 4
-_MAX_SPLITS = 16
-_MIN_LOCKS = 4096
+_MAX_SPLITS = 32
+_NUM_LOCKS = 4096
 
 Drawing = Literal["whole", "cut", "outside"]
 """From the whole distribution, from what the rows' cuts leave of it, or by `sampler.sample` after the graph."""
@@ -66,9 +64,9 @@ class DecodeSteps:
         self._graphs: dict[tuple[int, Drawing], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        self._programs = processors * _PROGRAMS_EACH
+        self._processors = processors
         # For kernels whose last program does what is left: zeros between them, so one after another may use the same.
-        self._locks = torch.zeros(max(max_rows * pool.shape.num_kv_heads, _MIN_LOCKS), dtype=torch.int32, device=device)
+        self._locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=device)
 
     def size_for(self, num_rows: int) -> int:
         return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
@@ -131,9 +129,9 @@ class DecodeSteps:
         self.counter += 1
 
     def _splits(self, size: int) -> int:
-        """How many programs share a sequence's keys, so that a small batch of long sequences fills the device too."""
-        programs = size * self._pool.shape.num_kv_heads
-        splits = min(_MAX_SPLITS, max(1, self._programs // programs))
+        """How many programs share a sequence's keys: with a small batch one for each multiprocessor of the device."""
+        pairs = size * self._pool.shape.num_kv_heads
+        splits = min(_MAX_SPLITS, max(1, self._processors // pairs))
         return 1 << (splits.bit_length() - 1)
 
     def _capture(self, size: int, drawing: Drawing) -> None:

@@ -78,7 +78,6 @@ class PagedDecode:
             self._lengths,
             scaling,
             num_splits=self._num_splits,
-            locks=self.locks,
         )
 
 

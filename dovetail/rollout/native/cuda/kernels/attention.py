@@ -6,6 +6,8 @@ heads that share a key head are the rows of one small matrix product, so every k
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
@@ -15,6 +17,13 @@ from dovetail.rollout.native.cuda.kernels.overlap import follow, launch_options,
 _LOG2_E = 1.4426950408889634
 # The smallest matrix the tensor cores multiply has 16 rows.
 _MIN_ROWS = 16
+# Pages on their way to a program, by the programs that share a sequence: what was fastest on an H200 where each program
+# has a multiprocessor to itself. Large buffers also keep two of them off the same one.
+_BUFFERS = {1: 4, 2: 3, 4: 4}
+_BUFFER_BYTES = 136 << 10
+# Of a multiprocessor, on Hopper and the large cards of Blackwell.
+_LARGE_SHARED_BYTES = 200 << 10
+_SMALL_PAGE_BYTES = 32 << 10
 
 
 def decode_attention(
@@ -27,30 +36,24 @@ def decode_attention(
     scaling: float,
     *,
     num_splits: int = 1,
-    locks: torch.Tensor | None = None,
-    num_warps: int | None = None,
-    num_stages: int = 3,
 ) -> torch.Tensor:
     """One query token per row: query (rows, heads * head size), `slots` the table row of each, `lengths` its keys.
 
-    A row of length 0 reads nothing and gives zeros. `num_splits` programs share the keys of one sequence: worth it when
-    there are fewer (row, kv head) pairs than the device holds programs. The one that ends last puts their parts
-    together; which it is, `locks` tell, one for each pair: zeros, and zeros again when this is over.
+    A row of length 0 reads nothing and gives zeros. `num_splits` programs share the keys of one sequence, and a second
+    kernel puts their parts together: worth it when there are fewer (row, kv head) pairs than multiprocessors.
     """
     rows, width = query.shape
     _, num_kv, page_size, head_size = keys.shape
-    group = width // head_size // num_kv
-    group_rows = max(_MIN_ROWS, triton.next_power_of_2(group))
+    num_heads = width // head_size
+    group = num_heads // num_kv
     padded = triton.next_power_of_2(head_size)
     out = torch.empty_like(query)
-    if num_splits == 1:
-        partial, partial_stats, locks = out, out, out
-    else:
-        if locks is None:
-            locks = torch.zeros(rows * num_kv, dtype=torch.int32, device=query.device)
-        partial = query.new_empty((rows, num_kv, num_splits, group_rows, head_size), dtype=torch.float32)
-        partial_stats = query.new_empty((rows, num_kv, num_splits, 2, group_rows), dtype=torch.float32)
-    overlap = num_splits > 1 and overlaps(query.device)
+    parts, stats = out, out
+    if num_splits > 1:
+        parts = query.new_empty((rows, num_heads, num_splits, head_size), dtype=torch.float32)
+        stats = query.new_empty((rows, num_heads, 2, num_splits), dtype=torch.float32)
+    page_bytes = 2 * page_size * padded * keys.element_size()
+    warps, stages, overlap = _launch(query.device, rows * num_kv, num_splits, page_bytes)
     _decode_kernel[(rows, num_kv, num_splits)](
         query,
         keys,
@@ -59,25 +62,50 @@ def decode_attention(
         slots,
         lengths,
         out,
-        partial,
-        partial_stats,
-        locks,
+        parts,
+        stats,
         scaling * _LOG2_E,
         table.stride(0),
         NUM_KV=num_kv,
         GROUP=group,
-        GROUP_ROWS=group_rows,
+        GROUP_ROWS=max(_MIN_ROWS, triton.next_power_of_2(group)),
         HEAD=head_size,
         HEAD_PADDED=padded,
         PAGE=page_size,
         SPLITS=num_splits,
-        STAGES=num_stages,
+        STAGES=stages,
         OVERLAP=overlap,
-        # Measured on an H200: more small programs reach more bandwidth, unless few programs share long sequences.
-        num_warps=num_warps or (2 if num_splits == 1 and page_size <= 64 else 4),
+        num_warps=warps,
         **launch_options(overlap),
     )
+    if num_splits > 1:
+        _put_together_kernel[(rows, num_heads)](
+            parts,
+            stats,
+            out,
+            NUM_HEADS=num_heads,
+            HEAD=head_size,
+            HEAD_PADDED=padded,
+            SPLITS=num_splits,
+            OVERLAP=overlap,
+            num_warps=1,
+            **launch_options(overlap),
+        )
     return out
+
+
+def _launch(device: torch.device, num_pairs: int, num_splits: int, page_bytes: int) -> tuple[int, int, bool]:
+    """Warps and stages of a decode kernel's programs, and whether kernels overlap. A stage more is a page's number
+    alone: two of them are one page."""
+    if device.type != "cuda":
+        return 4, 3, False
+    properties: Any = torch.cuda.get_device_properties(device)
+    programs_each = num_pairs * num_splits / properties.multi_processor_count
+    if programs_each > 2 or properties.shared_memory_per_block_optin < _LARGE_SHARED_BYTES:
+        # More small programs reach more bandwidth.
+        return 2 if num_splits == 1 and page_bytes <= _SMALL_PAGE_BYTES else 4, 3, False
+    buffers = _BUFFERS.get(num_splits, 2) if programs_each <= 1 else 2
+    return 4, 2 * max(1, min(buffers, _BUFFER_BYTES // page_bytes)) + 1, overlaps(device)
 
 
 def prefill_attention(
@@ -133,9 +161,8 @@ def _decode_kernel(
     slot_ptr,
     length_ptr,
     out_ptr,
-    partial_ptr,
+    parts_ptr,
     stats_ptr,
-    lock_ptr,
     scale,
     table_stride,
     NUM_KV: tl.constexpr,
@@ -162,8 +189,7 @@ def _decode_kernel(
     pages_each = (num_pages + SPLITS - 1) // SPLITS
     first = split * pages_each
     last = tl.minimum(first + pages_each, num_pages)
-    # The next kernel begins when this one ends: begun before, it would take places of this one's programs.
-    follow(OVERLAP, leads=False)
+    follow(OVERLAP)
     query = tl.load(query_ptr + query_offsets, mask=query_mask, other=0.0)
 
     top = tl.full([GROUP_ROWS], float("-inf"), dtype=tl.float32)
@@ -191,43 +217,42 @@ def _decode_kernel(
         acc = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out_ptr + query_offsets, acc.to(out_ptr.dtype.element_ty), mask=query_mask)
     else:
-        pair = row * NUM_KV + head
-        place = heads[:, None] * HEAD + columns[None, :]
-        part = pair * SPLITS + split
-        tl.store(partial_ptr + part * GROUP_ROWS * HEAD + place, acc, mask=query_mask)
-        tl.store(stats_ptr + part * 2 * GROUP_ROWS + heads, top)
-        tl.store(stats_ptr + (part * 2 + 1) * GROUP_ROWS + heads, total)
-        # All of this program's part is written before it counts as arrived.
-        tl.debug_barrier()
-        if tl.atomic_add(lock_ptr + pair, 1, sem="acq_rel") == SPLITS - 1:
-            top, total = _together(stats_ptr, pair, heads, SPLITS, GROUP_ROWS)
-            acc = tl.zeros([GROUP_ROWS, HEAD_PADDED], dtype=tl.float32)
-            for other in tl.static_range(SPLITS):
-                part = pair * SPLITS + other
-                part_acc = tl.load(
-                    partial_ptr + part * GROUP_ROWS * HEAD + place, mask=query_mask, other=0.0, cache_modifier=".cg"
-                )
-                part_top = tl.load(stats_ptr + part * 2 * GROUP_ROWS + heads, cache_modifier=".cg")
-                acc += part_acc * _weight(part_top, top)[:, None]
-            acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-            tl.store(out_ptr + query_offsets, acc.to(out_ptr.dtype.element_ty), mask=query_mask)
-            tl.store(lock_ptr + pair, 0)
+        all_heads = (row * NUM_KV + head) * GROUP + heads
+        part = (all_heads * SPLITS + split)[:, None] * HEAD + columns[None, :]
+        stats = stats_ptr + all_heads * 2 * SPLITS + split
+        tl.store(parts_ptr + part, acc, mask=query_mask)
+        tl.store(stats, top, mask=heads < GROUP)
+        tl.store(stats + SPLITS, total, mask=heads < GROUP)
 
 
 @triton.jit
-def _together(stats_ptr, pair, heads, SPLITS: tl.constexpr, GROUP_ROWS: tl.constexpr):
-    """The largest score of all parts, and the sum of their weights on its scale."""
-    parts = (pair * SPLITS + tl.arange(0, SPLITS)) * 2 * GROUP_ROWS
-    tops = tl.load(stats_ptr + parts[:, None] + heads[None, :], cache_modifier=".cg")
-    totals = tl.load(stats_ptr + parts[:, None] + GROUP_ROWS + heads[None, :], cache_modifier=".cg")
-    top = tl.max(tops, axis=0)
-    return top, tl.sum(totals * _weight(tops, top[None, :]), axis=0)
-
-
-@triton.jit
-def _weight(part_top, top):
+def _put_together_kernel(
+    parts_ptr,
+    stats_ptr,
+    out_ptr,
+    NUM_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The parts of a head weighted by their sums, on the scale of the largest score of all."""
+    head = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
+    splits = tl.arange(0, SPLITS)
+    columns = tl.arange(0, HEAD_PADDED)
+    in_head = columns < HEAD
+    stats = stats_ptr + head * 2 * SPLITS + splits
+    parts = parts_ptr + (head * SPLITS + splits)[:, None] * HEAD + columns[None, :]
+    follow(OVERLAP)
+    tops = tl.load(stats)
+    totals = tl.load(stats + SPLITS)
+    accs = tl.load(parts, mask=in_head[None, :], other=0.0)
     # A part without keys has top -inf: its weight is 0, and -inf - -inf must not become NaN.
-    return tl.where(part_top == float("-inf"), 0.0, tl.exp2(part_top - top))
+    weights = tl.where(tops == float("-inf"), 0.0, tl.exp2(tops - tl.max(tops, axis=0)))
+    total = tl.sum(totals * weights, axis=0)
+    # No keys: total is 0 and so is acc.
+    acc = tl.sum(accs * weights[:, None], axis=0) / tl.where(total == 0, 1.0, total)
+    tl.store(out_ptr + head * HEAD + columns, acc.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 @triton.jit

@@ -30,6 +30,8 @@ DTYPES = frozenset({torch.bfloat16})
 # What all products are multiples of.
 _COLUMNS = 32
 _DEPTH = 64
+# The least that the tensor cores add up at a time.
+_MIN_DEPTH = 16
 _MAX_STAGES = 6
 _SHARED_BYTES = 200 << 10
 
@@ -46,14 +48,27 @@ class Cut(NamedTuple):
     """A long sum is cut so that there are about so many."""
     swap: bool = True
     """Weights on the left: their columns fill the tensor cores where rows do not."""
+    shares: int = 1
+    """Warps that share the depth of a tile, where columns are too few for all."""
+    ahead: int = 0
+    """So much of the depth is asked for before the kernel before is over."""
 
 
 # By the most rows: what was fastest of some fifteen each on an H200 at the 1.5B shape.
 _CUTS = {
-    "qkv": {8: Cut(16, 256, 2, 6), 32: Cut(16, 512, 2, 3), 64: Cut(16, 128, 4, 4)},
-    "gated": {16: Cut(32, 128, 4, 3, swap=False), 64: Cut(64, 64, 4, 4)},
-    "out": {8: Cut(32, 128, 2, 4, 192), 32: Cut(16, 512, 2, 3, 96), 64: Cut(64, 128, 4, 4, 48)},
-    "down": {8: Cut(32, 64, 2, 6, 336), 32: Cut(32, 128, 2, 4, 264), 64: Cut(64, 128, 4, 4, 132)},
+    "qkv": {
+        8: Cut(8, 256, 4, 4, shares=4),
+        16: Cut(8, 512, 2, 3),
+        32: Cut(8, 256, 2, 6),
+        64: Cut(8, 256, 4, 4, shares=4),
+    },
+    "gated": {16: Cut(32, 128, 2, 3, swap=False, ahead=128), 32: Cut(64, 64, 4, 4, ahead=128), 64: Cut(64, 64, 4, 4)},
+    "out": {
+        16: Cut(32, 128, 2, 4, 192, ahead=128),
+        32: Cut(64, 128, 4, 4, 96, ahead=128),
+        64: Cut(64, 128, 4, 4, 48, ahead=128),
+    },
+    "down": {8: Cut(32, 64, 2, 6, 336), 64: Cut(64, 128, 4, 4, 132)},
 }
 
 
@@ -155,6 +170,7 @@ def norm_qkv(
         NUM_KV=num_kv,
         PAGE=page_size,
         BIAS=has_bias,
+        SHARES=cut.shares,
         SWAP=cut.swap,
         OVERLAP=overlap,
         num_warps=cut.warps,
@@ -187,7 +203,9 @@ def norm_gated(scaled: Scaled, eps: float, gate: torch.Tensor, up: torch.Tensor)
         ROWS=_padded_rows(rows, cut),
         COLUMNS=cut.columns,
         DEPTH=cut.depth,
+        SHARES=cut.shares,
         SWAP=cut.swap,
+        AHEAD=cut.ahead if overlap else 0,
         OVERLAP=overlap,
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -232,7 +250,9 @@ def linear_add(
         ROWS=_padded_rows(rows, cut),
         COLUMNS=cut.columns,
         DEPTH=cut.depth,
+        SHARES=cut.shares,
         SWAP=cut.swap,
+        AHEAD=cut.ahead if overlap else 0,
         OVERLAP=overlap,
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -245,7 +265,14 @@ def _cut_for(kind: str, rows: int, width: int, num_out: int) -> Cut:
     cut = next(cut for most, cut in _CUTS[kind].items() if rows <= most)
     columns = cut.columns if num_out % cut.columns == 0 else _COLUMNS
     depth = math.gcd(width, cut.depth)
-    return cut._replace(columns=columns, depth=depth, stages=min(_MAX_STAGES, cut.stages * cut.depth // depth))
+    stages = min(_MAX_STAGES, cut.stages * cut.depth // depth)
+    return cut._replace(
+        columns=columns,
+        depth=depth,
+        stages=stages,
+        shares=min(cut.shares, depth // _MIN_DEPTH),
+        ahead=math.gcd(width, cut.ahead),
+    )
 
 
 def _padded_rows(rows: int, cut: Cut) -> int:

@@ -6,32 +6,65 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
 from dovetail.rollout.native.cuda.kernels.layer import store_entry
-from dovetail.rollout.native.cuda.kernels.overlap import follow
+from dovetail.rollout.native.cuda.kernels.overlap import ask, follow
 
 
 @triton.jit
-def _times(x, weight, acc, SWAP: tl.constexpr):
-    """acc + x times weight (columns, depth); acc is (columns, rows) where swapped."""
-    if SWAP:
-        return tl.dot(weight, tl.trans(x), acc)
+def _tile(row_ptrs, first, SHARES: tl.constexpr, DEPTH: tl.constexpr):
+    """Pointers to DEPTH values of each row from `first` on; with SHARES, one share of the depth after the other."""
+    if SHARES == 1:
+        return row_ptrs[:, None] + first + tl.arange(0, DEPTH)[None, :]
     else:
-        return tl.dot(x, tl.trans(weight), acc)
+        EACH: tl.constexpr = DEPTH // SHARES
+        shares = tl.arange(0, SHARES)[:, None, None] * EACH + tl.arange(0, EACH)[None, None, :]
+        return row_ptrs[None, :, None] + first + shares
 
 
 @triton.jit
-def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr):
-    if SWAP:
-        return tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
+def _of_rows(inside, SHARES: tl.constexpr):
+    if SHARES == 1:
+        return inside[:, None]
     else:
-        return tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        return inside[None, :, None]
 
 
 @triton.jit
-def _upright(acc, SWAP: tl.constexpr):
-    if SWAP:
-        return tl.trans(acc)
+def _times(x, weight, acc, SHARES: tl.constexpr, SWAP: tl.constexpr):
+    """acc + x times weight (columns, depth); acc is (columns, rows) where swapped, one for each share of the depth."""
+    if SHARES == 1:
+        if SWAP:
+            return tl.dot(weight, tl.trans(x), acc)
+        else:
+            return tl.dot(x, tl.trans(weight), acc)
     else:
-        return acc
+        if SWAP:
+            return tl.dot(weight, tl.trans(x, (0, 2, 1)), acc)
+        else:
+            return tl.dot(x, tl.trans(weight, (0, 2, 1)), acc)
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHARES: tl.constexpr, SWAP: tl.constexpr):
+    if SHARES == 1:
+        if SWAP:
+            return tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
+        else:
+            return tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    else:
+        if SWAP:
+            return tl.zeros([SHARES, COLUMNS, ROWS], dtype=tl.float32)
+        else:
+            return tl.zeros([SHARES, ROWS, COLUMNS], dtype=tl.float32)
+
+
+@triton.jit
+def _upright(acc, SHARES: tl.constexpr, SWAP: tl.constexpr):
+    """(rows, columns), the shares added up."""
+    total = acc if SHARES == 1 else tl.sum(acc, axis=0)
+    if SWAP:
+        return tl.trans(total)
+    else:
+        return total
 
 
 @triton.jit
@@ -112,6 +145,7 @@ def norm_qkv_kernel(
     NUM_KV: tl.constexpr,
     PAGE: tl.constexpr,
     BIAS: tl.constexpr,
+    SHARES: tl.constexpr,
     SWAP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -120,8 +154,10 @@ def norm_qkv_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     program = tl.program_id(0)
     head = program // TILES
-    # The columns of a head that rotate together are half a head apart.
+    # The columns of a head that rotate together are half a head apart: here one after the other.
     low_columns = (program % TILES) * HALF_COLUMNS + tl.arange(0, HALF_COLUMNS)
+    pairs = tl.arange(0, 2 * HALF_COLUMNS)
+    both_columns = (program % TILES) * HALF_COLUMNS + pairs // 2 + (pairs % 2) * HALF
     if head < NUM_HEADS:
         weight_ptr, bias_ptr, first = query_weight_ptr, query_bias_ptr, head * HEAD
     elif head < NUM_HEADS + NUM_KV:
@@ -129,10 +165,10 @@ def norm_qkv_kernel(
     else:
         weight_ptr, bias_ptr, first = value_weight_ptr, value_bias_ptr, (head - NUM_HEADS - NUM_KV) * HEAD
     rows = tl.arange(0, ROWS)
-    depth = tl.arange(0, DEPTH)
     inside = rows[:, None] < num_rows
-    x_tile = x_ptr + rows[:, None] * WIDTH + depth[None, :]
-    weight_rows = weight_ptr + (first + low_columns)[:, None] * WIDTH
+    row_mask = _of_rows(rows < num_rows, SHARES)
+    x_rows = x_ptr + rows * WIDTH
+    weight_rows = weight_ptr + (first + both_columns) * WIDTH
     position = tl.load(position_ptr + rows, mask=rows < num_rows, other=0)
     target = tl.load(target_ptr + rows, mask=rows < num_rows, other=-1)
     angles = position[:, None] * HEAD + low_columns[None, :]
@@ -140,24 +176,19 @@ def norm_qkv_kernel(
     cos_high = tl.load(cos_ptr + angles + HALF, mask=inside, other=0.0).to(tl.float32)
     sin_low = tl.load(sin_ptr + angles, mask=inside, other=0.0).to(tl.float32)
     sin_high = tl.load(sin_ptr + angles + HALF, mask=inside, other=0.0).to(tl.float32)
-    low_bias = _bias(bias_ptr + first + low_columns, BIAS)
-    high_bias = _bias(bias_ptr + first + HALF + low_columns, BIAS)
+    bias = _bias(bias_ptr + first + both_columns, BIAS)
     follow(OVERLAP)
     squares = _squares(squares_ptr, rows, num_rows, BLOCKS, BLOCKS_PADDED)
-    weight_tile = weight_rows + depth[None, :]
-    low = _nothing(ROWS, HALF_COLUMNS, SWAP)
-    high = _nothing(ROWS, HALF_COLUMNS, SWAP)
+    both = _nothing(ROWS, 2 * HALF_COLUMNS, SHARES, SWAP)
+    x_tile = _tile(x_rows, 0, SHARES, DEPTH)
+    weight_tile = _tile(weight_rows, 0, SHARES, DEPTH)
     for _ in range(0, WIDTH, DEPTH):
-        x = tl.load(x_tile, mask=inside, other=0.0)
-        low = _times(x, tl.load(weight_tile), low, SWAP)
-        high = _times(x, tl.load(weight_tile + HALF * WIDTH), high, SWAP)
+        x = tl.load(x_tile, mask=row_mask, other=0.0)
+        both = _times(x, tl.load(weight_tile), both, SHARES, SWAP)
         x_tile += DEPTH
         weight_tile += DEPTH
-    factor = _norm_factors(squares, eps, WIDTH)
-    low = _upright(low, SWAP) * factor + low_bias
-    high = _upright(high, SWAP) * factor + high_bias
-    low = low.to(dtype).to(tl.float32)
-    high = high.to(dtype).to(tl.float32)
+    both = (_upright(both, SHARES, SWAP) * _norm_factors(squares, eps, WIDTH) + bias).to(dtype).to(tl.float32)
+    low, high = tl.split(tl.reshape(both, (ROWS, HALF_COLUMNS, 2)))
     if head < NUM_HEADS + NUM_KV:
         # Each product is rounded before the sum, as the modules do it.
         new_low = (low * cos_low).to(dtype).to(tl.float32) - (high * sin_low).to(dtype).to(tl.float32)
@@ -197,34 +228,39 @@ def norm_gated_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    SHARES: tl.constexpr,
     SWAP: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     inside = rows[:, None] < num_rows
-    x_tile = x_ptr + rows[:, None] * WIDTH + depth[None, :]
-    gate_rows = gate_ptr + columns[:, None] * WIDTH
-    up_rows = up_ptr + columns[:, None] * WIDTH
+    row_mask = _of_rows(rows < num_rows, SHARES)
+    x_rows = x_ptr + rows * WIDTH
+    gate_rows = gate_ptr + columns * WIDTH
+    up_rows = up_ptr + columns * WIDTH
+    ask(gate_rows[:, None], AHEAD)
+    ask(up_rows[:, None], AHEAD)
     follow(OVERLAP)
     squares = _squares(squares_ptr, rows, num_rows, BLOCKS, BLOCKS_PADDED)
-    gate_tile = gate_rows + depth[None, :]
-    up_tile = up_rows + depth[None, :]
-    gate = _nothing(ROWS, COLUMNS, SWAP)
-    up = _nothing(ROWS, COLUMNS, SWAP)
+    gate = _nothing(ROWS, COLUMNS, SHARES, SWAP)
+    up = _nothing(ROWS, COLUMNS, SHARES, SWAP)
+    x_tile = _tile(x_rows, 0, SHARES, DEPTH)
+    gate_tile = _tile(gate_rows, 0, SHARES, DEPTH)
+    up_tile = _tile(up_rows, 0, SHARES, DEPTH)
     for _ in range(0, WIDTH, DEPTH):
-        x = tl.load(x_tile, mask=inside, other=0.0)
-        gate = _times(x, tl.load(gate_tile, eviction_policy="evict_first"), gate, SWAP)
-        up = _times(x, tl.load(up_tile, eviction_policy="evict_first"), up, SWAP)
+        x = tl.load(x_tile, mask=row_mask, other=0.0)
+        gate = _times(x, tl.load(gate_tile, eviction_policy="evict_first"), gate, SHARES, SWAP)
+        up = _times(x, tl.load(up_tile, eviction_policy="evict_first"), up, SHARES, SWAP)
         x_tile += DEPTH
         gate_tile += DEPTH
         up_tile += DEPTH
     factor = _norm_factors(squares, eps, WIDTH)
-    gate = (_upright(gate, SWAP) * factor).to(dtype).to(tl.float32)
+    gate = (_upright(gate, SHARES, SWAP) * factor).to(dtype).to(tl.float32)
     activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    out = (activated * (_upright(up, SWAP) * factor).to(dtype).to(tl.float32)).to(dtype)
+    out = (activated * (_upright(up, SHARES, SWAP) * factor).to(dtype).to(tl.float32)).to(dtype)
     tl.store(out_ptr + rows[:, None] * num_out + columns[None, :], out, mask=inside)
 
 
@@ -246,7 +282,9 @@ def linear_add_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    SHARES: tl.constexpr,
     SWAP: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -254,24 +292,25 @@ def linear_add_kernel(
     rows = tl.arange(0, ROWS)
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = rows[:, None] < num_rows
+    row_mask = _of_rows(rows < num_rows, SHARES)
     first = part * depth_each
     last = tl.minimum(first + depth_each, WIDTH)
-    depth = first + tl.arange(0, DEPTH)
-    x_tile = x_ptr + rows[:, None] * WIDTH + depth[None, :]
-    weight_rows = weight_ptr + columns[:, None] * WIDTH
-    # Neither is written by the kernel before this one.
+    x_rows = x_ptr + rows * WIDTH
+    weight_rows = weight_ptr + columns * WIDTH
+    norm = tl.load(norm_ptr + columns).to(tl.float32)
+    ask((weight_rows + first)[:, None], AHEAD)
+    follow(OVERLAP)
     place = rows[:, None] * num_out + columns[None, :]
     before = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    norm = tl.load(norm_ptr + columns).to(tl.float32)
-    follow(OVERLAP)
-    weight_tile = weight_rows + depth[None, :]
-    acc = _nothing(ROWS, COLUMNS, SWAP)
+    x_tile = _tile(x_rows, first, SHARES, DEPTH)
+    weight_tile = _tile(weight_rows, first, SHARES, DEPTH)
+    acc = _nothing(ROWS, COLUMNS, SHARES, SWAP)
     for _ in range(first, last, DEPTH):
         weight = tl.load(weight_tile, eviction_policy="evict_first")
-        acc = _times(tl.load(x_tile, mask=inside, other=0.0), weight, acc, SWAP)
+        acc = _times(tl.load(x_tile, mask=row_mask, other=0.0), weight, acc, SHARES, SWAP)
         x_tile += DEPTH
         weight_tile += DEPTH
-    total = _upright(acc, SWAP)
+    total = _upright(acc, SHARES, SWAP)
     is_last = True
     if PARTS > 1:
         part_size = num_rows * num_out

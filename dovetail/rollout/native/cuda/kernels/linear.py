@@ -8,6 +8,7 @@ else (many rows, other dtypes, biases) goes to the library.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -30,8 +31,9 @@ def project_qkv(
     """x (rows, width) times the query, key and value weights (out, width), plus their biases (all or none)."""
     query_weight, key_weight, value_weight = weights
     rows, width = x.shape
-    block_rows, block_columns, block_width, warps, stages = _qkv_blocks(rows)
-    fits = width % block_width == 0 and all(weight.shape[0] % block_columns == 0 for weight in weights)
+    block_rows, block_columns, deepest, warps, stages = _qkv_blocks(rows)
+    block_width = math.gcd(width, deepest)
+    fits = block_width >= 64 and all(weight.shape[0] % block_columns == 0 for weight in weights)
     if rows > _MAX_ROWS_QKV or not _is_half(x) or not fits or key_weight.shape != value_weight.shape:
         query, key, value = (F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
         return query, key, value
@@ -137,10 +139,12 @@ def _qkv_blocks(rows: int) -> tuple[int, int, int, int, int]:
     if rows <= 64:
         return max(16, triton.next_power_of_2(rows)), 32, 128, 4, 4
     if rows <= 128:
-        return 64, 64, 64, 4, 4
+        return 64, 32, 128, 4, 4
+    if rows <= 256:
+        return 64, 64, 128, 4, 4
     if rows <= 512:
-        return 64, 128, 64, 4, 4
-    return 128, 128, 64, 8, 3
+        return 128, 64, 64, 8, 4
+    return 128, 128, 64, 8, 4
 
 
 @triton.jit

@@ -25,9 +25,18 @@ def launch_options(overlap: bool) -> dict[str, bool]:
 
 
 @triton.jit
-def follow(OVERLAP: tl.constexpr, leads: tl.constexpr = True):
-    """Wait for the kernel before; if it `leads`, let the next one begin."""
+def follow(OVERLAP: tl.constexpr):
+    """Wait for the kernel before; then let the next one begin."""
     if OVERLAP:
         cuda.gdc_wait()
-        if leads:
-            cuda.gdc_launch_dependents()
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def ask(row_ptrs, AHEAD: tl.constexpr):
+    """Let the first AHEAD values of two bytes of each of these rows (n, 1) be brought into the L2 cache."""
+    if AHEAD > 0:
+        lines = (row_ptrs + tl.arange(0, AHEAD // 64)[None, :] * 64).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+        )

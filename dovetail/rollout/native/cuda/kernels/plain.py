@@ -25,9 +25,8 @@ def decode_attention(
     scaling: float,
     *,
     num_splits: int = 1,
-    locks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    del num_splits, locks  # a way to compute, not what is computed
+    del num_splits  # a way to compute, not what is computed
     num_kv, head_size = keys.shape[1], keys.shape[3]
     out = torch.zeros_like(query)
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):

@@ -75,7 +75,7 @@ def draw(
         BLOCK=BLOCK,
         BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
         CUT=cuts is not None,
-        num_warps=4,
+        num_warps=16,
     )
 
 
