@@ -271,7 +271,7 @@ def _cut_for(kind: str, rows: int, width: int, num_out: int) -> Cut:
         depth=depth,
         stages=stages,
         shares=min(cut.shares, depth // _MIN_DEPTH),
-        ahead=math.gcd(width, cut.ahead),
+        ahead=math.gcd(width, cut.ahead) if cut.ahead else 0,
     )
 
 
