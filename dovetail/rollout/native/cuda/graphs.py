@@ -29,7 +29,7 @@ Drawing = Literal["whole", "cut", "outside"]
 
 def batch_sizes(max_rows: int) -> list[int]:
     """Sizes of graphs: close enough that filling up costs little, few enough to capture in seconds."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512]
     sizes += list(range(640, 2049, 128)) + list(range(2304, 8193, 256))
     return [size for size in sizes if size < max_rows] + [max_rows]
 

@@ -16,6 +16,8 @@ from dovetail.rollout.native.sampler import BLOCK, Cuts
 
 # Blocks per program of the pass over the logits: 4096 logits each.
 _BLOCKS_EACH = 32
+# Of the race: a thread's random numbers, logarithms in double precision, come one after the other.
+_RACE_WARPS = 16
 
 
 def draw(
@@ -75,7 +77,7 @@ def draw(
         BLOCK=BLOCK,
         BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
         CUT=cuts is not None,
-        num_warps=16,
+        num_warps=_RACE_WARPS,
     )
 
 
