@@ -1,6 +1,7 @@
 """Work of later tests that needs nothing of this process, done beside the tests before them: two pieces at a time.
 
-Most tests keep one core busy. What a module computes in processes of its own anyway can use the others meanwhile:
+Most tests keep one core busy. What a module computes in processes of its own anyway can use the others meanwhile, and
+stands back where there are too few: tests that had to share would leave a core idle at the end.
 
     @ahead
     def updated(folder: Path) -> Found: ...
@@ -17,15 +18,19 @@ empty a core. What a folder's tests share for the session, such as a Ray that ot
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 _AT_ONCE = 2
+_NICENESS = 5
+"""A third of the weight of a test: not so little that a time limit within the work comes near."""
 _WORK: dict[tuple[str, str], Callable[..., Any]] = {}
 """By the name of a module and of a fixture."""
 
@@ -50,7 +55,9 @@ def ahead(work: Callable[..., Any]) -> Any:
 @contextmanager
 def starting(items: Sequence[Any], new_folder: Callable[[str], Path]) -> Iterator[dict[Key, Future]]:
     """Queue what the selected tests ask for, in their order; what has not begun at the end is given up."""
-    pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ahead")
+    if any(map(waits_for_work, items)):
+        forkserver.ensure_running()  # here, because it is as nice as whoever starts it, and serves the tests too
+    pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ahead", initializer=_stand_back)
     started: dict[Key, Future] = {}
     try:
         for item in items:
@@ -74,6 +81,11 @@ def in_order_of_waiting(items: Sequence[Any]) -> list[Any]:
 def waits_for_work(item: Any) -> bool:
     """Whether a test asks for something that is done ahead."""
     return bool(_work_of(item))
+
+
+def _stand_back() -> None:
+    """On Linux the niceness is this thread's alone; its processes inherit it."""
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
 def _work_of(item: Any) -> list[Callable[..., Any]]:

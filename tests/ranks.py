@@ -53,9 +53,10 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> Any
 
 def _run(fn: Callable[..., Any], world_size: int, store: str | None, args: tuple, timeout: float) -> list[Any]:
     processes, pipes = [], []
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
-        whole = (fn, rank, world_size, store, timeout, sender, args)
+        whole = (fn, rank, world_size, store, timeout, niceness, sender, args)
         process = _CONTEXT.Process(target=_main, args=whole, daemon=True)
         process.start()
         sender.close()
@@ -96,9 +97,12 @@ def _main(
     world_size: int,
     store: str | None,
     timeout: float,
+    niceness: int,
     sender: Connection,
     args: tuple,
 ) -> None:
+    # That of the thread which asked, not of the fork server. Only root may lower it.
+    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
     if store is not None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     os.environ["OMP_NUM_THREADS"] = "1"

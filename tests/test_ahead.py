@@ -1,5 +1,7 @@
 """Work that is done beside other tests must reach the tests that ask for it, failures too."""
 
+import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.ahead import ahead, in_order_of_waiting, starting
+from tests.ranks import run_alone
 
 pytestmark = pytest.mark.unit
 
@@ -30,6 +33,16 @@ def failing(folder: Path) -> None:
 @ahead
 def doubled(folder: Path, number: int) -> int:
     return 2 * number
+
+
+@ahead
+def niceness(folder: Path) -> list[int]:
+    program = [sys.executable, "-c", "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"]
+    return [run_alone(_niceness), int(subprocess.run(program, capture_output=True, check=True).stdout)]
+
+
+def _niceness(rank: int, world_size: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def item(*fixtures: str, **parameters: Any) -> Any:
@@ -74,6 +87,12 @@ def test_what_has_not_begun_at_the_end_is_given_up() -> None:
     with starting([item("waiting"), *asked], Path) as started:
         pass
     assert all(found.done() for found in started.values())
+
+
+def test_processes_of_work_done_ahead_stand_back_behind_those_of_tests(niceness: list[int]) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert niceness == [min(own + 5, 19)] * 2
+    assert run_alone(_niceness) == own
 
 
 def test_modules_that_wait_come_late_and_quiet_ones_last_all_whole_and_in_order() -> None:
