@@ -9,22 +9,34 @@ from pathlib import Path
 
 import pytest
 
+from tests.ahead import ahead
+
+ENVIRONMENT = dict(os.environ)
 CASES = Path(__file__).with_name("paged_kernels.py")
+Done = subprocess.CompletedProcess[str]
+
+
+@ahead
+def interpreted(folder: Path) -> Done:
+    return _run_cases("not gpu", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.unit
-def test_kernels_equal_plain_pytorch_through_tritons_interpreter() -> None:
-    _run_cases("not gpu", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+def test_kernels_equal_plain_pytorch_through_tritons_interpreter(interpreted: Done) -> None:
+    _assert_passed(interpreted)
 
 
 @pytest.mark.gpu
 def test_kernels_equal_plain_pytorch_on_the_device() -> None:
-    _run_cases("unit or gpu", TRITON_INTERPRET="0")
+    _assert_passed(_run_cases("unit or gpu", TRITON_INTERPRET="0"))
 
 
-def _run_cases(marks: str, **environment: str) -> None:
+def _run_cases(marks: str, **environment: str) -> Done:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, str(CASES)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    return subprocess.run(command, env={**ENVIRONMENT, **environment}, capture_output=True, text=True, check=False)
+
+
+def _assert_passed(done: Done) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert " skipped" not in done.stdout, "Triton must be installed for these tests"
