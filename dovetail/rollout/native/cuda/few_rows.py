@@ -1,6 +1,6 @@
 """The layers of a dense model for few rows, where beginning and ending kernels takes as long as reading weights.
 
-Reads the model's own weights, as they are; see `kernels.few_rows` for how a layer is cut into five launches.
+Reads the model's own weights, as they are; see `kernels.few_rows` for how a layer is cut into launches.
 """
 
 from __future__ import annotations

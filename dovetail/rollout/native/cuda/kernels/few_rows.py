@@ -24,7 +24,7 @@ from dovetail.rollout.native.cuda.kernels.few_rows_jit import (
 )
 from dovetail.rollout.native.cuda.kernels.overlap import launch_options, overlaps
 
-MAX_ROWS = 128
+MAX_ROWS = 64
 # A residual times the weights of a norm may be too large a number for float16.
 DTYPES = frozenset({torch.bfloat16})
 # What all products are multiples of.
@@ -61,21 +61,18 @@ _CUTS = {
         16: Cut(8, 512, 2, 3),
         32: Cut(8, 256, 2, 6),
         64: Cut(8, 256, 4, 4, shares=4),
-        128: Cut(8, 128, 4, 4),
     },
     "gated": {
         16: Cut(32, 128, 2, 3, swap=False, ahead=128),
         32: Cut(64, 64, 4, 4, ahead=128),
         64: Cut(64, 64, 4, 4),
-        128: Cut(64, 64, 4, 3),
     },
     "out": {
         16: Cut(32, 128, 2, 4, 192, ahead=128),
         32: Cut(64, 128, 4, 4, 96, ahead=128),
         64: Cut(64, 128, 4, 4, 48, ahead=128),
-        128: Cut(32, 128, 4, 3, 96, swap=False),
     },
-    "down": {8: Cut(32, 64, 2, 6, 336), 64: Cut(64, 128, 4, 4, 132), 128: Cut(64, 64, 8, 5, 120, swap=False)},
+    "down": {8: Cut(32, 64, 2, 6, 336), 64: Cut(64, 128, 4, 4, 132)},
 }
 
 
