@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from dovetail.rollout.native.cuda.decoder import Decoder
+from dovetail.rollout.native.cuda.kernels.device import described
 from dovetail.rollout.native.cuda.kernels.ops import Ops
 from dovetail.rollout.native.cuda.paged_step import PagedDecode
 from dovetail.rollout.native.cuda.pages import PagePool
@@ -63,8 +64,7 @@ class DecodeSteps:
         self._logits: torch.Tensor | None = None
         self._graphs: dict[tuple[int, Drawing], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        self._processors = processors
+        self._processors = described(device).processors if device.type == "cuda" else 1
         # For kernels whose last program does what is left: zeros between them, so one after another may use the same.
         self._locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=device)
 

@@ -6,12 +6,11 @@ heads that share a key head are the rows of one small matrix product, so every k
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
+from dovetail.rollout.native.cuda.kernels.device import described
 from dovetail.rollout.native.cuda.kernels.overlap import follow, launch_options, overlaps
 
 _LOG2_E = 1.4426950408889634
@@ -21,8 +20,6 @@ _MIN_ROWS = 16
 # has a multiprocessor to itself. Large buffers also keep two of them off the same one.
 _BUFFERS = {1: 4, 2: 3, 4: 4}
 _BUFFER_BYTES = 136 << 10
-# Of a multiprocessor, on Hopper and the large cards of Blackwell.
-_LARGE_SHARED_BYTES = 200 << 10
 _SMALL_PAGE_BYTES = 32 << 10
 
 
@@ -95,13 +92,15 @@ def decode_attention(
 
 
 def _launch(device: torch.device, num_pairs: int, num_splits: int, page_bytes: int) -> tuple[int, int, bool]:
-    """Warps and stages of a decode kernel's programs, and whether kernels overlap. A stage more is a page's number
-    alone: two of them are one page."""
+    """Warps and stages of a decode kernel's programs, and whether kernels overlap.
+
+    The compiler gives the number of a page a stage of its own, so it takes two stages to have one page more on its way.
+    """
     if device.type != "cuda":
         return 4, 3, False
-    properties: Any = torch.cuda.get_device_properties(device)
-    programs_each = num_pairs * num_splits / properties.multi_processor_count
-    if programs_each > 2 or properties.shared_memory_per_block_optin < _LARGE_SHARED_BYTES:
+    card = described(device)
+    programs_each = num_pairs * num_splits / card.processors
+    if programs_each > 2 or not card.large_shared_memory:
         # More small programs reach more bandwidth.
         return 2 if num_splits == 1 and page_bytes <= _SMALL_PAGE_BYTES else 4, 3, False
     buffers = _BUFFERS.get(num_splits, 2) if programs_each <= 1 else 2

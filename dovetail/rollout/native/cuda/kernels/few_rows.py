@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton  # pyrefly: ignore[missing-import]
 
+from dovetail.rollout.native.cuda.kernels.device import described
 from dovetail.rollout.native.cuda.kernels.few_rows_jit import (
     embed_kernel,
     linear_add_kernel,
@@ -33,7 +34,6 @@ _DEPTH = 64
 # The least that the tensor cores add up at a time.
 _MIN_DEPTH = 16
 _MAX_STAGES = 6
-_SHARED_BYTES = 200 << 10
 
 
 class Cut(NamedTuple):
@@ -85,11 +85,8 @@ class Scaled(NamedTuple):
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the tiles fit into a multiprocessor's memory: on Hopper and the large cards of Blackwell."""
-    if device.type != "cuda":
-        return True
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin >= _SHARED_BYTES
+    """Whether the tiles fit into a multiprocessor's memory."""
+    return device.type != "cuda" or described(device).large_shared_memory
 
 
 def fits(width: int, *outs: int) -> bool:
