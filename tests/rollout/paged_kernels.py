@@ -15,10 +15,11 @@ import torch.nn.functional as F
 
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native.cuda.decoder import FusedDecoder
-from dovetail.rollout.native.cuda.kernels import few_rows, plain
+from dovetail.rollout.native.cuda.kernels import attention, few_rows, plain
 from dovetail.rollout.native.cuda.kernels import linear as linear_kernels
 from dovetail.rollout.native.cuda.kernels.attention import decode_attention, prefill_attention
 from dovetail.rollout.native.cuda.kernels.cuts import keep
+from dovetail.rollout.native.cuda.kernels.device import Device
 from dovetail.rollout.native.cuda.kernels.layer import add_rms_norm, rms_norm, rotate_and_store, silu_mul
 from dovetail.rollout.native.cuda.kernels.ops import Ops, triton_ops
 from dovetail.rollout.native.cuda.kernels.rows import begin_rows, end_rows
@@ -94,6 +95,31 @@ def test_decode_attention_reads_each_sequence_to_its_own_length(num_splits: int)
             scale=0.3,
         )
         close(found[row], expected.flatten())
+
+
+@pytest.mark.parametrize(
+    ("pairs", "num_splits", "page_kib", "large", "expected"),
+    [
+        (128, 1, 32, True, (4, 9, True)),  # one program for each multiprocessor: four pages on their way to it
+        (2, 32, 32, True, (4, 5, True)),
+        (256, 1, 32, True, (4, 5, True)),  # two of them
+        (128, 1, 64, True, (4, 5, True)),  # float32: as many pages as there is room for
+        (128, 1, 256, True, (4, 3, True)),
+        (1024, 1, 32, True, (2, 3, False)),
+        (128, 1, 32, False, (2, 3, False)),  # a card with little shared memory
+    ],
+)
+def test_few_programs_have_many_pages_on_their_way_within_the_shared_memory(
+    pairs: int,
+    num_splits: int,
+    page_kib: int,
+    large: bool,
+    expected: tuple[int, int, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "described", lambda _: Device(132, large))
+    monkeypatch.setattr(attention, "overlaps", lambda _: True)
+    assert attention._launch(torch.device("cuda"), pairs, num_splits, page_kib << 10) == expected
 
 
 def test_prefill_attention_is_causal_within_and_full_before_a_segment() -> None:
