@@ -163,20 +163,13 @@ def norm_qkv(
         WIDTH=width,
         BLOCKS=squares.shape[0],
         BLOCKS_PADDED=triton.next_power_of_2(squares.shape[0]),
-        ROWS=_padded_rows(rows, cut),
         HALF_COLUMNS=cut.columns,
-        DEPTH=cut.depth,
         HEAD=head_size,
         NUM_HEADS=num_heads,
         NUM_KV=num_kv,
         PAGE=page_size,
         BIAS=has_bias,
-        SHARES=cut.shares,
-        SWAP=cut.swap,
-        OVERLAP=overlap,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **launch_options(overlap),
+        **_told(cut, rows, overlap),
     )
     return query
 
@@ -201,16 +194,9 @@ def norm_gated(scaled: Scaled, eps: float, gate: torch.Tensor, up: torch.Tensor)
         WIDTH=width,
         BLOCKS=squares.shape[0],
         BLOCKS_PADDED=triton.next_power_of_2(squares.shape[0]),
-        ROWS=_padded_rows(rows, cut),
         COLUMNS=cut.columns,
-        DEPTH=cut.depth,
-        SHARES=cut.shares,
-        SWAP=cut.swap,
         AHEAD=cut.ahead if overlap else 0,
-        OVERLAP=overlap,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **launch_options(overlap),
+        **_told(cut, rows, overlap),
     )
     return out
 
@@ -248,16 +234,9 @@ def linear_add(
         depth_each,
         WIDTH=width,
         PARTS=num_parts,
-        ROWS=_padded_rows(rows, cut),
         COLUMNS=cut.columns,
-        DEPTH=cut.depth,
-        SHARES=cut.shares,
-        SWAP=cut.swap,
         AHEAD=cut.ahead if overlap else 0,
-        OVERLAP=overlap,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **launch_options(overlap),
+        **_told(cut, rows, overlap),
     )
     return Scaled(out, squares)
 
@@ -276,5 +255,15 @@ def _cut_for(kind: str, rows: int, width: int, num_out: int) -> Cut:
     )
 
 
-def _padded_rows(rows: int, cut: Cut) -> int:
-    return max(8 if cut.swap else 16, triton.next_power_of_2(rows))
+def _told(cut: Cut, rows: int, overlap: bool) -> dict[str, int]:
+    """What all products are told alike."""
+    return {
+        "ROWS": max(8 if cut.swap else 16, triton.next_power_of_2(rows)),
+        "DEPTH": cut.depth,
+        "SHARES": cut.shares,
+        "SWAP": cut.swap,
+        "OVERLAP": overlap,
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+        **launch_options(overlap),
+    }
