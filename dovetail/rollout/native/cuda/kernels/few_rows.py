@@ -54,7 +54,7 @@ class Cut(NamedTuple):
     """So much of the depth is asked for before the kernel before is over."""
 
 
-# By the most rows: what was fastest of some fifteen each on an H200 at the 1.5B shape.
+# By the most rows: what was fastest of dozens each on an H200 at the 1.5B shape.
 _CUTS = {
     "qkv": {
         8: Cut(8, 256, 4, 4, shares=4),
