@@ -213,7 +213,15 @@ def test_norm_and_gated_feed_forward_in_one_launch(rows: int) -> None:
     norm, gate, up = 1 + half(128), half(96, 128), half(96, 128)
     residual, scaled = few_rows.embed(torch.arange(rows, device=DEVICE), half(rows, 128), norm)
     found = few_rows.norm_gated(scaled, 1e-5, gate, up)
-    near(found, plain.gated(plain.rms_norm(residual, norm, 1e-5), gate, up))
+
+    def layer(*inputs: torch.Tensor) -> torch.Tensor:
+        x, scale, *weights = inputs
+        return plain.gated(plain.rms_norm(x, scale, 1e-5), *weights)
+
+    # The plain layer rounds six times where the kernel rounds twice, so it is no measure of the kernel: float32 is.
+    inputs = (residual, norm, gate, up)
+    exact = layer(*(tensor.float() for tensor in inputs))
+    assert distance(found, exact) < distance(layer(*inputs), exact)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 256), (5, 1024), (33, 1536), (60, 512)])

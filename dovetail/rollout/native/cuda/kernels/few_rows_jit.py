@@ -258,9 +258,8 @@ def norm_gated_kernel(
         gate_tile += DEPTH
         up_tile += DEPTH
     factor = _norm_factors(squares, eps, WIDTH)
-    gate = (_upright(gate, SHARES, SWAP) * factor).to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    out = (activated * (_upright(up, SHARES, SWAP) * factor).to(dtype).to(tl.float32)).to(dtype)
+    gate = _upright(gate, SHARES, SWAP) * factor
+    out = (gate / (1.0 + tl.exp(-gate)) * (_upright(up, SHARES, SWAP) * factor)).to(dtype)
     tl.store(out_ptr + rows[:, None] * num_out + columns[None, :], out, mask=inside)
 
 
