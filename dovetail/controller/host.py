@@ -13,6 +13,7 @@ from typing import Any
 from dovetail.controller.context import WorkerContext, building
 from dovetail.controller.errors import WorkerError, describe_exception
 from dovetail.controller.futures import BatchSlice
+from dovetail.controller.heap import settle
 from dovetail.controller.rendezvous import serve_store
 from dovetail.controller.spans import Span, SpanRecorder
 from dovetail.controller.worker import Worker
@@ -83,6 +84,10 @@ class WorkerHost:
     def take_spans(self) -> list[Span]:
         """The calls since the last time this was asked."""
         return self._recorder.take()
+
+    def settle(self) -> None:
+        """What lives in this process now, which is the group's own, stays to its end."""
+        settle()
 
     def call(self, call: Call, *values: Any) -> Any:
         """Run a method; what it raises leaves this process as a `WorkerError`."""

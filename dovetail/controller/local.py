@@ -46,6 +46,9 @@ class LocalWorkerGroup(WorkerGroup):
     def take_spans(self) -> list[list[Span]]:
         return [self._host.take_spans()]
 
+    def settle(self) -> None:
+        """Nothing: this process belongs to the caller, who knows how long things stay."""
+
     def _bind(self, host: _LocalHost, role: str, worker_cls: type[Worker]) -> None:
         super().__init__(role, worker_cls, world_size=1)
         self._host = host

@@ -90,9 +90,16 @@ class RayWorkerGroup(WorkerGroup):
         self._processes.stop()
 
     def take_spans(self) -> list[list[Span]]:
+        return self._ask_hosts("take_spans")
+
+    def settle(self) -> None:
+        self._ask_hosts("settle")
+
+    def _ask_hosts(self, method: str) -> list[Any]:
+        """What the hosts themselves answer, by rank."""
         self._processes.check_usable()
-        refs = {rank: actor.take_spans.remote() for rank, actor in enumerate(self.workers)}
-        found = self._processes.start(self.role, "take_spans", refs).wait()
+        refs = {rank: getattr(actor, method).remote() for rank, actor in enumerate(self.workers)}
+        found = self._processes.start(self.role, method, refs).wait()
         return [found[rank] for rank in range(self.world_size)]
 
     def _bind(self, processes: WorkerProcesses, role: str, worker_cls: type[Worker]) -> None:

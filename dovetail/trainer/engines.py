@@ -81,6 +81,9 @@ class SeparateEngines:
         self._send(check=True)
         return self._judged()
 
+    def settle(self) -> None:
+        self._retrying(lambda: self.group.settle())
+
     def shutdown(self) -> None:
         self.group.shutdown()
 

@@ -55,6 +55,12 @@ class RoleGroups:
         if self.engines is not None:
             self.engines.weights_changed()
 
+    def settle(self) -> None:
+        """Spare the processes the walks of garbage collections over what they have built."""
+        self.processes.settle()
+        if self.engines is not None:
+            self.engines.settle()
+
     def shutdown(self) -> None:
         if self.engines is not None:
             self.engines.shutdown()

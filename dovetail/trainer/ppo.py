@@ -13,6 +13,7 @@ from typing import Any
 
 from dovetail.algorithms import get_kl_controller
 from dovetail.config.root import DovetailConfig
+from dovetail.controller.heap import settling
 from dovetail.data.loader import PromptLoader
 from dovetail.observability.shown_answers import choose_answers
 from dovetail.observability.timers import PhaseTimers
@@ -49,6 +50,9 @@ from dovetail.trainer.validation import validate
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
+
+_STEPS_THAT_BUILD = 2
+"""Kernels are compiled, graphs captured and caches filled in these; what they leave behind stays."""
 
 
 @dataclass
@@ -130,19 +134,21 @@ class RayPPOTrainer:
             if last_validation:
                 self.tracker.log(self.global_step, last_validation)
         if not settings.val_only:
-            last_validation = self._train(last_validation)
+            with settling() as settle:
+                last_validation = self._train(last_validation, settle)
         self._answer_files.close()
         self._note_saved(self.checkpoints.finish())
         self._phase_changed(None)
         self._tell_now(None, finished=True)
         return last_validation
 
-    def _train(self, last_validation: Metrics) -> Metrics:
-        """Every step that is left; returns the last validation's metrics."""
+    def _train(self, last_validation: Metrics, settle: Callable[[], None]) -> Metrics:
+        """Every step that is left; returns the last validation's metrics. `settle` is called once all is built."""
         settings = self.config.trainer
         started = take_timeline(self.timers, self.groups.processes)
         if self.global_step == 0:
             self.tracker.folder.log_timeline(0, started)
+        settle_after = self.global_step + _STEPS_THAT_BUILD
         while self.global_step < self.total_steps:
             self.global_step += 1
             metrics = self._train_step()
@@ -158,6 +164,9 @@ class RayPPOTrainer:
                 metrics |= self.timers.take()
             self.tracker.log(self.global_step, metrics)
             self.tracker.folder.log_timeline(self.global_step, take_timeline(self.timers, self.groups.processes))
+            if self.global_step == settle_after < self.total_steps:
+                self.groups.settle()
+                settle()
         return last_validation
 
     def _train_step(self) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -213,3 +214,10 @@ def test_every_process_says_when_it_worked_on_what(group: RayWorkerGroup) -> Non
         assert of_rank[1].memory_gib is not None
         assert of_rank[1].memory_gib > 0.01
     assert group.take_spans() == [[]] * 4
+
+
+def test_processes_of_a_group_settle_and_the_callers_own_does_not(group: RayWorkerGroup) -> None:
+    group.settle()
+    assert group.execute_func_rank_zero(gc.get_freeze_count) > 10_000
+    LocalWorkerGroup(RayClassWithInitArgs(Calculator)).settle()
+    assert gc.get_freeze_count() == 0

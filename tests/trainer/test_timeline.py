@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from dovetail.observability.run_folder import RunFolder, read_json_lines
 from dovetail.observability.timers import PhaseTimers
 from dovetail.protocol import DataProto
 from dovetail.trainer.answers import RolloutRows
+from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.timeline import MOST_WORKERS, take_timeline
 from dovetail.trainer.token_text import token_ends
 from tests.models.tiny import tiny_tokenizer
@@ -39,6 +41,24 @@ def test_a_run_writes_a_timeline_its_present_phase_and_the_text_of_tokens(toy: T
     assert len(row["token_ends"]) == len(row["response_ids"]) == len(row["token_entropies"])
     assert row["token_ends"] == sorted(row["token_ends"])
     assert row["token_ends"][-1] == len(row["response"])
+
+
+@pytest.mark.e2e
+def test_what_two_steps_have_built_is_kept_from_the_garbage_collector(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = []
+    step = RayPPOTrainer._train_step
+
+    def watched(trainer: RayPPOTrainer) -> dict[str, float]:
+        frozen.append(gc.get_freeze_count())
+        return step(trainer)
+
+    monkeypatch.setattr(RayPPOTrainer, "_train_step", watched)
+    train(toy.config(tmp_path, {"trainer.total_training_steps": 4}))
+    assert frozen[:2] == [0, 0]
+    assert min(frozen[2:]) > 10_000
+    assert gc.get_freeze_count() == 0, "the process lives on"
 
 
 @pytest.mark.unit

@@ -1,0 +1,73 @@
+"""Settled objects are left alone by the garbage collector; new ones are not, and nothing stays settled by mistake."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from dovetail.controller.heap import settle, settling
+
+pytestmark = pytest.mark.unit
+
+
+class Node:
+    """Half of a cycle."""
+
+    def __init__(self) -> None:
+        self.other: Node | None = None
+
+
+def cycle() -> weakref.ref[Node]:
+    one, two = Node(), Node()
+    one.other, two.other = two, one
+    return weakref.ref(one)
+
+
+@pytest.fixture(autouse=True)
+def unfrozen() -> Iterator[None]:
+    assert gc.get_freeze_count() == 0
+    yield
+    gc.unfreeze()
+
+
+def test_garbage_is_freed_first_and_later_garbage_still_is() -> None:
+    gc.disable()
+    try:
+        before = cycle()
+        assert before() is not None
+        settle()
+        assert before() is None
+        assert gc.get_freeze_count() > 10_000
+        assert len(gc.get_objects()) < 1_000, "what a collection walks over"
+        after = cycle()
+        gc.collect()
+        assert after() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_that_lives_on_is_as_it_was(fails: bool) -> None:
+    def work() -> None:
+        with settling() as settle_here:
+            settle_here()
+            assert gc.get_freeze_count() > 0
+            if fails:
+                raise KeyError("step 3")
+
+    if fails:
+        with pytest.raises(KeyError, match="step 3"):
+            work()
+    else:
+        work()
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_else_settled_is_left_settled() -> None:
+    gc.freeze()
+    with settling():
+        pass
+    assert gc.get_freeze_count() > 0
