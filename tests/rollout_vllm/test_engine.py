@@ -12,6 +12,7 @@ import torch
 
 from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, SamplingParams
 from dovetail.rollout.vllm import VLLMEngine
+from dovetail.rollout.vllm.requests import Sample
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 from tests.rollout_vllm.conftest import FAMILIES
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
@@ -125,6 +126,34 @@ def test_a_seed_fixes_the_tokens_whatever_else_is_in_the_batch(tiny: tuple[VLLME
     assert [result.token_ids for result in together[:2]] == [result.token_ids for result in alone]
     assert alone[0].token_ids != alone[1].token_ids
     assert [(result.request_id, result.sample_index) for result in together[:3]] == [("r0", 0), ("r0", 1), ("r1", 0)]
+
+
+@pytest.mark.parametrize("keeps_statistics", [True, False])
+def test_tokens_read_from_the_core_are_those_that_vllm_hands_to_its_users(
+    tiny: tuple[VLLMEngine, Any], monkeypatch: pytest.MonkeyPatch, keeps_statistics: bool
+) -> None:
+    engine, _ = tiny
+    handed: dict[str, Sample] = {}
+    step, processor = engine._llm.step, engine._llm.output_processor
+
+    def watched() -> None:
+        running = {sample.vllm_id.rpartition("-")[0]: sample for sample in engine._live.of(None)}
+        for output in step():
+            known = running[output.request_id]
+            copy = handed.setdefault(output.request_id, Sample(known.request, known.index, known.vllm_id, known.seed))
+            copy.absorb(output, 0)
+
+    monkeypatch.setattr(engine._llm, "step", watched)
+    monkeypatch.setattr(processor, "_keeps_statistics", keeps_statistics)
+    requests = _requests(PROMPTS, SamplingParams(max_new_tokens=16, n=2, seed=7, ignore_eos=True))
+    results = engine.generate(requests)
+    in_order = sorted(handed.values(), key=lambda sample: (sample.request.request_id, sample.index))
+    if keeps_statistics:
+        assert [sample.result() for sample in in_order] == results
+    else:
+        assert [len(sample.token_ids) for sample in in_order] == [1] * len(results), "made for the last token alone"
+        assert [sample.token_ids[-1] for sample in in_order] == [result.token_ids[-1] for result in results]
+    assert not processor.request_states, "vLLM forgets a request at its end"
 
 
 def test_generating_leaves_the_trainers_random_numbers_alone(tiny: tuple[VLLMEngine, Any]) -> None:

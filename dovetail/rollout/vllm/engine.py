@@ -38,6 +38,7 @@ from dovetail.rollout.readiness import (
 from dovetail.rollout.request_rules import check_prompt
 from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.adapter import load_adapter
+from dovetail.rollout.vllm.core_outputs import CoreOutputs
 from dovetail.rollout.vllm.environment import prepare, without_compiling
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.lifetime import shut_down, start_engine
@@ -90,6 +91,10 @@ class VLLMEngine(RolloutEngine):
         self._version = 0
         self._adapter: Any = None  # vLLM's LoRARequest of the adapter in use
         self._live = LiveSamples()
+        self._has_ended = False
+        self._llm.output_processor = CoreOutputs(
+            self._llm.output_processor, self._absorb, keeps_statistics=self._llm.log_stats
+        )
         self._serial = itertools.count()
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._broken = ""
@@ -232,7 +237,7 @@ class VLLMEngine(RolloutEngine):
         with self._gate.between_steps():
             cut = self._live.of(request_ids)
             if cut:
-                self._llm.abort_request([sample.vllm_id for sample in cut])
+                self._llm.abort_request([sample.vllm_id for sample in cut], internal=True)
             for sample in cut:
                 sample.finish_reason = "abort"
             self._live.remove(cut)
@@ -276,7 +281,10 @@ class VLLMEngine(RolloutEngine):
     def _submit(self, sample: Sample) -> None:
         room = self._max_model_len - len(sample.request.prompt_token_ids)
         params = vllm_sampling_params(sample, eos_ids=self._eos_ids, room=room)
-        self._llm.add_request(sample.vllm_id, prompt_of(sample.request), params, lora_request=self._adapter)
+        prompt = prompt_of(sample.request)
+        # The core has a name of its own for it.
+        sample.vllm_id = self._llm.add_request(sample.vllm_id, prompt, params, lora_request=self._adapter)
+        sample.num_prompt_tokens = self._llm.output_processor.request_states[sample.vllm_id].prompt_len
         self._live.add(sample)
 
     def _step(self) -> bool:
@@ -285,14 +293,18 @@ class VLLMEngine(RolloutEngine):
 
     def _step_once(self) -> bool:
         """One engine step; whether any response is complete."""
+        self._has_ended = False
         try:
             # vLLM draws from torch's own generator even for rows that have one; the trainer shares this process.
             with torch.random.fork_rng(devices=[]), without_compiling(cpu=self._cpu):
-                outputs = self._llm.step()
+                self._llm.step()
         except Exception as error:
             self._broken = f"a step failed with {type(error).__name__}: {error}"
             raise EngineError(f"the vLLM engine died: {self._broken}") from error
-        return self._live.absorb(outputs, self._version)
+        return self._has_ended
+
+    def _absorb(self, outputs: Sequence[Any]) -> None:
+        self._has_ended = self._live.absorb(outputs, self._version)
 
     def _settle(self) -> None:
         """Take in what is in flight: with asynchronous scheduling (CUDA) vLLM is a step ahead of what it returned."""

@@ -39,13 +39,13 @@ class LiveSamples:
         ]
 
     def absorb(self, outputs: Iterable[Any], version: int) -> bool:
-        """Take vLLM's outputs of one step, and let go of what is complete; whether anything is."""
+        """Take the core's outputs of one step, and let go of what is complete; whether anything is."""
         finished: list[Sample] = []
         for output in outputs:
             sample = self._samples.get(output.request_id)
             if sample is None:
                 continue  # aborted while the step ran
-            sample.absorb(output, version)
+            sample.absorb_core(output, version)
             if sample.finish_reason is not None:
                 finished.append(sample)
         self.remove(finished)

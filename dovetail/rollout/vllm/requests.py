@@ -15,13 +15,23 @@ _MAX_SEED = 2**63 - 1
 
 @dataclass(slots=True)
 class Sample(GrowingResponse):
-    """`vllm_id` is unique in the engine."""
+    """`vllm_id` is unique in the engine. `absorb` takes what vLLM hands to users, `absorb_core` what its core wrote."""
 
     vllm_id: str
     seed: int
 
+    def absorb_core(self, output: Any, version: int) -> None:
+        """Take the new tokens of an `EngineCoreOutput`, written under `version`."""
+        if output.new_token_ids:
+            assert output.new_logprobs is not None, "every request asks for the log-probs of its tokens"
+            # One row for each token, the sampled one's score in its first place.
+            scores = [row[0] for row in output.new_logprobs.logprobs.tolist()]
+            self.extend(output.new_token_ids, scores, version)
+        if output.finish_reason is not None:
+            self.finish_reason = _finish_reason(str(output.finish_reason))
+
     def absorb(self, output: Any, version: int) -> None:
-        """Take the new tokens of a vLLM output (DELTA), written under `version`."""
+        """Take the new tokens of a `RequestOutput` (DELTA), written under `version`."""
         completion = output.outputs[0]
         if output.prompt_token_ids:  # with the placeholders of images widened
             self.num_prompt_tokens = len(output.prompt_token_ids)
