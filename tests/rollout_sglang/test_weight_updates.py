@@ -77,7 +77,7 @@ def test_the_prompt_of_these_tests_really_sits_in_the_radix_cache(engine: SGLang
     with TensorFiles() as files:  # an update that leaves the caches alone
         for payload in files.payloads(new.named_parameters()):
             body = {"serialized_named_tensors": [payload], "flush_cache": False, "weight_version": "0"}
-            engine._call("/update_weights_from_tensor", body)
+            engine._updates._call("/update_weights_from_tensor", body)
     stale = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
     assert mean_gap(log_probs(new, PROMPT, stale.token_ids), stale.log_probs) > 0.01
 
@@ -85,7 +85,7 @@ def test_the_prompt_of_these_tests_really_sits_in_the_radix_cache(engine: SGLang
 def test_weights_of_somebody_else_are_noticed(engine: SGLangRollout) -> None:
     model = tiny_model("llama_tied")
     engine.update_weights(model.named_parameters(), 4)
-    engine._call("/update_weight_version", {"new_version": "theirs", "abort_all_requests": False})
+    engine._updates._call("/update_weight_version", {"new_version": "theirs", "abort_all_requests": False})
     with pytest.raises(EngineError, match="version 'theirs'; '4' was sent"):
         engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
     engine.update_weights(model.named_parameters(), 5)

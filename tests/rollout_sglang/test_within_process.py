@@ -39,7 +39,7 @@ def test_it_is_started_on_the_main_thread_only(engine: SGLangRollout) -> None:
         InProcessLink(engine.settings, cpu=True)
 
     with pytest.raises(EngineError, match="main thread only"):
-        engine._run(build())
+        engine._loop.run(build())
 
 
 def test_a_killed_scheduler_is_reported_within_ten_seconds_and_nothing_else_dies(engine: SGLangRollout) -> None:

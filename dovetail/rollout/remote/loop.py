@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for blocking code that has much to wait for at once."""
+"""An event loop on a thread of its own, for an engine whose calls block and have much to wait for at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from dovetail.rollout.base import EngineError
+from dovetail.rollout.readiness import CLOSED
+
 T = TypeVar("T")
 
 
 class LoopThread:
-    """`run` a coroutine from any other thread and wait for it."""
+    """`run` a coroutine from any other thread and wait for it. After `close` the engine is closed: EngineError."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -31,7 +34,7 @@ class LoopThread:
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         if not self._thread.is_alive():
             coroutine.close()
-            raise RuntimeError("the event loop is closed.")
+            raise EngineError(CLOSED)
         assert threading.current_thread() is not self._thread, "the loop would wait for itself"
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,7 +20,6 @@ from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
     ALL_TAGS,
     EngineDiedError,
-    EngineError,
     EngineHealth,
     GenerationRequest,
     GenerationResult,
@@ -31,37 +28,25 @@ from dovetail.rollout.base import (
     UnsupportedPromptError,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
-from dovetail.rollout.readiness import CLOSED, check_tags
+from dovetail.rollout.readiness import check_tags
 from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.loop import LoopThread
-from dovetail.rollout.sglang.core import BodyOf, Core
+from dovetail.rollout.sglang.core import Core
 from dovetail.rollout.sglang.environment import server_python
 from dovetail.rollout.sglang.expected import expected_weights
-from dovetail.rollout.sglang.group import WeightGroup
 from dovetail.rollout.sglang.in_process import InProcessLink
-from dovetail.rollout.sglang.joined import JoinedGroup
-from dovetail.rollout.sglang.link import RefusedError, SGLangLink
+from dovetail.rollout.sglang.link import SGLangLink
 from dovetail.rollout.sglang.samples import Sample, check_request, samples_of
 from dovetail.rollout.sglang.server import ServerLink
 from dovetail.rollout.sglang.settings import Level, SGLangSettings
-from dovetail.rollout.sglang.weights import CheckedWeights, TensorFiles, check_folder
+from dovetail.rollout.sglang.updates import WeightUpdates
 from dovetail.rollout.vllm.expected import read_config, stop_token_ids
-from dovetail.weight_sync import (
-    DEFAULT_BUCKET_BYTES,
-    BroadcastFailedError,
-    DiskVersion,
-    GroupAddress,
-    NamedTensors,
-    iter_buckets,
-    tensor_checksum,
-)
+from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress, NamedTensors
 from dovetail.weight_sync.broadcast import GroupBackend
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
-_MAX_READ_BACK = 8, 1 << 18  # tensors, and elements of each: SGLang spells them out as numbers
-T = TypeVar("T")
 
 
 class SGLangRollout(RolloutEngine):
@@ -85,7 +70,6 @@ class SGLangRollout(RolloutEngine):
         self._num_servers = num_servers
         self._python = server_python(python) if num_servers else ""
         self.restarts_left = restarts
-        self._bucket_bytes = bucket_bytes
         self._expected = expected_weights(
             settings.model, settings.override_config, trust_remote_code=settings.trust_remote_code
         )
@@ -97,8 +81,6 @@ class SGLangRollout(RolloutEngine):
         self._max_model_len = int(settings.max_model_len or text.max_position_embeddings)
         self.settings = replace(settings, max_model_len=self._max_model_len)
         self._unloaded = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
-        self._group: WeightGroup | None = None
-        self._joined: JoinedGroup | None = None
         self._kv_cache_bytes = 0
         self._serial = itertools.count()
         self._loop = LoopThread("sglang-engine")
@@ -109,7 +91,16 @@ class SGLangRollout(RolloutEngine):
             self._loop.run(self._client.close())
             self._loop.close()
             raise
-        self._core = self._run(self._build_core(links, level))
+        self._core = self._loop.run(self._build_core(links, level))
+        self._updates = WeightUpdates(
+            self._core,
+            self._loop,
+            self._expected,
+            num_instances=len(links),
+            workers_each=settings.tensor_parallel_size,
+            bucket_bytes=bucket_bytes,
+            revive=self._revive,
+        )
         if not settings.deterministic:
             logger.info("SGLang draws its own random numbers here: seeds of requests do not fix what is sampled.")
 
@@ -175,7 +166,7 @@ class SGLangRollout(RolloutEngine):
             self.reload_weights(self)
         while unfinished := [sample for sample in samples if sample.finish_reason is None]:
             try:
-                self._run(self._core.finish(unfinished))
+                self._loop.run(self._core.finish(unfinished))
             except EngineDiedError as error:
                 if not self._brings_weights_back:
                     raise EngineDiedError(str(error), _complete(samples)) from error
@@ -195,105 +186,45 @@ class SGLangRollout(RolloutEngine):
         """Through shared memory: the source is on this machine, and so are the servers."""
         if weights is None:
             raise ValueError("update_weights(None) is for engines that share the trainer's memory; SGLang has its own.")
-        checked = CheckedWeights(weights, self._expected)
-        with checked, self._updating(version) as note, TensorFiles(self._bucket_bytes) as files:
-            for payload in files.payloads(checked):
-                # One payload for each tensor-parallel rank: every one reads all and keeps its part.
-                payloads = [payload] * self.settings.tensor_parallel_size
-                self._call("/update_weights_from_tensor", {"serialized_named_tensors": payloads, **note})
-            checked.require_complete()
+        self._updates.through_shared_memory(weights, version)
 
     def update_weights_by_broadcast(
         self, weights: NamedTensors, version: int, *, backend: GroupBackend = "gloo", device: torch.device | str = "cpu"
     ) -> None:
         """Over a process group that SGLang's model processes join at the first call."""
-        checked = CheckedWeights(weights, self._expected)
-        with checked, self._updating(version) as note:
-            group = self._group or self._join_group(backend, device)
-            for bucket in iter_buckets(checked, self._bucket_bytes):
-                names = {
-                    "names": [entry.name for entry in bucket.entries],
-                    "dtypes": [entry.dtype for entry in bucket.entries],
-                    "shapes": [list(entry.shape) for entry in bucket.entries],
-                }
-                receiving = self._loop.start(
-                    self._core.call_all("/update_weights_from_distributed", names | {"group_name": group.name} | note)
-                )
-                for _, tensor in bucket.tensors():
-                    group.broadcast(tensor)
-                receiving.result()
-            checked.require_complete()
+        self._updates.by_broadcast(weights, version, backend=backend, device=device)
 
     def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
         """SGLang's model processes join, as `num_workers` ranks from `first_rank` on, and leave what they were in."""
-        self._leave_group()
-        joined = JoinedGroup(
-            address,
-            first_rank,
-            num_instances=max(self._num_servers, 1),
-            workers_each=self.settings.tensor_parallel_size,
-        )
-        self._call("/init_weights_update_group", joined.join_body)
-        self._joined = joined
+        self._updates.join(address, first_rank)
 
     def receive_weights(self, version: int) -> None:
         """After an update that does not fit, SGLang is no longer in the group: the sender waits for nobody."""
-        if self._core.deaths and not self._core.closed:  # one started again would not be in the group
-            raise EngineDiedError(self._core.deaths[0])
-        if self._joined is None:
-            raise EngineError("the engine is in no weight group, or was started again; call join_weight_group.")
-        with self._updating(version) as note:
-            try:
-                for body in self._joined.receive_bodies(self._expected):
-                    self._call("/update_weights_from_distributed", body | note)
-            except BroadcastFailedError:
-                raise  # between two buckets, and everybody knows
-            except BaseException:
-                self._leave_group()
-                raise
+        self._updates.receive(version)
 
     def update_weights_from_disk(self, found: DiskVersion) -> None:
         """From a folder that SGLang's processes see."""
-        with self._updating(found.version) as note:
-            check_folder(found, self._expected)
-            # Named, because it would take the format the engine was started with: dummy, usually.
-            self._call("/update_weights_from_disk", {"model_path": str(found.folder), "load_format": "auto", **note})
+        self._updates.from_disk(found)
 
     def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
         """Of a few small tensors, of model families that SGLang can read back (Llama and its like), not in parts."""
-        if self.settings.tensor_parallel_size > 1:
-            return {}
-        count, elements = _MAX_READ_BACK
-        small = [name for name in names if math.prod(self._expected.shapes.get(name, (elements + 1,))) <= elements]
-        held: dict[str, str] = {}
-        for name in small[:count]:
-            shape = self._expected.shapes[name]
-            try:
-                answers = self._call("/get_weights_by_name", {"name": name, "truncate_size": max(shape)})
-            except RefusedError:  # what a server answers for a family that cannot be read back, such as Qwen2
-                return {}
-            tensors = [_read_back(answer, shape) for answer in answers]
-            if any(tensor is None for tensor in tensors):
-                continue
-            sums = {tensor_checksum(tensor, dtype) for tensor in tensors if tensor is not None}
-            held[name] = sums.pop() if len(sums) == 1 else "servers differ"
-        return held
+        return self._updates.checksums(names, dtype)
 
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        self._run(self._core.sleep(check_tags(tags), on_device=self.frees_memory))
+        self._loop.run(self._core.sleep(check_tags(tags), on_device=self.frees_memory))
 
     def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        self._run(self._core.wake(check_tags(tags), on_device=self.frees_memory))
+        self._loop.run(self._core.wake(check_tags(tags), on_device=self.frees_memory))
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
-        return self._run(self._core.abort(None if request_ids is None else frozenset(request_ids)))
+        return self._loop.run(self._core.abort(None if request_ids is None else frozenset(request_ids)))
 
     def pause(self) -> None:
         """Interrupts what is running: its tokens so far are kept, and `continue_` asks for the rest."""
-        self._run(self._core.pause())
+        self._loop.run(self._core.pause())
 
     def continue_(self) -> None:
-        self._run(self._core.continue_())
+        self._loop.run(self._core.continue_())
 
     def health(self) -> EngineHealth:
         core = self._core
@@ -321,17 +252,17 @@ class SGLangRollout(RolloutEngine):
         links = self._core.links
         dead = [index for index, link in enumerate(links) if link.death]
         for index in dead:
-            self._run(links[index].close())
+            self._loop.run(links[index].close())
         for index, fresh in zip(dead, self._start_links(len(dead)), strict=True):
             links[index] = fresh
-        self._group = self._joined = None  # their members are not all there any more
-        self._run(self._core.replace(links, "it was started again" if self._needs_weights else ""))
+        self._updates.forget_groups()
+        self._loop.run(self._core.replace(links, "it was started again" if self._needs_weights else ""))
 
     def close(self) -> None:
         if self._core.closed:
             return
-        self._run(self._core.close())
-        self._run(self._client.close())
+        self._loop.run(self._core.close())
+        self._loop.run(self._client.close())
         self._loop.close()
 
     def _start_links(self, count: int) -> list[SGLangLink]:
@@ -343,7 +274,7 @@ class SGLangRollout(RolloutEngine):
                     links.append(ServerLink(self.settings, self._client, python=self._python, cpu=self._cpu))
                 else:
                     links.append(InProcessLink(self.settings, cpu=self._cpu))
-            self._run(_start(links))
+            self._loop.run(_start(links))
         except BaseException:
             for link in links:
                 self._loop.run(link.close())
@@ -375,36 +306,6 @@ class SGLangRollout(RolloutEngine):
                 deterministic=self.settings.deterministic,
             )
 
-    @contextmanager
-    def _updating(self, version: int) -> Iterator[dict[str, Any]]:
-        """Inside, the engine is idle. Yields what every update call carries: the flush comes once, at the end, when
-        it can be refused without harm, and the version counts when all has arrived."""
-        self._revive()
-        self._run(self._core.enter_update(version))
-        done: int | None = None
-        try:
-            yield {"flush_cache": False, "weight_version": f"{version}-incomplete"}
-            done = version
-        finally:
-            self._run(self._core.leave_update(done))
-
-    def _join_group(self, backend: GroupBackend, device: torch.device | str) -> WeightGroup:
-        group = WeightGroup(
-            max(self._num_servers, 1), self.settings.tensor_parallel_size, backend=backend, device=device
-        )
-        joining = self._loop.start(self._core.call_all("/init_weights_update_group", group.join_body))
-        group.connect()
-        joining.result()
-        # Only now is its name used: SGLang dies of an update over a group it does not know.
-        self._group = group
-        return group
-
-    def _leave_group(self) -> None:
-        if self._joined is not None:
-            with suppress(EngineError):  # who has died has left
-                self._call("/destroy_weights_update_group", {"group_name": self._joined.name})
-            self._joined = None
-
     @property
     def _needs_weights(self) -> bool:
         return self._core.version != 0 or bool(self._unloaded)
@@ -422,17 +323,6 @@ class SGLangRollout(RolloutEngine):
         self.restart(EngineDiedError(deaths[0]))
         return True
 
-    def _call(self, route: str, body: dict[str, Any] | BodyOf) -> list[Any]:
-        return self._run(self._core.call_all(route, body))
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return self._loop.run(work)
-        except RuntimeError as error:
-            if isinstance(error, EngineError) or "event loop is closed" not in str(error):
-                raise
-            raise EngineError(CLOSED) from error
-
 
 def _complete(samples: Sequence[Sample]) -> dict[str, list[GenerationResult]]:
     """The requests all of whose samples are finished, by their id."""
@@ -449,14 +339,6 @@ def _complete(samples: Sequence[Sample]) -> dict[str, list[GenerationResult]]:
 async def _start(links: Sequence[SGLangLink]) -> None:
     for link in links:
         await link.start()
-
-
-def _read_back(answer: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """What SGLang says of one tensor: nested lists, or nothing."""
-    if not isinstance(answer, list) or not answer:
-        return None
-    tensor = torch.tensor(answer, dtype=torch.float32)
-    return tensor if tuple(tensor.shape) == shape else None
 
 
 def _kv_cache_bytes(answer: Any) -> int:
