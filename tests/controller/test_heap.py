@@ -28,7 +28,7 @@ def cycle() -> weakref.ref[Node]:
 
 @pytest.fixture(autouse=True)
 def unfrozen() -> Iterator[None]:
-    assert gc.get_freeze_count() == 0
+    gc.unfreeze()  # a vLLM engine of another test has frozen this process too
     yield
     gc.unfreeze()
 

@@ -217,6 +217,7 @@ def test_every_process_says_when_it_worked_on_what(group: RayWorkerGroup) -> Non
 
 
 def test_processes_of_a_group_settle_and_the_callers_own_does_not(group: RayWorkerGroup) -> None:
+    gc.unfreeze()
     group.settle()
     assert group.execute_func_rank_zero(gc.get_freeze_count) > 10_000
     LocalWorkerGroup(RayClassWithInitArgs(Calculator)).settle()
