@@ -18,6 +18,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.patience import patience
+
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
@@ -39,8 +41,8 @@ _CONTEXT.set_forkserver_preload(
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes; return what each rank returned, by rank.
 
-    The first failing rank's traceback is raised here and the other
-    ranks are killed, so a collective that waits for a dead peer cannot hang a test.
+    The first failing rank's traceback is raised here and the other ranks are killed, so a collective that waits for a
+    dead peer cannot hang a test. ``timeout`` is in seconds at the ordinary priority, see `patience`.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         return _run(fn, world_size, os.path.join(folder, "store"), args, timeout)
@@ -53,6 +55,7 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> Any
 
 def _run(fn: Callable[..., Any], world_size: int, store: str | None, args: tuple, timeout: float) -> list[Any]:
     processes, pipes = [], []
+    timeout = patience(timeout)
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)

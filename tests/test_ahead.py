@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.ahead import ahead, in_order_of_waiting, starting
+from tests.patience import patience
 from tests.ranks import run_alone
 
 pytestmark = pytest.mark.unit
@@ -33,6 +34,11 @@ def failing(folder: Path) -> None:
 @ahead
 def doubled(folder: Path, number: int) -> int:
     return 2 * number
+
+
+@ahead
+def patient(folder: Path) -> float:
+    return patience(100.0)
 
 
 @ahead
@@ -107,3 +113,10 @@ def test_modules_that_wait_come_late_and_quiet_ones_last_all_whole_and_in_order(
 @pytest.mark.parametrize("number", [1, 2])
 def test_each_value_of_a_parameter_is_a_piece_of_its_own(doubled: Any, number: int) -> None:
     assert doubled.result(60) == 2 * number
+
+
+def test_work_that_stands_back_may_take_longer(tmp_path: Path) -> None:
+    if os.getpriority(os.PRIO_PROCESS, 0) <= 0:
+        assert patience(100.0) == 100.0
+    with starting([item("patient")], lambda name: tmp_path) as started:
+        assert started[(__name__, "patient", ())].result() == 300.0

@@ -12,6 +12,7 @@ import pytest
 
 from tests.ahead import ahead
 from tests.controller.listening import is_loopback
+from tests.patience import patience
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +23,8 @@ ENVIRONMENT = dict(os.environ)
 @ahead
 def two_nodes(folder: Path) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "tests.controller.two_nodes"]
-    return subprocess.run(program, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    options = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": patience(240)}
+    return subprocess.run(program, check=False, **options)
 
 
 def test_a_pool_over_two_nodes_keeps_the_ranks_of_a_node_together(two_nodes: subprocess.CompletedProcess[str]) -> None:

@@ -20,6 +20,7 @@ import pytest
 from tests.ahead import ahead
 from tests.docs.blocks import Block, blocks_of
 from tests.docs.models import models_in
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -98,7 +99,7 @@ def _run(words: list[str], block: Block, folder: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(folder),
     }
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=patience(240))
     assert done.returncode == block.exit_code, (
         f"{block}: {' '.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     )

@@ -21,6 +21,7 @@ from tests.ahead import ahead
 from tests.docs.blocks import Block, blocks_of
 from tests.docs.models import models_in
 from tests.docs.test_guide import ENVIRONMENT, ROOT
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -124,7 +125,7 @@ def carried_out(folder: Path, page: str) -> None:
     (folder / "page.py").write_text(body)
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "page.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "page.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=patience(240)
     )
     assert done.returncode == 0, f"{page}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 

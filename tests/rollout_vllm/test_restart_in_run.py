@@ -23,7 +23,7 @@ from tests.ranks import run_alone
 from tests.trainer.test_separate_engines import prompts
 from tests.workers.tiny_run import rollout_batch, run_config, with_old_log_probs
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 R = "actor_rollout_ref.rollout"
 LONG = 300
