@@ -92,6 +92,22 @@ def test_engine_kwargs_reach_vllm_and_win() -> None:
     assert arguments["enforce_eager"] is True
 
 
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ({"max_num_seqs": 1024}, 1024),
+        ({"max_num_seqs": 512}, None),  # vLLM's own graphs reach that far
+        ({"max_num_seqs": 1024, "enforce_eager": True}, None),
+        ({"max_num_seqs": 1024, "engine_kwargs": {"max_cudagraph_capture_size": 64}}, 64),
+        ({"max_num_seqs": 1024, "engine_kwargs": {"cudagraph_capture_sizes": [1, 8]}}, None),
+        ({"max_num_seqs": 1024, "engine_kwargs": {"compilation_config": {"mode": 0}}}, None),
+    ],
+)
+def test_the_largest_batch_is_captured_unless_the_sizes_are_chosen(given: dict[str, Any], size: int | None) -> None:
+    assert VLLMSettings("m", **given).vllm_arguments(cpu=False).get("max_cudagraph_capture_size") == size
+    assert VLLMSettings("m", max_num_seqs=1024).vllm_arguments(cpu=True).get("max_cudagraph_capture_size") is None
+
+
 @pytest.mark.parametrize("name", ["worker_extension_cls", "logprobs_mode"])
 def test_engine_kwargs_that_the_adapter_needs_itself_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"engine_kwargs.vllm.{name} cannot be set"):

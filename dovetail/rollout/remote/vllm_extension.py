@@ -32,7 +32,7 @@ class ServerExtension(WeightUpdateExtension):
 
     def _dovetail_logprobs(self) -> str:
         """What log-probs mean here, in the words of `dovetail.rollout.base`."""
-        if type(getattr(self.model_runner, "sampler", None)).__name__ == "TemperatureLogprobsSampler":
+        if self._dovetail_gives_temperature_logprobs:
             return "temperature"
         return "processed" if "processed" in str(self.vllm_config.model_config.logprobs_mode) else "raw"
 

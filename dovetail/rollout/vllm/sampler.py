@@ -1,7 +1,7 @@
 """vLLM's sampler with one more meaning of log-probs: under the temperature, before anything is cut away.
 
 vLLM offers "raw" (temperature 1, nothing cut) and "processed" (temperature, and cut). What a trainer recomputes lies
-between. Runs inside vLLM's worker; for the V1 model runner only, whose sampler is a module that can be subclassed.
+between. Runs inside vLLM's worker, with its first model runner; `gpu_sampler.py` is for the second.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ _LOGPROBS_MODE: Mapping[LogprobsMode, str] = {
 }
 _OURS = {"worker_extension_cls": "it carries the weight updates", "logprobs_mode": "set rollout.logprobs_mode instead"}
 _CPU_KV_CACHE_BYTES = 1024**3
+_LARGEST_GRAPH = 512  # of vLLM's own choice, whatever max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,19 @@ class VLLMSettings(EngineSettings):
             "enable_sleep_mode": self.enable_sleep and not cpu,
             **placement,
         }
+        if self._graphs_stop_short(cpu=cpu):
+            arguments["max_cudagraph_capture_size"] = self.max_num_seqs
         if cpu:
             # Compiling takes minutes and gains nothing measurable; a share of the machine's memory would be a lot.
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
         return self.with_engine_kwargs(arguments)
+
+    def _graphs_stop_short(self, *, cpu: bool) -> bool:
+        """Whether vLLM left to itself would run its largest batches without graphs, a third slower on an H200."""
+        chosen = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"} & set(
+            self.engine_kwargs
+        )
+        return not cpu and not self.enforce_eager and not chosen and self.max_num_seqs > _LARGEST_GRAPH
 
 
 def _sees_images(model: str) -> bool:

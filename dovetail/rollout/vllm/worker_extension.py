@@ -34,17 +34,26 @@ class WeightUpdateExtension:
     vllm_config: Any
     device: torch.device
     rank: int
+    _dovetail_gives_temperature_logprobs = False
 
     def dovetail_use_temperature_logprobs(self) -> bool:
         """Log-probs under the temperature, before any cut. False where the sampler cannot be extended."""
         from vllm.v1.sample.sampler import Sampler
+        from vllm.v1.worker.gpu.sample.sampler import Sampler as GpuSampler
 
         runner = self.model_runner
-        if type(getattr(runner, "sampler", None)) is not Sampler or self.vllm_config.speculative_config is not None:
+        kind = type(getattr(runner, "sampler", None))
+        if kind not in (Sampler, GpuSampler) or self.vllm_config.speculative_config is not None:
             return False
-        from dovetail.rollout.vllm.sampler import TemperatureLogprobsSampler
+        if kind is Sampler:
+            from dovetail.rollout.vllm.sampler import TemperatureLogprobsSampler
 
-        runner.sampler = TemperatureLogprobsSampler(runner.sampler.use_fp64_gumbel)
+            runner.sampler = TemperatureLogprobsSampler(runner.sampler.use_fp64_gumbel)
+        else:
+            from dovetail.rollout.vllm.gpu_sampler import TemperatureLogprobsGpuSampler
+
+            TemperatureLogprobsGpuSampler.take_over(runner.sampler)
+        self._dovetail_gives_temperature_logprobs = True
         return True
 
     def dovetail_kv_cache_bytes(self) -> int:
