@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.gpu.shapes import VOCABULARY, qwen2_config
 from benchmarks.gpu.update_policy import matrix_rate
+from benchmarks.gpu.workload import spare_flashinfer
 from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams
 from dovetail.rollout.native.engine import NativeEngine
 
@@ -177,6 +178,7 @@ def measure_vllm(works: Sequence[Workload], repeats: int, memory: float) -> Iter
 
     One engine, large enough for all `works`, which are of one shape: it takes more than a minute to start.
     """
+    spare_flashinfer()
     from vllm import LLM
     from vllm import SamplingParams as VllmSampling
 

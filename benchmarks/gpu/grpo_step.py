@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.shapes import SHAPES
-from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, write_workload
+from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, spare_flashinfer, write_workload
 
 SIDES = {
     "dovetail": (),
@@ -206,6 +206,7 @@ def run_trl(folder: Path, steps: int) -> dict[str, Any]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29511",
     }
+    spare_flashinfer()
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback

@@ -6,7 +6,9 @@ Writes nothing that is not made here.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -46,6 +48,12 @@ def write_workload(folder: Path, shape: str = "1.5B", *, steps: int = 8, device:
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(len(solution_str) % 7)\n"
     )
+
+
+def spare_flashinfer() -> None:
+    """On CUDA vLLM imports FlashInfer unasked; where it is not installed, neither vLLM nor TRL starts."""
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -141,7 +141,7 @@ def test_no_table_names_a_command_that_no_page_has(begin: str) -> None:
 
 @pytest.mark.parametrize("text", INSTEAD)
 def test_no_replacement_is_for_something_that_no_page_says(text: str) -> None:
-    assert any(text in command.text for command in HERE)
+    assert any(text in command.text for command in COMMANDS_OF_PAGES)
 
 
 @pytest.mark.parametrize(("begin", "file"), ELSEWHERE.items())
