@@ -1,10 +1,12 @@
-"""What plain transformers says, to compare engines with. float32, no cache, no batching."""
+"""What plain transformers says (float32, no cache, no batching), and what vLLM tells its users."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from dovetail.rollout.vllm.requests import Sample
 
 
 @torch.no_grad()
@@ -41,3 +43,15 @@ def top_k_top_p_log_probs(
 
 def mean_gap(left: torch.Tensor, right: list[float]) -> float:
     return (left - torch.tensor(right)).abs().mean().item()
+
+
+def take_user_output(sample: Sample, output: Any) -> None:
+    """The new tokens of a `RequestOutput` (DELTA), the way a user of vLLM reads them."""
+    completion = output.outputs[0]
+    if output.prompt_token_ids:
+        sample.num_prompt_tokens = len(output.prompt_token_ids)
+    token_ids = list(completion.token_ids)
+    scores = [entry[token].logprob for entry, token in zip(completion.logprobs, token_ids, strict=True)]
+    sample.extend(token_ids, scores, 0)
+    if completion.finish_reason is not None:
+        sample.finish(completion.finish_reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResu
 from dovetail.rollout.vllm import VLLMEngine
 from dovetail.rollout.vllm.requests import Sample
 from tests.models.tiny import VOCAB_SIZE, tiny_model
-from tests.rollout_vllm.conftest import FAMILIES
-from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+from tests.rollout_vllm.conftest import FAMILIES, small_settings
+from tests.rollout_vllm.reference import greedy, log_probs, mean_gap, take_user_output
 
 pytestmark = pytest.mark.engine
 
@@ -128,6 +129,19 @@ def test_a_seed_fixes_the_tokens_whatever_else_is_in_the_batch(tiny: tuple[VLLME
     assert [(result.request_id, result.sample_index) for result in together[:3]] == [("r0", 0), ("r0", 1), ("r1", 0)]
 
 
+def test_prompts_that_fill_more_than_one_step_are_read_whole(folders: dict[str, Path]) -> None:
+    """vLLM would cut one of them in two, and die of its seed on a CPU."""
+    sampling = SamplingParams(temperature=0.8, max_new_tokens=8, n=2, seed=7, ignore_eos=True)
+    model = tiny_model("llama_tied")
+    settings = small_settings(folders["llama_tied"], max_model_len=300, max_num_batched_tokens=300)
+    with VLLMEngine(settings) as engine:
+        results = engine.generate(_requests(PROMPTS * 4, sampling))
+    assert len(results) == len(PROMPTS) * 8
+    for result in results:
+        prompt = PROMPTS[int(result.request_id[1:]) % len(PROMPTS)]
+        assert mean_gap(log_probs(model, prompt, result.token_ids, 0.8), result.log_probs) <= 1e-5
+
+
 @pytest.mark.parametrize("keeps_statistics", [True, False])
 def test_tokens_read_from_the_core_are_those_that_vllm_hands_to_its_users(
     tiny: tuple[VLLMEngine, Any], monkeypatch: pytest.MonkeyPatch, keeps_statistics: bool
@@ -141,7 +155,7 @@ def test_tokens_read_from_the_core_are_those_that_vllm_hands_to_its_users(
         for output in step():
             known = running[output.request_id]
             copy = handed.setdefault(output.request_id, Sample(known.request, known.index, known.vllm_id, known.seed))
-            copy.absorb(output, 0)
+            take_user_output(copy, output)
 
     monkeypatch.setattr(engine._llm, "step", watched)
     monkeypatch.setattr(processor, "_keeps_statistics", keeps_statistics)

@@ -92,6 +92,15 @@ def test_engine_kwargs_reach_vllm_and_win() -> None:
     assert arguments["enforce_eager"] is True
 
 
+def test_on_a_cpu_no_prompt_is_cut_into_steps() -> None:
+    short = VLLMSettings("m", max_model_len=100, max_num_batched_tokens=4096).vllm_arguments(cpu=True)
+    assert (short["enable_chunked_prefill"], short["max_num_batched_tokens"]) == (False, 4096)
+    long = VLLMSettings("m", max_model_len=9000, max_num_batched_tokens=4096).vllm_arguments(cpu=True)
+    assert (long["enable_chunked_prefill"], long["max_num_batched_tokens"]) == (False, 9000)
+    assert "max_num_batched_tokens" not in VLLMSettings("m", max_num_batched_tokens=4096).vllm_arguments(cpu=True)
+    assert VLLMSettings("m").vllm_arguments(cpu=False)["enable_chunked_prefill"] is True
+
+
 @pytest.mark.parametrize(
     ("given", "size"),
     [

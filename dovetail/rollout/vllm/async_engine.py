@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -28,6 +28,7 @@ from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.readiness import DROPPED_BY_SLEEP, NO_WEIGHTS, RUNNING, require_usable, require_weights_awake
 from dovetail.rollout.request_rules import check_prompt
 from dovetail.rollout.vllm import weight_calls
+from dovetail.rollout.vllm.core_outputs import CoreOutputs
 from dovetail.rollout.vllm.environment import prepare, starting_processes
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.live import LiveSamples
@@ -70,6 +71,7 @@ class AsyncVLLMEngine:
         self._llm: Any = None
         self._version = 0
         self._live = LiveSamples()
+        self._writing: dict[str, Sample] = {}  # by the core's names
         self._serial = itertools.count()
         self._paused = False
         self._asleep: frozenset[MemoryTag] = frozenset()
@@ -90,6 +92,7 @@ class AsyncVLLMEngine:
         arguments = AsyncEngineArgs(**settings.vllm_arguments(cpu=self._cpu))
         with starting_processes(cpu=self._cpu):
             self._llm = AsyncLLM.from_engine_args(arguments)
+        self._read_the_core()
         self._max_model_len = self._llm.model_config.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._logprobs: LogprobsMode = settings.logprobs
@@ -234,14 +237,41 @@ class AsyncVLLMEngine:
     async def _run(self, sample: Sample) -> None:
         room = self._max_model_len - len(sample.request.prompt_token_ids)
         params = vllm_sampling_params(sample, eos_ids=self._eos_ids, room=room)
-        async for output in self._llm.generate(prompt_of(sample.request), params, sample.vllm_id):
-            sample.absorb(output, self._version)
+        try:
+            async for output in self._llm.generate(prompt_of(sample.request), params, sample.vllm_id):
+                if output.finished:  # its tokens have come from the core before
+                    sample.finish(output.outputs[0].finish_reason)
+        finally:
+            self._writing.pop(sample.core_id, None)
+
+    def _read_the_core(self) -> None:
+        """Before the first request. The task that hands vLLM's outputs on is started anew, to hand them to us."""
+        llm = self._llm
+        llm.output_processor = CoreOutputs(
+            llm.output_processor, self._absorb, added=self._name, keeps_statistics=llm.log_stats
+        )
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+            llm.output_handler = None
+        llm._run_output_handler()
+
+    def _name(self, vllm_id: str, core_id: str, num_prompt_tokens: int) -> None:
+        sample = self._live.get(vllm_id)
+        assert sample is not None, f"vLLM was given request {vllm_id} by somebody else"
+        sample.core_id, sample.num_prompt_tokens = core_id, num_prompt_tokens
+        self._writing[core_id] = sample
+
+    def _absorb(self, outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            sample = self._writing.get(output.request_id)
+            if sample is not None and sample.finish_reason is None:  # else it was aborted while the step ran
+                sample.absorb(output, self._version)
 
     async def _hold(self) -> None:
         """Pause between two tokens, and take in every token written before: it belongs to the old version."""
         await self._llm.pause_generation(mode="keep", clear_cache=False)
-        # What the core wrote before it paused has reached this process, but not yet every waiting coroutine: vLLM hands
-        # outputs on in slices, one turn of the loop each.
+        # What the core wrote before it paused has reached this process, but need not be taken in yet: vLLM hands it on
+        # in slices, one turn of the loop each.
         queue = getattr(self._llm.engine_core, "outputs_queue", None)
         while queue is not None and not queue.empty():
             await asyncio.sleep(0.001)

@@ -30,6 +30,9 @@ class LiveSamples:
         if repeated:
             raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
 
+    def get(self, vllm_id: str) -> Sample | None:
+        return self._samples.get(vllm_id)
+
     def of(self, request_ids: Collection[str] | None) -> list[Sample]:
         """The samples of these requests; None: of all."""
         return [
@@ -45,8 +48,9 @@ class LiveSamples:
             sample = self._samples.get(output.request_id)
             if sample is None:
                 continue  # aborted while the step ran
-            sample.absorb_core(output, version)
-            if sample.finish_reason is not None:
+            sample.absorb(output, version)
+            if output.finish_reason is not None:
+                sample.finish(str(output.finish_reason))
                 finished.append(sample)
         self.remove(finished)
         return bool(finished)

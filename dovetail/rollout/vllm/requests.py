@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.rollout.base import FinishReason, GenerationRequest, LogprobsMode, SamplingParams, derive_seed
@@ -15,33 +15,23 @@ _MAX_SEED = 2**63 - 1
 
 @dataclass(slots=True)
 class Sample(GrowingResponse):
-    """`vllm_id` is unique in the engine. `absorb` takes what vLLM hands to users, `absorb_core` what its core wrote."""
+    """`vllm_id` is unique in the engine, `core_id` what vLLM's core calls it."""
 
     vllm_id: str
     seed: int
+    core_id: str = field(default="", kw_only=True)
 
-    def absorb_core(self, output: Any, version: int) -> None:
+    def absorb(self, output: Any, version: int) -> None:
         """Take the new tokens of an `EngineCoreOutput`, written under `version`."""
         if output.new_token_ids:
             assert output.new_logprobs is not None, "every request asks for the log-probs of its tokens"
             # One row for each token, the sampled one's score in its first place.
             scores = [row[0] for row in output.new_logprobs.logprobs.tolist()]
             self.extend(output.new_token_ids, scores, version)
-        if output.finish_reason is not None:
-            self.finish_reason = _finish_reason(str(output.finish_reason))
 
-    def absorb(self, output: Any, version: int) -> None:
-        """Take the new tokens of a `RequestOutput` (DELTA), written under `version`."""
-        completion = output.outputs[0]
-        if output.prompt_token_ids:  # with the placeholders of images widened
-            self.num_prompt_tokens = len(output.prompt_token_ids)
-        token_ids = list(completion.token_ids)
-        if token_ids:
-            assert completion.logprobs is not None, "every request asks for the log-probs of its tokens"
-            scores = [entry[token].logprob for entry, token in zip(completion.logprobs, token_ids, strict=True)]
-            self.extend(token_ids, scores, version)
-        if completion.finish_reason is not None:
-            self.finish_reason = _finish_reason(completion.finish_reason)
+    def finish(self, reason: str) -> None:
+        """End for what vLLM calls `reason`."""
+        self.finish_reason = _finish_reason(reason)
 
 
 def samples_of(request: GenerationRequest, serial: int) -> list[Sample]:

@@ -101,9 +101,21 @@ class VLLMSettings(EngineSettings):
         if self._graphs_stop_short(cpu=cpu):
             arguments["max_cudagraph_capture_size"] = self.max_num_seqs
         if cpu:
-            # Compiling takes minutes and gains nothing measurable; a share of the machine's memory would be a lot.
-            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
+            arguments |= self._on_cpu(arguments["max_num_batched_tokens"])
         return self.with_engine_kwargs(arguments)
+
+    def _on_cpu(self, budget: int) -> dict[str, Any]:
+        """Compiling takes minutes and gains nothing measurable; a share of the machine's memory would be a lot.
+
+        vLLM dies when it cuts a prompt with a seed into steps: it rewinds the row's generator, which only CUDA's can
+        (0.26 to 0.32). Whole prompts need room for the longest; without a length vLLM finds that itself.
+        """
+        return {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": None if self.max_model_len is None else max(budget, self.max_model_len),
+        }
 
     def _graphs_stop_short(self, *, cpu: bool) -> bool:
         """Whether vLLM left to itself would run its largest batches without graphs, a third slower on an H200."""
