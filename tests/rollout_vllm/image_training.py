@@ -1,7 +1,8 @@
 """A training run on images with vLLM, in a process of its own: ``python -m tests.rollout_vllm.image_training FOLDER``.
 
 vLLM reads images with torchvision and blake3. Where torch is a CPU build the published torchvision needs help to be
-imported, and beside all other tests it would change what transformers does: only this process finds the two.
+imported (`sglang_cpu_start`, from a sitecustomize), and beside all other tests it would change what transformers does:
+only this process and those it starts find the two.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from pathlib import Path
 
 
 def main(folder: Path) -> None:
-    import sglang_cpu_start  # noqa: F401  declares the operators that torchvision misses beside a CPU torch
-
     from tests.rollout_vllm.test_training_run import KEYS
     from tests.trainer import image_run
     from tests.trainer.toy_run import train

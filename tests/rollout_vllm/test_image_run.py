@@ -22,10 +22,13 @@ def test_vllm_and_trainer_see_the_same_pictures_at_every_step_of_a_run(tmp_path:
     vision = os.environ.get("DOVETAIL_VISION_PATH")
     if not vision:
         pytest.skip("DOVETAIL_VISION_PATH is not set to a folder with torchvision and blake3; `make test` sets it")
-    folders = [str(ROOT), vision, str(ROOT / "dovetail" / "rollout" / "sglang" / "cpu")]
+    # vLLM looks at a model's class in a process of its own, unless a run before has left what it found there.
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "sitecustomize.py").write_text("import sglang_cpu_start\n")
+    folders = [str(ROOT), vision, str(tmp_path / "start"), str(ROOT / "dovetail" / "rollout" / "sglang" / "cpu")]
     done = subprocess.run(
         [sys.executable, "-m", "tests.rollout_vllm.image_training", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "VLLM_CACHE_ROOT": str(tmp_path / "cache")},
         cwd=ROOT,
         capture_output=True,
         text=True,
