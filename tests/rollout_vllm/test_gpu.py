@@ -92,7 +92,7 @@ def test_log_probs_under_a_cut_are_those_before_it(engine: VLLMEngine) -> None:
     assert max(shifts) - min(shifts) <= 1e-4
     for scores, temperature in ((plain, 1.0), (warm, 0.7), (cut, 0.7)):
         wanted = torch.cat([log_probs(model, PROMPT, [token], temperature) for token in scores])
-        # Attention is of TF32 here: what that is off by is divided by the temperature too.
+        # vLLM's attention asks for no more than TF32, and what logits are off by is divided by the temperature.
         assert mean_gap(wanted, list(scores.values())) <= 1e-3 / temperature
     for token, score in cut.items():
         kept = top_k_top_p_log_probs(model, PROMPT, [token], temperature=0.7, top_k=20, top_p=0.8)
