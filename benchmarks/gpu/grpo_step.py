@@ -29,6 +29,7 @@ SIDES = {
     "dovetail": (),
     "dovetail-ray": ("ray",),
     "dovetail-vllm": ("vllm",),
+    "dovetail-vllm-async": ("ray", "vllm"),
     "trl": ("trl", "vllm"),
     "plain": (),
 }
@@ -65,7 +66,11 @@ def run_side(side: str, folder: Path, steps: int) -> dict[str, Any]:
     if side == "plain":
         return run_plain(folder, steps)
     return run_dovetail(
-        folder, steps, engine="vllm" if side == "dovetail-vllm" else "native", use_ray=side == "dovetail-ray"
+        folder,
+        steps,
+        engine="vllm" if "vllm" in side else "native",
+        mode="async" if side.endswith("async") else "sync",
+        use_ray="ray" in SIDES[side],
     )
 
 
@@ -97,17 +102,17 @@ def measure(side: str, folder: Path, steps: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     base = next((row["step_s"] for row in rows if row["side"] == "trl" and "step_s" in row), None)
-    lines = [f"{'side':14} {'step (s)':>9} {'tokens/s':>9} {'over TRL':>9} {'peak GiB':>9}  parts, goal: {GOAL}"]
+    lines = [f"{'side':19} {'step (s)':>9} {'tokens/s':>9} {'over TRL':>9} {'peak GiB':>9}  parts, goal: {GOAL}"]
     for row in rows:
         if "step_s" not in row:
-            lines.append(f"{row['side']:14} {row['note']}")
+            lines.append(f"{row['side']:19} {row['note']}")
             continue
         rate = PROMPTS * SAMPLES * (RESPONSE + 120) / row["step_s"]
         ratio = f"{base / row['step_s']:.2f}x" if base else "-"
         parts = {name: value for name, value in row.items() if name.endswith("_s") and name != "step_s"}
         shown = ", ".join(f"{name} {_rounded(value)}" for name, value in parts.items())
         lines.append(
-            f"{row['side']:14} {row['step_s']:9.2f} {rate:9.0f} {ratio:>9} {row.get('peak_gib', 0):9.1f}  {shown}"
+            f"{row['side']:19} {row['step_s']:9.2f} {rate:9.0f} {ratio:>9} {row.get('peak_gib', 0):9.1f}  {shown}"
         )
     return "\n".join(lines)
 
@@ -144,7 +149,7 @@ class StepClock:
         return [end - start for start, end in itertools.pairwise(self.ends)]
 
 
-def run_dovetail(folder: Path, steps: int, *, engine: str, use_ray: bool = False) -> dict[str, Any]:
+def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, use_ray: bool) -> dict[str, Any]:
     """The trainer itself: data, generation, rewards, advantages, update, run folder. One process unless `use_ray`."""
     from dovetail.config import load_config
     from dovetail.trainer.run import run_training
@@ -160,6 +165,7 @@ def run_dovetail(folder: Path, steps: int, *, engine: str, use_ray: bool = False
             f"{policy}.model.use_fused_kernels=True",
             f"{policy}.model.enable_gradient_checkpointing=False",
             f"{policy}.rollout.name={engine}",
+            f"{policy}.rollout.mode={mode}",
             f"{policy}.rollout.n={SAMPLES}",
             f"{policy}.rollout.ignore_eos=True",
             f"{policy}.rollout.max_num_seqs={PROMPTS * SAMPLES}",
@@ -177,7 +183,7 @@ def run_dovetail(folder: Path, steps: int, *, engine: str, use_ray: bool = False
             "trainer.n_gpus_per_node=1",
             f"trainer.total_training_steps={steps}",
             "trainer.save_freq=-1",
-            f"trainer.default_local_dir={folder}/run-{engine}-{os.getpid()}",
+            f"trainer.default_local_dir={folder}/run-{engine}-{mode}-{os.getpid()}",
             "trainer.resume_mode=disable",
         ]
     ).config

@@ -64,9 +64,6 @@ def _engine(config: DovetailConfig) -> Iterator[Wish]:
         yield f"{_ROLLOUT}.name", "openai", why
     elif rollout.mode == "server" and rollout.name != "sglang":
         yield f"{_ROLLOUT}.mode", "server", "no server is started; give rollout.server_urls, or use sync"
-    elif (rollout.name, rollout.mode) == ("vllm", "async") and config.trainer.device != "cpu":
-        why = "its engines ask Ray for devices of their own, and the trainer holds them all; use sync"
-        yield f"{_ROLLOUT}.mode", "async", why
     if rollout.quantization is not None:
         why = "weights that change after every step are not quantised again; use null"
         yield f"{_ROLLOUT}.quantization", rollout.quantization, why

@@ -9,7 +9,7 @@ from dovetail.weight_sync.broadcast import (
     WeightReceiver,
     WeightSender,
 )
-from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, iter_buckets
+from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
 from dovetail.weight_sync.checksum import (
     ChecksummedWeights,
     SampledWeights,
@@ -19,6 +19,7 @@ from dovetail.weight_sync.checksum import (
     tensor_checksum,
     weight_checksum,
 )
+from dovetail.weight_sync.device_memory import Ticket, borrow, lend
 from dovetail.weight_sync.disk import DiskVersion, DiskWeights
 from dovetail.weight_sync.protocols import NamedTensors, SleepingSink, WeightSink, WeightSource
 from dovetail.weight_sync.sharding_manager import (
@@ -49,14 +50,18 @@ __all__ = [
     "ShardingManager",
     "SharedMemoryBuckets",
     "SleepingSink",
+    "Ticket",
     "WeightAccount",
     "WeightMismatchError",
     "WeightReceiver",
     "WeightSender",
     "WeightSink",
     "WeightSource",
+    "borrow",
     "choose_sample",
+    "entries_of",
     "iter_buckets",
+    "lend",
     "read_bucket_file",
     "require_equal",
     "tensor_checksum",

@@ -22,7 +22,6 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     ((f"{M}.hf_config_path=/a",), f"{M}.hf_config_path", f"{M}.override_config"),
     (("critic.model.lora_rank=8",), "critic.model.lora_rank", "trained whole"),
     ((f"{R}.mode=server",), f"{R}.mode", "use sync"),
-    ((VLLM, f"{R}.mode=async"), f"{R}.mode", "use sync"),
     ((VLLM, f"{R}.quantization=fp8"), f"{R}.quantization", "use null"),
     ((f"{R}.tensor_model_parallel_size=2",), f"{R}.tensor_model_parallel_size", "use 1"),
     ((VLLM, f"{R}.data_parallel_size=2"), f"{R}.data_parallel_size", "use 1"),

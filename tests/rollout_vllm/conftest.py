@@ -21,6 +21,18 @@ def small_settings(folder: Path | str, **overrides: Any) -> VLLMSettings:
     return VLLMSettings(str(folder), **{**defaults, **overrides})
 
 
+def gpu_settings(folder: Path | str) -> VLLMSettings:
+    return VLLMSettings(
+        str(folder),
+        dtype="float32",
+        max_num_seqs=32,
+        gpu_memory_utilization=0.2,
+        enforce_eager=True,
+        # In float32 vLLM's first choice is FlashInfer, which need not be installed.
+        engine_kwargs={"attention_backend": "TRITON_ATTN"},
+    )
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")

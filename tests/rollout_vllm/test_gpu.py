@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams
-from dovetail.rollout.vllm import VLLMEngine, VLLMSettings
+from dovetail.rollout.vllm import VLLMEngine
 from tests.models.tiny import tiny_model
+from tests.rollout_vllm.conftest import gpu_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap, top_k_top_p_log_probs
 
 pytestmark = pytest.mark.gpu
@@ -24,16 +25,7 @@ PROMPT = list(range(3, 203))
 
 @pytest.fixture(scope="module")
 def engine(folders: dict[str, Path]) -> Iterator[VLLMEngine]:
-    settings = VLLMSettings(
-        str(folders["llama_tied"]),
-        dtype="float32",
-        max_num_seqs=32,
-        gpu_memory_utilization=0.2,
-        enforce_eager=True,
-        # In float32 vLLM's first choice is FlashInfer, which need not be installed.
-        engine_kwargs={"attention_backend": "TRITON_ATTN"},
-    )
-    with VLLMEngine(settings, verify_weights=4) as built:
+    with VLLMEngine(gpu_settings(folders["llama_tied"]), verify_weights=4) as built:
         yield built
 
 

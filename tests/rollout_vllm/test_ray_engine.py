@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from dovetail.controller.cluster import start_ray, stop_ray
-from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
+from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
 from dovetail.rollout.vllm.ray_engine import RayVLLMEngine
 from dovetail.weight_sync import DiskWeights, WeightSender
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+from tests.rollout_vllm.running import Running, wait_for_tokens
 
 pytestmark = pytest.mark.engine
 
@@ -34,34 +35,6 @@ def engine(folders: dict[str, Path]) -> Iterator[RayVLLMEngine]:
     with RayVLLMEngine(small_settings(folders["llama_tied"]), bucket_bytes=1 << 16) as built:
         yield built
     stop_ray()
-
-
-class _Running:
-    """A generation on a thread."""
-
-    def __init__(self, engine: RayVLLMEngine, *requests: GenerationRequest) -> None:
-        self.results: list[GenerationResult] = []
-        self.error: EngineError | None = None
-        self._thread = threading.Thread(target=self._run, args=(engine, requests))
-        self._thread.start()
-
-    def _run(self, engine: RayVLLMEngine, requests: tuple[GenerationRequest, ...]) -> None:
-        try:
-            self.results = engine.generate(requests)
-        except EngineError as error:
-            self.error = error
-
-    def join(self, seconds: float) -> None:
-        self._thread.join(seconds)
-        assert not self._thread.is_alive(), f"still generating after {seconds} s"
-
-
-def _wait_for_tokens(engine: RayVLLMEngine, name: str, count: int) -> None:
-    for _ in range(3000):
-        if engine.num_tokens().get(name, 0) >= count:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{count} tokens of {name!r} were not written in a minute")
 
 
 def _update(engine: RayVLLMEngine, path: str, model: Any, version: int, folder: Path) -> None:
@@ -95,8 +68,8 @@ def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights
 ) -> None:
     old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=5)
     engine.update_weights(old.named_parameters(), 1)
-    running = _Running(engine, GenerationRequest("long", PROMPT, LONG))
-    _wait_for_tokens(engine, "long", 20)
+    running = Running(engine, GenerationRequest("long", PROMPT, LONG))
+    wait_for_tokens(engine, "long", 20)
     if paused_first:
         engine.pause()
         count = engine.num_tokens()["long"]
@@ -117,8 +90,8 @@ def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights
 
 
 def test_abort_ends_a_request_with_what_it_wrote(engine: RayVLLMEngine) -> None:
-    running = _Running(engine, GenerationRequest("cut", PROMPT, LONG))
-    _wait_for_tokens(engine, "cut", 10)
+    running = Running(engine, GenerationRequest("cut", PROMPT, LONG))
+    wait_for_tokens(engine, "cut", 10)
     assert engine.abort(["cut"]) == 1
     running.join(30)
     assert running.results[0].finish_reason == "abort"
@@ -128,8 +101,8 @@ def test_abort_ends_a_request_with_what_it_wrote(engine: RayVLLMEngine) -> None:
 def test_a_misfit_is_named_and_requests_that_were_running_fail_with_the_update(engine: RayVLLMEngine) -> None:
     model = tiny_model("llama_tied", seed=1)
     weights = dict(model.named_parameters())
-    running = _Running(engine, GenerationRequest("doomed", PROMPT, LONG))
-    _wait_for_tokens(engine, "doomed", 5)
+    running = Running(engine, GenerationRequest("doomed", PROMPT, LONG))
+    wait_for_tokens(engine, "doomed", 5)
     with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.norm\.weight"):
         engine.update_weights([item for item in weights.items() if item[0] != "model.norm.weight"], 7)
     running.join(30)
@@ -168,8 +141,8 @@ def test_an_engine_killed_in_mid_batch_is_replaced_and_the_batch_finished(engine
     requests = [GenerationRequest(f"short {n}", [*PROMPT, 5 + n], GREEDY) for n in range(3)]
     requests += [GenerationRequest(f"long {n}", [*PROMPT, 9 + n], LONG) for n in range(2)]
     _, core = _pids(engine)
-    running = _Running(engine, *requests)
-    _wait_for_tokens(engine, "long 1", 40)
+    running = Running(engine, *requests)
+    wait_for_tokens(engine, "long 1", 40)
     os.kill(core, signal.SIGKILL)
     running.join(180)
     assert running.error is None
@@ -183,8 +156,8 @@ def test_an_engine_killed_in_mid_batch_is_replaced_and_the_batch_finished(engine
 def test_a_killed_engine_process_is_reported_within_ten_seconds(engine: RayVLLMEngine) -> None:
     """The last of this file: the engine is gone afterwards."""
     actor, core = _pids(engine)
-    running = _Running(engine, GenerationRequest("lost", PROMPT, LONG))
-    _wait_for_tokens(engine, "lost", 5)
+    running = Running(engine, GenerationRequest("lost", PROMPT, LONG))
+    wait_for_tokens(engine, "lost", 5)
     os.kill(core, signal.SIGKILL)
     running.join(10)
     assert "engine process died" in str(running.error)

@@ -63,7 +63,7 @@ def play(rank: int, world_size: int, folder: Path) -> Played:
             f"{R}.engine_kwargs": {"vllm": {"kv_cache_memory_bytes": 64 << 20}},
         },
     )
-    start_ray(num_cpus=4, object_store_memory=256 << 20)
+    start_ray(num_cpus=1, object_store_memory=256 << 20)  # for the worker: the engine beside it asks for none
     groups = create_groups(config, use_ray=True, use_gpu=False)
     groups.init_policy(4)
     policy = groups.actor_rollout

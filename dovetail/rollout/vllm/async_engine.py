@@ -74,6 +74,7 @@ class AsyncVLLMEngine:
         self._writing: dict[str, Sample] = {}  # by the core's names
         self._serial = itertools.count()
         self._paused = False
+        self._cache_waits = False  # to wake up: a pause holds it back
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._weights_gap = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
         self._updating = asyncio.Lock()
@@ -177,6 +178,9 @@ class AsyncVLLMEngine:
     async def continue_(self) -> None:
         async with self._updating:
             self._paused = False
+            if self._cache_waits:
+                await self._llm.wake_up(["kv_cache"])
+                self._cache_waits = False
             await self._llm.resume_generation()
 
     @_death_is_ours
@@ -192,20 +196,20 @@ class AsyncVLLMEngine:
         if self._live and not self._paused:
             raise EngineError(RUNNING)
         await self._llm.reset_prefix_cache(reset_running_requests=True)
-        if not self._cpu and self.settings.enable_sleep:
-            weights_too = "weights" in tags
-            await self._llm.sleep(level=self.settings.sleep_level if weights_too else 1, mode="keep")
-            if not weights_too:
-                await self._llm.wake_up(["weights"])
-            self._asleep |= frozenset(ALL_TAGS if weights_too else tags)
-        else:
-            self._asleep |= frozenset(tags)
+        wanted = frozenset(tags)
+        if self._cpu or not self.settings.enable_sleep:
+            self._asleep |= wanted
+        elif wanted - self._asleep:
+            await self._sleep_on_device(wanted)
 
     @_death_is_ours
     async def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         wanted = frozenset(tags) & self._asleep
         if wanted and not self._cpu and self.settings.enable_sleep:
-            await self._llm.wake_up(sorted(wanted))
+            # Wide awake, vLLM would go on with what is paused: the cache then has to wait for `continue_`.
+            self._cache_waits |= self._paused and "kv_cache" in wanted
+            if now := wanted - ({"kv_cache"} if self._cache_waits else set()):
+                await self._llm.wake_up(sorted(now))
             if "weights" in wanted and self.settings.sleep_level == 2:
                 self._version = NO_WEIGHTS
                 self._weights_gap = DROPPED_BY_SLEEP
@@ -277,6 +281,21 @@ class AsyncVLLMEngine:
             await asyncio.sleep(0.001)
         for _ in range(8 + self.settings.max_num_seqs // 16):
             await asyncio.sleep(0)
+
+    async def _sleep_on_device(self, wanted: frozenset[MemoryTag]) -> None:
+        """No call of vLLM puts away one thing more, or the cache alone: wake all, put both away, fetch weights back."""
+        if self._asleep or self._cache_waits:
+            if self._live:  # they would be written on while all is awake
+                raise EngineError("part of the engine is asleep already; continue or abort what is paused first.")
+            await self._llm.wake_up(None)
+            self._cache_waits = False
+        if "weights" in wanted | self._asleep:
+            await self._llm.sleep(level=self.settings.sleep_level, mode="keep")
+            self._asleep = frozenset(ALL_TAGS)
+        else:
+            await self._llm.sleep(level=1, mode="keep")
+            await self._llm.wake_up(["weights"])
+            self._asleep = wanted
 
     async def _update(self, loads: Iterable[weight_calls.Call], version: int) -> None:
         await self.enter_update()

@@ -32,7 +32,7 @@ from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.async_engine import AsyncVLLMEngine
 from dovetail.rollout.vllm.environment import environment
 from dovetail.rollout.vllm.settings import VLLMSettings
-from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress
+from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress, lend
 
 logger = logging.getLogger(__name__)
 
@@ -40,27 +40,51 @@ MAX_CONCURRENCY = 1024
 START_TIMEOUT_S = 600.0
 
 
-def vllm_actor_class(*, num_cpus: float = 1, num_gpus: float = 0, **options: Any) -> Any:
+def vllm_actor_class(
+    *, num_cpus: float = 1, num_gpus: float = 0, env_vars: Mapping[str, str] | None = None, **options: Any
+) -> Any:
     """`AsyncVLLMEngine` as a Ray actor class: one event loop, up to `MAX_CONCURRENCY` calls at once.
 
-    The environment variables vLLM needs are set for the actor, where the driver's own do not say otherwise.
+    The environment variables vLLM needs are set for the actor, where the driver's own do not say otherwise; `env_vars`
+    go with them.
     """
     import ray
 
     env = {
         name: os.environ.get(name, value) for name, value in environment(cpu=runs_on_cpu(), own_process=True).items()
     }
+    env |= env_vars or {}
     actor: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MAX_CONCURRENCY}
     return ray.remote(**actor, runtime_env={"env_vars": env}, **options)(AsyncVLLMEngine)
 
 
+def beside_this_process(device: torch.device) -> dict[str, Any]:
+    """Options of an actor on this machine, and on `device`, which this process has already: it asks Ray for nothing."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
+    if ray.is_initialized():
+        node = ray.get_runtime_context().get_node_id()
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+    if device.type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        options["env_vars"] = {
+            "CUDA_VISIBLE_DEVICES": visible[index] if index < len(visible) and visible[index] else str(index),
+            # To an actor that asks for no GPU Ray up to 2.4x would show none.
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        }
+    return options
+
+
 class RayVLLMEngine(RolloutEngine):
     """One actor on this machine or another; weights from this process reach it only on this machine, from elsewhere
-    use a group or a folder.
+    use a group or a folder. With `lends`, a GPU that both processes are on, they stay on it if the driver allows that.
 
     `reload_weights` is called with the engine after a restart and must bring it to the current version; without it an
     engine whose weights have been updated cannot be restarted. `on_device` are options of the actor: num_cpus,
-    num_gpus, scheduling_strategy.
+    num_gpus, scheduling_strategy, env_vars.
     """
 
     name = "vllm"
@@ -72,6 +96,7 @@ class RayVLLMEngine(RolloutEngine):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         restarts: int = 0,
         reload_weights: Callable[[RayVLLMEngine], None] | None = None,
+        lends: torch.device | None = None,
         **on_device: Any,
     ) -> None:
         import ray
@@ -85,6 +110,7 @@ class RayVLLMEngine(RolloutEngine):
         self._closed = False
         self._version = 0
         self._expected = self._start()
+        self._lends = lends if lends is not None and self._can_read(lends) else None
 
     @classmethod
     def from_config(
@@ -103,7 +129,8 @@ class RayVLLMEngine(RolloutEngine):
             ),
             bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
             restarts=config.restart_engine,
-            num_gpus=config.engine_world_size if device.type == "cuda" else 0,
+            lends=device if device.type == "cuda" else None,
+            **beside_this_process(device),
         )
 
     @property
@@ -135,7 +162,10 @@ class RayVLLMEngine(RolloutEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:
             raise ValueError("update_weights(None) is for engines that share the trainer's memory; vLLM has its own.")
-        loads = weight_calls.loads_through_shared_memory(weights, self._bucket_bytes)
+        if self._lends is not None:
+            loads = weight_calls.loads_on_device(weights, self._bucket_bytes, self._lends)
+        else:
+            loads = weight_calls.loads_through_shared_memory(weights, self._bucket_bytes)
         self._get(self.actor.enter_update.remote())
         done = None
         try:
@@ -205,6 +235,14 @@ class RayVLLMEngine(RolloutEngine):
     def _start(self) -> ExpectedWeights:
         self.actor = vllm_actor_class(**self._on_device).remote(self.settings, bucket_bytes=self._bucket_bytes)
         return self._get(self.actor.start.remote(), timeout=START_TIMEOUT_S)
+
+    def _can_read(self, device: torch.device) -> bool:
+        """Whether the one worker of the engine reads memory of `device` that this process lends."""
+        if self.num_workers > 1:
+            return False
+        trial = torch.randint(256, (64,), dtype=torch.uint8, device=device)
+        call = weight_calls.trial_call(lend(trial))
+        return self._get(self.actor.call.remote(*call)) == [trial.tolist()]
 
     @property
     def _needs_weights(self) -> bool:

@@ -17,8 +17,11 @@ from dovetail.weight_sync import (
     GroupAddress,
     NamedTensors,
     SharedMemoryBuckets,
+    Ticket,
     WeightMismatchError,
     choose_sample,
+    iter_buckets,
+    lend,
     require_equal,
 )
 
@@ -80,6 +83,18 @@ def loads_through_shared_memory(weights: NamedTensors, bucket_bytes: int) -> Ite
     with SharedMemoryBuckets(bucket_bytes) as shared:
         for path in shared.write(weights):
             yield "dovetail_load_file", (str(path),)
+
+
+def loads_on_device(weights: NamedTensors, bucket_bytes: int, device: torch.device) -> Iterator[Call]:
+    """For one worker in another process on `device`, which has been seen to read what this process lends."""
+    for bucket in iter_buckets(weights, bucket_bytes):
+        memory = bucket.buffer.to(device)  # kept until the worker has answered
+        yield "dovetail_load_lent", (lend(memory), bucket.header())
+
+
+def trial_call(trial: Ticket) -> Call:
+    """Whether workers can read what this process lends: each gives the bytes it found, or None."""
+    return "dovetail_read_lent", (trial,)
 
 
 def loads_from_disk(version: DiskVersion) -> Iterator[Call]:

@@ -1,0 +1,34 @@
+"""A generation on a thread, and how to wait for its tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult
+from dovetail.rollout.vllm.ray_engine import RayVLLMEngine
+
+
+class Running:
+    def __init__(self, engine: RayVLLMEngine, *requests: GenerationRequest) -> None:
+        self.results: list[GenerationResult] = []
+        self.error: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, args=(engine, requests))
+        self._thread.start()
+
+    def _run(self, engine: RayVLLMEngine, requests: tuple[GenerationRequest, ...]) -> None:
+        try:
+            self.results = engine.generate(requests)
+        except EngineError as error:
+            self.error = error
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), f"still generating after {seconds} s"
+
+
+def wait_for_tokens(engine: RayVLLMEngine, name: str, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while engine.num_tokens().get(name, 0) < count:
+        assert time.monotonic() < deadline, f"{count} tokens of {name!r} were not written in a minute"
+        time.sleep(0.002)
