@@ -10,19 +10,18 @@ import pytest
 pytestmark = pytest.mark.unit
 
 _PROGRAM = """
-import sys, time
-start = time.perf_counter()
+import sys
+started_with = set(sys.modules)
 from dovetail.config import load_config
-loaded = load_config(overrides=["trainer.seed=3"])
-seconds = time.perf_counter() - start
+load_config(overrides=["trainer.seed=3"])
 heavy = [name for name in ("torch", "ray", "transformers", "tensordict", "numpy", "omegaconf") if name in sys.modules]
-print(heavy, seconds)
+print(heavy, len(set(sys.modules) - started_with))
 """
 
 
-def test_loading_a_configuration_imports_nothing_heavy_and_takes_under_a_second() -> None:
+def test_loading_a_configuration_imports_nothing_heavy_and_few_modules_at_all() -> None:
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True, timeout=60)
-    heavy, _, seconds = done.stdout.strip().rpartition(" ")
+    heavy, _, count = done.stdout.strip().rpartition(" ")
     assert heavy == "[]"
-    # Measured 0.25 s on one core; the bound leaves room for a busy machine.
-    assert float(seconds) < 1.0
+    # 188, most of them pydantic's and the standard library's, in 0.25 s. torch alone would be a thousand more.
+    assert int(count) < 300

@@ -58,11 +58,9 @@ def test_mesh_calls_collect_one_rank_of_each_data_parallel_rank(group: RayWorker
 
 
 def test_a_future_returns_at_once_and_gives_what_the_blocking_call_gives(group: RayWorkerGroup) -> None:
-    start = time.monotonic()
     future = group.slow_plus(batch(8))
-    assert time.monotonic() - start < 0.9, "a non-blocking call must not wait for the workers"
     assert isinstance(future, DataProtoFuture)
-    assert not future.done()
+    assert not future.done(), "a non-blocking call must not wait for the workers"
     assert column(future.get()) == [row + 1 for row in range(8)]
     assert future.done()
     assert column(group.plus.submit(batch(4), 1).get()) == [2, 3, 4, 5]
@@ -71,11 +69,9 @@ def test_a_future_returns_at_once_and_gives_what_the_blocking_call_gives(group: 
 
 
 def test_futures_chain_through_calls_without_reaching_the_driver(group: RayWorkerGroup) -> None:
-    start = time.monotonic()
     first = group.slow_plus(batch(8))
     second = group.plus_later(first, 10)
     third = group.mesh_plus.submit(second)  # four parts become two shares
-    assert time.monotonic() - start < 0.9
     assert not first.done()
     assert column(third.get()) == [row + 11 for row in range(8)]
     assert isinstance(third, BatchFuture)
