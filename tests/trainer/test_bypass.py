@@ -64,9 +64,12 @@ def test_reinforce_past_the_old_policy_trains_as_ppo_does_while_engine_and_train
     bypass = {f"{CORRECTION}.bypass_mode": True}
     passes: list[Any] = []
     compute = DataParallelPPOActor.compute_log_prob
-    monkeypatch.setattr(
-        DataParallelPPOActor, "compute_log_prob", lambda self, *args: passes.append(self) or compute(self, *args)
-    )
+
+    def counted(self: DataParallelPPOActor, *args: Any, **settings: Any) -> Any:
+        passes.append(self)
+        return compute(self, *args, **settings)
+
+    monkeypatch.setattr(DataParallelPPOActor, "compute_log_prob", counted)
     clipped = run(toy, tmp_path / "clipped", bypass)
     weighted = {**bypass, f"{CORRECTION}.loss_type": "reinforce", f"{CORRECTION}.rollout_is": "token"}
     reinforce = run(toy, tmp_path / "reinforce", weighted)
