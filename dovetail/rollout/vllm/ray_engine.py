@@ -72,7 +72,7 @@ def beside_this_process(device: torch.device) -> dict[str, Any]:
         index = torch.cuda.current_device() if device.index is None else device.index
         options["env_vars"] = {
             "CUDA_VISIBLE_DEVICES": visible[index] if index < len(visible) and visible[index] else str(index),
-            # To an actor that asks for no GPU Ray up to 2.4x would show none.
+            # Older versions of Ray show no GPU to an actor that asks for none.
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         }
     return options
