@@ -1,11 +1,15 @@
-"""Where an actor goes that shares a device with the process that starts it."""
+"""Where an actor goes that shares a device with the process that starts it, and whether it can read its memory."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from dovetail.rollout.vllm.ray_engine import beside_this_process
+from dovetail.rollout.vllm import ray_engine
+from dovetail.rollout.vllm.ray_engine import RayVLLMEngine, beside_this_process
 
 pytestmark = pytest.mark.unit
 
@@ -27,3 +31,33 @@ def test_it_sees_the_device_of_this_process_and_asks_ray_for_none(
 
 def test_on_a_cpu_it_is_given_no_device() -> None:
     assert "env_vars" not in beside_this_process(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("found", "num_workers", "wanted"),
+    [("the bytes", 1, True), ("other bytes", 1, False), (None, 1, False), ("the bytes", 2, False)],
+)
+def test_memory_is_lent_where_the_one_worker_reads_it_back(
+    found: str | None, num_workers: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "lend", lambda trial: tuple(trial.tolist()))
+
+    def read(method: str, args: tuple[tuple[int, ...]]) -> list[list[int] | None]:
+        assert method == "dovetail_read_lent"
+        return [list(args[0]) if found == "the bytes" else None if found is None else [0, *args[0]]]
+
+    assert RayVLLMEngine._can_read(_engine(read, num_workers), torch.device("cpu")) is wanted
+
+
+def test_an_allocator_that_cannot_lend_leaves_weights_to_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lend(trial: torch.Tensor) -> tuple[int, ...]:
+        raise RuntimeError("expandable segments cannot be shared")
+
+    monkeypatch.setattr(ray_engine, "lend", lend)
+    assert not RayVLLMEngine._can_read(_engine(lambda *call: pytest.fail("asked"), 1), torch.device("cpu"))
+
+
+def _engine(read: Any, num_workers: int) -> Any:
+    """A `RayVLLMEngine` whose worker answers at once."""
+    actor = SimpleNamespace(call=SimpleNamespace(remote=read))
+    return SimpleNamespace(num_workers=num_workers, actor=actor, _get=lambda answer: answer)

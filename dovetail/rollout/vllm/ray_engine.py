@@ -241,7 +241,11 @@ class RayVLLMEngine(RolloutEngine):
         if self.num_workers > 1:
             return False
         trial = torch.randint(256, (64,), dtype=torch.uint8, device=device)
-        call = weight_calls.trial_call(lend(trial))
+        try:
+            call = weight_calls.trial_call(lend(trial))
+        except RuntimeError as error:  # of an allocator whose memory no other process can map
+            logger.info("weights go through shared memory, because memory of %s cannot be lent: %s", device, error)
+            return False
         return self._get(self.actor.call.remote(*call)) == [trial.tolist()]
 
     @property
