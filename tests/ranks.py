@@ -18,8 +18,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.patience import patience
-
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
@@ -42,7 +40,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes; return what each rank returned, by rank.
 
     The first failing rank's traceback is raised here and the other ranks are killed, so a collective that waits for a
-    dead peer cannot hang a test. ``timeout`` is in seconds at the ordinary priority, see `patience`.
+    dead peer cannot hang a test. ``timeout`` is in seconds.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         return _run(fn, world_size, os.path.join(folder, "store"), args, timeout)
@@ -55,11 +53,9 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> Any
 
 def _run(fn: Callable[..., Any], world_size: int, store: str | None, args: tuple, timeout: float) -> list[Any]:
     processes, pipes = [], []
-    timeout = patience(timeout)
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
-        whole = (fn, rank, world_size, store, timeout, niceness, sender, args)
+        whole = (fn, rank, world_size, store, timeout, sender, args)
         process = _CONTEXT.Process(target=_main, args=whole, daemon=True)
         process.start()
         sender.close()
@@ -100,12 +96,9 @@ def _main(
     world_size: int,
     store: str | None,
     timeout: float,
-    niceness: int,
     sender: Connection,
     args: tuple,
 ) -> None:
-    # That of the thread which asked, not of the fork server. Only root may lower it.
-    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
     if store is not None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -7,7 +7,6 @@ shardings; float32 keeps 1e-7 of each. Two Adam steps keep that size, since eps 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ import pytest
 from dovetail.backends.base import ForwardOptions
 from dovetail.backends.build import build_backend
 from dovetail.backends.torch_backend import TorchBackend
-from tests.ahead import ahead
 from tests.backends.tiny import (
     FP32,
     OPTIM,
@@ -100,8 +98,8 @@ def reference() -> Trained:
     return train(Case(1, "single", (8,)))
 
 
-@ahead
-def trained(folder: Path) -> ByWorldSize:
+@pytest.fixture(scope="module")
+def trained() -> ByWorldSize:
     """All cases of a world size share one start of its processes."""
     return {1: [run_alone(train_all)], **{size: run_ranks(train_all, size) for size in (2, 4)}}
 

@@ -28,7 +28,6 @@ from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import ValueModel
 from dovetail.protocol import DataProto
-from tests.ahead import ahead
 from tests.backends.tiny import (
     FP32,
     OPTIM,
@@ -58,14 +57,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@ahead
-def ranks(folder: Path) -> list[Found]:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    folder = tmp_path_factory.mktemp("ranks")
     run_alone(save_policy, folder)
     return run_ranks(everything, 2, folder)
 
 
-@ahead
-def alone(folder: Path) -> Found:
+@pytest.fixture(scope="module")
+def alone() -> Found:
     return run_alone(train_alone)
 
 

@@ -20,7 +20,6 @@ from dovetail.config.model import ModelConfig, RewardNetworkConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_policy, build_reward
-from tests.ahead import ahead
 from tests.ranks import run_alone, run_ranks
 from tests.workers.tiny_run import as_numpy, largest_difference, rollout_batch, save_classifier, small_model
 
@@ -41,15 +40,17 @@ class Folders:
     reward: Path
 
 
-@ahead
-def found(folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each part of this module asks of two processes, in one start of them; of the second rank."""
+    folder = tmp_path_factory.mktemp("found")
     return run_ranks(run_parts, 2, run_alone(save_models, folder), timeout=300.0)[1]
 
 
-@ahead
-def plain(folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same of one process without Megatron."""
+    folder = tmp_path_factory.mktemp("plain")
     return run_alone(run_plain, run_alone(save_models, folder))
 
 

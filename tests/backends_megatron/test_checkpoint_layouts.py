@@ -13,7 +13,6 @@ from torch import Tensor
 from dovetail.backends.base import TokenOutput
 from dovetail.config.optim import OptimConfig
 from dovetail.protocol import DataProto
-from tests.ahead import ahead
 from tests.backends_megatron.family_models import VOCAB_SIZE, megatron_backend, save_folder
 from tests.ranks import run_alone, run_ranks
 
@@ -35,8 +34,9 @@ LOADED_ON: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-@ahead
-def results(folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("results")
     run_alone(_save_models, folder)
     return run_ranks(_all_cases, 2, folder, timeout=280)[0] | {"root": folder}
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ahead import ahead
 from tests.backends_megatron.family_models import CONFIGS, VOCAB_SIZE, hf_model, megatron_model, save_folder
 from tests.ranks import run_alone, run_ranks
 
@@ -41,9 +40,10 @@ LOGIT_LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-@ahead
-def results(folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All cases in one launch: importing Megatron costs more than they do. Rank 0's findings; it sees all tensors."""
+    folder = tmp_path_factory.mktemp("results")
     run_alone(_save_models, folder)
     return run_ranks(_all_cases, 4, folder, timeout=280)[0]
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from dovetail.protocol import DataProto
-from tests.ahead import ahead
 from tests.backends_megatron.updates import Layout, Updated, update_actor, update_critic
 from tests.ranks import run_alone, run_ranks
 from tests.workers.tiny_run import TOLERANCE, largest_difference, rollout_batch, small_model
@@ -70,9 +69,10 @@ Found = dict[str, list[dict[str, Updated]]]
 """Layout, then rank, then role."""
 
 
-@ahead
-def updated(folder: Path) -> Found:
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """All layouts of a world size share one start of its processes: importing Megatron takes seconds."""
+    folder = tmp_path_factory.mktemp("updated")
     folders, batch = run_alone(prepare, folder)
     by_size = {1: [run_alone(update_all, folders, batch)]}
     for size in (2, 4):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from dovetail.backends.megatron.vocab_parallel import VocabShard, vocab_parallel_log_prob
 from dovetail.models.head import plain_log_prob_entropy
-from tests.ahead import ahead
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -27,8 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@ahead
-def by_rank(folder: Path) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def by_rank() -> list[dict[str, Any]]:
     return run_ranks(compute, 2)
 
 

@@ -21,7 +21,6 @@ from dovetail.backends.build import build_backend
 from dovetail.backends.torch_backend import TorchBackend
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.store import CheckpointStore
-from tests.ahead import ahead
 from tests.backends.tiny import (
     FP32,
     OPTIM,
@@ -59,8 +58,9 @@ class States:
     loaded: dict[tuple[int, str, int, str], tuple[Weights, Weights, Any]]
 
 
-@ahead
-def states(root: Path) -> States:
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> States:
+    root = tmp_path_factory.mktemp("states")
     run_alone(save_single, root)
     two = run_ranks(on_two_ranks, 2, root)
     by_size = {1: run_alone(load_all, root), 2: two[0]["loads"], 4: run_ranks(load_all, 4, root)[0]}

@@ -18,14 +18,14 @@ from dovetail.controller import (
 from tests.controller.worker_examples import Collective
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
     start_ray(num_cpus=8, object_store_memory=256 * 1024**2)
     yield
     stop_ray()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool(ray_cluster: None) -> RayResourcePool:
     return RayResourcePool([4], use_gpu=False, name_prefix="test", max_colocate_count=3)
 
@@ -51,7 +51,7 @@ class Revived:
         return self._groups
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _roles(pool: RayResourcePool) -> Revived:
     def build() -> Roles:
         classes = {role: RayClassWithInitArgs(Collective, offset) for role, offset in [("actor", 1.0), ("critic", 2.0)]}
@@ -62,7 +62,7 @@ def _roles(pool: RayResourcePool) -> Revived:
     return Revived(build)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _two(pool: RayResourcePool) -> Revived:
     def build() -> Roles:
         half = pool.split(2)[0]

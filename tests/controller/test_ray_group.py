@@ -20,7 +20,7 @@ from dovetail.protocol import DataProto, DataProtoFuture
 from tests.controller.conftest import Roles
 from tests.controller.worker_examples import Calculator, add_rank, batch, column
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("controller")]
 
 
 def test_every_simple_dispatch_mode(group: RayWorkerGroup) -> None:

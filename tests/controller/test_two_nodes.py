@@ -1,4 +1,4 @@
-"""Pools stretch over nodes. Apart from the tests that share a Ray: what waits for work done ahead comes much later."""
+"""Pools stretch over nodes. In a program of its own, because it joins two Rays."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ahead import ahead
 from tests.controller.listening import is_loopback
-from tests.patience import patience
 
 pytestmark = pytest.mark.distributed
 
@@ -20,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = dict(os.environ)
 
 
-@ahead
-def two_nodes(folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def two_nodes() -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "tests.controller.two_nodes"]
-    options = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": patience(240)}
+    options = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 240}
     return subprocess.run(program, check=False, **options)
 
 

@@ -19,7 +19,7 @@ from dovetail.protocol import DataProto
 from tests.controller.conftest import Roles
 from tests.controller.worker_examples import Calculator, Collective, batch, column
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("controller")]
 
 
 def test_an_exception_arrives_with_role_rank_method_and_the_workers_traceback(roles: Roles) -> None:

@@ -12,15 +12,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from tests.ahead import ahead
 from tests.docs.blocks import Block, blocks_of
-from tests.docs.models import models_in
-from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -28,23 +24,18 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 _MODEL = re.compile(r"\bmodels/[\w.-]+")
 ENVIRONMENT = dict(os.environ)
-"""As pytest has it: tests that run beside a page change their own."""
-
-
-@ahead
-def carried_out(folder: Path, page: Path) -> None:
-    for name in set(_MODEL.findall(page.read_text())):
-        shutil.copytree(models_in(folder.parent) / "policy", folder / name)
-        config = json.loads((folder / name / "config.json").read_text())
-        config["max_position_embeddings"] = 8192  # the pages speak of answers of thousands of tokens
-        (folder / name / "config.json").write_text(json.dumps(config))
-    for block in blocks_of(page):
-        run_block(block, folder)
+"""As pytest has it, whatever earlier tests have changed."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_every_block_of_the_page_does_what_it_says(page: Path, carried_out: Future[None]) -> None:
-    carried_out.result()
+def test_every_block_of_the_page_does_what_it_says(page: Path, models: Path, tmp_path: Path) -> None:
+    for name in set(_MODEL.findall(page.read_text())):
+        shutil.copytree(models / "policy", tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config["max_position_embeddings"] = 8192  # the pages speak of answers of thousands of tokens
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for block in blocks_of(page):
+        run_block(block, tmp_path)
 
 
 def test_the_guide_has_no_block_that_the_reader_of_blocks_overlooks() -> None:
@@ -99,7 +90,7 @@ def _run(words: list[str], block: Block, folder: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(folder),
     }
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=patience(240))
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == block.exit_code, (
         f"{block}: {' '.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     )

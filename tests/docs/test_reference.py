@@ -10,18 +10,14 @@ import re
 import shlex
 import subprocess
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dovetail.config import load_config
-from tests.ahead import ahead
 from tests.docs.blocks import Block, blocks_of
-from tests.docs.models import models_in
 from tests.docs.test_guide import ENVIRONMENT, ROOT
-from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -116,23 +112,18 @@ AFTER = {
 }
 
 
-@ahead
-def carried_out(folder: Path, page: str) -> None:
-    (folder / "model").symlink_to(models_in(folder.parent) / "policy")
+@pytest.mark.parametrize("page", PYTHON_PAGES)
+def test_python_of_the_page_runs(page: str, models: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(models / "policy")
     blocks = [block for block in BLOCKS if block.page == page and block.language == "python"]
     parts = [GIVEN.get((page, n), "") + block.text + AFTER.get((page, n), "") for n, block in enumerate(blocks)]
     body = "\n".join(parts).replace("path/to/model", "model").replace("max_new_tokens=512", "max_new_tokens=8")
-    (folder / "page.py").write_text(body)
-    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "page.py").write_text(body)
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "page.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=patience(240)
+        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, f"{page}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-
-
-@pytest.mark.parametrize("page", PYTHON_PAGES)
-def test_python_of_the_page_runs(page: str, carried_out: Future[None]) -> None:
-    carried_out.result()
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)

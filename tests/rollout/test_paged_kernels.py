@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.ahead import ahead
-
 ENVIRONMENT = dict(os.environ)
 CASES = Path(__file__).with_name("paged_kernels.py")
 Done = subprocess.CompletedProcess[str]
 
 
-@ahead
-def interpreted(folder: Path) -> Done:
+@pytest.fixture(scope="module")
+def interpreted() -> Done:
     return _run_cases("not gpu", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 

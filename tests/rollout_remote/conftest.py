@@ -16,12 +16,12 @@ FAMILY = "llama_tied"
 collect_ignore = [] if PYTHON_VARIABLE in os.environ else ["test_sglang_server.py"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(FAMILY, tmp_path_factory.mktemp("models") / FAMILY)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServer]]:
     logs = tmp_path_factory.mktemp("logs")
     started = [VLLMServer(folder, logs / f"server{number}.log") for number in range(2)]

@@ -16,7 +16,7 @@ from tests.docs.commands import page_command
 from tests.rollout_remote.servers import VLLMServer
 from tests.trainer.toy_run import Toy, save_toy_data
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.xdist_group("vllm-servers")]
 
 
 @pytest.mark.parametrize("path", ["disk", "broadcast"])

@@ -26,7 +26,7 @@ from tests.rollout_remote.conftest import FAMILY
 from tests.rollout_remote.servers import VLLMServer
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.xdist_group("vllm-servers")]
 
 # Longer than one block of the KV cache, so that its beginning is in the prefix cache.
 PROMPT = list(range(3, 203))

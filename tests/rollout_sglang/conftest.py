@@ -40,12 +40,12 @@ def small_settings(folder: Path | str, **overrides: Any) -> SGLangSettings:
     return SGLangSettings(str(folder), **{**defaults, "engine_kwargs": kwargs, **overrides})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama_tied", tmp_path_factory.mktemp("models") / "llama_tied")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def engine(tiny_folder: Path) -> Iterator[SGLangRollout]:
     """Of a model with tied embeddings; in this process, or two servers behind the router."""
     settings = small_settings(tiny_folder)

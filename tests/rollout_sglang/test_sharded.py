@@ -17,7 +17,6 @@ from dovetail.models.policy import PolicyModel
 from dovetail.rollout.base import GenerationRequest, SamplingParams
 from dovetail.rollout.sglang import SGLangRollout
 from dovetail.weight_sync import FSDPSGLangShardingManager, WeightSender, weight_checksum
-from tests.ahead import ahead
 from tests.models.tiny import save_tiny_model, tiny_model
 from tests.ranks import run_alone, run_ranks
 from tests.rollout_sglang.conftest import small_settings
@@ -62,8 +61,9 @@ def _hybrid(rank: int, world_size: int, folder: str) -> list[tuple[list[int], li
     return outcome
 
 
-@ahead
-def hybrid(folder: Path) -> list[Any]:
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("hybrid")
     return run_ranks(_hybrid, 2, str(run_alone(_save_model, folder)), timeout=800)
 
 

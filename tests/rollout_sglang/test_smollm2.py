@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dovetail.models.smollm2 import smollm2_folder
 from dovetail.rollout.base import GenerationRequest, SamplingParams
 from dovetail.rollout.sglang import SGLangRollout
-from tests.ahead import ahead
 from tests.ranks import run_alone
 from tests.rollout_sglang.conftest import small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
@@ -33,8 +31,8 @@ class Compared:
     versions: set[int]
 
 
-@ahead
-def compared(folder: Path) -> list[Compared]:
+@pytest.fixture(scope="module")
+def compared() -> list[Compared]:
     return run_alone(compare, timeout=800)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
-from tests.ahead import ahead
 from tests.models.tiny import save_tiny_model
 from tests.trainer.toy_run import Toy, save_toy_data, train_apart
 
@@ -35,15 +33,11 @@ def toy(folder: Path) -> Toy:
     return Toy(save_tiny_model("llama_tied", folder / "model"), save_toy_data(folder / "data", count=12))
 
 
-@ahead
-def run(folder: Path, placement: str) -> Path:
-    separate = placement == "devices of its own"
-    return train_apart(folder, SERVER | (SEPARATE if separate else {}), use_ray=separate, make=toy)
-
-
 @pytest.mark.parametrize("placement", ["shared devices", "devices of its own"])
-def test_engine_and_trainer_agree_at_every_step_of_a_run(run: Future[Path], placement: str) -> None:
-    metrics = RunFolder(run.result()).read_metrics()
+def test_engine_and_trainer_agree_at_every_step_of_a_run(placement: str, tmp_path: Path) -> None:
+    separate = placement == "devices of its own"
+    run = train_apart(tmp_path, SERVER | (SEPARATE if separate else {}), use_ray=separate, make=toy)
+    metrics = RunFolder(run).read_metrics()
     assert [row["step"] for row in metrics] == [1, 2, 3]
     # A stale engine would be off by tenths after an update at this rate; float32 kernels differ by rounding.
     assert [row["rollout_corr/probs_diff_max"] < 1e-4 for row in metrics] == [True] * 3

@@ -17,7 +17,7 @@ from dovetail.weight_sync import BroadcastFailedError, DiskWeights, WeightSender
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.quiet]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang")]
 
 PROMPT = list(range(3, 290))
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)

@@ -19,7 +19,7 @@ from tests.models.tiny import tiny_model
 from tests.rollout_sglang.conftest import Running
 from tests.rollout_vllm.reference import greedy
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.quiet]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang")]
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_new_tokens=160, ignore_eos=True)

@@ -18,7 +18,7 @@ from dovetail.rollout.sglang import SGLangRollout
 from dovetail.rollout.sglang.in_process import InProcessLink
 from tests.rollout_sglang.conftest import Running
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.quiet]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang")]
 
 LONG = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
 

@@ -33,13 +33,13 @@ def gpu_settings(folder: Path | str) -> VLLMSettings:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {family: save_tiny_model(family, root / family) for family in FAMILIES}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def engines(folders: dict[str, Path]) -> Iterator[dict[str, VLLMEngine]]:
     """One engine per family, with seed-0 weights at version 0, every update verified by reading back."""
     built = {family: VLLMEngine(small_settings(folder), verify_weights=4) for family, folder in folders.items()}
@@ -48,7 +48,7 @@ def engines(folders: dict[str, Path]) -> Iterator[dict[str, VLLMEngine]]:
         engine.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def smollm2() -> Iterator[tuple[VLLMEngine, Any, Any]]:
     """The engine, transformers' model and the tokenizer, all float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

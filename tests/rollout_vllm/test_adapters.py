@@ -17,7 +17,7 @@ from tests.rollout_vllm.conftest import small_settings
 from tests.trainer.test_separate_engines import prompts
 from tests.workers.tiny_run import rollout_batch, run_config, with_old_log_probs
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
 R, M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 

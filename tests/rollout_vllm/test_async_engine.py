@@ -14,7 +14,7 @@ from tests.rollout_vllm.conftest import small_settings
 from tests.rollout_vllm.reference import log_probs, mean_gap
 from tests.rollout_vllm.watched import PROMPTS, check_scores, generate, generate_watched
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
 
 def test_tokens_come_from_the_core_as_vllm_hands_them_to_its_users(folders: dict[str, Path]) -> None:

@@ -18,7 +18,7 @@ from tests.models.tiny import VOCAB_SIZE, tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap, take_user_output
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
 PROMPTS = [[5, 6, 7, 8], [250, 9], list(range(3, 290)), [17] * 40]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
-from tests.ahead import ahead
 from tests.models.tiny import save_tiny_model
 from tests.trainer.test_megatron_runs import KEYS, MEGATRON, A, assert_same_run
 from tests.trainer.toy_run import Toy, save_toy_data, train_apart
@@ -27,14 +26,16 @@ def toy(folder: Path) -> Toy:
     return Toy(save_tiny_model("llama_tied", folder / "model"), save_toy_data(folder / "data", count=12))
 
 
-@ahead
-def tensor_parallel(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tensor_parallel")
     cut = {f"{A}.megatron.tensor_model_parallel_size": 2}
     return train_apart(folder, {**KEYS, **MEGATRON, **VLLM, **cut}, use_ray=True, make=toy)
 
 
-@ahead
-def fsdp2(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fsdp2")
     return train_apart(folder, {**KEYS, **VLLM}, use_ray=True, make=toy)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dovetail.controller import WorkerError, start_ray, stop_ray
 from dovetail.trainer.groups import RoleGroups, create_groups
-from tests.ahead import ahead
 from tests.models.tiny import save_tiny_model
 from tests.ranks import run_alone
 from tests.trainer.test_separate_engines import prompts
@@ -42,8 +41,9 @@ class Played:
     refused_after_s: float
 
 
-@ahead
-def played(folder: Path) -> Played:
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    folder = tmp_path_factory.mktemp("played")
     return run_alone(play, folder, timeout=280.0)
 
 

@@ -18,7 +18,6 @@ from dovetail.models.policy import PolicyModel
 from dovetail.rollout.base import GenerationRequest, SamplingParams
 from dovetail.rollout.vllm import VLLMEngine
 from dovetail.weight_sync import FSDPVLLMShardingManager, GroupAddress, WeightSender
-from tests.ahead import ahead
 from tests.models.tiny import save_tiny_model, tiny_model
 from tests.ranks import run_alone, run_ranks
 from tests.rollout_vllm.conftest import small_settings
@@ -65,8 +64,9 @@ def _save_model(rank: int, world_size: int, folder: Path) -> Path:
     return save_tiny_model("llama_tied", folder)
 
 
-@ahead
-def hybrid(folder: Path) -> list[Any]:
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("hybrid")
     return run_ranks(_hybrid, 2, str(run_alone(_save_model, folder)))
 
 

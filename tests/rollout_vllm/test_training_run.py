@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
-from tests.ahead import ahead
 from tests.models.tiny import save_tiny_model
 from tests.trainer.test_workers import answers, assert_close
 from tests.trainer.toy_run import Toy, save_toy_data, train, train_apart
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
 
 KEYS = {
@@ -44,8 +43,9 @@ def test_engine_and_trainer_agree_at_every_step_of_a_run(one_process: Path) -> N
     assert (one_process / "metrics.jsonl").exists()
 
 
-@ahead
-def two_processes(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two_processes")
     keys = {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2}
     return train_apart(folder, {**KEYS, **keys}, use_ray=True, make=make_toy)
 

@@ -19,7 +19,7 @@ from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
 # Longer than the 128 tokens of one block of the KV cache, so that its beginning is in the prefix cache.
 PROMPT = list(range(3, 290))

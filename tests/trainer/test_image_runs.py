@@ -16,7 +16,6 @@ from dovetail.data.prompts import PromptDataset
 from dovetail.models.load import load_processor, load_tokenizer
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
-from tests.ahead import ahead
 from tests.models.tiny import IMAGE_TOKEN
 from tests.trainer.image_run import KEYS, save_image_toy
 from tests.trainer.test_workers import answers, assert_close
@@ -87,8 +86,9 @@ def test_both_saw_the_pictures_as_transformers_does(toy: Toy, one_worker: Path) 
     assert counts == {0, 1, 2}, "the batch mixes prompts with no, one and two images"
 
 
-@ahead
-def two_workers(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two_workers")
     keys = {**GRPO, "data.val_files": str(folder / "data" / "val.parquet"), "trainer.n_gpus_per_node": 2}
     return train_apart(folder, keys, use_ray=True, make=save_image_toy)
 

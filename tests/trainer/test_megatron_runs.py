@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
-from tests.ahead import ahead
 from tests.backends_megatron.family_models import CONFIGS, hf_model
 from tests.models.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.ranks import run_ranks
@@ -33,26 +32,30 @@ MEGATRON = {f"{A}.strategy": "megatron", f"{A}.megatron.dtype": "float32"}
 PER_RANK = ("global_seqlen/",)
 
 
-@ahead
-def fsdp2(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fsdp2")
     return train_apart(folder, KEYS, use_ray=True)
 
 
-@ahead
-def tensor_parallel(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tensor_parallel")
     cut = {f"{A}.megatron.tensor_model_parallel_size": 2, "trainer.save_freq": 3}
     return train_apart(folder, {**KEYS, **MEGATRON, **cut}, use_ray=True)
 
 
-@ahead
-def pipeline_parallel(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def pipeline_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline_parallel")
     cut = {f"{A}.megatron.pipeline_model_parallel_size": 2}
     return train_apart(folder, {**KEYS, **MEGATRON, **cut}, use_ray=True)
 
 
-@ahead
-def deepseek(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pipeline and expert parallel, uneven stages, everything offloaded between phases: 4 processes instead of 512."""
+    folder = tmp_path_factory.mktemp("deepseek")
     layout = {
         f"{A}.megatron.pipeline_model_parallel_size": 2,
         f"{A}.megatron.expert_model_parallel_size": 2,
@@ -68,8 +71,9 @@ def deepseek(folder: Path) -> Path:
     return train_apart(folder, {**KEYS, **MEGATRON, **layout}, use_ray=True, make=_deepseek)
 
 
-@ahead
-def deepseek_alone(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def deepseek_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepseek_alone")
     return train_apart(folder, {**KEYS, "trainer.n_gpus_per_node": 1, f"{A}.strategy": "single"}, make=_deepseek)
 
 

@@ -25,7 +25,6 @@ from dovetail.trainer.engines import SeparateEngines
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.workers.weight_check import SentWeights
 from dovetail.workers.weight_sending import SendResult
-from tests.ahead import ahead
 from tests.trainer.test_workers import answers, assert_close
 from tests.trainer.toy_run import Toy, train, train_apart
 from tests.workers.tiny_run import rollout_batch, run_config, small_model, with_old_log_probs
@@ -39,8 +38,9 @@ SPLIT = {"actor_rollout_ref.hybrid_engine": False, f"{R}.nnodes": 1, f"{R}.n_gpu
 LONG = 400
 
 
-@ahead
-def separate(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("separate")
     return train_apart(folder, {**KEYS, **SPLIT}, use_ray=True)
 
 

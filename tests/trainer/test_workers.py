@@ -19,8 +19,6 @@ from transformers import AutoModelForCausalLM
 from dovetail.cli.main import main
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.groups import create_groups
-from tests.ahead import ahead
-from tests.patience import patience
 from tests.ranks import run_alone
 from tests.trainer.toy_run import Toy, make_toy, repeatable, train, train_apart
 from tests.workers.tiny_run import rollout_batch
@@ -74,8 +72,9 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
                 assert ours[name] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), (theirs["step"], name)
 
 
-@ahead
-def two_workers(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two_workers")
     return train_apart(folder, {**KEYS, "trainer.n_gpus_per_node": 2, "trainer.save_freq": -1}, use_ray=True)
 
 
@@ -127,14 +126,15 @@ def assert_export_is_the_policy(toy: Toy, run: Path) -> None:
     torch.testing.assert_close(ours[mask], theirs[mask], atol=1e-5, rtol=0)
 
 
-@ahead
-def killed(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`python -m dovetail.trainer.main_ppo` with a worker process, killed when it has saved two steps, run again."""
+    folder = tmp_path_factory.mktemp("killed")
     arguments, run = run_alone(_arguments, folder), folder / "run"
     program = [sys.executable, "-m", "dovetail.trainer.main_ppo", *arguments]
     apart = {"env": ENVIRONMENT, "cwd": folder}
     process = subprocess.Popen(program, **apart, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + patience(120)
+    deadline = time.monotonic() + 120
     while not (run / "global_step_2").exists():
         assert process.poll() is None, f"the program ended with {process.returncode}"
         assert time.monotonic() < deadline, "two steps took too long"
@@ -143,7 +143,7 @@ def killed(folder: Path) -> Path:
     assert process.wait() == -signal.SIGKILL
     done = [row["step"] for row in RunFolder(run).read_metrics()]
     assert len(done) < STEPS
-    second = subprocess.run(program, **apart, capture_output=True, text=True, timeout=patience(120))
+    second = subprocess.run(program, **apart, capture_output=True, text=True, timeout=120)
     assert second.returncode == 0, second.stderr[-3000:]
     return run
 

@@ -137,7 +137,7 @@ def make_toy(folder: Path) -> Toy:
 def train_apart(
     folder: Path, changes: Mapping[str, Any], *, use_ray: bool = False, make: Callable[[Path], Toy] = make_toy
 ) -> Path:
-    """The folder of a run in a process of its own, on a model and data of its own: for `tests.ahead`."""
+    """The folder of a run in a process of its own, on a model and data of its own."""
     run_alone(_train_here, folder, changes, use_ray, make, timeout=600.0)
     return folder / "run"
 

@@ -18,7 +18,6 @@ from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.micro_batches import MicroBatchLimit
-from tests.ahead import ahead
 from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, train_layouts
 from tests.workers.tiny_run import (
     MINI_BATCH,
@@ -84,8 +83,9 @@ LAYOUTS = {
 }
 
 
-@ahead
-def trained(folder: Path) -> ByLayout:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> ByLayout:
+    folder = tmp_path_factory.mktemp("trained")
     return train_layouts(LAYOUTS, train, prepare, folder)
 
 

@@ -16,7 +16,6 @@ from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_value
 from dovetail.workers.critic import DataParallelPPOCritic
-from tests.ahead import ahead
 from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, train_layouts
 from tests.workers.tiny_run import (
     MINI_BATCH,
@@ -55,8 +54,9 @@ LAYOUTS = {
 }
 
 
-@ahead
-def trained(folder: Path) -> ByLayout:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> ByLayout:
+    folder = tmp_path_factory.mktemp("trained")
     return train_layouts(LAYOUTS, train, prepare, folder)
 
 
