@@ -23,10 +23,12 @@ SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
 ENGINES_READY := $(READY)-engines
-TIERS  ?= not gpu
+TIERS  ?= not gpu and not slow
 ARGS   ?=
+# Two processes share the tests; a group of tests that share an engine or a Ray stays in one of them.
+PYTEST := -m pytest -n 2 --dist loadgroup
 
-.PHONY: help setup engines sglang-env test-sglang browser demo test test-unit test-gpu check format docs bench clean
+.PHONY: help setup engines sglang-env test-sglang browser demo test test-all test-unit test-gpu check format docs bench clean
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | column -t -s "$$(printf '\t')"
@@ -74,19 +76,22 @@ demo: setup      ## the main job on this machine
 # Both runs are always made, and both must pass: servers of SGLang driven from dovetail's environment, and SGLang in the
 # process of its own environment. Compiled first, because hundreds of processes would do it again where
 # PYTHONDONTWRITEBYTECODE is set.
-test: setup engines sglang-env browser  ## all tests but those that need a GPU
+test: setup engines sglang-env browser  ## the tests of every landing: all but the slow ones and those that need a GPU
 	@$(BIN)/python -m compileall -q dovetail tests
 	@DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) DOVETAIL_VISION_PATH=$(CURDIR)/$(VENV)/vision \
-	$(BIN)/python -m pytest -m '$(TIERS)' $(ARGS); core=$$?; \
+	$(BIN)/python $(PYTEST) -m '$(TIERS)' --durations=20 $(ARGS); core=$$?; \
 	$(SGLANG_PYTHON) -m pytest -m '$(TIERS)' tests/rollout_sglang; sglang=$$?; \
 	echo "exit status: $$core in $(VENV), $$sglang in $(SGLANG_VENV)"; [ $$core -eq 0 ] && [ $$sglang -eq 0 ]
+
+test-all:        ## the slow ones too: every layout, more seeds, long chaos, a million answers on the dashboard
+	@$(MAKE) test TIERS='not gpu'
 
 test-sglang: setup engines sglang-env  ## the tests of SGLang alone
 	@DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m pytest tests/rollout_sglang $(ARGS); core=$$?; \
 	$(SGLANG_PYTHON) -m pytest tests/rollout_sglang $(ARGS); sglang=$$?; [ $$core -eq 0 ] && [ $$sglang -eq 0 ]
 
 test-unit: setup ## the tests that take seconds
-	$(BIN)/python -m pytest -m unit $(ARGS)
+	$(BIN)/python $(PYTEST) -m 'unit and not slow' $(ARGS)
 
 test-gpu: setup  ## the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu $(ARGS)
