@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.config import ConfigError, load_config
+from dovetail.config.arguments import split_arguments
 
 if TYPE_CHECKING:
     from dovetail.config.root import DovetailConfig
@@ -49,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    files = [Path(text) for text in args.inputs if "=" not in text and not text.startswith(("~", "+"))]
-    overrides = [text for text in args.inputs if Path(text) not in files]
+    files, overrides = split_arguments(args.inputs)
     with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as folder:
         small: list[str] = []
         if not files and not args.overrides_file and not any(text.startswith(f"{_MODEL_KEY}=") for text in overrides):

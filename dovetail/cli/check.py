@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from dovetail.config.arguments import split_arguments
 from dovetail.config.checks import Finding, check_config
 from dovetail.config.errors import ConfigError, Notice, Problem
 from dovetail.config.load import load_config
@@ -40,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0 when the configuration is valid, 2 when it is not."""
-    files = [item for item in args.items if not _is_override(item)]
-    overrides = [item for item in args.items if _is_override(item)]
+    files, overrides = split_arguments(args.items)
     try:
         loaded = load_config(files, overrides, overrides_files=args.overrides_file)
     except ConfigError as error:
@@ -89,8 +89,3 @@ def _as_json(valid: bool, plan: Plan | None, notices: Sequence[Notice], findings
 
 def _as_finding(problem: Problem) -> Finding:
     return problem if isinstance(problem, Finding) else Finding(problem.key, problem.message)
-
-
-def _is_override(item: str) -> bool:
-    # `~a.b` takes a key back; `~/recipe.yaml` is a file that no shell has expanded.
-    return "=" in item or item.startswith("+") or (item.startswith("~") and not item.startswith("~/"))

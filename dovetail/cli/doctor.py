@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dovetail.config.arguments import split_arguments
 from dovetail.config.checks import check_config
 from dovetail.config.errors import ConfigError
 from dovetail.config.load import load_config
@@ -73,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _look_and_run(args: argparse.Namespace, view: DoctorView, work: Path) -> bool:
     from dovetail.cli.installed import core_versions, installed_parts, machine
 
-    files = [Path(item) for item in args.items if "=" not in item and not item.startswith(("~", "+"))]
-    overrides = [item for item in args.items if Path(item) not in files]
+    files, overrides = split_arguments(args.items)
     try:
         given = load_config(files, overrides).config
     except ConfigError as error:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from dovetail.config import ConfigError, load_config
+from dovetail.config.arguments import split_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +27,7 @@ def run(args: argparse.Namespace) -> int:
         level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
     os.environ.setdefault("DOVETAIL_LOGGING_LEVEL", "INFO" if args.verbose else "WARNING")
-    files = [Path(text) for text in args.inputs if "=" not in text and not text.startswith(("~", "+"))]
-    overrides = [text for text in args.inputs if Path(text) not in files]
+    files, overrides = split_arguments(args.inputs)
     try:
         loaded = load_config(files, overrides, overrides_files=args.overrides_file)
     except ConfigError as error:

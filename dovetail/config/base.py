@@ -20,6 +20,7 @@ class Section(BaseModel):
         defer_build=True,
         # `trainer.experiment_name=42` is a name, not a mistake.
         coerce_numbers_to_str=True,
+        allow_inf_nan=False,
         protected_namespaces=(),
     )
 

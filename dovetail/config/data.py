@@ -7,38 +7,49 @@ from typing import Any, Literal
 from pydantic import Field
 
 from dovetail.config.base import Section
+from dovetail.config.home import HomePath
 
 
 class CustomClassConfig(Section):
     """A user's class, by file and name."""
 
-    path: str | None = Field(None, description="Python file or `pkg://module` that defines the class. Null: built-in.")
+    path: HomePath | None = Field(
+        None, description="Python file or `pkg://module` that defines the class. Null: built-in."
+    )
     name: str | None = Field(None, description="Name of the class in that file.")
 
 
 class SamplerConfig(Section):
     """A user's sampler (curriculum learning)."""
 
-    class_path: str | None = Field(None, description="Python file or `pkg://module` of the sampler. Null: built-in.")
+    class_path: HomePath | None = Field(
+        None, description="Python file or `pkg://module` of the sampler. Null: built-in."
+    )
     class_name: str | None = Field(None, description="Name of the sampler class.")
 
 
 class DataConfig(Section):
     """Prompts for training and validation."""
 
-    train_files: list[str] | str = Field([], description="Training prompts: one parquet / jsonl path or a list.")
+    train_files: list[HomePath] | HomePath = Field(
+        [], description="Training prompts: one parquet / jsonl path or a list."
+    )
     train_weights: list[float] | None = Field(
         None,
         description="Share of each file of `train_files` in every epoch, one number per file. Null: by their sizes.",
     )
-    val_files: list[str] | str = Field([], description="Validation prompts: one path or a list. Empty: no validation.")
-    tokenizer: str | None = Field(None, description="Tokenizer path. Null: the one of the model.")
+    val_files: list[HomePath] | HomePath = Field(
+        [], description="Validation prompts: one path or a list. Empty: no validation."
+    )
+    tokenizer: HomePath | None = Field(None, description="Tokenizer path. Null: the one of the model.")
     train_max_samples: int = Field(-1, ge=-1, description="Use at most this many training rows; -1 for all.")
     val_max_samples: int = Field(-1, ge=-1, description="Use at most this many validation rows; -1 for all.")
-    prompt_key: str = Field("prompt", description="Column that holds the chat messages.")
-    reward_fn_key: str = Field("data_source", description="Column that selects the reward rule.")
-    image_key: str = Field("images", description="Column that holds the images of a prompt.")
-    video_key: str = Field("videos", description="Column that holds the videos of a prompt.")
+    prompt_key: str = Field("prompt", strict=True, min_length=1, description="Column that holds the chat messages.")
+    reward_fn_key: str = Field(
+        "data_source", strict=True, min_length=1, description="Column that selects the reward rule."
+    )
+    image_key: str = Field("images", strict=True, min_length=1, description="Column that holds the images of a prompt.")
+    video_key: str = Field("videos", strict=True, min_length=1, description="Column that holds the videos of a prompt.")
     max_prompt_length: int = Field(512, ge=1, description="Longest prompt, in tokens; prompts are left-padded to it.")
     max_response_length: int = Field(512, ge=1, description="Longest response, in tokens.")
     train_batch_size: int = Field(1024, ge=1, description="Prompts per training step, over all devices.")
@@ -64,7 +75,7 @@ class DataConfig(Section):
     return_multi_modal_inputs: bool = Field(True, description="Keep processed image and video tensors in the batch.")
     image_patch_size: int = Field(14, ge=1, description="Patch edge of the vision tower, in pixels.")
     trust_remote_code: bool = Field(False, description="Let tokenizer and processor run code from the model folder.")
-    tool_config_path: str | None = Field(
+    tool_config_path: HomePath | None = Field(
         None, description="Tools shown in the chat template. Null: `rollout.multi_turn.tool_config_path`."
     )
     apply_chat_template_kwargs: dict[str, Any] = Field(

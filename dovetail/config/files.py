@@ -17,10 +17,10 @@ def read_yaml(path: Path) -> Tree:
     from yaml import YAMLError
 
     if not path.is_file():
-        raise ValueError(f"{path} is not a file; pass the path of a YAML file")
+        raise ValueError(f"{path} is not a file; pass the path of a YAML file, or an override as key=value")
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (YAMLError, OmegaConfBaseException, OSError) as error:
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds a {type(loaded).__name__}; a configuration is a mapping of sections")

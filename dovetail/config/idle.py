@@ -12,6 +12,7 @@ from functools import reduce
 from typing import Any
 
 from dovetail.config.errors import Notice, name_some
+from dovetail.config.keys import catalogue
 from dovetail.config.names import ADV_ESTIMATORS, POLICY_LOSSES
 from dovetail.config.pending import changes_nothing, pending
 from dovetail.config.root import DovetailConfig
@@ -50,6 +51,20 @@ def idle_notices(config: DovetailConfig, values: Mapping[str, Any], *, told: set
         Notice(keys[0].partition("=")[0], f"{name_some(keys)}: no effect in this run: {reason}.")
         for reason, keys in found.items()
     ]
+
+
+def is_unread(config: DovetailConfig, key: str) -> bool:
+    """Whether this run does not read `key`, whatever its value: its part is off, or nothing acts on it."""
+    if _is_pending(config, key) or any(entry.concerns(config, key, _ANY) for entry in IDLE):
+        return True
+    *parts, _ = key.split(".")
+    above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    # Without its network `reward_model` still says how answers are scored.
+    return any(_is(f"{name}.enable", False)(config) for name in above if name in _SWITCHED and name != "reward_model")
+
+
+_ANY = object()
+_SWITCHED = frozenset(key.removesuffix(".enable") for key in catalogue(DovetailConfig) if key.endswith(".enable"))
 
 
 def _is_pending(config: DovetailConfig, key: str) -> bool:

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -132,6 +132,8 @@ def _walk(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) is Annotated:  # a string with a rule of its own, such as a path
+        return _alternatives(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (Union, types.UnionType):
         return tuple(one for part in typing.get_args(annotation) for one in _alternatives(part))
     return (annotation,)
@@ -141,6 +143,7 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a s
 
 
 def _describe(kind: Any) -> str:
+    (kind,) = _alternatives(kind) if typing.get_origin(kind) is Annotated else (kind,)
     if kind in _WORDS:
         return _WORDS[kind]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

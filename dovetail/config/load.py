@@ -5,6 +5,7 @@ Order, later wins: YAML files, launch lists, overrides. Checks that relate sever
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from dovetail.config.errors import ConfigError, Notice, Problem, name_some
 from dovetail.config.files import read_yaml, resolve_interpolations
-from dovetail.config.idle import idle_notices
+from dovetail.config.idle import idle_notices, is_unread
 from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.no_effect import UNUSED_BY_ROLE, NoEffect, no_effect
 from dovetail.config.overrides import Override, parse_overrides, read_overrides_file
@@ -60,8 +61,11 @@ class _Draft:
         self.sources: dict[str, str] = {}
         self.problems: list[Problem] = []
         self.notices: list[Notice] = []
+        self.unset: dict[str, str] = {}
+        """Keys that a file leaves open (`???`), with the file."""
 
     def lay_file(self, path: Path) -> None:
+        path = Path(os.path.expanduser(path))
         try:
             loaded = read_yaml(path)
         except ValueError as error:
@@ -71,10 +75,15 @@ class _Draft:
         self.sources |= {key: str(path) for key, _ in leaves(loaded)}
 
     def lay_overrides_file(self, path: Path) -> None:
+        path = Path(os.path.expanduser(path))
         if not path.is_file():
             self.problems.append(Problem(str(path), f"{path} is not a file; pass the path of a launch list."))
             return
-        parsed = read_overrides_file(path)
+        try:
+            parsed = read_overrides_file(path)
+        except (OSError, UnicodeDecodeError) as error:
+            self.problems.append(Problem(str(path), f"{path} cannot be read as a launch list: {error}."))
+            return
         self._lay(parsed.overrides)
         self.problems += parsed.problems
         self.notices += parsed.notices
@@ -95,7 +104,7 @@ class _Draft:
         self.problems += unknown
         wrong = {problem.key for problem in unknown}
         config, problems = build({key: value for key, value in kept.items() if key not in wrong})
-        self.problems += problems
+        self.problems += [*problems, *self._left_open(config)]
         if config is None or self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
         self._note_values(config, kept)
@@ -104,6 +113,18 @@ class _Draft:
             put(tree, key, value)
         sources = {key: self._source(translated.spelling.get(key, key)) for key in kept}
         return LoadedConfig(config, tuple(dict.fromkeys(self.notices)), tree, sources)
+
+    def _left_open(self, config: DovetailConfig | None) -> list[Problem]:
+        """A key that is `???` must be set, unless this run does not read it."""
+        problems: list[Problem] = []
+        for key, file in self.unset.items():
+            names = list(translate({key: None}).leaves) or [key]
+            if all(no_effect(name) for name in (key, *names)) or (
+                config is not None and all(is_unread(config, name) for name in names)
+            ):
+                continue
+            problems.append(Problem(key, f"{key} is ??? in {file}: it must be set."))
+        return problems
 
     def _lay(self, overrides: Sequence[Override]) -> None:
         for override in overrides:
@@ -133,8 +154,7 @@ class _Draft:
             self.notices.append(Notice(targets[0], message))
             values = {key: value for key, value in values.items() if key not in targets}
         for key in [key for key, value in values.items() if value == "???"]:
-            if no_effect(key) is None:
-                self.problems.append(Problem(key, f"{key} is ??? in {self._source(key)}: it must be set."))
+            self.unset[key] = self._source(key)
             del values[key]
         return values
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from dovetail.config.base import Section
 from dovetail.config.fsdp import Dtype
+from dovetail.config.home import HomePath
 
 
 class MegatronConfig(Section):
@@ -30,7 +31,7 @@ class MegatronConfig(Section):
     use_distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
     dtype: Dtype = Field("bfloat16", description="Dtype of weights and activations; master weights are float32.")
     use_dist_checkpointing: bool = Field(False, description="Load the start weights from a Megatron checkpoint.")
-    dist_checkpointing_path: str | None = Field(None, description="Folder of that Megatron checkpoint.")
+    dist_checkpointing_path: HomePath | None = Field(None, description="Folder of that Megatron checkpoint.")
     dist_checkpointing_prefix: str = Field("", description="Prefix of the weight names in that checkpoint.")
     override_transformer_config: dict[str, Any] = Field(
         {}, description="Extra fields of Megatron's `TransformerConfig` (free-form)."

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from dovetail.config.base import Section, inherits
 from dovetail.config.fsdp import FSDPConfig
+from dovetail.config.home import HomePath
 
 
 class FusedKernelConfig(Section):
@@ -22,9 +22,9 @@ class FusedKernelConfig(Section):
 class ModelConfig(Section):
     """The policy network."""
 
-    path: str = Field("", description="Hugging Face folder of the weights. Must be set.")
-    hf_config_path: str | None = Field(None, description="Folder of `config.json`. Null: `path`.")
-    tokenizer_path: str | None = Field(None, description="Folder of the tokenizer. Null: `path`.")
+    path: HomePath = Field("", description="Hugging Face folder of the weights. Must be set.")
+    hf_config_path: HomePath | None = Field(None, description="Folder of `config.json`. Null: `path`.")
+    tokenizer_path: HomePath | None = Field(None, description="Folder of the tokenizer. Null: `path`.")
     custom_chat_template: str | None = Field(None, description="Jinja chat template. Null: the tokenizer's.")
     trust_remote_code: bool = Field(False, description="Run code that comes with the model.")
     external_lib: str | None = Field(None, description="Python module imported before the model is built.")
@@ -42,13 +42,8 @@ class ModelConfig(Section):
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the adapters.")
     target_modules: str | list[str] = Field("all-linear", description="Modules that get an adapter.")
     exclude_modules: str | list[str] | None = Field(None, description="Modules that get none (names or one pattern).")
-    lora_adapter_path: str | None = Field(None, description="Adapter folder to start from. Null: fresh adapters.")
+    lora_adapter_path: HomePath | None = Field(None, description="Adapter folder to start from. Null: fresh adapters.")
     lora_merge: bool = Field(True, description="Send merged weights to the engine instead of adapters.")
-
-    @field_validator("path", "hf_config_path", "tokenizer_path", "lora_adapter_path")
-    @classmethod
-    def _from_home(cls, value: Any) -> Any:
-        return _expanded(value)
 
     @property
     def config_path(self) -> str:
@@ -69,16 +64,11 @@ class ModelConfig(Section):
 _POLICY = "actor_rollout_ref.model"
 
 
-def _expanded(path: Any) -> Any:
-    """`~` as a shell would have it: files have none to do it. Once, here, and not in every engine that reads a path."""
-    return os.path.expanduser(path) if isinstance(path, str) else path
-
-
 class CriticModelConfig(ModelConfig):
     """The value network: by default the policy's backbone with a value head."""
 
-    path: str = inherits(f"{_POLICY}.path", ModelConfig, "path", description="Folder of the weights.")
-    tokenizer_path: str | None = inherits(
+    path: HomePath = inherits(f"{_POLICY}.path", ModelConfig, "path", description="Folder of the weights.")
+    tokenizer_path: HomePath | None = inherits(
         f"{_POLICY}.tokenizer_path", ModelConfig, "tokenizer_path", description="Folder of the tokenizer."
     )
     trust_remote_code: bool = inherits(
@@ -101,8 +91,8 @@ class CriticModelConfig(ModelConfig):
 class RewardNetworkConfig(Section):
     """A sequence classifier that scores answers."""
 
-    path: str | None = Field(None, description="Hugging Face folder of the reward model.")
-    input_tokenizer: str | None = inherits(
+    path: HomePath | None = Field(None, description="Hugging Face folder of the reward model.")
+    input_tokenizer: HomePath | None = inherits(
         f"{_POLICY}.path",
         ModelConfig,
         "path",
@@ -119,8 +109,3 @@ class RewardNetworkConfig(Section):
         f"{_POLICY}.use_remove_padding", ModelConfig, "use_remove_padding", description="Pack sequences."
     )
     fsdp_config: FSDPConfig = Field(FSDPConfig.model_construct(), description="Sharding of the reward model.")
-
-    @field_validator("path", "input_tokenizer")
-    @classmethod
-    def _from_home(cls, value: Any) -> Any:
-        return _expanded(value)

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from dovetail.config.base import Section
+from dovetail.config.home import HomePath
 
 
 class MultiTurnConfig(Section):
@@ -20,8 +21,8 @@ class MultiTurnConfig(Section):
     tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
         "middle", description="Side at which a longer tool answer is cut."
     )
-    tool_config_path: str | None = Field(None, description="YAML file of the tools.")
-    interaction_config_path: str | None = Field(None, description="YAML file of the simulated user.")
+    tool_config_path: HomePath | None = Field(None, description="YAML file of the tools.")
+    interaction_config_path: HomePath | None = Field(None, description="YAML file of the simulated user.")
     use_inference_chat_template: bool = Field(False, description="Render later turns as an inference server would.")
     format: str = Field("hermes", description="Tool-call format of the model (hermes, llama3_json, gpt-oss, ...).")
     num_repeat_rollouts: int | None = Field(None, ge=1, description="Rollouts of one first turn. Null: one.")
@@ -32,4 +33,4 @@ class AgentLoopConfig(Section):
 
     num_workers: int = Field(8, ge=1, description="Worker processes.")
     default_agent_loop: str = Field("single_turn_agent", description="Loop of rows that name none.")
-    agent_loop_config_path: str | None = Field(None, description="YAML file of a user's loops.")
+    agent_loop_config_path: HomePath | None = Field(None, description="YAML file of a user's loops.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dovetail.config.base import Section
 
@@ -15,9 +15,9 @@ class OptimConfig(Section):
     optimizer: Literal["AdamW", "Adam", "SGD"] = Field("AdamW", description="Optimizer.")
     lr: float = Field(1e-6, ge=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of the two Adam moments.")
-    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    eps: float = Field(1e-8, gt=0, le=1, description="Adam's epsilon.")
     momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of SGD.")
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
+    weight_decay: float = Field(0.01, ge=0, le=1000, description="Decoupled weight decay.")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = Field(
         "constant", description="Shape of the schedule after the warm-up."
     )
@@ -38,6 +38,13 @@ class OptimConfig(Section):
     override_optimizer_config: dict[str, Any] | None = Field(
         None, description="Extra arguments of the optimizer's constructor (free-form)."
     )
+
+    @field_validator("betas")
+    @classmethod
+    def _decay_is_a_share(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each beta must be at least 0 and below 1, e.g. (0.9, 0.999).")
+        return betas
 
     def warmup_steps(self, total_steps: int) -> int:
         """Steps of warm-up in a run of `total_steps`."""

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from dovetail.config.base import Section
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a group tells each of its workers. A value for all of them would be wrong for all but one."""
+
+
+def refuse_rank_variables(variables: Iterable[str]) -> None:
+    """Raise ValueError if an environment for workers sets what their group sets."""
+    if taken := [name for name in RANK_VARIABLES if name in variables]:
+        raise ValueError(
+            f"{', '.join(taken)} cannot be set: every worker gets its own from its group; take {taken[0]} out."
+        )
 
 
 class RayInitConfig(Section):
@@ -18,6 +30,15 @@ class RayInitConfig(Section):
     num_cpus: int | None = Field(None, ge=1, description="CPUs of a local Ray. Null: all.")
     timeline_json_file: str | None = Field(None, description="Write Ray's timeline here at the end. Null: no.")
     runtime_env: dict[str, Any] = Field({}, description="Ray's `runtime_env` (free-form).")
+
+    @field_validator("runtime_env")
+    @classmethod
+    def _leaves_ranks_alone(cls, runtime_env: dict[str, Any]) -> dict[str, Any]:
+        variables = runtime_env.get("env_vars") or {}
+        if not isinstance(variables, dict):
+            raise ValueError("env_vars must be a mapping of names to values.")
+        refuse_rank_variables(variables)
+        return runtime_env
 
     @property
     def init_arguments(self) -> dict[str, Any]:

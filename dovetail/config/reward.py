@@ -10,6 +10,7 @@ from dovetail.config.actor import ActorConfig, Strategy
 from dovetail.config.base import Section, inherits
 from dovetail.config.critic import CriticConfig
 from dovetail.config.fsdp import FSDPConfig
+from dovetail.config.home import HomePath
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import RewardNetworkConfig
 
@@ -17,7 +18,7 @@ from dovetail.config.model import RewardNetworkConfig
 class CustomRewardFunctionConfig(Section):
     """A user's reward function, by file and name."""
 
-    path: str | None = Field(None, description="Python file (or `pkg://module`). Null: the built-in rules.")
+    path: HomePath | None = Field(None, description="Python file (or `pkg://module`). Null: the built-in rules.")
     name: str = Field("compute_score", description="Name of the function in that file.")
     reward_kwargs: dict[str, Any] = Field({}, description="Extra arguments of the function (free-form).")
 
@@ -25,7 +26,7 @@ class CustomRewardFunctionConfig(Section):
 class RewardManagerModuleConfig(Section):
     """A user's reward manager, by file and name."""
 
-    path: str | None = Field(None, description="Python file of the manager. Null: a registered one.")
+    path: HomePath | None = Field(None, description="Python file of the manager. Null: a registered one.")
     name: str | None = Field(None, description="Name of the class in that file.")
 
 

@@ -10,6 +10,7 @@ from dovetail.config.actor import ActorConfig
 from dovetail.config.base import Section, inherits
 from dovetail.config.data import DataConfig
 from dovetail.config.fsdp import Dtype
+from dovetail.config.home import HomePath
 from dovetail.config.multi_turn import AgentLoopConfig, MultiTurnConfig
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -53,7 +54,7 @@ class RolloutConfig(Section):
     num_servers: int = Field(
         1, ge=1, description="With name=sglang, mode=server and no server_urls: servers that one engine starts here."
     )
-    sglang_python: str | None = Field(
+    sglang_python: HomePath | None = Field(
         None,
         description="Python that starts those servers, where SGLang is installed apart. Null: $DOVETAIL_SGLANG_PYTHON, "
         "else the run's own.",
@@ -117,7 +118,7 @@ class RolloutConfig(Section):
         description="How weights reach the engine; auto: colocated on shared devices, else through weights_folder "
         "where that is set, else broadcast.",
     )
-    weights_folder: str | None = Field(
+    weights_folder: HomePath | None = Field(
         None, description="Folder that trainer and servers both see under this path, for weight_sync=disk."
     )
     update_weights_bucket_megabytes: int = Field(512, ge=1, description="Size of one transfer of weights, in MiB.")

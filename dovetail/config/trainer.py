@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dovetail.config.base import Section
+from dovetail.config.home import HomePath
 
 
 class TrainerConfig(Section):
@@ -14,7 +16,7 @@ class TrainerConfig(Section):
 
     project_name: str = Field("dovetail", description="Project, for the trackers and the run folder.")
     experiment_name: str = Field("run", description="Run, for the trackers and the run folder.")
-    default_local_dir: str | None = Field(
+    default_local_dir: HomePath | None = Field(
         None, description="Run folder. Null: `runs/<project_name>/<experiment_name>`."
     )
     total_epochs: int = Field(30, ge=1, description="Passes over the training prompts.")
@@ -46,7 +48,7 @@ class TrainerConfig(Section):
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
         "auto", description="Continue the newest checkpoint of the run folder, start anew, or take `resume_from_path`."
     )
-    resume_from_path: str | None = Field(None, description="Checkpoint folder for `resume_mode=resume_path`.")
+    resume_from_path: HomePath | None = Field(None, description="Checkpoint folder for `resume_mode=resume_path`.")
     max_actor_ckpt_to_keep: int | None = Field(None, ge=1, description="Actor checkpoints kept. Null: all.")
     max_critic_ckpt_to_keep: int | None = Field(None, ge=1, description="Critic checkpoints kept. Null: all.")
     logger: list[str] | str = Field(
@@ -55,16 +57,27 @@ class TrainerConfig(Section):
     log_val_generations: int = Field(
         0, ge=-1, description="Validation answers shown in the trackers, or without one in the console; -1: all."
     )
-    rollout_data_dir: str | None = Field(
+    rollout_data_dir: HomePath | None = Field(
         None, description="Folder that gets `<step>.jsonl` with all training answers, beside `rollouts/` of the run."
     )
-    validation_data_dir: str | None = Field(
+    validation_data_dir: HomePath | None = Field(
         None,
         description="Folder that gets `<step>.jsonl` with all validation answers, beside `validation/` of the run.",
     )
     import_modules: list[str] = Field(
         [], description="Python modules imported at start. They may register estimators, losses and reward managers."
     )
+
+    @field_validator("project_name", "experiment_name")
+    @classmethod
+    def _stays_inside_runs(cls, name: str) -> str:
+        parts = PurePosixPath(name).parts
+        if not parts or parts[0] == "/" or ".." in parts or not name.isprintable():
+            raise ValueError(
+                "it names a folder below runs/: printable text, neither empty nor absolute, without `..`; "
+                "set trainer.default_local_dir to put the run elsewhere."
+            )
+        return name
 
     @property
     def run_dir(self) -> str:

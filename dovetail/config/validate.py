@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -35,7 +36,7 @@ def suggestion(key: str) -> str:
 
 def build(values: Mapping[str, Any]) -> tuple[DovetailConfig | None, list[Problem]]:
     """The configuration that these leaf keys describe, or every problem with their values."""
-    problems = [*_booleans_as_numbers(values), *_unregistered_names(values)]
+    problems = [*_impossible(values), *_booleans_as_numbers(values), *_unregistered_names(values)]
     tree: Tree = {}
     for key, value in values.items():
         if not (key in sections(DovetailConfig) and value is None):
@@ -51,6 +52,49 @@ def build(values: Mapping[str, Any]) -> tuple[DovetailConfig | None, list[Proble
 def default_tree() -> Tree:
     """Every default as a plain tree, for interpolations that name keys nobody set."""
     return DovetailConfig().model_dump(mode="json")
+
+
+def _impossible(values: Mapping[str, Any]) -> list[Problem]:
+    """Values that no run can mean, wherever they come from; also in mappings whose keys are free."""
+    known = catalogue(DovetailConfig)
+    problems: list[Problem] = []
+    for key, value in values.items():
+        # A seed is any number of 64 bits; everything else that is counted is a size.
+        limit = _LARGEST_INTEGER if key.endswith("seed") or key not in known else _LARGEST_SIZE
+        for inner in _scalars(value):
+            if (why := _why_impossible(inner, limit)) is not None:
+                problems.append(Problem(key, f"{key}={_shown(value)} is not accepted: {why}."))
+                break
+    return problems
+
+
+def _why_impossible(value: Any, limit: int) -> str | None:
+    if isinstance(value, str):
+        return "a text cannot hold a NUL character" if "\0" in value else None
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return "it must be a finite number"
+        return f"no setting of a run is beyond {_LARGEST_NUMBER:g}" if abs(value) > _LARGEST_NUMBER else None
+    if isinstance(value, int) and abs(value) > limit:
+        return f"no setting of a run is beyond {limit:,}"
+    return None
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield name
+            yield from _scalars(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _scalars(inner)
+    else:
+        yield value
+
+
+_LARGEST_NUMBER = 1e15
+_LARGEST_SIZE = 1 << 40
+_LARGEST_INTEGER = (1 << 63) - 1
 
 
 def _booleans_as_numbers(values: Mapping[str, Any]) -> list[Problem]:
@@ -73,7 +117,9 @@ def _unregistered_names(values: Mapping[str, Any]) -> list[Problem]:
 def _problems_of(error: ValidationError, values: Mapping[str, Any]) -> list[Problem]:
     mine: list[Problem] = []
     inherited: list[Problem] = []
-    for detail in error.errors(include_url=False, include_context=False):
+    details = error.errors(include_url=False, include_context=False)
+    # Of the branches of a union, the one whose rule speaks says more than those of other types.
+    for detail in sorted(details, key=lambda detail: detail["type"] != "value_error"):
         if not detail["loc"]:
             continue  # the root's own check of names, reported by key already
         name = ".".join(str(part) for part in detail["loc"])
@@ -125,7 +171,11 @@ def _close_choice(key: Key, value: Any) -> str | None:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value)
-    return "null" if value is None else repr(value)
+    try:
+        text = "null" if value is None else repr(value)
+    except ValueError:  # Python does not write out integers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _once_per_key(problems: list[Problem]) -> list[Problem]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dovetail.config.ray_init import refuse_rank_variables
 from dovetail.controller.context import WorkerContext
 from dovetail.controller.futures import BatchFuture, BatchPart, GroupFuture
 from dovetail.controller.host import ProcessIdentity, WorkerHost
@@ -49,6 +50,7 @@ class RayWorkerGroup(WorkerGroup):
         unique = f"{title}-{uuid.uuid4().hex[:8]}"
         names = [f"{unique}:{rank}" for rank in range(len(slots))]
         options = {**resource_pool.actor_options(), **ray_cls_with_init.options}
+        refuse_rank_variables(worker_env or {})
         actors = [_start_actor(slot, name, options, worker_env or {}) for slot, name in zip(slots, names, strict=True)]
         processes = WorkerProcesses(tuple(roles), actors, names, failure_grace_s)
         self._roles = roles

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dovetail.config import load_config
+from dovetail.config.arguments import split_arguments
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.run import USER_ERRORS, run_training
 
@@ -21,10 +22,9 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[RayPPOTrainer] |
     `algorithm.filter_groups.enable=True`.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    files = [argument for argument in arguments if argument.endswith((".yaml", ".yml")) and "=" not in argument]
+    files, overrides = split_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        loaded = load_config(files, [argument for argument in arguments if argument not in files])
+        loaded = load_config(files, overrides)
         for notice in loaded.notices:
             logging.getLogger(__name__).info("%s: %s", notice.key, notice.message)
         run_ppo(loaded.config, trainer_class=trainer_class)

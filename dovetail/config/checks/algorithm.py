@@ -38,7 +38,7 @@ def estimator_has_its_critic(run: Checked) -> Iterator[Finding]:
 def critic_warmup_has_a_critic(run: Checked) -> Iterator[Finding]:
     trainer = run.config.trainer
     if trainer.critic_warmup and not run.config.uses_critic:
-        yield error(
+        yield warning(
             "trainer.critic_warmup",
             f"trainer.critic_warmup={trainer.critic_warmup} holds the actor back and there is no critic to warm up "
             f"(algorithm.adv_estimator={run.config.algorithm.adv_estimator}); use 0.",
@@ -57,27 +57,29 @@ def groups_have_several_answers(run: Checked) -> Iterator[Finding]:
     key = f"{ROLLOUT}.n"
     if n > 1:
         return
-    if estimator in GROUP_ESTIMATORS:
-        yield error(
-            key,
-            f"{key}=1 leaves algorithm.adv_estimator={estimator} nothing to compare an answer with (it needs groups of "
-            f"2 or more); use {key}=8, or algorithm.adv_estimator=reinforce_plus_plus.",
-        )
-    elif run.config.algorithm.filter_groups.enable:
+    if run.config.algorithm.filter_groups.enable:
         yield error(
             key,
             f"{key}=1 makes every group uniform, so algorithm.filter_groups.enable=True drops every prompt; "
             f"use {key}=8, or algorithm.filter_groups.enable=False.",
+        )
+    elif estimator in GROUP_ESTIMATORS:
+        yield warning(
+            key,
+            f"{key}=1 leaves algorithm.adv_estimator={estimator} nothing to compare an answer with (it needs groups of "
+            f"2 or more), so the score itself is the advantage; use {key}=8, or "
+            "algorithm.adv_estimator=reinforce_plus_plus.",
         )
 
 
 def filtered_groups_have_a_metric(run: Checked) -> Iterator[Finding]:
     filters = run.config.algorithm.filter_groups
     if filters.enable and not filters.metric:
-        yield error(
+        yield warning(
             "algorithm.filter_groups.metric",
             "algorithm.filter_groups.enable=True compares the answers of a group and "
-            "algorithm.filter_groups.metric is not set; use acc, score, seq_reward or seq_final_reward.",
+            "algorithm.filter_groups.metric is not set, so their scores are compared; use acc, score, seq_reward or "
+            "seq_final_reward.",
         )
     elif not filters.enable and filters.metric and filters.max_num_gen_batches:
         yield warning(
@@ -114,7 +116,7 @@ def kl_controller_can_move(run: Checked) -> Iterator[Finding]:
                 "set algorithm.use_kl_in_reward=True, or type=fixed.",
             )
     elif control.kl_coef == 0 and control.type == "adaptive":
-        yield error(
+        yield warning(
             "algorithm.kl_ctrl.kl_coef",
             "algorithm.kl_ctrl.kl_coef=0 stays 0: the adaptive controller multiplies it; start from 0.001.",
         )
@@ -172,10 +174,10 @@ def correction_has_log_probs(run: Checked) -> Iterator[Finding]:
         return
     names = ("bypass_mode", "rollout_is", "rollout_rs")
     cause = next(name for name in names if getattr(correction, name) not in (None, False))
-    yield error(
+    yield warning(
         f"{ROLLOUT}.calculate_log_probs",
         f"{CORRECTION}.{cause}={getattr(correction, cause)} compares with the engine's log-probs and "
-        f"{ROLLOUT}.calculate_log_probs=False; set it to True.",
+        f"{ROLLOUT}.calculate_log_probs=False; they are kept all the same, set it to True.",
     )
 
 

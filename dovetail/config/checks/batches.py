@@ -216,12 +216,13 @@ def pipelines_have_enough_micro_batches(run: Checked) -> Iterator[Finding]:
 
 
 def samples_fill_a_batch(run: Checked) -> Iterator[Finding]:
-    data = run.config.data
-    if 0 <= data.train_max_samples < data.train_batch_size:
+    data, wanted = run.config.data, run.config.generation_batch_size
+    key = "gen_batch_size" if wanted != data.train_batch_size else "train_batch_size"
+    if 0 <= data.train_max_samples < wanted:
         yield error(
             "data.train_max_samples",
-            f"data.train_max_samples={data.train_max_samples} is less than data.train_batch_size="
-            f"{data.train_batch_size}, so a run has no step at all; use {data.train_batch_size} or more, or -1.",
+            f"data.train_max_samples={data.train_max_samples} is less than data.{key}={wanted}, so a run has no step "
+            f"at all; use {wanted} or more, or -1.",
         )
 
 
@@ -246,7 +247,7 @@ def _micro_problem(prefix: str, micro: int, mini: int, n: int, layout: RoleLayou
     key = f"{prefix}.ppo_micro_batch_size_per_gpu"
     per_rank = mini * n // layout.data_parallel
     if micro > per_rank:
-        yield error(
+        yield warning(
             key,
             f"{key}={micro} is more than the {per_rank} sequences that a data-parallel rank has per mini-batch "
             f"({prefix}.ppo_mini_batch_size={mini} x n={n} / {layout.data_parallel} ranks); use {per_rank} or less.",

@@ -76,17 +76,22 @@ def overlong_buffer_is_inside_the_response(run: Checked) -> Iterator[Finding]:
     if not buffer.enable:
         return
     if buffer.len == 0:
-        yield error(
+        yield warning(
             "reward_model.overlong_buffer.len",
-            "reward_model.overlong_buffer.len=0 leaves no tokens over which the penalty grows; "
+            "reward_model.overlong_buffer.len=0 leaves no tokens over which the penalty grows, so there is none; "
             f"use a fifth of the response, e.g. {max(1, response // 5)}, or enable=False.",
         )
-    elif buffer.len >= limit:
+    elif buffer.len > limit:
         yield error(
             "reward_model.overlong_buffer.len",
-            f"reward_model.overlong_buffer.len={buffer.len} is not less than the longest response of {limit} "
-            "tokens, so "
-            f"every answer is punished; use {max(1, limit // 5)} or so.",
+            f"reward_model.overlong_buffer.len={buffer.len} is more than the longest response of {limit} tokens; "
+            f"use {max(1, limit // 5)} or so.",
+        )
+    elif buffer.len == limit:
+        yield warning(
+            "reward_model.overlong_buffer.len",
+            f"reward_model.overlong_buffer.len={buffer.len} is the longest response of {limit} tokens, so every "
+            f"answer is punished for its length; use {max(1, limit // 5)} or so to punish the long ones.",
         )
     elif limit != response:
         yield warning(

@@ -217,13 +217,13 @@ def strategy_matches_its_sections(run: Checked) -> Iterator[Finding]:
     for prefix, strategy, megatron, sequence in sections:
         if strategy == "megatron" and sequence > 1:
             key = f"{prefix}.ulysses_sequence_parallel_size"
-            yield error(
+            yield warning(
                 key,
-                f"{key}={sequence} is for fsdp and fsdp2 and {prefix}.strategy=megatron; "
+                f"{key}={sequence} has no effect: it is for fsdp and fsdp2 and {prefix}.strategy=megatron; "
                 f"set it to 1 and {prefix}.megatron.context_parallel_size={sequence}.",
             )
         elif strategy != "megatron" and (cut := _cuts(megatron)):
-            yield error(
+            yield warning(
                 f"{prefix}.megatron.{cut}",
                 f"{prefix}.megatron.{cut}={getattr(megatron, cut)} has no effect with {prefix}.strategy={strategy}; "
                 f"set {prefix}.strategy=megatron, or take the key out.",

@@ -94,6 +94,7 @@ def training_answers_differ(run: Checked) -> Iterator[Finding]:
         return
     fix = f"use {ROLLOUT}.do_sample=True and {ROLLOUT}.temperature=1.0"
     key = f"{ROLLOUT}.{greedy.split('=')[0]}"
+    # Log-probs are trained under the temperature of the samples; under that of a greedy choice they are not numbers.
     if rollout.n > 1:
         yield error(
             key,

@@ -43,7 +43,7 @@ def validation_has_prompts(run: Checked) -> Iterator[Finding]:
 def frequencies_are_not_zero(run: Checked) -> Iterator[Finding]:
     for name, meaning in (("test_freq", "validate at the end only"), ("save_freq", "save nothing")):
         if getattr(run.config.trainer, name) == 0:
-            yield error(f"trainer.{name}", f"trainer.{name}=0 is no number of steps; use -1 to {meaning}.")
+            yield warning(f"trainer.{name}", f"trainer.{name}=0 is no number of steps; it is read as -1: {meaning}.")
 
 
 def checkpoints_fall_inside_the_run(run: Checked) -> Iterator[Finding]:
