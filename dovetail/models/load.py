@@ -34,6 +34,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from dovetail.models.errors import ModelError
+
 Role = Literal["policy", "value", "reward"]
 
 
@@ -45,7 +47,10 @@ def load_config(
     A field that the config has not is refused, except for a dropout of 0.
     """
     folder = _existing_folder(path)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be used: {_first_line(error)}") from error
     _override(config, override_config or {}, "override_config")
     return config
 
@@ -53,7 +58,13 @@ def load_config(
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer, with a padding token: the end-of-text token serves when the folder names none."""
     folder = _existing_folder(path)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises bare Exceptions that name no file
+        raise ModelError(
+            f"the tokenizer in {folder} cannot be read ({_first_line(error)}); look at its tokenizer.json and "
+            "tokenizer_config.json, or copy them again."
+        ) from error
     # From config.json alone transformers makes a tokenizer that knows no word, and says nothing.
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise FileNotFoundError(
@@ -96,10 +107,17 @@ def build_meta_model(
     if role != "policy":
         config.num_labels = 1
     auto = _auto_class(config, role)
-    with torch.device("meta"):
-        model = auto.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, KeyError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        where = "the given config" if isinstance(source, PreTrainedConfig) else Path(source) / "config.json"
+        raise ModelError(
+            f"{where}: transformers cannot build a network of {type(config).__name__} for a {role}: "
+            f"{_first_line(error)}"
+        ) from error
     model.tie_weights()
     if role == "policy" and not isinstance(source, PreTrainedConfig):
         # An engine that shares the weights asks the model for the tokens that end an answer.
@@ -135,6 +153,12 @@ def initialize_buffers(module: nn.Module) -> None:
             for parameter in part.parameters(recurse=False):
                 parameter._is_hf_initialized = True  # pyrefly: ignore[missing-attribute]
             model._init_weights(part)
+
+
+def _first_line(error: BaseException) -> str:
+    """The gist of another library's message: these go on with advice about downloads and upgrades."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0].strip() if text else 'no reason given'}"
 
 
 def _existing_folder(path: str | Path) -> Path:

@@ -8,21 +8,26 @@ written here are what everyone else reads and writes. Refuses formats other than
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from dovetail.config.errors import name_some
+from dovetail.models.errors import ModelError
+
+_INDEX = "model.safetensors.index.json"
 # TRL stores a value head beside the language model; transformers calls the same layer `score`.
 _TRL_VALUE_HEAD = {"v_head.summary.weight": "score.weight", "v_head.summary.bias": "score.bias"}
 _HEADS = ("score.weight", "score.bias", "classifier.weight", "classifier.bias")
@@ -46,11 +51,29 @@ class CheckpointTensor:
 def iter_checkpoint_tensors(path: str | Path) -> Iterator[tuple[str, CheckpointTensor]]:
     """Every tensor of a checkpoint folder under its name on disk, in natural order; reads headers only."""
     tensors: dict[str, CheckpointTensor] = {}
-    for file in _safetensors_files(Path(path).expanduser()):
-        handle = safe_open(file, framework="pt", device="cpu")
+    folder = Path(path).expanduser()
+    index = _read_index(folder)
+    for file in _safetensors_files(folder, index):
+        try:
+            handle = safe_open(file, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} cannot be read as safetensors ({error}); download or export it again.") from error
         for name in handle.keys():  # noqa: SIM118  not a dict
             tensors[name] = CheckpointTensor(name, tuple(handle.get_slice(name).get_shape()), handle)
+    if lost := [name for name in index if name not in tensors]:
+        raise ModelError(
+            f"{folder / _INDEX} says that {lost[0]} is in {index[lost[0]]}, which does not hold it ({len(lost)} such "
+            "tensors); download or export the folder again."
+        )
     yield from sorted(tensors.items(), key=lambda item: dot_natural_key(item[0]))
+
+
+def unread_tensors(hf_model: PreTrainedModel, path: str | Path) -> list[str]:
+    """Names on disk of the tensors that `hf_model` has no place for; reads headers only."""
+    tensors = dict(iter_checkpoint_tensors(path))
+    read: set[str] = set()
+    _plan(hf_model, tensors, hf_model.state_dict(), read)
+    return [name for name in tensors if name not in read]
 
 
 def iter_model_tensors(hf_model: PreTrainedModel, path: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -59,7 +82,7 @@ def iter_model_tensors(hf_model: PreTrainedModel, path: str | Path) -> Iterator[
     Tensors the model has no place for (a language head under a critic) are left out. Names are those without LoRA.
     """
     wanted = {name.replace(LORA_BASE, "."): place for name, place in hf_model.state_dict().items()}
-    for transform, name in _plan(hf_model, dict(iter_checkpoint_tensors(path)), wanted).values():
+    for transform, name in _plan(hf_model, dict(iter_checkpoint_tensors(path)), wanted, set()).values():
         for target, value in transform.convert(name, model=hf_model, config=hf_model.config).items():
             if target in wanted:
                 yield target, value[0] if isinstance(value, list) else value
@@ -81,15 +104,16 @@ def load_weights(module: nn.Module, path: str | Path, *, hf_prefix: str = "hf_mo
     for name, tensor in iter_model_tensors(hf_model, path):
         place = plain_names[hf_prefix + name]
         missing.discard(place)
-        _fill(places[place], tensor, name)
+        refuse_not_finite(tensor, name, path)
+        _fill(places[place], tensor, name, path)
     for name, tensor in _outer_head(path):  # a head the wrapper owns, not the transformers model
         if name in missing:
             missing.discard(name)
-            _fill(places[name], tensor, name)
+            _fill(places[name], tensor, name, path)
     filled = {id(places[name]) for name in places if name not in missing}
     for name in sorted(missing):
         if id(places[name]) not in filled:  # else it is tied to one that was there
-            _fill(places[name], _fresh(name, places[name], path), name)
+            _fill(places[name], _fresh(name, places[name], path), name, path)
 
 
 def to_checkpoint_tensors(
@@ -128,9 +152,12 @@ def scalar_head(path: str | Path | None, name: str, shape: tuple[int, ...]) -> T
 
 
 def _plan(
-    hf_model: PreTrainedModel, tensors: dict[str, CheckpointTensor], wanted: dict[str, Any]
+    hf_model: PreTrainedModel, tensors: dict[str, CheckpointTensor], wanted: dict[str, Any], used: set[str]
 ) -> dict[str, tuple[Any, str]]:
-    """For each parameter (the first, when one tensor makes several): the conversion that reads its sources."""
+    """For each parameter (the first, when one tensor makes several): the conversion that reads its sources.
+
+    The names of these sources are added to `used`.
+    """
     mapping = _conversions(hf_model)
     renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
     converters = [t for t in mapping if isinstance(t, WeightConverter)]
@@ -144,6 +171,7 @@ def _plan(
             target, pattern = source, None
         if target not in wanted:
             continue
+        used.add(name)
         made: Any = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(name, target)
         transform, _ = plan.setdefault(target, (made, target))
         read: Callable[[], Tensor] = tensor.load
@@ -162,9 +190,24 @@ def _outer_head(path: str | Path) -> Iterator[tuple[str, Tensor]]:
             yield target, tensor.load()
 
 
-def _fill(place: Tensor, tensor: Tensor, name: str) -> None:
+def refuse_not_finite(tensor: Tensor, name: str, path: str | Path) -> None:
+    """One pass: a sum is finite only where all of its terms are, and weights are far from overflowing float32."""
+    if not tensor.is_floating_point() or math.isfinite(tensor.sum(dtype=torch.float32).item()):
+        return
+    bad = int((~torch.isfinite(tensor)).sum())
+    if bad:
+        raise ModelError(
+            f"{path}: {bad} of the {tensor.numel()} numbers of {name} are NaN or infinite; export the weights again "
+            "from a checkpoint that works."
+        )
+
+
+def _fill(place: Tensor, tensor: Tensor, name: str, path: str | Path) -> None:
     if tuple(place.shape) != tuple(tensor.shape):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)} on disk and {tuple(place.shape)} in the model.")
+        raise ModelError(
+            f"{path}: {name} has shape {tuple(tensor.shape)} on disk and {tuple(place.shape)} in the network that "
+            "config.json describes; is it another model's?"
+        )
     if isinstance(place, DTensor):
         local = tensor.to(device=place.device, dtype=place.dtype)
         # src_data_rank=None: every rank cuts its own shard out of what it read, nothing is sent.
@@ -184,17 +227,39 @@ def _fresh(name: str, place: Tensor, path: str | Path) -> Tensor:
         return torch.zeros(shape)
     if name.endswith(_HEADS):
         return torch.normal(0.0, 0.02, shape, generator=generator)
-    raise ValueError(f"{path} holds no weights for {name}; is it another model?")
+    raise ModelError(f"{path} holds no weights for {name}; is it another model?")
 
 
 def _persistent_buffers(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_buffers()} & module.state_dict().keys()
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
+def _read_index(folder: Path) -> dict[str, str]:
+    """File of each tensor, where the folder has an index; empty otherwise."""
+    file = folder / _INDEX
+    if not file.exists():
+        return {}
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(part) for name, part in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{file} cannot be read as an index of safetensors ({type(error).__name__}: {error}); it needs a "
+            "weight_map from tensor to file."
+        ) from error
+
+
+def _safetensors_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
+    if index:
+        files = sorted({folder / part for part in index.values()})
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ModelError(
+                f"{folder / _INDEX} names {len(missing)} files that are not there: {name_some(missing)}; "
+                "download or export the folder again."
+            )
+        return files
+    if (folder / "model.safetensors").is_file():  # beside it may lie the same weights in another layout
+        return [folder / "model.safetensors"]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(

@@ -21,7 +21,8 @@ from dovetail.backends.megatron.families.local_weights import (
 )
 from dovetail.backends.megatron.families.names import HEAD, HEAD_BIAS, Layouts
 from dovetail.backends.megatron.families.shards import read_shard
-from dovetail.models.weights import CheckpointTensor, iter_checkpoint_tensors, scalar_head
+from dovetail.models.errors import ModelError
+from dovetail.models.weights import CheckpointTensor, iter_checkpoint_tensors, refuse_not_finite, scalar_head
 
 if TYPE_CHECKING:
     from dovetail.backends.megatron.parts import MegatronModel
@@ -58,16 +59,19 @@ class CheckpointSlices:
         """`start:stop` of a tensor along `dim`; all of it when `dim` is None."""
         stored = name.removeprefix("model.") if self._bare else name
         if stored not in self.tensors:
-            raise ValueError(f"{self._folder} holds no weights for {stored}; is it another model?")
+            raise ModelError(f"{self._folder} holds no weights for {stored}; is it another model?")
         if f"{stored}_scale_inv" in self.tensors:
-            raise ValueError(
+            raise ModelError(
                 f"{stored} in {self._folder} is quantised (it has a {stored}_scale_inv); convert it to bfloat16 first."
             )
         tensor = self.tensors[stored]
         if dim is None:
-            return tensor.load()
-        part = tensor.handle.get_slice(stored)
-        return part[start:stop] if dim == 0 else part[:, start:stop]
+            values = tensor.load()
+        else:
+            part = tensor.handle.get_slice(stored)
+            values = part[start:stop] if dim == 0 else part[:, start:stop]
+        refuse_not_finite(values, stored, self._folder)
+        return values
 
 
 def _fill(family: Layouts, model: MegatronModel, weight: LocalWeight, name: str, files: CheckpointSlices) -> None:

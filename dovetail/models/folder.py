@@ -1,0 +1,49 @@
+"""Check a model folder before a process is started for it: config, architecture, file headers, tensors nobody reads.
+
+Reads headers only. Whether tensors are missing or hold NaN is found when they are read (`dovetail.models.weights`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from dovetail.config.errors import name_some
+from dovetail.models.errors import ModelError
+from dovetail.models.load import Role, build_meta_model
+from dovetail.models.weights import unread_tensors
+
+# Heads of other roles, buffers that older releases saved, and layers that only predict further tokens.
+_MAY_BE_LEFT_OUT = re.compile(
+    r"^(lm_head|score|classifier|v_head)\.|(^|\.)mtp(\.|$)|\.(inv_freq|position_ids|masked_bias)$|\.attn\.bias$"
+)
+_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+
+
+def check_model_folder(path: str | Path, role: Role = "policy", *, trust_remote_code: bool = False) -> None:
+    """Raise ModelError (or FileNotFoundError) if the network that `config.json` describes cannot be read from `path`.
+
+    The config is taken as the folder has it: whoever overrides the number of layers means to leave some out.
+    """
+    model = build_meta_model(path, role, trust_remote_code=trust_remote_code)
+    unread = [name for name in unread_tensors(model, path) if not _may_be_left_out(name, model)]
+    if unread:
+        layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+        raise ModelError(
+            f"{path}: {len(unread)} tensors have no place in the network that its config.json describes "
+            f"({type(model).__name__} with {layers} layers): {name_some(unread)}. Is the config.json of this model? "
+            "To leave layers out on purpose set override_config.num_hidden_layers."
+        )
+
+
+def _may_be_left_out(name: str, model: PreTrainedModel) -> bool:
+    ignored: Iterable[str] = model._keys_to_ignore_on_load_unexpected or ()
+    if _MAY_BE_LEFT_OUT.search(name) or any(re.search(pattern, name) for pattern in ignored):
+        return True
+    config = model.config.get_text_config()
+    extra = getattr(config, "num_nextn_predict_layers", 0) or 0
+    layer = _LAYER.search(name)
+    return bool(layer and 0 <= int(layer[2]) - config.num_hidden_layers < extra)
