@@ -3,10 +3,14 @@
   dovetail doctor
   dovetail doctor actor_rollout_ref.rollout.name=vllm
   dovetail doctor recipe.yaml actor_rollout_ref.model.path=~/models/Qwen2.5-7B --devices 2
+  dovetail doctor --cluster
 
 Loads the configured model (by default SmolLM2-135M when the extra `demo` is installed, else a random one of two
 layers), trains one step, sends the weights to the engine, generates, and compares log-probs of engine and trainer.
 Nothing is kept. Exit code 0: all that the run needs is here, and engine and trainer agree. 1: not so, and why is shown.
+
+`--cluster` tries every path instead, on all devices of this machine or of a Ray cluster: NCCL or gloo, FSDP2, Megatron,
+each engine, weights to engines, a run, and a run that is killed and resumed. One verdict a path, and a file to send.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from dovetail.config.runnable import unsupported_in_runs
 
 if TYPE_CHECKING:
     from dovetail.cli.show_doctor import DoctorView
-    from dovetail.trainer.doctor import Examination
+    from dovetail.doctor.agreement import Examination
 
 _MODEL = "actor_rollout_ref.model.path"
 # Without a configuration: exact numbers, so that any real difference shows.
@@ -51,10 +55,20 @@ _ONE_DEVICE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("items", nargs="*", metavar="FILE | key=value", help="YAML files and overrides")
-    parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes of the check (default: 1)")
+    parser.add_argument("--devices", type=int, metavar="N", help="processes of the check on one node (default: 1)")
     parser.add_argument("--no-run", action="store_true", help="only look at what is installed")
     parser.add_argument("--svg", type=Path, metavar="F", help="also write what is shown as a picture")
     parser.add_argument("--verbose", action="store_true", help="log what the parts do")
+    cluster = parser.add_argument_group("on all devices of a machine or a Ray cluster")
+    cluster.add_argument("--cluster", action="store_true", help="run every path for real and judge each one")
+    cluster.add_argument("--paths", action="append", default=[], metavar="NAME", help="only paths that begin so")
+    cluster.add_argument(
+        "--work", type=Path, metavar="DIR", help="an empty folder that all nodes see (default: temporary)"
+    )
+    cluster.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one path (default: 300)")
+    cluster.add_argument(
+        "--out", type=Path, default=Path("dovetail-doctor.json"), metavar="F", help="the report, to attach to a bug"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +77,10 @@ def run(args: argparse.Namespace) -> int:
     from dovetail.cli.show_doctor import DoctorView
 
     view = DoctorView(record=args.svg is not None)
+    if args.cluster:
+        from dovetail.cli.doctor_cluster import run_cluster
+
+        return run_cluster(args, view)
     with tempfile.TemporaryDirectory(prefix="dovetail-doctor-") as work:
         healthy = _look_and_run(args, view, Path(work))
     view.verdict(healthy)
@@ -72,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _look_and_run(args: argparse.Namespace, view: DoctorView, work: Path) -> bool:
-    from dovetail.cli.installed import core_versions, installed_parts, machine
+    from dovetail.doctor.installed import core_versions, installed_parts, machine
 
     files, overrides = split_arguments(args.items)
     try:
@@ -90,7 +108,7 @@ def _look_and_run(args: argparse.Namespace, view: DoctorView, work: Path) -> boo
         return False
     if args.no_run:
         return True
-    config = _config_of_check(given, files, overrides, args.devices, work, view)
+    config = _config_of_check(given, files, overrides, args.devices or 1, work, view)
     return config is not None and _examined(config, view)
 
 
@@ -109,7 +127,7 @@ def _config_of_check(
     given: DovetailConfig, files: Sequence[Path], overrides: Sequence[str], devices: int, work: Path, view: DoctorView
 ) -> DovetailConfig | None:
     """The user's model, engine, dtypes and backend, in a run of a few tokens."""
-    from dovetail.trainer.doctor import OVERRIDES
+    from dovetail.doctor.agreement import OVERRIDES
 
     changes = [*OVERRIDES, f"trainer.n_gpus_per_node={devices}", "trainer.nnodes=1"]
     if devices == 1:
@@ -138,7 +156,7 @@ def _default_model(work: Path) -> tuple[str, Path]:
 
 def _examined(config: DovetailConfig, view: DoctorView) -> bool:
     from dovetail.controller import stop_ray
-    from dovetail.trainer.doctor import examine
+    from dovetail.doctor.agreement import examine
     from dovetail.trainer.groups import create_groups
     from dovetail.trainer.run import start_cluster, uses_gpu
 

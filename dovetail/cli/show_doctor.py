@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +16,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.cli.installed import Part, Status
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.root import DovetailConfig
-from dovetail.trainer.doctor import Examination, SampledGaps, Stage
+from dovetail.doctor.agreement import Examination, SampledGaps, Stage
+from dovetail.doctor.cluster import PathResult
+from dovetail.doctor.installed import Part, Status
 
 WIDTH = 100
 _MARKS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "missing": ("-", "dim"), "unsupported": ("!", "yellow")}
+_VERDICTS = {"ok": "green", "not here": "dim", "refused": "yellow"}
 _VERSIONS_A_LINE = 4
 _BAR = "█"
 _BAR_WIDTH = 30
@@ -109,6 +112,21 @@ class DoctorView:
         if not found.sampled.tells:
             moved = f"the training step moved log-probs by {found.sampled.moved:.2g} only"
             self.problems("The step is too small", [f"{moved}: an engine that missed it could not be told apart."])
+
+    def paths(self, results: Sequence[PathResult], report: Path) -> None:
+        """One row a path; `report` is where the details are."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", padding=(0, 1))
+        table.add_column("path", no_wrap=True)
+        table.add_column("verdict", no_wrap=True)
+        table.add_column("s", justify="right", style="dim", no_wrap=True)
+        table.add_column("what was seen", overflow="fold")
+        for result in results:
+            style = _VERDICTS.get(result.verdict, "bold red")
+            table.add_row(result.name, Text(result.verdict, style=style), f"{result.seconds:.0f}", Text(result.seen))
+        self._section("Every path, on these devices", table)
+        counts = Counter(result.verdict for result in results)
+        words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        self.note(f"{words}; the details are in {report}")
 
     def verdict(self, healthy: bool) -> None:
         proof = ", and engine and trainer agree" if self._examined else ""

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.cli import doctor, installed
+from dovetail.cli import doctor
 from dovetail.cli.main import main
 from dovetail.config.load import load_config
+from dovetail.doctor import installed
+from dovetail.doctor.agreement import SampledGaps
 from dovetail.rollout.native.engine import NativeEngine
-from dovetail.trainer.doctor import SampledGaps
 from dovetail.workers.parity import PASS_MARKS
 
 pytestmark = pytest.mark.engine

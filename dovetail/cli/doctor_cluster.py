@@ -1,0 +1,88 @@
+"""`dovetail doctor --cluster`: find the devices, run every path on them, show one table, write one report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dovetail.doctor.cluster import PathResult, run_paths, select, write_report
+from dovetail.doctor.installed import core_versions, machine
+from dovetail.doctor.site import Site, prepare
+
+if TYPE_CHECKING:
+    from dovetail.cli.show_doctor import DoctorView
+
+_CPU_PROCESSES = 2
+
+
+def run_cluster(args: argparse.Namespace, view: DoctorView) -> int:
+    """Exit code 0: nothing failed or hung. Paths that need what is not here are said to be untested."""
+    try:
+        names = select(args.paths)
+    except ValueError as error:
+        view.problems("Nothing was run", [str(error)])
+        return 1
+    rows = machine()
+    view.machine(rows, core_versions())
+    with ExitStack() as open_things:
+        if args.work is None:
+            folder = Path(open_things.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-doctor-")))
+        elif args.work.exists() and any(args.work.iterdir()):
+            view.problems("Nothing was run", [f"--work {args.work} is not empty; give a new folder."])
+            return 1
+        else:
+            folder = args.work.resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+        prepare(folder)
+        site = _site(folder, args)
+        view.note(f"{site.num_nodes} x {site.devices_per_node} {site.device} devices, {len(names)} paths")
+        results = _run(site, names, args.limit, view)
+        write_report(args.out, site, rows, results)
+    view.paths(results, args.out)
+    healthy = not any(result.failed for result in results)
+    view.verdict(healthy)
+    if args.svg is not None:
+        view.save_svg(args.svg)
+    return 0 if healthy else 1
+
+
+def _run(site: Site, names: list[str], limit: float, view: DoctorView) -> list[PathResult]:
+    with view.working() as on_stage:
+        return run_paths(
+            site,
+            names,
+            timeout_s=limit,
+            on_start=lambda name: on_stage(f"{names.index(name) + 1} of {len(names)}: {name}"),
+        )
+
+
+def _site(folder: Path, args: argparse.Namespace) -> Site:
+    """All GPUs of this machine or of the Ray cluster; two processes where there is no GPU."""
+    overrides = tuple(args.items)
+    address = next((item.partition("=")[2] for item in overrides if item.startswith("ray_init.address=")), None)
+    gpus = _gpus_by_node(address or os.environ.get("RAY_ADDRESS"))
+    if not any(gpus):
+        return Site(folder, "cpu", max(1, len(gpus)), args.devices or _CPU_PROCESSES, overrides)
+    # Nodes without a GPU (a head node) take no part; groups are as large on each node as on the smallest.
+    each = [count for count in gpus if count]
+    return Site(folder, "cuda", len(each), args.devices or min(each), overrides)
+
+
+def _gpus_by_node(address: str | None) -> list[int]:
+    if address is None:
+        import torch
+
+        return [torch.cuda.device_count()]
+    from dovetail.controller import start_ray, stop_ray
+
+    start_ray(address)
+    try:
+        import ray
+
+        return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    finally:
+        stop_ray()
