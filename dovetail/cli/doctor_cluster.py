@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dovetail.config.errors import ConfigError
+from dovetail.config.load import load_config
 from dovetail.doctor.cluster import PathResult, run_paths, select, write_report
 from dovetail.doctor.installed import core_versions, machine
 from dovetail.doctor.site import Site, prepare
@@ -25,6 +27,11 @@ def run_cluster(args: argparse.Namespace, view: DoctorView) -> int:
         names = select(args.paths)
     except ValueError as error:
         view.problems("Nothing was run", [str(error)])
+        return 1
+    try:
+        load_config([], args.items)
+    except ConfigError as error:
+        view.problems("The configuration cannot be read", [str(problem) for problem in error.problems])
         return 1
     rows = machine()
     view.machine(rows, core_versions())

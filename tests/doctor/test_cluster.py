@@ -1,0 +1,108 @@
+"""`dovetail doctor --cluster`: real paths on gloo give verdicts; wrong numbers, hangs and wrong names differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dovetail.cli.main import main
+from dovetail.doctor.cluster import run_paths, select
+from dovetail.doctor.collectives import CollectivesWorker
+from dovetail.doctor.paths import PATHS, NotHere
+from dovetail.doctor.same_update import Update, overrides, update_once
+from dovetail.doctor.site import Site, prepare
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder = tmp_path_factory.mktemp("site")
+    prepare(folder)
+    return Site(folder, "cpu", num_nodes=1, devices_per_node=2)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_nodes_collectives_sharded_training_and_a_killed_run_pass_on_two_gloo_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """40 s: the only test of the command as a whole, on real Ray actors, with a run that is really killed."""
+    report = tmp_path / "report.json"
+    paths = ["nodes", "collectives", "fsdp2", "kill and resume"]
+    names = [word for path in paths for word in ("--paths", path)]
+    assert main(["doctor", "--cluster", *names, "--limit", "400", "--out", str(report)]) == 0, capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "what was seen" in shown
+    seen = {row["name"]: row for row in json.loads(report.read_text())["paths"]}
+    assert list(seen) == ["nodes", "collectives", "fsdp2", "fsdp2, ulysses 2", "kill and resume"]
+    assert {row["verdict"] for row in seen.values()} == {"ok"}
+    assert "slowest pair: ranks 0" in seen["collectives"]["seen"]
+    assert "one process" in seen["fsdp2"]["seen"]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_path_that_can_be_tried_here_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Minutes: all engines and backends that are installed, as a user's first call on a cluster."""
+    report = tmp_path / "report.json"
+    assert main(["doctor", "--cluster", "--limit", "600", "--out", str(report)]) == 0, capsys.readouterr().out
+    rows = json.loads(report.read_text())["paths"]
+    assert [row["name"] for row in rows] == [path.name for path in PATHS]
+    assert {row["verdict"] for row in rows} <= {"ok", "not here", "refused"}
+    assert sum(row["verdict"] == "ok" for row in rows) >= 12
+
+
+@pytest.mark.engine
+def test_a_path_that_does_not_answer_in_time_is_killed_and_named_with_the_stage_it_is_at(site: Site) -> None:
+    (result,) = run_paths(site, ["collectives"], timeout_s=0.5)
+    assert result.verdict == "hung"
+    assert result.failed
+    assert "waiting at: " in result.seen
+
+
+@pytest.mark.unit
+def test_an_unknown_path_and_an_unknown_key_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="there is no path 'nccl'; the paths are: nodes; collectives"):
+        select(["nccl"])
+    assert select(["fsdp"]) == ["fsdp2", "fsdp", "fsdp2, ulysses 2"]
+    assert main(["doctor", "--cluster", "trainer.nnods=2", "--out", str(tmp_path / "report.json")]) == 1
+    assert "trainer.nnodes" in capsys.readouterr().out
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.unit
+def test_a_path_that_needs_more_devices_is_said_to_be_untested(site: Site) -> None:
+    alone = Site(site.folder, "cpu", 1, 1)
+    ulysses = next(path for path in PATHS if path.name == "fsdp2, ulysses 2")
+    with pytest.raises(NotHere, match="needs 2 devices, there is 1"):
+        ulysses.run(alone, lambda words: None)
+
+
+@pytest.mark.unit
+def test_a_wrong_number_after_a_collective_is_an_error_that_names_the_rank() -> None:
+    with pytest.raises(RuntimeError, match=r"all-reduce: rank 0 on .* has values from 1 to 2 where 3 is right"):
+        CollectivesWorker()._require(torch.tensor([1.0, 2.0]), 3.0, "all-reduce")
+
+
+@pytest.mark.engine
+def test_an_update_with_another_learning_rate_is_told_apart_from_the_same_update(site: Site) -> None:
+    small = overrides(8)
+    first = update_once(site.config(*small, devices=1), use_ray=False, use_gpu=False)
+    again = update_once(site.config(*small, devices=1), use_ray=False, use_gpu=False)
+    other = update_once(
+        site.config(*small, "actor_rollout_ref.actor.optim.lr=3e-4", devices=1), use_ray=False, use_gpu=False
+    )
+    assert again.difference(first) == 0
+    assert other.difference(first) > 1
+
+
+@pytest.mark.unit
+def test_a_gradient_norm_that_is_off_by_a_percent_fails() -> None:
+    zeros = torch.zeros(2, 3)
+    assert Update(zeros, zeros, 1.01).difference(Update(zeros, zeros, 1.0)) > 1
+    assert Update(zeros, zeros, 1.0001).difference(Update(zeros, zeros, 1.0)) < 1
