@@ -6,6 +6,8 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Ray gives its workers a niceness of 15: beside another busy process they would hardly run.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest
 
