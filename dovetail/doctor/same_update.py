@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,7 +73,9 @@ def _update(policy: WorkerGroup, num_rows: int) -> Update:
     # By the row's own number: ranks may have been given the rows in another order.
     order = torch.argsort(batch.tensors["row"])
     return Update(
-        (before * mask)[order].float().cpu(), (after * mask)[order].float().cpu(), float(metrics["actor/grad_norm"])
+        (before * mask)[order].float().cpu(),
+        (after * mask)[order].float().cpu(),
+        float(np.mean(metrics["actor/grad_norm"])),
     )
 
 
