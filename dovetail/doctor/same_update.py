@@ -72,11 +72,8 @@ def _update(policy: WorkerGroup, num_rows: int) -> Update:
     after = policy.compute_log_prob(batch).tensors["old_log_probs"]
     # By the row's own number: ranks may have been given the rows in another order.
     order = torch.argsort(batch.tensors["row"])
-    return Update(
-        (before * mask)[order].float().cpu(),
-        (after * mask)[order].float().cpu(),
-        float(np.mean(metrics["actor/grad_norm"])),
-    )
+    before, after = ((values * mask)[order].float().cpu() for values in (before, after))
+    return Update(before, after, float(np.mean(metrics["actor/grad_norm"])))
 
 
 def _fixed_batch(num_rows: int) -> DataProto:
