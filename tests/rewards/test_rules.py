@@ -28,7 +28,7 @@ pytestmark = pytest.mark.unit
     [
         ("so 9 * 2 = 18\n#### 18", "strict", 1.0),
         ("#### $1,018", "strict", 0.0),
-        ("#### 18.0", "strict", 1.0),
+        ("#### 18.0", "strict", 0.0),
         ("the answer is 18.", "strict", 0.0),
         ("the answer is $18.", "flexible", 1.0),
         ("18 eggs, of which 3 are eaten", "flexible", 0.0),
@@ -90,10 +90,10 @@ def test_different_answers_differ(left: str, right: str) -> None:
     assert not latex.same_answer(left, right)
 
 
-def test_math_reads_boxes_and_answer_lines_and_signs_its_score() -> None:
+def test_math_reads_boxes_and_answer_lines() -> None:
     assert math.compute_score(r"thus \boxed{0.5}", r"\frac{1}{2}", use_math_verify=False)["score"] == 1.0
     assert math.compute_score("So\nAnswer: $42$", "42", use_math_verify=False)["score"] == 1.0
-    assert math.compute_score_signed("I do not know", "42") == {"score": -1.0, "acc": 0.0, "pred": ""}
+    assert math.compute_score("I do not know", "42", wrong=-1.0) == {"score": -1.0, "acc": 0.0, "pred": ""}
 
 
 def test_math_takes_the_box_of_a_worked_solution_as_the_truth() -> None:

@@ -1,4 +1,4 @@
-"""Programs: run the last code block against test cases in a sandbox; the score is the share that passes.
+"""Programs: run the last code block (or the bare answer) against test cases; the score is the share that passes.
 
 A program that crashes, loops or prints nonsense is a wrong answer. A sandbox that cannot be reached is not: it raises.
 """
@@ -10,8 +10,11 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from dovetail.rewards.rules.code_imports import used_imports
 from dovetail.rewards.sandbox import LocalSandbox, RemoteSandbox, Sandbox
 
+_PYTHON = "```python"
+_FIRST_TESTS = 10
 _BLOCK = re.compile(r"(?s)```(?:python|py)?[ \t]*\n(.*?)```")
 
 
@@ -23,13 +26,14 @@ def compute_score(
     sandbox_url: str | None = None,
     memory_limit_mb: int = 1024,
     programs_at_once: int = 1,
-    seconds_per_test: float = 6.0,
+    seconds_per_test: float = 10.0,
     max_tests: int | None = None,
     all_or_nothing: bool = False,
 ) -> dict[str, Any]:
     """Truth: `{"inputs": [...], "outputs": [...]}`; with `fn_name`, that function is called, else the program run.
 
-    A remote sandbox gets up to `programs_at_once` test cases together; on this machine they take turns.
+    A remote sandbox gets up to `programs_at_once` test cases together; on this machine they take turns. A program that
+    fails one of the first ten tests is scored by these ten.
     """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     inputs, outputs = list(tests["inputs"])[:max_tests], list(tests["outputs"])[:max_tests]
@@ -48,27 +52,38 @@ def compute_score(
 
     threads = programs_at_once if isinstance(sandbox, RemoteSandbox) else 1
     with ThreadPoolExecutor(max_workers=max(1, min(threads, len(inputs)))) as pool:
-        passed = sum(pool.map(passes, inputs, outputs))
-    share = passed / len(inputs)
+        passed = sum(pool.map(passes, inputs[:_FIRST_TESTS], outputs[:_FIRST_TESTS]))
+        tried = min(_FIRST_TESTS, len(inputs))
+        if passed == tried < len(inputs):
+            passed += sum(pool.map(passes, inputs[tried:], outputs[tried:]))
+            tried = len(inputs)
+    share = passed / tried
     score = float(share == 1.0) if all_or_nothing else share
     return {"score": score, "acc": float(share == 1.0), "passed": passed, "tests": len(inputs)}
 
 
 def extract_code(solution_str: str) -> str | None:
-    """The last fenced block, or None."""
-    blocks = _BLOCK.findall(solution_str)
-    return blocks[-1] if blocks else None
+    """The last python block, closed or not; else the last fenced block; else all of it. None: nothing there."""
+    if _PYTHON in solution_str:
+        code = solution_str.rpartition(_PYTHON)[2].partition("```")[0]
+    else:
+        blocks = _BLOCK.findall(solution_str)
+        code = blocks[-1] if blocks else solution_str
+    return code if code.strip() else None
 
 
 _CALL = """
 import json as _json, sys as _sys
 _arguments = _json.loads(_sys.stdin.read())
+if _arguments and isinstance(_arguments[0], dict) and all(key.lstrip("-").isdigit() for key in _arguments[0]):
+    _arguments = [{{int(key): value for key, value in _arguments[0].items()}}]
 _target = Solution().{name} if "Solution" in globals() else {name}
 _sys.stdout.write("\\n" + _json.dumps(_target(*_arguments)))
 """
 
 
 def _program(code: str, given: Any, fn_name: str | None) -> tuple[str, str]:
+    code = used_imports(code) + code
     if not fn_name:
         return code, given if isinstance(given, str) else "\n".join(map(str, given))
     # Arguments as a JSON list, or as one JSON value a line.
@@ -85,6 +100,21 @@ def _same_output(printed: str, wanted: Any, *, is_call: bool) -> bool:
         truth = json.loads(wanted) if isinstance(wanted, str) else wanted
         return value in (truth, truth[0]) if isinstance(truth, list) and len(truth) == 1 else value == truth
     text = wanted if isinstance(wanted, str) else "\n".join(map(str, wanted))
-    return [line.split() for line in printed.strip().splitlines()] == [
-        line.split() for line in text.strip().splitlines()
-    ]
+    given, truth = _lines(printed), _lines(text)
+    return given == truth or _close(given, truth)
+
+
+def _lines(text: str) -> list[str]:
+    """What was printed, without blank lines and blanks at the ends."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _close(given: list[str], truth: list[str]) -> bool:
+    """One number a line, each within 0.001 % of the truth; whole numbers must be equal."""
+    if len(given) != len(truth) or all(entry.isdigit() for entry in (*given, *truth)):
+        return False
+    try:
+        pairs = [(float(a), float(b)) for a, b in zip(given, truth, strict=True)]
+    except ValueError:
+        return False
+    return all(abs(a - b) <= 1e-8 + 1e-5 * abs(b) for a, b in pairs)

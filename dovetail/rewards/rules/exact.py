@@ -22,6 +22,20 @@ def compute_score(
     return {"score": score if correct else 0.0, "acc": float(correct), "pred": answer}
 
 
+def compute_tagged_score(
+    solution_str: str, ground_truth: Any, *, score: float = 1.0, format_score: float = 0.0
+) -> dict[str, Any]:
+    """Search-R1: only what is in an `<answer>` tag counts, and a quarter of it where there are more than ten tags."""
+    tagged = _TAG.findall(solution_str)
+    if not tagged:
+        return {"score": 0.0, "acc": 0.0, "pred": ""}
+    result = compute_score(solution_str, ground_truth, score=score)
+    tags = max(solution_str.count("<answer>"), solution_str.count("</answer>"))
+    if not result["acc"]:
+        return {**result, "score": format_score}
+    return {**result, "score": score / 4 if tags > 10 else score}
+
+
 def normalize_text(text: str) -> str:
     """Lower case, no punctuation, no articles, single spaces."""
     letters = "".join(letter for letter in text.lower() if letter not in string.punctuation)
@@ -31,4 +45,6 @@ def normalize_text(text: str) -> str:
 def _truths(ground_truth: Any) -> Sequence[Any]:
     if isinstance(ground_truth, dict):
         ground_truth = ground_truth.get("target", ground_truth)
+    if hasattr(ground_truth, "tolist"):
+        ground_truth = ground_truth.tolist()  # Lists of a Parquet file arrive as arrays.
     return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from dovetail.rewards.rules.numbers import NUMBER, find_numbers, same_number
+from dovetail.rewards.rules.numbers import find_numbers, same_number
 
 Method = Literal["strict", "flexible"]
 # Answers end with their result: a solution that lists a hundred candidates is not read from the start.
 _TAIL = 300
-_MARKED = re.compile(rf"####\s*\$?\s*({NUMBER})")
+_MARKED = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def compute_score(
@@ -25,7 +25,9 @@ def compute_score(
     answer = extract_answer(solution_str, method)
     if answer is None:
         return {"score": 0.0, "acc": 0.0, "pred": ""}
-    correct = same_number(answer, str(ground_truth))
+    truth = str(ground_truth)
+    # Strict: the digits themselves, so that the model learns one form. Flexible: the value.
+    correct = answer == truth.replace(",", "") if method == "strict" else same_number(answer, truth)
     return {"score": score if correct else format_score, "acc": float(correct), "pred": answer}
 
 

@@ -11,6 +11,8 @@ from fractions import Fraction
 from dovetail.rewards.rules.numbers import parse_number
 
 _DROPPED = (r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\ ", r"\quad", r"\displaystyle", r"\big", r"\Big", "~")
+# A row break comes first, so that its second backslash is not read as the start of a command (`\\\\ ` in a matrix).
+_SPACING = re.compile(r"\\\\|(?:" + "|".join(map(re.escape, _DROPPED)) + r")(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\s*(\{\s*\\circ\s*\}|\\circ)|\\degree|°")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}")
 _UNIT = re.compile(
@@ -38,8 +40,7 @@ def normalize(answer: str) -> str:
     text = answer.strip().strip("$").strip()
     text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace(r"\cfrac", r"\frac")
     text = _DEGREES.sub("", text)
-    for command in _DROPPED:
-        text = re.sub(re.escape(command) + r"(?![a-zA-Z])", " ", text)
+    text = _SPACING.sub(lambda match: match.group() if match.group() == "\\\\" else " ", text)
     text = _TEXT.sub(lambda match: f" {match.group(1)} ", text)
     text = text.replace(r"\%", "").replace("%", "").replace(r"\$", "").replace("$", "")
     text = text.replace(r"\cdot", "*").replace(r"\times", "*").replace(r"\leq", r"\le").replace(r"\geq", r"\ge")

@@ -36,11 +36,6 @@ def compute_score(
     return {"score": correct if right else wrong, "acc": float(right), "pred": answer}
 
 
-def compute_score_signed(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """+1 or -1, as DAPO trains with."""
-    return compute_score(solution_str, ground_truth, correct=1.0, wrong=-1.0)
-
-
 def extract_answer(solution_str: str) -> str | None:
     """What the solution says its result is."""
     tail = solution_str[-_TAIL:]
