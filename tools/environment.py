@@ -30,7 +30,8 @@ PIP_SOURCES = {
 _LINES_OF_A_FAILURE = 30
 _SECONDS_BETWEEN_LINES = 20
 _ACTIVITY = re.compile(r"^\s*(Downloading|Installing collected packages|Prepared|Resolved|Building)\b(.*)", re.M)
-_BUILT = re.compile(r"^\s*(?:Building (?:wheel|editable) for|Building|Built) ([A-Za-z0-9._-]+)", re.M)
+# pip: `Building wheel for NAME (pyproject.toml)`; uv: `Building NAME==1.0`, `Built NAME @ file:///...`.
+_BUILT = re.compile(r"^\s*Building (?:wheel|editable) for ([\w.-]+)|^\s*(?:Building|Built) ([\w.-]+)(?:==| @ )", re.M)
 _INSTALLED = re.compile(r"^Successfully installed (.*)$|^Installed (\d+) packages?", re.M)
 
 
@@ -80,7 +81,8 @@ def wheels_only() -> list[str]:
 
 def refuse_built(printed: str, title: str) -> None:
     """The second look: whatever let it happen, nothing may have been built but what is named above."""
-    built = {name.lower().replace("_", "-") for name in _BUILT.findall(printed)} - BUILT_HERE
+    names = {"".join(groups).lower().replace("_", "-") for groups in _BUILT.findall(printed)}
+    built = names - BUILT_HERE
     if built:
         raise SetupError(
             f"{title}: {', '.join(sorted(built))} was built from source, which needs a compiler on other machines. "
