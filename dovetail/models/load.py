@@ -7,7 +7,7 @@ The usual way of a backend:
     materialize(wrapper, device)                 # memory for this rank's shards
     load_weights(wrapper, path)                  # tensor by tensor from safetensors (dovetail.models.weights)
 
-No rank ever holds the whole model. Refuses to fetch anything: a path is a folder on this machine.
+No rank ever holds the whole model. A path is a folder on this machine or a name on the hub (`dovetail.config.hub`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,30 @@ from transformers import (
     PreTrainedModel,
 )
 
+from dovetail.config.hub import fetch_model, is_hub_name
 from dovetail.models.errors import ModelError
 
 Role = Literal["policy", "value", "reward"]
+
+
+def model_folder(path: str | Path) -> Path:
+    """The folder of a model with its weights; a name on the hub is downloaded into the hub's cache first."""
+    return _existing_folder(path, weights=True)
+
+
+def reader_folder(path: str | Path) -> Path:
+    """The folder of a configuration and a tokenizer; of a name on the hub no weights are downloaded."""
+    return _existing_folder(path, weights=False)
+
+
+def _existing_folder(path: str | Path, *, weights: bool) -> Path:
+    folder = fetch_model(str(path), weights=weights) if is_hub_name(path) else Path(path).expanduser()
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(
+            f"{folder} has no config.json; a model's path is a folder in Hugging Face layout, or a name on the hub "
+            "such as Qwen/Qwen2.5-0.5B-Instruct."
+        )
+    return folder
 
 
 def load_config(
@@ -46,7 +67,7 @@ def load_config(
 
     A field that the config has not is refused, except for a dropout of 0.
     """
-    folder = _existing_folder(path)
+    folder = reader_folder(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
@@ -57,7 +78,7 @@ def load_config(
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer, with a padding token: the end-of-text token serves when the folder names none."""
-    folder = _existing_folder(path)
+    folder = reader_folder(path)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exceptions that name no file
@@ -78,7 +99,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any | None:
     """The image processor of a multimodal model, or `None` for a text model."""
-    folder = _existing_folder(path)
+    folder = reader_folder(path)
     names = ("processor_config.json", "preprocessor_config.json", "image_processor_config.json")
     if not any((folder / name).exists() for name in names):
         return None
@@ -122,7 +143,7 @@ def build_meta_model(
     if role == "policy" and not isinstance(source, PreTrainedConfig):
         # An engine that shares the weights asks the model for the tokens that end an answer.
         with contextlib.suppress(OSError):  # a folder without generation_config.json
-            model.generation_config = GenerationConfig.from_pretrained(_existing_folder(source))
+            model.generation_config = GenerationConfig.from_pretrained(reader_folder(source))
     return model
 
 
@@ -159,16 +180,6 @@ def _first_line(error: BaseException) -> str:
     """The gist of another library's message: these go on with advice about downloads and upgrades."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0].strip() if text else 'no reason given'}"
-
-
-def _existing_folder(path: str | Path) -> Path:
-    folder = Path(path).expanduser()
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(
-            f"{folder} has no config.json; model paths are folders in Hugging Face layout. A name on the hub is not "
-            f"looked up: `hf download {path} --local-dir models/{folder.name}`, then give that folder."
-        )
-    return folder
 
 
 def _override(config: PreTrainedConfig, values: Mapping[str, Any], where: str) -> None:

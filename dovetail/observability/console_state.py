@@ -10,6 +10,8 @@ from typing import Any
 
 REWARD_NAMES = ("critic/score/mean", "reward/score/mean", "critic/rewards/mean")
 _HISTORY = 2000
+# What a step costs: these do not contain each other.
+_STEP_PARTS = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 
 
 @dataclass
@@ -35,8 +37,8 @@ class ConsoleState:
     unit: str = ""
 
     def __post_init__(self) -> None:
-        self.started = self.clock()
-        self.phase_start = self.started
+        self.started = self.step_end = self.phase_start = self.clock()
+        self.timed_steps, self.timed_seconds = 0, 0.0
 
     def phase(self, name: str | None) -> None:
         self.phase_name = name
@@ -47,7 +49,7 @@ class ConsoleState:
         self.done, self.total, self.tokens, self.unit = done, total, tokens, unit
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.step = step
+        self.step, self.step_end = step, self.clock()
         validation = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
         if validation:
             self.validation, self.validation_step = validation, step
@@ -56,6 +58,17 @@ class ConsoleState:
         reward = self.reward
         if reward is not None and any(name in metrics for name in REWARD_NAMES):
             self.rewards.append(reward)
+        if "timing_s/step" in metrics:
+            self.timed_steps += 1
+            self.timed_seconds += sum(metrics.get(name, 0.0) for name in _STEP_PARTS)
+
+    def estimate(self) -> str | None:
+        """After the first step: how long the others will take on this machine."""
+        left = self.total_steps - self.step
+        if self.timed_steps != 1 or left < 1:
+            return None
+        seconds = self.timed_seconds
+        return f"one step took {seconds:.1f} s here, so the other {left} take {_about(seconds * left)}"
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         if kind == "resume":
@@ -71,9 +84,17 @@ class ConsoleState:
         return next((self.metrics[name] for name in REWARD_NAMES if name in self.metrics), None)
 
     def seconds_left(self, now: float) -> float | None:
-        """From the mean time of the steps of this process."""
-        finished = self.step - self.first_step
-        return None if finished < 1 else (now - self.started) / finished * (self.total_steps - self.step)
+        """From the mean time of the steps of this process; starting up and the first validation come once."""
+        if self.timed_steps < 1:
+            return None
+        expected = self.timed_seconds / self.timed_steps * (self.total_steps - self.step)
+        return max(expected - (now - self.step_end), 0.0)
+
+
+def _about(seconds: float) -> str:
+    if seconds < 90:
+        return f"about {seconds:.0f} seconds"
+    return f"about {seconds / 60:.0f} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 
 def _short(value: Any) -> str:

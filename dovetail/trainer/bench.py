@@ -23,7 +23,7 @@ from dovetail.protocol import DataProto
 from dovetail.trainer.arrange import arrange_rows
 from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups, create_groups
-from dovetail.trainer.run import start_cluster, uses_gpu
+from dovetail.trainer.run import fetch_models, start_cluster, uses_gpu
 from dovetail.trainer.step_metrics import update_metrics
 
 GIB = 1024**3
@@ -64,6 +64,7 @@ def bench_training(config: DovetailConfig, *, steps: int, use_ray: bool) -> Benc
     shapes = read_shapes(config)
     refuse_errors(check_config(config, shapes.policy))
     refuse_unsupported(config)
+    fetch_models(config)
     use_gpu = uses_gpu(config)
     with ExitStack() as open_things:
         if use_ray:

@@ -21,7 +21,7 @@ from dovetail.controller import start_ray, stop_ray
 from dovetail.data.build import build_train_loader, build_val_loader
 from dovetail.data.errors import DataError
 from dovetail.data.prompts import PromptDataset
-from dovetail.models.load import load_config, load_processor, load_tokenizer
+from dovetail.models.load import load_config, load_processor, load_tokenizer, model_folder
 from dovetail.observability.console import StepConsole, make_console
 from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
@@ -74,6 +74,7 @@ def run_training(
     refuse_unsupported(config)
     _refuse_unknown_fields(config)
     use_gpu = uses_gpu(config)
+    fetch_models(config)
     tokenizer, processor = load_readers(config)
     val_loader = build_val_loader(config, tokenizer, processor)
     # A run that only validates may name no training prompts, and draws none.
@@ -152,6 +153,23 @@ def _refuse_unknown_fields(config: DovetailConfig) -> None:
             load_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
         except ValueError as error:
             raise ConfigError([Problem(name, f"{name}.{error}")]) from error
+
+
+def fetch_models(config: DovetailConfig) -> None:
+    """Models named on the hub, into its cache: what cannot be had is found before a process starts.
+
+    Workers on other machines fetch for themselves, into the cache of their machine.
+    """
+    paths = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+    if config.uses_critic:
+        paths["critic.model.path"] = config.critic.model.path
+    if config.reward_model.enable and config.reward_model.model.path:
+        paths["reward_model.model.path"] = config.reward_model.model.path
+    for key, path in paths.items():
+        try:
+            model_folder(path)
+        except FileNotFoundError as error:
+            raise ConfigError([Problem(key, f"{key}={path}: {error}")]) from error
 
 
 def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:

@@ -11,7 +11,7 @@ from dovetail.backends.base import TrainBackend
 from dovetail.backends.export import export_hf_folder
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
-from dovetail.models.load import load_tokenizer
+from dovetail.models.load import load_tokenizer, model_folder
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import GenerationResult
 from dovetail.weight_sync import GroupAddress
@@ -208,7 +208,9 @@ class ActorRolloutRefWorker(TrainingRole):
         tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
         wanted = None if dtype is None else getattr(torch, dtype)
         with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
-            export_hf_folder(actor.backend, Path(out), tokenizer=tokenizer, dtype=wanted, source=model.path)
+            export_hf_folder(
+                actor.backend, Path(out), tokenizer=tokenizer, dtype=wanted, source=model_folder(model.path)
+            )
 
     def _build_ref(self, actor_backend: TrainBackend | None) -> DataParallelPPOActor:
         policy = self.config.actor_rollout_ref

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from dovetail.config.model import ModelConfig, RewardNetworkConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.models.activations import enable_gradient_checkpointing
 from dovetail.models.compile import compile_layers
-from dovetail.models.load import Role, build_meta_model, load_config
+from dovetail.models.load import Role, build_meta_model, load_config, model_folder
 from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import RewardModel, ValueModel
@@ -93,7 +92,7 @@ def build_policy(
     return build_backend(
         strategy_for(strategy, world_size, fsdp),
         network,
-        weights=Path(model.path).expanduser(),
+        weights=model_folder(model.path),
         fsdp=fsdp,
         optim=optim,
         max_grad_norm=grad_clip,
@@ -134,7 +133,7 @@ def build_value(
     return build_backend(
         strategy_for(strategy, world_size, fsdp),
         ValueModel(hf_model, use_remove_padding=model.use_remove_padding),
-        weights=Path(model.path).expanduser(),
+        weights=model_folder(model.path),
         fsdp=fsdp,
         optim=optim,
         max_grad_norm=grad_clip,
@@ -169,7 +168,7 @@ def build_reward(
     return build_backend(
         strategy_for(strategy, world_size, model.fsdp_config),
         RewardModel(hf_model, use_remove_padding=model.use_remove_padding),
-        weights=Path(model.path).expanduser(),
+        weights=model_folder(model.path),
         fsdp=model.fsdp_config,
         sp_size=sp_size,
         device=device,
@@ -196,7 +195,7 @@ def _on_megatron(
     return build_megatron_backend(
         hf_config,
         role,
-        weights=Path(model.path).expanduser(),
+        weights=model_folder(model.path),
         megatron=megatron or MegatronConfig(),
         optim=optim,
         max_grad_norm=grad_clip,

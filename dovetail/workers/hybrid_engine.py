@@ -17,7 +17,7 @@ from dovetail.backends.base import TrainBackend
 from dovetail.backends.device_memory import driver_is_short, free_device_cache, mark_memory
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.root import DovetailConfig
-from dovetail.models.load import load_tokenizer
+from dovetail.models.load import load_tokenizer, model_folder
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, RolloutEngine
 from dovetail.rollout.registry import engine_class_for
@@ -50,7 +50,7 @@ class HybridEngine:
         engine_class = engine_class_for(self._rollout)
         self.engine: RolloutEngine = engine_class.from_config(
             self._rollout,
-            self._model.path,
+            str(model_folder(self._model.path)),
             device=device,
             shared=whole,
             trust_remote_code=self._model.trust_remote_code,

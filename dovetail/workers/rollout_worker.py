@@ -15,7 +15,7 @@ from torch import Tensor
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
 from dovetail.controller.errors import WorkerError
-from dovetail.models.load import load_tokenizer
+from dovetail.models.load import load_tokenizer, model_folder
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import EngineDiedError, EngineError, GenerationResult, RolloutEngine
 from dovetail.rollout.registry import engine_class_for
@@ -48,7 +48,7 @@ class RolloutWorker(TrainingRole):
             self.join_group(timeout_seconds=policy.nccl_timeout)
         self.engine = engine_class_for(self._rollout).from_config(
             self._rollout,
-            policy.model.path,
+            str(model_folder(policy.model.path)),
             device=self.device,
             trust_remote_code=policy.model.trust_remote_code,
             override_config=policy.model.override_config,

@@ -107,7 +107,7 @@ FOUND_BEFORE_THE_RUN: list[tuple[Mistake, str]] = [
     (too_few_rows, "data.train_batch_size"),
     (no_model, "no-model"),
     (no_tokenizer, "weights-only has no tokenizer"),
-    (name_on_the_hub, "hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B"),
+    (name_on_the_hub, "`hf download Qwen/Qwen2.5-0.5B` where the hub can be reached"),
     (no_place_for_the_run, "the run folder cannot be made (Not a directory)"),
     (no_place_for_the_answers, "/answers: the folder for answers cannot be made (Not a directory)"),
     (no_such_field, "actor_rollout_ref.model.override_config.rms_norm_esp=1e-06 is not a field of Qwen2Config"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dovetail.config.hub import HubError, fetch_file, is_hub_name
 from dovetail.config.plan.families import TEXT_OF, family_of
 from dovetail.config.plan.layer_shape import (
     Experts,
@@ -112,11 +113,15 @@ def read_model_shape(folder: str | Path) -> ModelShape:
 
 
 def read_config_json(folder: str | Path) -> Raw:
-    """The content of a model's `config.json`."""
+    """The content of a model's `config.json`; of a name on the hub that file alone is downloaded."""
     path = Path(folder).expanduser()
     path = path if path.suffix == ".json" else path / "config.json"
     try:
+        if is_hub_name(folder):
+            path = fetch_file(str(folder), "config.json")
         raw = json.loads(path.read_text(encoding="utf-8"))
+    except HubError as error:
+        raise ModelShapeError(str(error)) from error
     except OSError as error:
         raise ModelShapeError(f"{path} cannot be read ({error.strerror}); give the model's folder.") from error
     except ValueError as error:

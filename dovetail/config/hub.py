@@ -1,0 +1,124 @@
+"""Names on the Hugging Face hub, through huggingface_hub's own cache. Downloads files; reads no model and no data.
+
+A model's path may be a folder or `org/name[@revision]`; a data file may be `hf://datasets/org/name/path`. Several
+processes of a machine may ask for the same name: huggingface_hub's file locks let one of them download.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["model", "dataset"]
+DATA_PREFIX = "hf://"
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
+# Weights are read from safetensors only; the rest are copies in other formats, and pictures for the model's page.
+_NOT_READ = [
+    "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "*.tflite", "*.png", "*.jpg", "*.md",
+    "original/*", "onnx/*",
+]  # fmt: skip
+# Configuration, tokenizer and processor: everything beside the weights.
+_READERS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken"]
+_SECONDS_FOR_AN_ANSWER = 10
+
+
+class HubError(FileNotFoundError):
+    """A name on the hub that cannot be had here; the message says where to put it."""
+
+
+def is_hub_name(path: str | Path) -> bool:
+    """Whether a model's path is a name on the hub: `org/name` or `org/name@revision`, and no folder of this machine."""
+    return _NAME.fullmatch(str(path)) is not None and not Path(path).exists()
+
+
+@lru_cache(maxsize=64)
+def fetch_model(name: str, *, weights: bool) -> Path:
+    """The folder of a model on the hub, in the cache; without `weights` only what describes it."""
+    from huggingface_hub import snapshot_download
+
+    repository, revision = _parts(name)
+    try:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=None if weights else _READERS,
+                ignore_patterns=_NOT_READ,
+                etag_timeout=_SECONDS_FOR_AN_ANSWER,
+            )
+        )
+    except _errors() as error:
+        raise HubError(_explain(name, repository, "model", error)) from error
+
+
+def fetch_file(name: str, filename: str, *, kind: Kind = "model") -> Path:
+    """One file of a repository. A copy in the cache is taken as it is: nobody is asked whether it is the newest."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    repository, revision = _parts(name)
+    cached = try_to_load_from_cache(repository, filename, revision=revision, repo_type=kind)
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        return Path(
+            hf_hub_download(
+                repository, filename, revision=revision, repo_type=kind, etag_timeout=_SECONDS_FOR_AN_ANSWER
+            )
+        )
+    except _errors() as error:
+        raise HubError(_explain(name, repository, kind, error, filename)) from error
+
+
+def _parts(name: str) -> tuple[str, str | None]:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise HubError(
+            f"{name} is no name on the hub; they look like Qwen/Qwen2.5-0.5B-Instruct, or org/name@revision."
+        )
+    return match[1], match[2]
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What huggingface_hub raises when something cannot be had: its own errors and those of its HTTP library."""
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HTTPError
+
+    return (OSError, EntryNotFoundError, HFValidationError, HTTPError)
+
+
+def _explain(name: str, repository: str, kind: Kind, error: Exception, filename: str | None = None) -> str:
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}"
+    type_of = "" if kind == "model" else " --repo-type dataset"
+    what = f"{filename} of {name}" if filename else name
+    either = f"{name} is no folder on this machine, and" if kind == "model" else f"{name}:"
+    return (
+        f"{either} the Hugging Face hub cannot give {what}: {_reason(error)}. Give a local path, or put it into the "
+        f"cache folder {cache}: run `hf download {repository}{type_of}` where the hub can be reached, then copy the "
+        "folder of that name here."
+    )
+
+
+def _reason(error: Exception) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE=1 forbids asking, and the cache does not have it"
+    if isinstance(error, GatedRepoError):
+        return "its licence must be accepted on its page first, and HF_TOKEN must be set"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such repository, or it is private and HF_TOKEN is not set"
+    if isinstance(error, RevisionNotFoundError):
+        return "it has no such revision"
+    if isinstance(error, RemoteEntryNotFoundError):
+        return "it has no such file"
+    return f"{constants.ENDPOINT} cannot be reached, and the cache does not have all of it"
