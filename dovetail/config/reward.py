@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -72,6 +72,11 @@ class RewardModelConfig(Section):
         0.2, ge=0, lt=1, description="Share of a batch that may stay without a score before the run stops."
     )
     timeout_seconds: float = Field(300.0, gt=0, description="Time for one score; then the worker is killed.")
+    code_isolation: Literal["auto", "required"] = Field(
+        "auto",
+        description="Programs in answers run in a sandbox where the machine allows namespaces. Elsewhere `auto` "
+        "warns and runs them all the same, `required` stops the run.",
+    )
     sandbox_fusion: SandboxFusionConfig = Field(SandboxFusionConfig.model_construct(), description="Code sandbox.")
     enable: bool = Field(False, description="Score with a reward network as well.")
     enable_resource_pool: bool = Field(False, description="Give the reward network its own devices.")

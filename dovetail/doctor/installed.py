@@ -1,4 +1,4 @@
-"""What is on this machine: versions, devices, and which engines and backends can run. Starts nothing.
+"""What is on this machine: versions, devices, and which engines and backends can run. Starts nothing but one program that tries the sandbox.
 
 Supported versions are read from the package's own metadata (the extras of `pip install 'dovetail[...]'`).
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dovetail.config.root import DovetailConfig
+from dovetail.rewards.isolation import detect_isolation
 
 GIB = 1024**3
 Status = Literal["ok", "missing", "unsupported"]
@@ -84,6 +85,7 @@ def machine() -> list[tuple[str, str]]:
     rows = [
         ("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
         ("cpu", f"{cores} cores, {memory:.0f} GiB, torch uses {torch.get_num_threads()} of them"),
+        ("code rewards", detect_isolation().describe()),
     ]
     if os.path.isdir("/dev/shm"):
         space = shutil.disk_usage("/dev/shm")

@@ -53,6 +53,7 @@ def reward_specs(config: DovetailConfig) -> list[FunctionSpec]:
     kwargs = {
         "sandbox_url": sandbox.url,
         "memory_limit_mb": sandbox.memory_limit_mb,
+        "code_isolation": section.code_isolation,
         "programs_at_once": sandbox.max_concurrent // scoring_processes(config),
         **custom.reward_kwargs,
     }

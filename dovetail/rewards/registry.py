@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from dovetail.rewards.errors import RewardError
+from dovetail.rewards.sandbox import announce_isolation
 
 RewardFn = Callable[..., Any]
 """`(data_source, solution_str, ground_truth, extra_info, **kwargs)`, giving a number or a dict with `score`."""
@@ -88,6 +91,7 @@ def default_compute_score(
     sandbox_url: str | None = None,
     memory_limit_mb: int = 1024,
     programs_at_once: int = 1,
+    code_isolation: str = "auto",
     **kwargs: Any,
 ) -> Any:
     """Score an answer by the rule of its data source. `kwargs` go to the rule."""
@@ -95,8 +99,13 @@ def default_compute_score(
         return _CUSTOM[data_source](data_source, solution_str, ground_truth, extra_info, **kwargs)
     rule = rule_of(data_source)
     if rule == "code":
-        sandbox = {"sandbox_url": sandbox_url, "memory_limit_mb": memory_limit_mb, "programs_at_once": programs_at_once}
-        kwargs = {**sandbox, **kwargs}
+        kwargs = {
+            "sandbox_url": sandbox_url,
+            "memory_limit_mb": memory_limit_mb,
+            "programs_at_once": programs_at_once,
+            "code_isolation": code_isolation,
+            **kwargs,
+        }
     return find_rule(rule)(solution_str, ground_truth, **kwargs)
 
 
@@ -118,6 +127,16 @@ def rule_of(data_source: str) -> str:
 def has_rule(data_source: str) -> bool:
     """Whether a data source can be scored without a custom function."""
     return data_source in _CUSTOM or any(fnmatch.fnmatchcase(data_source, pattern) for pattern in DATA_SOURCES)
+
+
+def check_sources(data_sources: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+    """Before training: every source has a rule, and programs of answers run where the user allows it."""
+    unknown = [source for source in data_sources if not has_rule(source)]
+    if unknown:
+        raise RewardError(unknown_source_message(unknown[0]))
+    runs_programs = any(source not in _CUSTOM and rule_of(source) == "code" for source in data_sources)
+    if runs_programs and not kwargs.get("sandbox_url"):
+        announce_isolation(required=kwargs.get("code_isolation") == "required")
 
 
 def unknown_source_message(data_source: str) -> str:

@@ -27,7 +27,7 @@ from dovetail.rewards.errors import Failure, RewardError
 from dovetail.rewards.functions import BATCH_ARGUMENTS, FunctionSpec
 from dovetail.rewards.managers import NaiveRewardManager, Outcome, RewardManager
 from dovetail.rewards.pool import KillablePool
-from dovetail.rewards.registry import default_compute_score, has_rule, unknown_source_message
+from dovetail.rewards.registry import check_sources, default_compute_score
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +84,9 @@ class RewardRunner:
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
         """Raise before training when the built-in rules are used and one of these names has none."""
-        if any(spec.name == default_compute_score.__name__ for spec in self._specs):
-            unknown = [source for source in dict.fromkeys(data_sources) if not has_rule(source)]
-            if unknown:
-                raise RewardError(unknown_source_message(unknown[0]))
+        for spec in self._specs:
+            if spec.name == default_compute_score.__name__:
+                check_sources(list(dict.fromkeys(data_sources)), spec.kwargs)
 
     def submit(self, batch: DataProto, *, shaped: bool = True) -> PendingRewards:
         """Start scoring and return at once. `shaped=False` leaves out what the manager adds (for validation)."""

@@ -1,28 +1,29 @@
 """Where an answer's program runs: in a limited process on this machine, or in a service elsewhere.
 
-`LocalSandbox` limits time, memory, output and processes. It is no jail: the program sees the file system and the
-network. Use a remote sandbox or a container for models you do not trust.
+`LocalSandbox` limits time, memory and output, and ends a program with everything it started. Where the machine allows
+namespaces the program also sees no network and none of your files; `detect_isolation` says what holds here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
+import logging
 import os
-import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dovetail.rewards.isolation import Isolation, detect_isolation
+
+logger = logging.getLogger(__name__)
+
 _MAX_OUTPUT = 1 << 20
-# Loaded before any fork: what runs between fork and exec must not import or lock.
-_LIBC = ctypes.CDLL(None)
+_LAUNCHER_SECONDS = 30.0
 
 
 class SandboxUnavailable(RuntimeError):
@@ -46,13 +47,28 @@ class Sandbox(Protocol):
 
 
 class LocalSandbox:
-    """A child process with limits, in an empty folder, with a bare environment."""
+    """A child process with limits, an empty folder and a bare environment; isolated where the machine allows it."""
+
+    def __init__(self, *, isolation: Isolation | None = None, required: bool = False) -> None:
+        self._isolation = isolation or detect_isolation()
+        if required and not self._isolation.is_sandbox:
+            raise SandboxUnavailable(
+                f"reward_model.code_isolation=required, but {self._isolation.describe()} Set it to auto to run "
+                "programs all the same, or name a remote sandbox in reward_model.sandbox_fusion.url."
+            )
 
     def run(self, code: str, *, stdin: str, timeout: float, memory_limit_mb: int) -> ProgramRun:
-        with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
+        with tempfile.TemporaryDirectory(prefix="program-") as folder:
             with open(os.path.join(folder, "program.py"), "w") as file:
                 file.write(code)
-            return _run_limited(folder, stdin, timeout, memory_limit_mb)
+            return _run_limited(folder, stdin, timeout, memory_limit_mb, self._isolation)
+
+
+def announce_isolation(*, required: bool) -> None:
+    """Say once, before training, what programs can reach on this machine; stop where that is not enough."""
+    isolation = detect_isolation()
+    LocalSandbox(isolation=isolation, required=required)
+    logger.log(logging.INFO if isolation.is_sandbox else logging.WARNING, "code rewards: %s", isolation.describe())
 
 
 class RemoteSandbox:
@@ -94,43 +110,48 @@ class RemoteSandbox:
         raise SandboxUnavailable(f"the sandbox {self._url} cannot be used after {self._attempts} attempts: {problem}")
 
 
-def _run_limited(folder: str, stdin: str, timeout: float, memory_limit_mb: int) -> ProgramRun:
+def _run_limited(folder: str, stdin: str, timeout: float, memory_limit_mb: int, isolation: Isolation) -> ProgramRun:
     out, err = os.path.join(folder, ".stdout"), os.path.join(folder, ".stderr")
-
-    def limit() -> None:
-        megabytes = memory_limit_mb << 20
-        resource.setrlimit(resource.RLIMIT_AS, (megabytes, megabytes))
-        resource.setrlimit(resource.RLIMIT_CPU, (int(timeout) + 1, int(timeout) + 2))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_OUTPUT * 16, _MAX_OUTPUT * 16))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if sys.platform == "linux":
-            # PR_SET_PDEATHSIG: the program has a group of its own, so a kill of the scoring process would miss it.
-            _LIBC.prctl(1, signal.SIGKILL)
-
-    with open(out, "wb") as stdout, open(err, "wb") as stderr:
+    work = os.path.join(folder, "work")
+    os.mkdir(work)
+    ended, report = os.pipe()
+    command = isolation.command(
+        program=os.path.join(folder, "program.py"),
+        root=work,
+        timeout=timeout,
+        memory=memory_limit_mb << 20,
+        output=_MAX_OUTPUT * 16,
+        report=report,
+    )
+    with open(ended, "rb") as reports, open(out, "wb") as stdout, open(err, "wb") as stderr:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "program.py"],
-                cwd=folder,
+                command,
+                cwd=work,
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,
-                env={"PATH": os.defpath, "LANG": "C.UTF-8"},
+                env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,
-                preexec_fn=limit,
+                pass_fds=(report,),
             )
         except OSError as error:
             raise SandboxUnavailable(f"no process for the program: {error}") from error
-        timed_out = False
-        try:
-            process.communicate(stdin.encode(), timeout=timeout)
-        except subprocess.TimeoutExpired:
-            timed_out = True
         finally:
-            with contextlib.suppress(ProcessLookupError):  # It has ended, with all it had started.
+            os.close(report)
+        try:
+            # The launcher keeps the time; this limit is for a launcher that hangs itself.
+            process.communicate(stdin.encode(), timeout=timeout + _LAUNCHER_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise SandboxUnavailable(f"the launcher did not end its program in {error.timeout:g} s.") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # It has ended.
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return ProgramRun(process.returncode == 0 and not timed_out, _read(out), _read(err), timed_out)
+        kind, _, detail = reports.read().decode().partition(" ")
+    if kind not in ("exit", "timeout"):
+        raise SandboxUnavailable(f"the program could not be started: {detail or _read(err)[-500:]}")
+    return ProgramRun((kind, detail) == ("exit", "0"), _read(out), _read(err), kind == "timeout")
 
 
 def _read(path: str) -> str:

@@ -26,6 +26,7 @@ def compute_score(
     sandbox_url: str | None = None,
     memory_limit_mb: int = 1024,
     programs_at_once: int = 1,
+    code_isolation: str = "auto",
     seconds_per_test: float = 10.0,
     max_tests: int | None = None,
     all_or_nothing: bool = False,
@@ -43,7 +44,7 @@ def compute_score(
     if code is None:
         return {"score": 0.0, "acc": 0.0, "passed": 0, "tests": len(inputs)}
     if sandbox is None:
-        sandbox = RemoteSandbox(sandbox_url) if sandbox_url else LocalSandbox()
+        sandbox = RemoteSandbox(sandbox_url) if sandbox_url else LocalSandbox(required=code_isolation == "required")
 
     def passes(given: Any, wanted: Any) -> bool:
         program, stdin = _program(code, given, tests.get("fn_name"))
