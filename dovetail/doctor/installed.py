@@ -1,4 +1,4 @@
-"""What is on this machine: versions, devices, and which engines and backends can run. Starts nothing but one program that tries the sandbox.
+"""What is on this machine: versions, devices, which engines and backends can run. Starts one program, in the sandbox.
 
 Supported versions are read from the package's own metadata (the extras of `pip install 'dovetail[...]'`).
 """
