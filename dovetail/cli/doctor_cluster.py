@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,9 +48,8 @@ def run_cluster(args: argparse.Namespace, view: DoctorView) -> int:
         prepare(folder)
         site = _site(folder, args)
         view.note(f"{site.num_nodes} x {site.devices_per_node} {site.device} devices, {len(names)} paths")
-        results = _run(site, names, args.limit, view)
-        write_report(args.out, site, rows, results)
-    view.paths(results, args.out)
+        results = _run(site, names, args, view, rows)
+    view.note(f"{_counted(results)}; the details are in {args.out}")
     healthy = not any(result.failed for result in results)
     view.verdict(healthy)
     if args.svg is not None:
@@ -57,14 +57,25 @@ def run_cluster(args: argparse.Namespace, view: DoctorView) -> int:
     return 0 if healthy else 1
 
 
-def _run(site: Site, names: list[str], limit: float, view: DoctorView) -> list[PathResult]:
-    with view.working() as on_stage:
-        return run_paths(
-            site,
-            names,
-            timeout_s=limit,
-            on_start=lambda name: on_stage(f"{names.index(name) + 1} of {len(names)}: {name}"),
-        )
+def _run(
+    site: Site, names: list[str], args: argparse.Namespace, view: DoctorView, rows: list[tuple[str, str]]
+) -> list[PathResult]:
+    """Every verdict is shown and in the report as soon as it is known: whoever stops the command keeps them."""
+    results: list[PathResult] = []
+    with view.paths() as show:
+        show.begin(names[0])
+        for result in run_paths(site, names, timeout_s=args.limit):
+            results.append(result)
+            write_report(args.out, site, rows, results)
+            show.finish(result)
+            if len(results) < len(names):
+                show.begin(names[len(results)])
+    return results
+
+
+def _counted(results: list[PathResult]) -> str:
+    counts = Counter(result.verdict for result in results)
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
 
 def _site(folder: Path, args: argparse.Namespace) -> Site:

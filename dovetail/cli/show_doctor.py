@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
+from rich.status import Status as Status_
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +25,7 @@ from dovetail.doctor.installed import Part, Status
 WIDTH = 100
 _MARKS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "missing": ("-", "dim"), "unsupported": ("!", "yellow")}
 _VERDICTS = {"ok": "green", "not here": "dim", "refused": "yellow"}
+_PATH_WIDTHS = (26, 8, 5)
 _VERSIONS_A_LINE = 4
 _BAR = "█"
 _BAR_WIDTH = 30
@@ -113,20 +114,13 @@ class DoctorView:
             moved = f"the training step moved log-probs by {found.sampled.moved:.2g} only"
             self.problems("The step is too small", [f"{moved}: an engine that missed it could not be told apart."])
 
-    def paths(self, results: Sequence[PathResult], report: Path) -> None:
-        """One row a path; `report` is where the details are."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", padding=(0, 1))
-        table.add_column("path", no_wrap=True)
-        table.add_column("verdict", no_wrap=True)
-        table.add_column("s", justify="right", style="dim", no_wrap=True)
-        table.add_column("what was seen", overflow="fold")
-        for result in results:
-            style = _VERDICTS.get(result.verdict, "bold red")
-            table.add_row(result.name, Text(result.verdict, style=style), f"{result.seconds:.0f}", Text(result.seen))
-        self._section("Every path, on these devices", table)
-        counts = Counter(result.verdict for result in results)
-        words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        self.note(f"{words}; the details are in {report}")
+    @contextmanager
+    def paths(self) -> Iterator[PathRows]:
+        """One row a path, shown as soon as it is over."""
+        self._console.print(Text("Every path, on these devices", style="bold"))
+        with self._console.status("", spinner="dots") as status:
+            yield PathRows(self._console, status)
+        self._console.print()
 
     def verdict(self, healthy: bool) -> None:
         proof = ", and engine and trainer agree" if self._examined else ""
@@ -143,6 +137,26 @@ class DoctorView:
     def _section(self, title: str, body: RenderableType, colour: str = "") -> None:
         self._console.print(Text(title, style=f"bold {colour}".strip()))
         self._console.print(Padding(body, (0, 0, 1, 2)))
+
+
+class PathRows:
+    """The rows of a table that grows: path, verdict, seconds, what was seen."""
+
+    def __init__(self, console: Console, status: Status_) -> None:
+        self._console, self._status = console, status
+
+    def begin(self, name: str) -> None:
+        self._status.update(f"{name} ...")
+
+    def finish(self, result: PathResult) -> None:
+        row = Table.grid(padding=(0, 2, 0, 0))
+        for width in _PATH_WIDTHS:
+            row.add_column(width=width, no_wrap=True)
+        row.add_column(overflow="fold")
+        style = _VERDICTS.get(result.verdict, "bold red")
+        took = Text(f"{result.seconds:.0f} s", style="dim", justify="right")
+        row.add_row(result.name, Text(result.verdict, style=style), took, Text(result.seen))
+        self._console.print(Padding(row, (0, 0, 0, 2)))
 
 
 def _grid() -> Table:

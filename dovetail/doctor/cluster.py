@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,15 +50,10 @@ def select(names: Sequence[str]) -> list[str]:
     return [path for path in known if not names or path.startswith(tuple(names))]
 
 
-def run_paths(
-    site: Site, names: Sequence[str], *, timeout_s: float, on_start: Callable[[str], None] = lambda name: None
-) -> list[PathResult]:
+def run_paths(site: Site, names: Sequence[str], *, timeout_s: float) -> Iterator[PathResult]:
     """One after the other: each has all devices for itself."""
-    results = []
     for name in names:
-        on_start(name)
-        results.append(_run(site, name, timeout_s))
-    return results
+        yield _run(site, name, timeout_s)
 
 
 def write_report(file: Path, site: Site, machine: Sequence[tuple[str, str]], results: Sequence[PathResult]) -> None:

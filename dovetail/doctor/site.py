@@ -57,7 +57,8 @@ class Site:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Site:
-        return cls(**{**values, "folder": Path(values["folder"]), "overrides": tuple(values["overrides"])})
+        changed: dict[str, Any] = {"folder": Path(values["folder"]), "overrides": tuple(values["overrides"])}
+        return cls(**(values | changed))
 
 
 def prepare(folder: Path) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from dovetail.observability.run_folder import RunFolder
-from tests.ranks import run_ranks
-from tests.trainer.toy_run import repeatable, train_apart
+from tests.trainer.toy_run import Toy, repeatable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -29,40 +32,47 @@ MEGATRON = {f"{A}.strategy": "megatron", f"{A}.megatron.dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
-def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return _metrics(train_apart(tmp_path_factory.mktemp("local"), KEYS))
+def in_one_process(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return _metrics(toy, tmp_path_factory.mktemp("local"), KEYS, "--local")
 
 
 def test_a_run_through_ray_on_cuda_has_the_metrics_of_one_process(
-    in_one_process: list[dict[str, Any]], tmp_path: Path
+    toy: Toy, in_one_process: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    _assert_same(_metrics(train_apart(tmp_path, KEYS, use_ray=True)), in_one_process)
+    _assert_same(_metrics(toy, tmp_path, KEYS), in_one_process)
 
 
 def test_a_megatron_run_through_ray_on_cuda_has_the_metrics_of_the_plain_backend(
-    in_one_process: list[dict[str, Any]], tmp_path: Path
+    toy: Toy, in_one_process: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed; pip install 'dovetail[megatron]'")
-    _assert_same(_metrics(train_apart(tmp_path, {**KEYS, **MEGATRON}, use_ray=True)), in_one_process)
+    _assert_same(_metrics(toy, tmp_path, {**KEYS, **MEGATRON}), in_one_process)
 
 
-def test_a_broadcast_over_nccl_brings_the_first_ranks_values() -> None:
+def test_a_broadcast_over_nccl_brings_the_first_ranks_values(tmp_path: Path) -> None:
     """One rank a GPU: NCCL refuses two ranks on one. With a single GPU the group has one rank."""
     size = min(2, torch.cuda.device_count())
-    assert run_ranks(_broadcast, size) == [7.0] * size
+    mp.spawn(_broadcast, args=(size, tmp_path), nprocs=size)
+    assert [float((tmp_path / f"{rank}").read_text()) for rank in range(size)] == [7.0] * size
 
 
-def _broadcast(rank: int, world_size: int) -> float:
+def _broadcast(rank: int, world_size: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
-    group = dist.new_group(backend="nccl")
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     value = torch.full((1024,), 7.0 + rank, device=device)
-    dist.broadcast(value, src=0, group=group)
-    return float(value.mean())
+    dist.broadcast(value, src=0)
+    (folder / f"{rank}").write_text(str(float(value.mean())))
+    dist.destroy_process_group()
 
 
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    return repeatable(RunFolder(run).read_metrics())
+def _metrics(toy: Toy, folder: Path, changes: dict[str, Any], *options: str) -> list[dict[str, Any]]:
+    """Of a run as a user starts it, in a process that has not met CUDA before."""
+    command = [sys.executable, "-m", "dovetail.cli.main", "train", *toy.arguments(folder, changes), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return repeatable(RunFolder(folder).read_metrics())
 
 
 def _assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
