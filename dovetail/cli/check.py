@@ -3,7 +3,7 @@
   dovetail check recipe.yaml trainer.nnodes=2
   dovetail check --overrides-file launch.txt actor_rollout_ref.model.path=~/models/Qwen2.5-7B
 
-Exit code 0: the configuration is valid. 2: it is not, and every problem is listed.
+Exit code 0: the configuration is valid and what it names is there. 2: it is not, and every problem is listed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dovetail.config.errors import ConfigError, Notice, Problem
 from dovetail.config.load import load_config
 from dovetail.config.plan import Plan, Shapes, make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
+from dovetail.trainer.inputs import missing_inputs
 
 VALID, INVALID = 0, 2
 
@@ -31,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overrides-file", action="append", default=[], metavar="F", help="launch list: an override a line"
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text for people, json for programs")
+    parser.add_argument(
+        "--no-files",
+        action="store_true",
+        help="plan for another machine: do not look for data files, models and reward functions here",
+    )
     parser.add_argument(
         "--device-memory-gib",
         type=float,
@@ -48,7 +54,14 @@ def run(args: argparse.Namespace) -> int:
         return _report(args.format, None, [], error.problems)
     shapes = read_shapes(loaded.config)
     notices = [*loaded.notices, *(Notice(text.split("=")[0], text) for text in shapes.notices)]
-    return report(loaded.config, shapes, notices, output=args.format, device_memory_gib=args.device_memory_gib)
+    return report(
+        loaded.config,
+        shapes,
+        notices,
+        output=args.format,
+        device_memory_gib=args.device_memory_gib,
+        look_for_files=not args.no_files,
+    )
 
 
 def report(
@@ -58,9 +71,10 @@ def report(
     *,
     output: str = "text",
     device_memory_gib: float | None = None,
+    look_for_files: bool = True,
 ) -> int:
     """Check a loaded configuration and print what came out."""
-    findings = check_config(config, shapes.policy)
+    findings = [*(missing_inputs(config) if look_for_files else []), *check_config(config, shapes.policy)]
     valid = all(finding.severity != "error" for finding in findings)
     plan = make_plan(config, shapes, device_memory_gib=device_memory_gib) if valid else None
     return _report(output, plan, notices, findings)

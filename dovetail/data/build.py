@@ -9,6 +9,7 @@ from typing import Any
 from dovetail.config import DovetailConfig
 from dovetail.config.user_code import load_user_object
 from dovetail.data.errors import DataError
+from dovetail.data.files import needs_ground_truth
 from dovetail.data.loader import PromptLoader, Prompts
 from dovetail.data.prompts import PromptDataset
 from dovetail.data.sampler import PromptSampler
@@ -66,13 +67,11 @@ def _build_dataset(
 ) -> Prompts:
     data = config.data
     tool_path = data.tool_config_path or config.actor_rollout_ref.rollout.multi_turn.tool_config_path
-    # A reward network or a user's function may score without a truth; the built-in rules cannot.
-    needs_truth = config.custom_reward_function.path is None and not config.reward_model.enable
     kwargs: dict[str, Any] = {
         "max_samples": max_samples,
         "seed": config.data_seed,
         "tools": load_tools(tool_path) if tool_path else None,
-        "requires_ground_truth": needs_truth,
+        "requires_ground_truth": needs_ground_truth(config),
     }
     if data.custom_cls.path is None:
         return PromptDataset(list(paths), tokenizer, data, processor, **kwargs)

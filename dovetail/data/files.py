@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dovetail.config.hub import DATA_PREFIX
+from dovetail.config.root import DovetailConfig
 from dovetail.data.errors import DataError
 from dovetail.data.hub import fetch_data_file, read_split
 
 _CHUNK = 1024
-_ENDINGS = (".parquet", ".jsonl", ".json", ".ndjson")
+_JSON = (".jsonl", ".json", ".ndjson")
+_ENDINGS = (".parquet", *_JSON)
 
 
 class Rows(ABC):
@@ -90,25 +94,65 @@ def read_rows(path: str) -> Rows:
         return TableRows(path, _digest(sorted(place.glob("*.arrow"))), _read_dataset_folder(place))
     if place.suffix == ".parquet":
         return TableRows(path, _digest([place]), _read_parquet(place))
-    if place.suffix in _ENDINGS:
+    if place.suffix in _JSON:
         return ListRows(path, _digest([place]), list(_read_json(place)))
     raise DataError(f"{path} ends in {place.suffix!r}; use .parquet, .jsonl, or a folder of `datasets.save_to_disk`.")
 
 
+def read_columns(path: str) -> tuple[str, ...]:
+    """The columns of a file, without reading its rows; of JSON lines those of the first. Empty without rows."""
+    place = Path(path).expanduser()
+    if place.suffix == ".parquet" and place.is_file():
+        with _explaining(place, "parquet file"):
+            file = pq.ParquetFile(place)
+            return tuple(file.schema_arrow.names) if file.metadata.num_rows else ()
+    if place.suffix in _JSON and place.is_file():
+        first = itertools.islice(_read_json(place), _CHUNK)
+        return tuple(dict.fromkeys(name for row in first for name in row))
+    return read_rows(path).columns
+
+
+def needed_columns(config: DovetailConfig) -> dict[str, str]:
+    """The columns that every row must have, each with the way out where a file lacks it."""
+    needed = {
+        config.data.prompt_key: "; set data.prompt_key to the column that holds it",
+        config.data.reward_fn_key: "; set data.reward_fn_key to the column that holds it",
+    }
+    return needed | ({"reward_model": "; it holds {'ground_truth': ...}"} if needs_ground_truth(config) else {})
+
+
+def needs_ground_truth(config: DovetailConfig) -> bool:
+    """A reward network or a user's function may score without a truth; the built-in rules cannot."""
+    return config.custom_reward_function.path is None and not config.reward_model.enable
+
+
 def _read_parquet(place: Path) -> pa.Table:
-    try:
+    with _explaining(place, "parquet file"):
         return pq.read_table(place)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{place} is not a readable parquet file: {error}") from error
+
+
+@contextmanager
+def _explaining(place: Path, kind: str) -> Iterator[None]:
+    """Name the file: the libraries that read it do not."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{place} is not a readable {kind}: {error}") from error
 
 
 def _read_json(place: Path) -> Iterator[dict[str, Any]]:
-    text = place.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        entries: list[tuple[int, Any]] = list(enumerate(_parse(place, 1, text), start=1))
-    else:
-        lines = enumerate(text.splitlines(), start=1)
-        entries = [(number, _parse(place, number, line)) for number, line in lines if line.strip()]
+    """The objects of a file, one at a time; a JSON list is read whole."""
+    with _explaining(place, "text file"), open(place, encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            if number == 1 and line.lstrip().startswith("["):
+                yield from _objects(place, enumerate(_parse(place, 1, line + lines.read()), start=1))
+                return
+            yield from _objects(place, [(number, _parse(place, number, line))])
+
+
+def _objects(place: Path, entries: Iterable[tuple[int, Any]]) -> Iterator[dict[str, Any]]:
     for number, entry in entries:
         if not isinstance(entry, dict):
             raise DataError(f"{place}:{number} is a {type(entry).__name__}; every line must be a JSON object.")
@@ -118,19 +162,26 @@ def _read_json(place: Path) -> Iterator[dict[str, Any]]:
 def _parse(place: Path, number: int, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place}:{number} is not JSON: {error}") from error
+
+
+def _read_description(file: Path) -> dict[str, Any]:
+    content = _parse(file, 1, file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise DataError(f"{file} is a {type(content).__name__}; it must be a JSON object of `datasets.save_to_disk`.")
+    return content
 
 
 def _read_dataset_folder(folder: Path) -> pa.Table:
     """The Arrow files that `Dataset.save_to_disk` lists in state.json; the `datasets` package is not needed."""
     if (folder / "dataset_dict.json").exists():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        splits = _read_description(folder / "dataset_dict.json").get("splits") or ["train"]
         raise DataError(f"{folder} holds the splits {', '.join(splits)}; give one of them, {folder / splits[0]}.")
     if not (folder / "state.json").exists():
         raise DataError(f"{folder} has no state.json; a folder must come from `datasets.Dataset.save_to_disk`.")
-    state = json.loads((folder / "state.json").read_text())
-    names = [entry["filename"] for entry in state["_data_files"]]
+    state = _read_description(folder / "state.json")
+    names = [entry["filename"] for entry in state.get("_data_files") or []]
     if not names:
         raise DataError(f"{folder} lists no data files in state.json; the dataset is empty.")
     table = pa.concat_tables([_read_arrow(folder / name) for name in names])
@@ -142,11 +193,8 @@ def _read_dataset_folder(folder: Path) -> pa.Table:
 
 
 def _read_arrow(file: Path) -> pa.Table:
-    try:
-        with pa.memory_map(str(file)) as source:
-            return pa.ipc.open_stream(source).read_all()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} is not a readable Arrow file: {error}") from error
+    with _explaining(file, "Arrow file"), pa.memory_map(str(file)) as source:
+        return pa.ipc.open_stream(source).read_all()
 
 
 def _digest(files: Sequence[Path]) -> str:

@@ -7,6 +7,8 @@
     rollouts/step_N.jsonl  prompt, response, scores, advantages, log-prob gap
     validation/step_N.jsonl
     timeline.jsonl         who worked on what, and when: one object per step
+    previous_N/            what an earlier run recorded here, when a new one starts from step 0
+    run.lock               whose run it is, while it lasts (`dovetail.observability.run_lock`)
     now.json               the step and the phase the run is in, and at its end that it is finished; replaced each time
 
 Lines are appended whole; files appear whole. A process may be killed at any moment: the next start takes away half a
@@ -15,6 +17,7 @@ line and whatever lies beyond the step it resumes from.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -34,6 +37,8 @@ from dovetail.observability.disk import DiskFullError, explaining_full_disk
 logger = logging.getLogger(__name__)
 
 METRICS, EVENTS, TIMELINE, NOW = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "now.json"
+CONFIG, PLAN = "config.yaml", "plan.json"
+_BEFORE = "before_"
 AnswerKind = Literal["rollouts", "validation"]
 _ANSWER_FILE = re.compile(r"step_(\d+)\.jsonl$")
 
@@ -45,16 +50,19 @@ class RunFolder:
         self.path = Path(path)
 
     def start(self) -> None:
-        """Begin a run from step 0. Lines of an earlier run here are kept as `metrics.previous.jsonl`, not continued."""
+        """Begin a run from step 0. What an earlier run recorded here is kept in `previous_N/`, not continued."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, EVENTS):
-            file = self.path / name
-            if file.exists() and file.stat().st_size:
-                previous = file.with_suffix(f".previous{file.suffix}")
-                logger.warning("%s holds an earlier run; it is now %s", file, previous.name)
-                os.replace(file, previous)
-        (self.path / TIMELINE).unlink(missing_ok=True)
-        self._remove_answers_after(-1)
+        names = (METRICS, EVENTS, TIMELINE, "rollouts", "validation")
+        earlier = [self.path / name for name in names if _holds_something(self.path / name)]
+        if not earlier:
+            return
+        kept = self._free_folder()
+        for path in earlier:
+            os.replace(path, kept / path.name)
+        for name in (CONFIG, PLAN):
+            if (file := self.path / f"{_BEFORE}{name}").exists():
+                os.replace(file, kept / name)
+        logger.warning("%s holds an earlier run; its metrics and answers are now in %s", self.path, kept.name)
 
     def resume(self, step: int) -> None:
         """Continue after `step`: everything recorded beyond it is taken away, because it will happen again."""
@@ -71,11 +79,11 @@ class RunFolder:
         """The resolved configuration as YAML; give `config.model_dump(mode="json")`."""
         import yaml
 
-        write_text(self.path / "config.yaml", yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
+        self._write_anew(CONFIG, yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
 
     def write_plan(self, plan: Mapping[str, Any]) -> None:
         """The plan as JSON; give `plan.to_dict()`."""
-        write_text(self.path / "plan.json", json.dumps(_finite(dict(plan)), indent=1) + "\n")
+        self._write_anew(PLAN, json.dumps(_finite(dict(plan)), indent=1) + "\n")
 
     def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line. NaN and infinity become null: JSON has no words for them."""
@@ -118,12 +126,34 @@ class RunFolder:
     def read_events(self) -> list[dict[str, Any]]:
         return list(read_json_lines(self.path / EVENTS))
 
+    def _write_anew(self, name: str, text: str) -> None:
+        """Replace a file; the one of the start before is kept beside it, until a new run takes it to its other files."""
+        if (file := self.path / name).exists():
+            os.replace(file, self.path / f"{_BEFORE}{name}")
+        write_text(file, text)
+
+    def _free_folder(self) -> Path:
+        for number in itertools.count(1):
+            folder = self.path / f"previous_{number}"
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                continue
+            return folder
+        raise AssertionError("numbers do not end")
+
     def _remove_answers_after(self, step: int) -> None:
         for kind in ("rollouts", "validation"):
             for file in (self.path / kind).glob("step_*.jsonl"):
                 match = _ANSWER_FILE.match(file.name)
                 if match and int(match.group(1)) > step:
                     file.unlink()
+
+
+def _holds_something(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.iterdir())
+    return path.exists() and path.stat().st_size > 0
 
 
 def read_json_lines(file: Path) -> Iterator[dict[str, Any]]:

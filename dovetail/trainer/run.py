@@ -17,20 +17,24 @@ from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.config.runnable import refuse_unsupported
 from dovetail.config.user_code import UserCodeError
-from dovetail.controller import start_ray, stop_ray
+from dovetail.controller import WorkerError, start_ray, stop_ray
 from dovetail.data.build import build_train_loader, build_val_loader
 from dovetail.data.errors import DataError
 from dovetail.data.prompts import PromptDataset
-from dovetail.models.load import load_config, load_processor, load_tokenizer, model_folder
+from dovetail.models.errors import ModelError
+from dovetail.models.folder import check_model_folder
+from dovetail.models.load import Role, load_config, load_processor, load_tokenizer, model_folder
 from dovetail.observability.console import StepConsole, make_console
 from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.run_lock import RunFolderInUse, RunLock
 from dovetail.observability.sinks import MissingTrackerError
 from dovetail.observability.tracker import Tracker
 from dovetail.rewards.build import build_reward_runner
 from dovetail.rewards.errors import RewardError
 from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.groups import create_groups
+from dovetail.trainer.inputs import missing_inputs
 from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,8 @@ logger = logging.getLogger(__name__)
 USER_ERRORS = (
     ConfigError,
     DataError,
+    ModelError,
+    RunFolderInUse,
     RewardError,
     UserCodeError,
     FileNotFoundError,
@@ -72,9 +78,13 @@ def run_training(
     shapes = read_shapes(config)
     refuse_errors(check_config(config, shapes.policy))
     refuse_unsupported(config)
+    refuse_errors(missing_inputs(config))
+    lock = RunLock(config.trainer.run_dir)
+    lock.refuse_if_held()
     _refuse_unknown_fields(config)
     use_gpu = uses_gpu(config)
     fetch_models(config)
+    _refuse_broken_models(config)
     tokenizer, processor = load_readers(config)
     val_loader = build_val_loader(config, tokenizer, processor)
     # A run that only validates may name no training prompts, and draws none.
@@ -95,6 +105,7 @@ def run_training(
             if (path := getattr(settings, name)) is not None:
                 _make_folder(Path(path), f"trainer.{name}", "folder for answers")
         _make_folder(folder.path, "trainer.default_local_dir", "run folder")
+        open_things.enter_context(lock)
         folder.write_config(config.model_dump(mode="json"))
         folder.write_plan(make_plan(config, shapes).to_dict())
         view = console(
@@ -126,6 +137,11 @@ def run_training(
         try:
             trainer.init_workers()
             validation = trainer.fit()
+        except WorkerError as error:
+            # What a user can put right needs neither the worker's name nor its traceback.
+            if isinstance(error.exception, USER_ERRORS):
+                raise error.exception from error
+            raise
         finally:
             if trainer.has_workers:
                 trainer.groups.shutdown()
@@ -170,6 +186,20 @@ def fetch_models(config: DovetailConfig) -> None:
             model_folder(path)
         except FileNotFoundError as error:
             raise ConfigError([Problem(key, f"{key}={path}: {error}")]) from error
+
+
+def _refuse_broken_models(config: DovetailConfig) -> None:
+    """Now, in one line, instead of in every worker that reads the folder."""
+    policy, reward = config.actor_rollout_ref.model, config.reward_model
+    folders: dict[tuple[str, Role], bool] = {(policy.path, "policy"): policy.trust_remote_code}
+    if config.uses_critic:
+        folders[config.critic.model.path, "value"] = config.critic.model.trust_remote_code
+    if reward.enable and reward.model.path:
+        folders[reward.model.path, "reward"] = reward.model.trust_remote_code
+    # Only workers import the module that may register the architecture.
+    if policy.external_lib is None:
+        for (path, role), trust_remote_code in folders.items():
+            check_model_folder(model_folder(path), role, trust_remote_code=trust_remote_code)
 
 
 def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:

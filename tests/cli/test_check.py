@@ -21,10 +21,12 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 @pytest.fixture
 def launch_list(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(known.QWEN2_5_7B))
+    row = {"prompt": "1+1?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     path = tmp_path / "launch.txt"
     lines = (
         "# launch lines:",
-        "data.train_files=train.parquet",
+        f"data.train_files={tmp_path}/train.jsonl",
         "data.train_batch_size=64",
         f"{A}.ppo_mini_batch_size=16",
         f"{A}.ppo_micro_batch_size_per_gpu=2",
@@ -61,9 +63,9 @@ def test_piped_output_is_plain_text_of_100_columns(launch_list: Path, capsys: py
 def test_an_invalid_combination_exits_2_and_names_the_fix(
     launch_list: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", f"{R}.n=1", "--overrides-file", str(launch_list)]) == 2
+    assert main(["check", f"{A}.ppo_mini_batch_size=24", "--overrides-file", str(launch_list)]) == 2
     out = " ".join(capsys.readouterr().out.split())
-    assert "actor_rollout_ref.rollout.n=1 leaves algorithm.adv_estimator=grpo nothing to compare" in out
+    assert "ppo_mini_batch_size=24 does not divide data.train_batch_size=64" in out
     assert out.endswith("invalid: 1 error")
 
 
@@ -95,8 +97,43 @@ def test_less_device_memory_changes_the_verdict_but_not_the_exit_code(
     assert "does not fit in 16.0 GiB" in capsys.readouterr().out
 
 
-def test_a_missing_model_folder_is_a_notice(launch_list: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--overrides-file", str(launch_list), "actor_rollout_ref.model.path=/no/such"]) == 0
+MISSING = {
+    "data.train_files=/no/such.parquet": "there is no file /no/such.parquet",
+    "data.val_files=[{here}/train.jsonl,{here}/launch.txt]": "launch.txt ends in '.txt'",
+    "data.prompt_key=question": "has no column 'question', only prompt, data_source, reward_model; set data.prompt_key",
+    "custom_reward_function.path=/no/reward.py": "there is no file /no/reward.py",
+    "custom_reward_function.path={here}/reward.py": "it has no 'compute_score'; it defines later, score.",
+    "data.sampler.class_path=pkg://no_such_package.sampler": "there is no module no_such_package.sampler here",
+    "actor_rollout_ref.model.path=/no/such": "/no/such has no config.json",
+    "trainer.import_modules=[no_such_package]": "there is no module no_such_package here",
+}
+
+
+@pytest.mark.parametrize("override", MISSING)
+def test_what_is_not_there_is_an_error_unless_the_run_is_for_another_machine(
+    override: str, launch_list: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = launch_list.parent
+    (here / "reward.py").write_text("def score(): ...\ntry:\n    later = 1\nfinally:\n    pass\n")
+    arguments = ["check", "--overrides-file", str(launch_list), override.format(here=here)]
+    assert main([*arguments, "--format", "json"]) == 2
+    [problem] = [entry["message"] for entry in json.loads(capsys.readouterr().out)["problems"]]
+    assert MISSING[override] in problem
+    assert main([*arguments, "--no-files"]) == 0
+
+
+def test_a_reward_function_that_is_there_and_a_name_on_the_hub_pass(launch_list: Path) -> None:
+    (launch_list.parent / "reward.py").write_text("from somewhere import helper as compute_score\n")
+    arguments = ["check", "--overrides-file", str(launch_list), "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"]
+    reward = f"custom_reward_function.path={launch_list.parent}/reward.py"
+    assert main([*arguments, reward, "data.val_files=hf://datasets/a/b"]) == 0
+
+
+def test_without_the_models_config_there_is_no_plan_of_memory(
+    launch_list: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--no-files", "actor_rollout_ref.model.path=/no/such"]
+    assert main(["check", "--overrides-file", str(launch_list), *arguments]) == 0
     out = capsys.readouterr().out
     assert "no memory part" in " ".join(out.split())
     assert "memory not planned" in out
@@ -112,7 +149,7 @@ def test_an_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[s
 def test_the_demos_launch_list_is_valid_without_a_warning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(known.SMOLLM2_135M))
     overrides = demo_overrides(tmp_path, tmp_path / "data", tmp_path / "run", steps=12, seed=0)
-    assert main(["check", *overrides]) == 0
+    assert main(["check", "--no-files", *overrides]) == 0
     out = capsys.readouterr().out
     assert "Warnings" not in out
     assert "134.5 M parameters" in out

@@ -61,7 +61,7 @@ def _as_run(command: str, block: Block) -> list[str]:
     words = shlex.split(command, comments=True)
     if block.how == "check":
         assert words[:2] == ["dovetail", "train"], f"{block}: only a training run can be checked instead"
-        return ["dovetail", "check", *words[2:]]
+        return ["dovetail", "check", "--no-files", *words[2:]]
     if block.how == "dry":
         if words[0] == "make":
             return ["make", "-C", str(ROOT), "--dry-run", *words[1:]]

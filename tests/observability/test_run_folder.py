@@ -84,15 +84,21 @@ def test_half_a_line_at_the_end_costs_only_itself(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
-def test_a_new_run_in_an_old_folder_keeps_the_old_lines_aside(tmp_path: Path) -> None:
+def test_a_new_run_in_an_old_folder_keeps_everything_of_the_old_ones(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.start()
-    folder.log_metrics(1, {"x": 1.0})
-    folder.write_answers(1, [{"prompt": "p"}])
-    folder.start()
-    assert folder.read_metrics() == []
-    assert list(read_json_lines(tmp_path / "metrics.previous.jsonl")) == [{"step": 1, "x": 1.0}]
-    assert list((tmp_path / "rollouts").iterdir()) == []
+    for number in (1, 2, 3):
+        folder.write_config({"run": number})
+        folder.start()
+        folder.log_metrics(1, {"x": float(number)})
+        folder.log_timeline(1, [("w", "gen", 0.0, 1.0, None)])
+        folder.write_answers(1, [{"prompt": f"p{number}"}])
+        folder.write_answers(0, [{"prompt": f"v{number}"}], "validation")
+    for number, kept in ((1, tmp_path / "previous_1"), (2, tmp_path / "previous_2"), (3, tmp_path)):
+        assert list(read_json_lines(kept / "metrics.jsonl")) == [{"step": 1, "x": float(number)}]
+        assert list(read_json_lines(kept / "rollouts" / "step_1.jsonl")) == [{"prompt": f"p{number}"}]
+        assert list(read_json_lines(kept / "validation" / "step_0.jsonl")) == [{"prompt": f"v{number}"}]
+        assert (kept / "config.yaml").read_text() == f"run: {number}\n"
+        assert (kept / "timeline.jsonl").exists()
 
 
 def test_answers_appear_whole_or_not_at_all(tmp_path: Path) -> None:

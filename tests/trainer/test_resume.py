@@ -125,7 +125,7 @@ def test_resume_mode_chooses_the_checkpoint(toy: Toy, tmp_path: Path) -> None:
     assert repeatable(from_path) == repeatable(whole)
     _, anew = train(toy.config(tmp_path / "a", {"trainer.resume_mode": "disable"}))
     assert repeatable(anew) == repeatable(whole)
-    assert (tmp_path / "a" / "metrics.previous.jsonl").exists()
+    assert (tmp_path / "a" / "previous_1" / "metrics.jsonl").exists()
 
 
 def test_a_missing_resume_path_is_refused(toy: Toy, tmp_path: Path) -> None:

@@ -129,16 +129,6 @@ def validation_answers_have_prompts(run: Checked) -> Iterator[Finding]:
             )
 
 
-def reward_function_is_there(run: Checked) -> Iterator[Finding]:
-    path = run.config.custom_reward_function.path
-    if path and "://" not in path and not Path(path).expanduser().is_file():
-        yield warning(
-            "custom_reward_function.path",
-            f"custom_reward_function.path={path} is not a file on this machine; "
-            "give its full path, unless it exists where the run starts.",
-        )
-
-
 CHECKS = (
     there_are_prompts,
     validation_has_prompts,
@@ -149,5 +139,4 @@ CHECKS = (
     trackers_are_known,
     dumps_have_folders_of_their_own,
     validation_answers_have_prompts,
-    reward_function_is_there,
 )

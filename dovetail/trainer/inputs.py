@@ -1,0 +1,145 @@
+"""What a run reads from disk, looked at before anything is started: `dovetail check` and `dovetail train` both ask here.
+
+Looks at names, endings, columns and definitions; runs no user code and imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from dovetail.config.checks.finding import Finding, error
+from dovetail.config.errors import name_some
+from dovetail.config.hub import is_hub_name
+from dovetail.config.root import DovetailConfig
+from dovetail.config.user_code import PACKAGE_PREFIX
+from dovetail.data.errors import DataError
+
+
+def missing_inputs(config: DovetailConfig) -> list[Finding]:
+    """An error for everything that the run will read and that is not there, or is not what it must be."""
+    return [*_data_files(config), *_folders(config), *_user_code(config), *_other_files(config)]
+
+
+def _data_files(config: DovetailConfig) -> Iterator[Finding]:
+    data = config.data
+    if data.custom_cls.path is not None:  # a user's class reads whatever it likes
+        return
+    files = {"data.train_files": data.train_paths, "data.val_files": data.val_paths}
+    here = {key: [path for path in paths if "://" not in path] for key, paths in files.items()}
+    if not any(here.values()):
+        return
+    from dovetail.data.files import needed_columns, read_columns  # brings numpy, which `--help` can do without
+
+    needed = needed_columns(config)
+    for key, paths in here.items():
+        for path in paths:
+            try:
+                columns = read_columns(path)
+            except DataError as problem:
+                yield error(key, f"{key}: {problem}")
+                continue
+            for name, way_out in needed.items():
+                if columns and name not in columns:
+                    yield error(key, f"{key}: {path} has no column {name!r}, only {name_some(columns)}{way_out}.")
+
+
+def _folders(config: DovetailConfig) -> Iterator[Finding]:
+    model = config.actor_rollout_ref.model
+    folders = {"actor_rollout_ref.model.path": model.path}
+    if config.uses_critic:
+        folders["critic.model.path"] = config.critic.model.path
+    if config.reward_model.enable and config.reward_model.model.path:
+        folders["reward_model.model.path"] = config.reward_model.model.path
+    if config.data.tokenizer:
+        folders["data.tokenizer"] = config.data.tokenizer
+    elif model.tokenizer_path:
+        folders["actor_rollout_ref.model.tokenizer_path"] = model.tokenizer_path
+    seen: set[str] = set()
+    for key, folder in folders.items():
+        if not folder or folder in seen or is_hub_name(folder):
+            continue
+        seen.add(folder)
+        if not (Path(folder) / "config.json").is_file():
+            yield error(
+                key,
+                f"{key}={folder} has no config.json (looked at {Path(folder).absolute()}); give a folder in Hugging "
+                "Face layout.",
+            )
+
+
+def _user_code(config: DovetailConfig) -> Iterator[Finding]:
+    reward, manager = config.custom_reward_function, config.reward_model.reward_manager_module
+    data = config.data
+    wanted = [
+        ("custom_reward_function.path", reward.path, reward.name),
+        ("reward_model.reward_manager_module.path", manager.path, manager.name or config.reward_model.reward_manager),
+        ("data.custom_cls.path", data.custom_cls.path, data.custom_cls.name or "Dataset"),
+        ("data.sampler.class_path", data.sampler.class_path, data.sampler.class_name or "Sampler"),
+    ]
+    for number, entry in enumerate(config.reward_model.reward_kwargs.get("rewards") or []):
+        if isinstance(entry, dict) and "path" in entry:
+            key = f"reward_model.reward_kwargs.rewards[{number}].path"
+            wanted.append((key, str(entry["path"]), str(entry.get("name", "compute_score"))))
+    for module in config.trainer.import_modules:
+        if (why := _why_not_there(f"{PACKAGE_PREFIX}{module}", "")) is not None:
+            yield error("trainer.import_modules", f"trainer.import_modules={module}: {why}")
+    for key, path, name in wanted:
+        if path is not None and (why := _why_not_there(path, name)) is not None:
+            yield error(key, f"{key}={path}: {why}")
+
+
+def _why_not_there(path: str, name: str) -> str | None:
+    if path.startswith(PACKAGE_PREFIX):
+        module = path.removeprefix(PACKAGE_PREFIX)
+        try:
+            found = importlib.util.find_spec(module.partition(".")[0])
+        except (ImportError, ValueError):
+            found = None
+        return None if found else f"there is no module {module} here; install it, or put its folder on PYTHONPATH."
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return f"there is no file {file.absolute()}; give a Python file or {PACKAGE_PREFIX}module."
+    try:
+        defined = _defined(ast.parse(file.read_bytes(), str(file)).body)
+    except (SyntaxError, ValueError) as problem:
+        return f"it is not Python: {problem}."
+    if name in defined or "*" in defined:
+        return None
+    public = sorted(entry for entry in defined if not entry.startswith("_"))
+    return f"it has no {name!r}; it defines {', '.join(public) or 'nothing'}."
+
+
+def _defined(body: list[ast.stmt]) -> set[str]:
+    """The names that a module's statements bind, those inside `if`, `try` and `with` included."""
+    names: set[str] = set()
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
+        else:
+            targets = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+            names |= {node.id for node in targets if isinstance(node.ctx, ast.Store)}
+            for field in ("body", "orelse", "finalbody"):
+                inner = getattr(statement, field, [])
+                names |= _defined([part for part in inner if isinstance(part, ast.stmt)])
+            for handler in getattr(statement, "handlers", []):
+                names |= _defined(handler.body)
+    return names
+
+
+def _other_files(config: DovetailConfig) -> Iterator[Finding]:
+    trainer = config.trainer
+    tools = config.data.tool_config_path
+    if tools and not Path(tools).is_file():
+        yield error("data.tool_config_path", f"data.tool_config_path={tools}: there is no such file.")
+    resumed = trainer.resume_from_path
+    if trainer.resume_mode == "resume_path" and resumed and not Path(resumed).is_dir():
+        yield error(
+            "trainer.resume_from_path",
+            f"trainer.resume_from_path={resumed} is no folder; give a global_step_N folder, or set "
+            "trainer.resume_mode=auto.",
+        )
