@@ -45,7 +45,7 @@ def batch_difference(left: Batch, right: Batch) -> str | None:
     return None
 
 
-def first_difference(left: Column, right: Column) -> str | None:
+def first_difference(left: Column, right: Column, open_pairs: frozenset[tuple[int, int]] = frozenset()) -> str | None:
     """Say where two columns differ, or return None. NaN equals NaN; object entries are compared deeply."""
     left_kind, right_kind = describe_column(left), describe_column(right)
     if isinstance(left, torch.Tensor) != isinstance(right, torch.Tensor):
@@ -57,27 +57,33 @@ def first_difference(left: Column, right: Column) -> str | None:
             return f"{left_kind} against {right_kind}"
         row = _first_differing_row(left.detach().cpu(), right.detach().cpu())
     else:
-        row = _first_differing_array_row(np.asarray(left), np.asarray(right))
+        row = _first_differing_array_row(np.asarray(left), np.asarray(right), open_pairs)
     if row is None:
         return None
     return f"row {row} is {_shorten(left[row])} against {_shorten(right[row])}"
 
 
-def deep_equal(left: Any, right: Any) -> bool:
-    """Compare nested values: tensors and arrays by content, NaN equal to NaN, containers entry by entry."""
-    if left is right:
+def deep_equal(left: Any, right: Any, open_pairs: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Compare nested values: tensors and arrays by content, NaN equal to NaN, containers entry by entry.
+
+    `open_pairs` are those under comparison already: values that contain themselves are equal if nothing else differs.
+    """
+    pair = (id(left), id(right))
+    if left is right or pair in open_pairs:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
         return both and first_difference(left, right) is None
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         both = isinstance(left, np.ndarray) and isinstance(right, np.ndarray)
-        return both and first_difference(left, right) is None
+        return both and first_difference(left, right, open_pairs | {pair}) is None
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(deep_equal(left[key], right[key]) for key in left)
+        inner = open_pairs | {pair}
+        return left.keys() == right.keys() and all(deep_equal(left[key], right[key], inner) for key in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        inner = open_pairs | {pair}
         same = type(left) is type(right) and len(left) == len(right)
-        return same and all(deep_equal(a, b) for a, b in zip(left, right, strict=True))
+        return same and all(deep_equal(a, b, inner) for a, b in zip(left, right, strict=True))
     if isinstance(left, (float, np.floating)) and isinstance(right, (float, np.floating)) and left != left:
         return bool(right != right)
     return bool(left == right)
@@ -94,9 +100,11 @@ def _first_differing_row(left: torch.Tensor, right: torch.Tensor) -> int | None:
     return int(rows[0]) if len(rows) else None
 
 
-def _first_differing_array_row(left: np.ndarray, right: np.ndarray) -> int | None:
+def _first_differing_array_row(
+    left: np.ndarray, right: np.ndarray, open_pairs: frozenset[tuple[int, int]]
+) -> int | None:
     if left.dtype == object or right.dtype == object:
-        rows = (row for row in range(len(left)) if not deep_equal(left[row], right[row]))
+        rows = (row for row in range(len(left)) if not deep_equal(left[row], right[row], open_pairs))
         return next(rows, None)
     if left.dtype.kind != right.dtype.kind:
         return 0 if len(left) else None

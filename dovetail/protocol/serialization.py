@@ -103,20 +103,28 @@ def load_pickle(path: str | os.PathLike[str]) -> Any:
 
 def _pack_container(value: Any, memo: dict[int, Any]) -> Any:
     # Exact types only: a subclass may carry state that a rebuilt copy would lose.
+    # A container is in the memo before its entries are looked at: it may contain itself.
     kind = type(value)
     if kind is dict:
-        packed = {key: pack_objects(entry, memo) for key, entry in value.items()}
+        packed: dict[Any, Any] = {}
+        memo[id(value)] = packed
+        packed.update((key, pack_objects(entry, memo)) for key, entry in value.items())
         return packed if any(packed[key] is not value[key] for key in packed) else value
     if kind is np.ndarray and value.dtype == object:
         entries = value.reshape(-1).tolist()
         if set(map(type, entries)) <= _LEAVES:
             return value
-        new = np.empty(len(entries), dtype=object)
+        new = np.empty(value.shape, dtype=object)
+        memo[id(value)] = new
         for i, entry in enumerate(entries):
-            new[i] = pack_objects(entry, memo)
-        return new.reshape(value.shape)
-    if kind in (list, tuple):
-        entries = [pack_objects(entry, memo) for entry in value]
-        changed = any(a is not b for a, b in zip(entries, value, strict=True))
-        return kind(entries) if changed else value
+            new.reshape(-1)[i] = pack_objects(entry, memo)
+        return new
+    if kind is list:
+        copied: list[Any] = []
+        memo[id(value)] = copied
+        copied.extend(pack_objects(entry, memo) for entry in value)
+        return copied if any(a is not b for a, b in zip(copied, value, strict=True)) else value
+    if kind is tuple:
+        entries = tuple(pack_objects(entry, memo) for entry in value)
+        return entries if any(a is not b for a, b in zip(entries, value, strict=True)) else value
     return value
