@@ -15,6 +15,7 @@ import torch
 from dovetail.protocol import DataProto
 from dovetail.rewards.runner import RewardResult
 from dovetail.trainer.ppo import Metrics, RayPPOTrainer, Rollout
+from dovetail.trainer.stalled import EMPTY_ROUNDS, no_signal
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +45,15 @@ class RayDAPOTrainer(RayPPOTrainer):
         self._surplus = None
         self._rounds = []
         without: list[DataProto] = []
+        empty_rounds = 0
         while len(with_signal) < wanted and (limit == 0 or len(self._rounds) < limit):
+            before = len(with_signal)
             for group in _split_groups(self._scored_batch()):
                 (with_signal if self._has_signal(group) else without).append(group)
+            empty_rounds = empty_rounds + 1 if len(with_signal) == before else 0
+            if limit == 0 and empty_rounds == EMPTY_ROUNDS:
+                metric = self.config.algorithm.filter_groups.metric
+                raise no_signal(self.global_step, empty_rounds, len(without), metric)
         if len(with_signal) < wanted:
             logger.warning(
                 "step %d: %d of %d groups have signal after %d generation rounds "

@@ -36,6 +36,7 @@ from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.prompt_draws import PromptDraws
 from dovetail.trainer.requests import engine_request, join_answers, model_inputs, num_restarts
+from dovetail.trainer.stalled import SkippedSteps
 from dovetail.trainer.step_metrics import (
     data_metrics,
     memory_metrics,
@@ -94,6 +95,7 @@ class RayPPOTrainer:
         self.global_step = 0
         self._num_written = 0
         self.total_steps = total_training_steps(config, len(train_loader))
+        self._skipped_steps = SkippedSteps(self.total_steps)
         self._answer_files = AnswerFiles(config.trainer, tracker.folder, tokenizer)
         self._create_groups = create_groups
         self._groups: RoleGroups | None = None
@@ -163,6 +165,7 @@ class RayPPOTrainer:
                     self._save_checkpoint(metrics)
                 metrics |= self.timers.take()
             self.tracker.log(self.global_step, metrics)
+            self._skipped_steps.note(self.global_step, metrics)
             self.tracker.folder.log_timeline(self.global_step, take_timeline(self.timers, self.groups.processes))
             if self.global_step == settle_after < self.total_steps:
                 self.groups.settle()

@@ -36,6 +36,7 @@ from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.groups import create_groups
 from dovetail.trainer.inputs import missing_inputs
 from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
+from dovetail.trainer.stalled import TrainingStalled
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ USER_ERRORS = (
     DataError,
     ModelError,
     RunFolderInUse,
+    TrainingStalled,
     RewardError,
     UserCodeError,
     FileNotFoundError,
