@@ -63,9 +63,20 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="Shuffle the training rows, seeded by `data.seed`.")
     validation_shuffle: bool = Field(False, description="Shuffle the validation rows.")
     seed: int | None = Field(None, description="Seed of the data order. Null: `trainer.seed`.")
-    dataloader_num_workers: int = Field(0, ge=0, description="Loader processes. 0 loads in the driver, which is exact.")
+    dataloader_num_workers: int = Field(
+        0, ge=0, description="Threads that make batches ahead, one each. 0: a batch is made when it is asked for."
+    )
     filter_overlong_prompts: bool = Field(False, description="Drop prompts longer than `data.max_prompt_length`.")
-    filter_overlong_prompts_workers: int = Field(1, ge=1, description="Processes that measure prompt lengths.")
+    filter_overlong_prompts_workers: int | None = Field(
+        None,
+        ge=1,
+        description="Processes that look at the rows before the first step. Null: one, several for large files.",
+    )
+    skip_bad_rows: bool = Field(
+        False,
+        description="Leave out rows that cannot be used (no prompt, no ground truth, too long with `truncation=error`, "
+        "refused by the chat template) instead of stopping before the first step.",
+    )
     truncation: Literal["error", "left", "right", "middle"] = Field(
         "error", description="What to do with a longer prompt: stop, or cut at this side."
     )

@@ -281,11 +281,6 @@ IDLE: tuple[Idle, ...] = (
         f"the update computes no entropy without {_ACTOR}.entropy_coeff or calculate_entropy",
     ),
     Idle(_each(_VAL, "top_p top_k min_p"), _is(f"{_VAL}.do_sample", False), f"{_VAL}.do_sample=False does not sample"),
-    Idle(
-        ("data.filter_overlong_prompts_workers",),
-        _is("data.filter_overlong_prompts", False),
-        "data.filter_overlong_prompts=True reads it",
-    ),
     Idle(("data.custom_cls.name",), _is("data.custom_cls.path", None), "data.custom_cls.path names no file"),
     Idle(("data.sampler.class_name",), _is("data.sampler.class_path", None), "data.sampler.class_path names no file"),
     Idle(

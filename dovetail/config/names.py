@@ -38,7 +38,9 @@ def unknown_names(values: Mapping[str, object]) -> dict[str, str]:
     for key in REGISTERED:
         own_module = key == _MANAGER and values.get("reward_model.reward_manager_module.path")
         value = values.get(key)
-        if isinstance(value, str) and not own_module and (message := unknown_name(key, value)) is not None:
+        # A number is read as a name, as everywhere.
+        is_name = isinstance(value, str | int | float) and not isinstance(value, bool)
+        if is_name and not own_module and (message := unknown_name(key, str(value))) is not None:
             found[key] = message
     return found
 

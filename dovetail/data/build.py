@@ -30,7 +30,9 @@ def build_train_loader(
         weights=data.train_weights if weights is None else weights,
         fingerprint=getattr(dataset, "fingerprint", ""),
     )
-    return PromptLoader(dataset, sampler, prefetch=data.dataloader_num_workers > 0)
+    if isinstance(dataset, PromptDataset):
+        sampler.follow(dataset.row_ids, dataset.files_digest)
+    return PromptLoader(dataset, sampler, num_workers=data.dataloader_num_workers)
 
 
 def build_val_loader(config: DovetailConfig, tokenizer: Any, processor: Any = None) -> PromptLoader | None:

@@ -50,7 +50,8 @@ class PromptEncoder:
                 tokenize=False,
                 **self.template_kwargs,
             )
-        except TemplateError as error:
+        # A template that meets a value of another type than it was written for fails like any Python code.
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise DataError(f"{where}: the chat template refuses the prompt: {error}") from error
 
     def token_ids(self, texts: Sequence[str], *, is_chat: bool) -> list[list[int]]:
@@ -76,9 +77,14 @@ def truncate(ids: Sequence[int], limit: int, truncation: Truncation, where: str)
     if truncation == "middle":
         head = limit // 2
         return [*ids[:head], *ids[len(ids) - (limit - head) :]]
-    raise DataError(
-        f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}; raise it to "
-        f"{len(ids)}, set data.filter_overlong_prompts=True to leave such prompts out, or data.truncation=left to cut."
+    raise DataError(f"{where}: {too_long(len(ids), limit)}")
+
+
+def too_long(num_tokens: int, limit: int) -> str:
+    """What to say of a prompt that may not be cut."""
+    return (
+        f"the prompt has {num_tokens} tokens, more than data.max_prompt_length={limit}; raise it to {num_tokens}, set "
+        "data.filter_overlong_prompts=True to leave such prompts out, or data.truncation=left to cut."
     )
 
 

@@ -1,14 +1,16 @@
-"""`PromptLoader`: batches of prompts in the sampler's order, made one ahead if asked. Its state is the sampler's."""
+"""`PromptLoader`: batches of prompts in the sampler's order, made ahead if asked. Its state is the sampler's."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from dovetail.data.prompts import collate
+from dovetail.data.prompts import PromptDataset, collate
 from dovetail.data.sampler import PromptSampler
 from dovetail.protocol import DataProto
 
@@ -21,16 +23,31 @@ class Prompts(Protocol):
     def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
-class PromptLoader:
-    """Iterate for one epoch, or call `next_batch` without end. `prefetch` makes the next batch in a thread."""
+@dataclass(frozen=True)
+class _Read:
+    """The sum over the content of the first `count` rows of an epoch."""
 
-    def __init__(self, dataset: Prompts, sampler: PromptSampler, *, prefetch: bool = False) -> None:
+    epoch: int = -1
+    count: int = 0
+    total: int = 0
+
+
+def _hex(total: int) -> str:
+    return f"{total:016x}"
+
+
+class PromptLoader:
+    """Iterate for one epoch, or call `next_batch` without end. Each of `num_workers` threads makes a batch ahead."""
+
+    def __init__(self, dataset: Prompts, sampler: PromptSampler, *, num_workers: int = 0) -> None:
         self.dataset = dataset
         self.sampler = sampler
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts") if prefetch else None
-        self._ahead: tuple[dict[str, Any], Future[DataProto]] | None = None
-        # The sampler may run one batch ahead of what has been given out; this is the state that counts.
+        self._num_workers = num_workers
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="prompts") if num_workers else None
+        self._ahead: deque[tuple[dict[str, Any], Future[DataProto]]] = deque()
+        # The sampler may run some batches ahead of what has been given out; this is the state that counts.
         self._state = sampler.state_dict()
+        self._read = _Read()
 
     def __len__(self) -> int:
         """Batches of one epoch."""
@@ -49,33 +66,44 @@ class PromptLoader:
 
     def next_batch(self) -> DataProto:
         """The next batch, in the next epoch when this one is over."""
-        if self._thread is None:
+        if self._threads is None:
             indices = self.sampler.next_batch()
             self._state = self.sampler.state_dict()
             return self._make(indices)
-        state, future = self._ahead or self._start()
-        self._ahead = self._start()
-        self._state = state
+        while len(self._ahead) <= self._num_workers:
+            indices = self.sampler.next_batch()
+            self._ahead.append((self.sampler.state_dict(), self._threads.submit(self._make, indices)))
+        self._state, future = self._ahead.popleft()
         return future.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins, whatever has been prefetched."""
-        return dict(self._state)
+        """Where the next batch begins, whatever has been made ahead, and a digest of what was read in this epoch."""
+        if not isinstance(self.dataset, PromptDataset):
+            return dict(self._state)
+        return {**self._state, "read": self._digest_of_epoch(self.dataset)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sampler.load_state_dict(state)
-        self._ahead = None
+        dataset = self.dataset
+        digest = (lambda rows: _hex(dataset.content_digest(rows))) if isinstance(dataset, PromptDataset) else None
+        self.sampler.load_state_dict(state, digest)
+        self._ahead.clear()
         self._state = self.sampler.state_dict()
+        self._read = _Read()
 
     def close(self) -> None:
-        """Stop the thread."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        """Stop the threads."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
 
-    def _start(self) -> tuple[dict[str, Any], Future[DataProto]]:
-        assert self._thread is not None, "only with prefetch"
-        indices = self.sampler.next_batch()
-        return self.sampler.state_dict(), self._thread.submit(self._make, indices)
+    def _digest_of_epoch(self, dataset: PromptDataset) -> str:
+        epoch, position = int(self._state["epoch"]), int(self._state["position"])
+        read = self._read
+        if read.epoch != epoch or read.count > position:
+            read = _Read(epoch)
+        # Only what was read since the last time: a checkpoint must not cost a pass over the epoch.
+        rows = self.sampler.epoch_order(epoch)[read.count : position]
+        self._read = _Read(epoch, position, (read.total + dataset.content_digest(rows)) % 2**64)
+        return _hex(self._read.total)
 
     def _make(self, indices: Sequence[int] | np.ndarray) -> DataProto:
         return collate([self.dataset[int(index)] for index in indices])

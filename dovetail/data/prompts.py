@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,11 +21,17 @@ from dovetail.data.encode import Messages, PromptEncoder, truncate
 from dovetail.data.errors import DataError
 from dovetail.data.files import Rows, read_rows
 from dovetail.data.images import Loader, MediaPrompt, load_image, process_media
-from dovetail.data.overlong import prompt_lengths
 from dovetail.data.sampler import shuffled
+from dovetail.data.scan import BadRow, RowRules, ground_truth_problem, scan_rows
 from dovetail.protocol import DataProto
+from dovetail.protocol.schema import COLUMNS
 
 logger = logging.getLogger(__name__)
+
+_FROM_THE_FILE = ("data_source", "reward_model", "extra_info")
+RESERVED = frozenset(COLUMNS) - set(_FROM_THE_FILE) | {"index", "full_prompts", "reward_failed"}
+"""Names that the columns of a batch have. A file's own columns of these names are found in `extra_info`."""
+_MOST_SHOWN = 20
 
 
 class PromptDataset:
@@ -55,6 +62,12 @@ class PromptDataset:
         self._files = [read_rows(path) for path in paths]
         for file in self._files:
             self._check_columns(file)
+        self._taken = (config.prompt_key, config.image_key, config.video_key)
+        columns = dict.fromkeys(name for file in self._files for name in file.columns)
+        self._moved = [name for name in columns if name in RESERVED and name not in self._taken]
+        if self._moved:
+            logger.warning("the columns %s have names of the batch's own; reward functions find them in extra_info",
+                           ", ".join(self._moved))  # fmt: skip
         media = {config.image_key, config.video_key}
         self._has_media = processor is not None and any(media & set(file.columns) for file in self._files)
         self._kept = self._choose_rows(max_samples, seed)
@@ -69,6 +82,26 @@ class PromptDataset:
     def source_sizes(self) -> list[int]:
         """Prompts of each file, after filters. Row numbers of a file are contiguous."""
         return [len(kept) for kept in self._kept]
+
+    @property
+    def row_ids(self) -> np.ndarray:
+        """For every prompt the number of its row among all rows of all files; a filter does not change it."""
+        starts = np.cumsum([0, *(len(file) for file in self._files)])
+        return np.concatenate([start + kept for start, kept in zip(starts[:-1], self._kept, strict=True)])
+
+    @property
+    def files_digest(self) -> str:
+        """Changes when the content of a file does, whatever the choice of rows."""
+        return hashlib.blake2b(" ".join(file.digest for file in self._files).encode(), digest_size=16).hexdigest()
+
+    def content_digest(self, indices: Sequence[int] | np.ndarray) -> int:
+        """A sum over the content of rows, in any order: sums of parts add up, modulo 2**64."""
+        total = 0
+        for index in indices:
+            row, _ = self._row(int(index))
+            text = json.dumps(row, sort_keys=True, default=_as_text).encode()
+            total += int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+        return total % 2**64
 
     @property
     def fingerprint(self) -> str:
@@ -107,11 +140,11 @@ class PromptDataset:
             encoded = self._encode_media(row, messages, where)
         else:
             encoded = self._encode_text(messages, where)
-        taken = (config.prompt_key, config.image_key, config.video_key)
+        taken = (*self._taken, *self._moved)
         example = {name: value for name, value in row.items() if name not in taken}
         example["data_source"] = str(row[config.reward_fn_key])
         example["reward_model"] = self._ground_truth(row, where)
-        example["extra_info"] = row.get("extra_info") or {}
+        example["extra_info"] = {name: row[name] for name in self._moved if name in row} | (row.get("extra_info") or {})
         example["index"] = int(index)
         if config.return_raw_chat:
             example["raw_prompt"] = messages
@@ -167,12 +200,8 @@ class PromptDataset:
 
     def _ground_truth(self, row: Mapping[str, Any], where: str) -> Any:
         reward_model = row.get("reward_model")
-        truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
-        if self._requires_ground_truth and truth is None:
-            raise DataError(
-                f"{where}: reward_model is {reward_model!r}; it must be a dict with ground_truth, which the built-in "
-                "rules compare with. Fill it in, or set custom_reward_function.path to score without it."
-            )
+        if self._requires_ground_truth and (problem := ground_truth_problem(reward_model)) is not None:
+            raise DataError(f"{where}: {problem}")
         return reward_model
 
     def _check_columns(self, file: Rows) -> None:
@@ -192,32 +221,48 @@ class PromptDataset:
             chosen = np.sort(order[:max_samples])
         bounds = np.cumsum([0, *sizes])
         parts = [chosen[(chosen >= a) & (chosen < b)] - a for a, b in itertools.pairwise(bounds)]
-        if not self.config.filter_overlong_prompts:
-            return parts
-        return [self._without_overlong(file, part) for file, part in zip(self._files, parts, strict=True)]
+        return self._without_bad_rows(parts)
 
-    def _without_overlong(self, file: Rows, rows: np.ndarray) -> np.ndarray:
-        config = self.config
-        if len(rows) == 0:
-            return rows
-        if self.processor is not None and (config.image_key in file.columns or config.video_key in file.columns):
-            keep = np.array([self._media_fits(file, int(row)) for row in rows])
-        else:
-            workers = config.filter_overlong_prompts_workers
-            lengths = prompt_lengths(file, self.encoder, config.prompt_key, num_workers=workers)
-            keep = lengths[rows] <= config.max_prompt_length
+    def _without_bad_rows(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """Look at all rows now, so that none ends the run at its hundredth step; name all that cannot be used."""
+        if type(self).__getitem__ is not PromptDataset.__getitem__:  # a user's class may read rows in its own way
+            return parts
+        config, kept, refused = self.config, [], []
+        limit = config.max_prompt_length if config.filter_overlong_prompts or config.truncation == "error" else None
+        rules = RowRules(
+            self.encoder, config.prompt_key, (config.image_key, config.video_key), self._requires_ground_truth, limit
+        )
+        for file, rows in zip(self._files, parts, strict=True):
+            bad = scan_rows(file, rows, rules, num_workers=config.filter_overlong_prompts_workers)
+            overlong = [row.row for row in bad if row.is_overlong] if config.filter_overlong_prompts else []
+            unusable = [row for row in bad if not (row.is_overlong and config.filter_overlong_prompts)]
+            rows = rows[~np.isin(rows, [row.row for row in bad])]
+            if config.filter_overlong_prompts:
+                overlong += [int(row) for row in rows if self._has_long_media(file, int(row))]
+                self._note_left_out(file, len(overlong), len(rows) + len(bad))
+            refused += [(file.path, row) for row in unusable]
+            kept.append(rows[~np.isin(rows, overlong)])
+        if refused and not config.skip_bad_rows:
+            raise DataError(_refusal(refused))
+        if refused:
+            logger.warning("%s Left out, as data.skip_bad_rows=True says.", _listed(refused))
+        return kept
+
+    def _note_left_out(self, file: Rows, count: int, total: int) -> None:
         logger.info(
             "%s: %d of %d prompts are longer than data.max_prompt_length=%d and are left out",
-            file.path, int((~keep).sum()), len(rows), config.max_prompt_length,
+            file.path, count, total, self.config.max_prompt_length,
         )  # fmt: skip
-        return rows[keep]
 
-    def _media_fits(self, file: Rows, row: int) -> bool:
+    def _has_long_media(self, file: Rows, row: int) -> bool:
+        config = self.config
+        if self.processor is None or not {config.image_key, config.video_key} & set(file.columns):
+            return False
         where, values = f"{file.path} row {row}", file[row]
-        if values.get(self.config.image_key) or values.get(self.config.video_key):
-            messages = self.encoder.messages(values.get(self.config.prompt_key), where)
-            return len(self._media_prompt(values, messages, where).ids) <= self.config.max_prompt_length
-        return len(self.encoder.encode(values.get(self.config.prompt_key), where)) <= self.config.max_prompt_length
+        if not (values.get(config.image_key) or values.get(config.video_key)):
+            return False
+        messages = self.encoder.messages(values.get(config.prompt_key), where)
+        return len(self._media_prompt(values, messages, where).ids) > config.max_prompt_length
 
     def _raise_empty(self, paths: Sequence[str]) -> None:
         read = sum(len(file) for file in self._files)
@@ -226,8 +271,23 @@ class PromptDataset:
             raise DataError(f"{names}: there are no rows.")
         raise DataError(
             f"{names}: none of {read} prompts is left; all are longer than "
-            f"data.max_prompt_length={self.config.max_prompt_length}, or data.*_max_samples is 0."
+            f"data.max_prompt_length={self.config.max_prompt_length}, or bad, or data.*_max_samples is 0."
         )
+
+
+def _refusal(refused: Sequence[tuple[str, BadRow]]) -> str:
+    return f"{_listed(refused)}\nMend these rows, or set data.skip_bad_rows=True to leave them out."
+
+
+def _listed(refused: Sequence[tuple[str, BadRow]]) -> str:
+    lines = "".join(f"\n  {path} row {bad.row}: {bad.reason}" for path, bad in refused[:_MOST_SHOWN])
+    more = f"\n  and {len(refused) - _MOST_SHOWN} more" if len(refused) > _MOST_SHOWN else ""
+    return f"{len(refused)} row{'s' * (len(refused) != 1)} cannot be used:{lines}{more}"
+
+
+def _as_text(value: Any) -> str:
+    """Values that JSON does not know: pictures as bytes, dates, numbers of other libraries."""
+    return hashlib.blake2b(value).hexdigest() if isinstance(value, bytes) else repr(value)
 
 
 def collate(examples: Sequence[Mapping[str, Any]]) -> DataProto:

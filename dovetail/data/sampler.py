@@ -6,12 +6,15 @@ our own, so no library upgrade changes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from dovetail.data.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 class PromptSampler:
@@ -42,11 +45,21 @@ class PromptSampler:
         self._quotas = _quotas(self._sizes, weights)
         self._epoch, self._position = 0, 0
         self._order: np.ndarray | None = None
+        self._row_ids: np.ndarray | None = None
+        self._files = ""
         if drop_last and self.num_rows < batch_size:
             raise DataError(
                 f"there are {self.num_rows} prompts, fewer than one batch of {batch_size}; lower data.train_batch_size "
                 "(or data.gen_batch_size), or add data."
             )
+
+    def follow(self, row_ids: np.ndarray, files: str) -> None:
+        """Order rows by numbers that filters do not change, so that a run can go on when rows are left out.
+
+        `files` is a digest of the files' content.
+        """
+        assert len(row_ids) == sum(self._sizes), f"{len(row_ids)} numbers for {sum(self._sizes)} rows"
+        self._row_ids, self._files, self._order = row_ids, files, None
 
     @property
     def epoch(self) -> int:
@@ -81,9 +94,7 @@ class PromptSampler:
         """The next batch, from the next epoch when this one is over."""
         if self._is_over():
             self._begin(self._epoch + 1)
-        if self._order is None:
-            self._order = self.epoch_order(self._epoch)
-        batch = self._order[self._position : self._position + self._batch_size]
+        batch = self._current_order()[self._position : self._position + self._batch_size]
         self._position += len(batch)
         return batch
 
@@ -95,6 +106,8 @@ class PromptSampler:
             for source, quota in enumerate(self._quotas)
         ]
         rows = np.concatenate(parts)
+        if self._shuffle and self._row_ids is not None and not self._is_mixed:
+            return rows[np.argsort(_hashes(self._row_ids, self._seed, epoch), kind="stable")]
         if self._shuffle:
             return rows[shuffled(len(rows), self._seed, epoch)]
         if not self._is_mixed:
@@ -105,19 +118,64 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Small and plain; goes into the checkpoint."""
-        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+        state = {"epoch": self._epoch, "position": self._position, **self._identity()}
+        if self._row_ids is None:
+            return state
+        last = self._row_ids[self._current_order()[self._position - 1]] if self._position else -1
+        return {**state, "files": self._files, "last_row": int(last)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Other data or another order is an error: a position means nothing there."""
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise DataError(
-                    f"the checkpoint was made with {_WORDS[name]} {state.get(name)!r} and this run has {value!r}; its "
-                    f"position in the data (epoch {state['epoch']}, row {state['position']}) cannot be continued. "
-                    f"{_WAY_OUT[name]}"
-                )
+    def load_state_dict(self, state: dict[str, Any], digest: Callable[[np.ndarray], str] | None = None) -> None:
+        """Continue where `state` was taken. Another order is an error, and so are other rows among those read.
+
+        Rows that were left out or have changed since are fine where none of them was read in this epoch, or the files
+        are the same; `digest` says what the content of some rows is.
+        """
+        different = [name for name, value in self._identity().items() if state.get(name) != value]
+        position = int(state["position"])
+        if different:
+            found = None if set(different) - {"fingerprint", "quotas"} else self._position_after(state, digest)
+            if found is None:
+                raise DataError(self._refusal(state, different[0]))
+            logger.warning(
+                "the rows of the data differ from the checkpoint's (%d in an epoch, it had %d), and none of those read "
+                "in this epoch does: going on at epoch %d, row %d",
+                self.num_rows, sum(state["quotas"]), int(state["epoch"]), found,
+            )  # fmt: skip
+            position = found
         self._begin(int(state["epoch"]))
-        self._position = int(state["position"])
+        self._position = position
+
+    def _position_after(self, state: dict[str, Any], digest: Callable[[np.ndarray], str] | None) -> int | None:
+        """How many rows of this epoch come no later than the last one read; None where that cannot be said."""
+        ordered = type(self).epoch_order is PromptSampler.epoch_order and not self._is_mixed
+        if self._row_ids is None or not ordered or "last_row" not in state:
+            return None
+        epoch, last = int(state["epoch"]), int(state["last_row"])
+        if int(state["position"]) == 0:
+            return 0
+        ids = self._row_ids
+        if self._shuffle:
+            hashes, border = _hashes(ids, self._seed, epoch), _hashes(np.array([last]), self._seed, epoch)[0]
+            count = int(((hashes < border) | ((hashes == border) & (ids <= last))).sum())
+        else:
+            count = int((ids <= last).sum())
+        if state.get("files") != self._files:
+            read = None if digest is None else digest(self.epoch_order(epoch)[:count])
+            if read is None or read != state.get("read"):
+                return None
+        return count
+
+    def _refusal(self, state: dict[str, Any], name: str) -> str:
+        return (
+            f"the checkpoint was made with {_WORDS[name]} {state.get(name)!r} and this run has "
+            f"{self._identity()[name]!r}; its position in the data (epoch {state['epoch']}, row {state['position']}) "
+            f"cannot be continued. {_WAY_OUT[name]}"
+        )
+
+    def _current_order(self) -> np.ndarray:
+        if self._order is None:
+            self._order = self.epoch_order(self._epoch)
+        return self._order
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -154,7 +212,8 @@ _WORDS = {
     "quotas": "rows per file and epoch",
 }
 _WAY_OUT = {
-    "fingerprint": "Put the same files and filters back, or start anew with trainer.resume_mode=disable.",
+    "fingerprint": "Put the same files back (rows not read yet may change in place; data.skip_bad_rows=True and "
+    "data.filter_overlong_prompts=True may leave rows out), or start anew with trainer.resume_mode=disable.",
     "seed": "Set data.seed (or trainer.seed) back.",
     "shuffle": "Set data.shuffle back.",
     "quotas": "Set the files and their weights back.",
@@ -163,12 +222,16 @@ _WAY_OUT = {
 
 def shuffled(count: int, *key: int) -> np.ndarray:
     """A permutation of `range(count)` that depends on `key` only."""
+    return np.argsort(_hashes(np.arange(count), *key), kind="stable")
+
+
+def _hashes(numbers: np.ndarray, *key: int) -> np.ndarray:
+    """A hash of each number that depends on it and on `key` only: what rows are sorted by."""
     state = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         for part in key:
             state = _mix(state ^ np.array(part, dtype=np.int64).astype(np.uint64)[()])
-        keys = _mix(np.arange(count, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95) + state)
-    return np.argsort(keys, kind="stable")
+        return _mix(numbers.astype(np.uint64) * np.uint64(0xD1342543DE82EF95) + state)
 
 
 def _mix(value: Any) -> Any:

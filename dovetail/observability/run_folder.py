@@ -127,7 +127,7 @@ class RunFolder:
         return list(read_json_lines(self.path / EVENTS))
 
     def _write_anew(self, name: str, text: str) -> None:
-        """Replace a file; the one of the start before is kept beside it, until a new run takes it to its other files."""
+        """Replace a file; the one before it is kept beside it, until a new run takes it to its other files."""
         if (file := self.path / name).exists():
             os.replace(file, self.path / f"{_BEFORE}{name}")
         write_text(file, text)

@@ -1,4 +1,4 @@
-"""What a run reads from disk, looked at before anything is started: `dovetail check` and `dovetail train` both ask here.
+"""What a run reads from disk, looked at before anything is started, for `dovetail check` and `dovetail train` alike.
 
 Looks at names, endings, columns and definitions; runs no user code and imports neither torch nor ray.
 """

@@ -8,6 +8,9 @@ import pytest
 
 from dovetail.config import ConfigError, load_config
 from dovetail.config.arguments import split_arguments
+from dovetail.config.errors import Problem
+from dovetail.config.keys import catalogue
+from dovetail.config.root import DovetailConfig
 
 pytestmark = pytest.mark.unit
 
@@ -107,3 +110,33 @@ def test_a_launch_list_that_is_no_text_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00trainer.seed=1")
     with pytest.raises(ConfigError, match=r"launch\.txt cannot be read as a launch list"):
         load_config(overrides_files=[file])
+
+
+ODD = [
+    "null",
+    "''",
+    "-1",
+    "0",
+    "1e400",
+    "nan",
+    "[]",
+    "{}",
+    "[1,[2]]",
+    "{a: 1}",
+    "text",
+    "True",
+    "~nobody_here/x",
+    "9" * 30,
+]
+
+
+@pytest.mark.parametrize("shift", range(3))
+def test_no_value_of_any_key_ends_in_another_error_than_ours(shift: int) -> None:
+    for number, key in enumerate(catalogue(DovetailConfig)):
+        value = ODD[(number * 5 + shift) % len(ODD)]
+        problems: tuple[Problem, ...] | None = None
+        try:
+            load_config(overrides=[f"{key}={value}"])
+        except ConfigError as error:
+            problems = error.problems
+        assert problems != (), f"{key}={value} is refused without a word"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def test_truncation_cuts_where_it_says() -> None:
 def test_a_long_prompt_is_an_error_that_names_the_row_and_the_fix(tmp_path: Path) -> None:
     file = toy_file(tmp_path, 2, length=80)
     with pytest.raises(DataError, match=r"toy\.parquet row 1: the prompt has 104 tokens.*raise it to 104.*filter_over"):
-        dataset(file)[1]
+        dataset(file)
     assert dataset(file, truncation="left")[1]["attention_mask"].sum() == 64
 
 
@@ -184,17 +185,23 @@ def test_a_row_without_truth_or_with_a_strange_prompt_is_named(tmp_path: Path) -
         {"prompt": [{"content": "a"}]}, {"prompt": [{"role": "user"}]},
     ]  # fmt: skip
     file.write_text("\n".join(json.dumps({**good, **change}) for change in ({}, *strange)))
-    made = dataset(str(file))
-    assert made[0]["reward_model"] == {"ground_truth": "1"}
-    with pytest.raises(DataError, match=r"row 3: reward_model is \{'ground_truth': None\}.*custom_reward_function"):
-        made[3]
-    for row in (4, 5):
-        with pytest.raises(DataError, match=rf"row {row}: the prompt is .* messages with role and content"):
-            made[row]
-    with pytest.raises(DataError, match=r"row 1: reward_model is \{\}"):
-        made[1]
-    with pytest.raises(DataError, match="row 2: the prompt is 3"):
-        made[2]
+    with pytest.raises(DataError, match="5 rows cannot be used") as caught:
+        dataset(str(file))
+    lines = str(caught.value).splitlines()
+    reasons = [
+        r"row 1: reward_model is \{\}",
+        r"row 2: the prompt is 3",
+        r"row 3: reward_model is \{'ground_truth': None\}.*custom_reward_function",
+        r"row 4: the prompt is .* messages with role and content",
+        r"row 5: the prompt is .* messages with role and content",
+        r"set data\.skip_bad_rows=True to leave them out",
+    ]
+    assert len(lines) == 1 + len(reasons)
+    for line, reason in zip(lines[1:], reasons, strict=True):
+        assert re.search(reason, line), line
+    kept = dataset(str(file), skip_bad_rows=True)
+    assert len(kept) == 1
+    assert kept[0]["reward_model"] == {"ground_truth": "1"}
 
 
 class FakeProcessor:

@@ -113,13 +113,13 @@ def test_wrong_weights_and_too_little_data_are_errors() -> None:
         PromptSampler([3], batch_size=4)
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_the_loaders_state_is_that_of_the_last_batch_given_out(tmp_path: Path, prefetch: bool) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_the_loaders_state_is_that_of_the_last_batch_given_out(tmp_path: Path, num_workers: int) -> None:
     prompts = dataset(toy_file(tmp_path, 10))
 
     def loader() -> PromptLoader:
         sampler = PromptSampler([10], batch_size=3, seed=4, fingerprint=prompts.fingerprint)
-        return PromptLoader(prompts, sampler, prefetch=prefetch)
+        return PromptLoader(prompts, sampler, num_workers=num_workers)
 
     def rows(source: PromptLoader, count: int) -> list[list[int]]:
         return [source.next_batch().non_tensor_batch["index"].tolist() for _ in range(count)]
@@ -134,10 +134,10 @@ def test_the_loaders_state_is_that_of_the_last_batch_given_out(tmp_path: Path, p
         each.close()
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_iterating_finishes_the_epoch_that_was_begun(tmp_path: Path, prefetch: bool) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_iterating_finishes_the_epoch_that_was_begun(tmp_path: Path, num_workers: int) -> None:
     prompts = dataset(toy_file(tmp_path, 10))
-    loader = PromptLoader(prompts, PromptSampler([10], batch_size=3, seed=4), prefetch=prefetch)
+    loader = PromptLoader(prompts, PromptSampler([10], batch_size=3, seed=4), num_workers=num_workers)
     loader.next_batch()
     assert [len(list(loader)) for _ in range(3)] == [2, 3, 3]
     assert loader.epoch == 3

@@ -1,4 +1,4 @@
-"""Two real processes and one run folder: the second is refused and writes nothing; a dead owner's lock is taken over."""
+"""Two real processes and one folder: the second is refused and writes nothing; a dead owner's lock is taken over."""
 
 from __future__ import annotations
 

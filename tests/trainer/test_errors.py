@@ -15,6 +15,7 @@ import pytest
 from dovetail.checkpoint.manifest import verify_folder
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.cli.main import main
+from dovetail.config import ConfigError
 from dovetail.data.errors import DataError
 from dovetail.data.write import prompt_row, write_rows
 from dovetail.observability.disk import DiskFullError
@@ -146,7 +147,11 @@ def test_a_tracker_that_is_not_installed_is_a_message(
 
 
 def test_errors_keep_their_class_for_callers(toy: Toy, tmp_path: Path) -> None:
-    for mistake, kind in [(no_reward_file, RewardError), (no_prompt_column, DataError)]:
+    for mistake, kind in [
+        (no_rule_for_the_source, RewardError),
+        (too_few_rows, DataError),
+        (no_data_file, ConfigError),
+    ]:
         with pytest.raises(kind):
             train(toy.config(tmp_path / "run", mistake(toy, tmp_path)))
 

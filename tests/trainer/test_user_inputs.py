@@ -1,0 +1,151 @@
+"""What users put in, met by whole runs: bad rows, broken models, a folder in use, steps that do nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail.cli.main import main
+from dovetail.data.write import prompt_row
+from dovetail.observability.run_folder import read_json_lines
+from tests.trainer.toy_run import DAPO, Toy
+
+pytestmark = pytest.mark.e2e
+
+
+def _train(toy: Toy, run: Path, changes: dict[str, Any]) -> int:
+    return main(["train", "--local", *toy.arguments(run, changes)])
+
+
+def _write(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def _rows(count: int) -> list[dict[str, Any]]:
+    return [
+        prompt_row(data_source="toy", question=f"say {row}", ground_truth="", ability="toy", extra_info={"row": row})
+        for row in range(count)
+    ]
+
+
+def test_bad_rows_stop_a_run_before_it_begins_and_a_resume_goes_on_without_them(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = _rows(24)
+    files = {"data.train_files": _write(tmp_path / "rows.jsonl", rows), "trainer.save_freq": 1}
+    run = tmp_path / "run"
+    assert _train(toy, run, {**files, "trainer.total_training_steps": 2}) == 0
+    capsys.readouterr()
+    read = {row["prompt"] for step in (1, 2) for row in read_json_lines(run / "rollouts" / f"step_{step}.jsonl")}
+    unread = [number for number in range(24) if not any(f"say {number}" in prompt.split("\n") or
+              prompt.rstrip().endswith(f"say {number}") for prompt in read)]  # fmt: skip
+    assert len(read) == 8
+    rows[unread[0]]["prompt"] = None
+    rows[unread[1]]["prompt"] = [{"role": "user", "content": "x" * 500}]
+    _write(tmp_path / "rows.jsonl", rows)
+    assert _train(toy, run, {**files, "trainer.total_training_steps": 4}) == 2
+    shown = capsys.readouterr().err
+    assert f"rows.jsonl row {unread[0]}: the prompt is None" in shown
+    assert f"rows.jsonl row {unread[1]}: the prompt has" in shown
+    assert "set data.skip_bad_rows=True" in shown
+    assert "Traceback" not in shown
+    assert len(list(read_json_lines(run / "metrics.jsonl"))) == 2
+    goes_on = {**files, "trainer.total_training_steps": 4, "data.skip_bad_rows": True}
+    assert _train(toy, run, goes_on) == 0
+    assert [line["step"] for line in read_json_lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    later = {row["prompt"] for step in (3, 4) for row in read_json_lines(run / "rollouts" / f"step_{step}.jsonl")}
+    assert len(later) == 8
+    assert not later & read
+
+
+def test_a_data_column_called_uid_does_not_clash(toy: Toy, tmp_path: Path) -> None:
+    rows = [{**row, "uid": "mine", "index": 7} for row in _rows(8)]
+    files = {"data.train_files": _write(tmp_path / "rows.jsonl", rows), "trainer.total_training_steps": 1}
+    assert _train(toy, tmp_path / "run", files) == 0
+
+
+@pytest.mark.parametrize("what", ["nan", "missing", "layers"])
+def test_a_broken_model_is_one_line_and_no_traceback(
+    what: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(toy.model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    if what == "nan":
+        tensors["model.norm.weight"][0] = torch.nan
+    elif what == "missing":
+        del tensors["model.norm.weight"]
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "layer_types": None}))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert _train(toy, tmp_path / "run", {"actor_rollout_ref.model.path": str(folder)}) == 2
+    shown = capsys.readouterr().err
+    said = {"nan": "1 of the 64 numbers of model.norm.weight", "missing": "no weights for hf_model.model.norm.weight",
+            "layers": "tensors have no place in the network"}  # fmt: skip
+    [line] = [line for line in shown.splitlines() if str(folder) in line]
+    assert said[what] in line
+    assert "Traceback" not in shown
+
+
+_HOLD = """
+import sys
+from dovetail.observability.run_lock import RunLock
+with RunLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_a_folder_is_refused_and_leaves_every_file_as_it_was(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("of: the first\n")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        before = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in run.iterdir()}
+        assert _train(toy, run, {}) == 2
+        assert "in use by another run" in capsys.readouterr().err
+        assert {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in run.iterdir()} == before
+        first.kill()
+    assert _train(toy, run, {"trainer.total_training_steps": 1}) == 0
+    assert (run / "previous_1" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (run / "previous_1" / "config.yaml").read_text() == "of: the first\n"
+    assert not (run / "run.lock").exists()
+
+
+def test_a_run_whose_steps_are_all_skipped_stops(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"actor_rollout_ref.actor.optim.lr": 1e14, "trainer.total_training_steps": 50}
+    assert _train(toy, tmp_path / "run", changes) == 2
+    shown = capsys.readouterr().err
+    assert "every optimizer step of the actor was skipped in the last 3 steps" in shown
+    assert "Traceback" not in shown
+    assert len(list(read_json_lines(tmp_path / "run" / "metrics.jsonl"))) < 10
+
+
+def test_dynamic_sampling_without_a_limit_ends_on_solved_data(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail.trainer.dapo.EMPTY_ROUNDS", 3)
+    reward = tmp_path / "reward.py"
+    reward.write_text("def mostly(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n")
+    changes = {**DAPO, "algorithm.filter_groups.max_num_gen_batches": 0, "algorithm.filter_groups.metric": "score"}
+    assert _train(toy, tmp_path / "run", {**changes, "custom_reward_function.path": str(reward)}) == 2
+    shown = capsys.readouterr().err
+    assert "step 1: 3 generation rounds in a row (36 groups) had no group whose answers differ in score" in shown
+    assert "Traceback" not in shown
