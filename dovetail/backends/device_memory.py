@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import resource
 
 import torch
 
 from dovetail.observability.device_peaks import DevicePeaks, cuda_peaks
+from dovetail.observability.host_memory import peak_resident_gib
 
 _GIB = 1024**3
 _DRIVERS_SHARE = 0.1
@@ -15,8 +15,7 @@ _DRIVERS_SHARE = 0.1
 
 def memory_in_use(device: torch.device) -> dict[str, float]:
     """GiB. Peaks are since the process began: over all phases, though each of them has a peak of its own."""
-    # Linux reports the peak resident set in KiB.
-    found = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2}
+    found = {"memory/host_peak_gib": peak_resident_gib()}
     if device.type == "cuda":
         peaks = _peaks(device).of_run()
         found |= {

@@ -47,12 +47,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from transformers.utils.logging import disable_progress_bar
+
     from dovetail.data.tasks.generate import generate_task
     from dovetail.data.write import write_rows
     from dovetail.models.smollm2 import smollm2_folder
     from dovetail.trainer.run import run_training
 
     began = time.perf_counter()
+    disable_progress_bar()
     model = smollm2_folder()
     say(f"the model is in {model} ({time.perf_counter() - began:.0f} s; converted on the first run only)")
     data = args.out / "data"

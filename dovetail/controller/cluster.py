@@ -86,11 +86,15 @@ def worker_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def default_object_store_bytes() -> int:
-    """A fifth of the memory, at least 256 MiB, at most 64 GiB and at most 80 % of what /dev/shm can hold."""
+    """A fifth of the memory, at least 256 MiB, at most 64 GiB and at most 80 % of what /dev/shm can hold.
+
+    On a Mac at most 2 GiB: Ray refuses to start with more.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     limit = int(shared.f_bavail * shared.f_frsize * 0.8) if shared else 64 * _GIB
-    return max(min(memory // 5, 64 * _GIB, limit), _GIB // 4)
+    most = 2 * _GIB if sys.platform == "darwin" else 64 * _GIB
+    return max(min(memory // 5, most, limit), _GIB // 4)
 
 
 def stop_ray() -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import struct
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -105,7 +106,12 @@ def _interface_for_gloo(context: WorkerContext) -> str:
 def _ipv4_of(interface: str) -> str | None:
     import fcntl
 
-    get_address = 0x8915  # SIOCGIFADDR
+    get_address = _GET_ADDRESS.get(sys.platform)
+    if get_address is None:
+        raise RuntimeError(
+            f"how to ask {sys.platform} for the address of a network interface is not known here; set "
+            "GLOO_SOCKET_IFNAME to the interface that the ranks shall use (on one machine: its loopback interface)."
+        )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             reply = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface[:15].encode()))
@@ -114,4 +120,6 @@ def _ipv4_of(interface: str) -> str | None:
     return socket.inet_ntoa(reply[20:24])
 
 
+# SIOCGIFADDR. The address of the reply has the same place on both.
+_GET_ADDRESS = {"linux": 0x8915, "darwin": 0xC0206921}
 _SERVED: dict[tuple[str, int], Store] = {}

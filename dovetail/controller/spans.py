@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.observability.device_peaks import cuda_peaks
+from dovetail.observability.host_memory import peak_resident_gib
 
 _GIB = 1024**3
 # A process that nobody asks for its spans must not grow.
@@ -100,5 +101,5 @@ def _resident_gib() -> float:
     try:
         with open(_STATM) as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
-    except OSError:  # not Linux
-        return 0.0
+    except OSError:  # not Linux: the most that this process ever had
+        return peak_resident_gib()

@@ -49,7 +49,7 @@ ELSEWHERE = {
 INSTEAD = {
     ".venv-sglang/bin/python": str(SGLANG),
     "--port 7000": "--port 0",
-    "model.path=/models/Qwen2.5-1.5B-Instruct": "model.path=model",
+    "model.path=Qwen/Qwen2.5-1.5B-Instruct": "model.path=model",
     "data.train_batch_size=64": "data.train_batch_size=4",
     "ppo_mini_batch_size=64": "ppo_mini_batch_size=4",
     "rollout.n=8": "rollout.n=2",

