@@ -30,7 +30,9 @@ PIP_SOURCES = {
 }  # fmt: skip
 _LINES_OF_A_FAILURE = 30
 _SECONDS_BETWEEN_LINES = 20
-_ACTIVITY = re.compile(r"^\s*(Downloading|Installing collected packages|Prepared|Resolved|Building)\b(.*)", re.M)
+_ACTIVITY = re.compile(
+    r"^\s*(Downloading|Installing collected packages|Prepared|Resolved|Building|Installed)\b(.*)", re.M
+)
 # pip: `Building wheel for NAME (pyproject.toml)`; uv: `Building NAME==1.0`, `Built NAME @ file:///...`.
 _BUILT = re.compile(r"^\s*Building (?:wheel|editable) for ([\w.-]+)|^\s*(?:Building|Built) ([\w.-]+)(?:==| @ )", re.M)
 _INSTALLED = re.compile(r"^Successfully installed (.*)$|^Installed (\d+) packages?", re.M)
@@ -153,6 +155,8 @@ def _doing(printed: str) -> str:
     verb, rest = found[-1]
     if verb == "Installing collected packages":
         return f", installing {rest.count(',') + 1} packages"
+    if verb == "Installed":  # by uv, which compiles afterwards
+        return ", compiling their bytecode"
     return f", {verb.lower()} {re.sub(r'-(?:cp|py|manylinux|macosx)[^ ]*', '', rest.strip())}"
 
 
