@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 _ADVANTAGE_ESTIMATORS: dict[str, AdvantageFn] = {}
 _POLICY_LOSSES: dict[str, PolicyLossFn] = {}
 _SELECTORS: dict[str, SelectorFn] = {}
+_LOSS_COLUMNS: dict[str, tuple[str, ...]] = {}
 
 
 def register_adv_est(*names: str | Enum) -> Callable[[_Fn], _Fn]:
@@ -43,8 +44,13 @@ def register_adv_est(*names: str | Enum) -> Callable[[_Fn], _Fn]:
 register_adv_estimator = register_adv_est
 
 
-def register_policy_loss(*names: str | Enum, select: SelectorFn | None = None) -> Callable[[_Fn], _Fn]:
+def register_policy_loss(
+    *names: str | Enum, select: SelectorFn | None = None, columns: Sequence[str] = ()
+) -> Callable[[_Fn], _Fn]:
     """Decorator: make a policy loss known as `actor.policy_loss.loss_mode=<name>`.
+
+    `columns` are columns of the batch that this loss reads beside the usual ones; it gets each as an argument of that
+    name. Only columns that a loss asks for are sent to the workers.
 
     `select` is for losses that pick tokens by comparing them over the whole mini-batch: it runs once on the whole
     mini-batch, and its boolean result travels with the rows as the loss's `loss_selection` argument.
@@ -55,6 +61,8 @@ def register_policy_loss(*names: str | Enum, select: SelectorFn | None = None) -
             _add(_POLICY_LOSSES, "policy loss", _text(name), fn)
             if select is not None:
                 _add(_SELECTORS, "policy loss selector", _text(name), select)
+            if columns:
+                _LOSS_COLUMNS[_text(name)] = tuple(columns)
         return fn
 
     return decorate
@@ -72,6 +80,12 @@ def get_policy_loss_selector(name: str | Enum) -> SelectorFn | None:
     """The whole-mini-batch selection of a loss, or None when the loss looks at each row alone."""
     get_policy_loss_fn(name)
     return _SELECTORS.get(_text(name))
+
+
+def get_policy_loss_columns(name: str | Enum) -> tuple[str, ...]:
+    """Columns of the batch that a loss asked for when it was registered."""
+    get_policy_loss_fn(name)
+    return _LOSS_COLUMNS.get(_text(name), ())
 
 
 def get_adv_estimator_columns(name: str | Enum) -> tuple[str, ...]:

@@ -46,7 +46,11 @@ class EventLog:
 
 
 def _mark(event: dict[str, Any]) -> dict[str, Any]:
-    facts = [f"{name} {value:.4g}" for name, value in event.items() if name.startswith("val-core/") and _number(value)]
+    # `best@4`, not verl's `best@4/mean` beside it.
+    named = {
+        name: value for name, value in event.items() if name.startswith("val-core/") and "@" in name.rpartition("/")[2]
+    }
+    facts = [f"{name} {value:.4g}" for name, value in named.items() if _number(value)]
     return {"kind": str(event.get("kind", "event")), "step": event["step"], "text": ", ".join(facts[:4])}
 
 

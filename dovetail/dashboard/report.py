@@ -105,7 +105,8 @@ def _time(run: Run) -> str:
 
 
 def _validation(run: Run) -> str:
-    names = [name for name in run.metrics.names if name.startswith("val-core/")][:6]
+    core = [name for name in run.metrics.names if name.startswith("val-core/")]
+    names = [name for name in core if "@" in name.rpartition("/")[2]][:6]  # not verl's `best@4/mean` beside `best@4`
     if not names:
         return ""
     steps = sorted({int(step) for name in names for step in run.metrics.finite(name)[0]})

@@ -50,7 +50,7 @@ class ConsoleState:
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step, self.step_end = step, self.clock()
-        validation = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        validation = {name: value for name, value in metrics.items() if _is_shown(name)}
         if validation:
             self.validation, self.validation_step = validation, step
         if any(not name.startswith("val-") for name in metrics):
@@ -74,7 +74,7 @@ class ConsoleState:
         if kind == "resume":
             self.step = self.first_step = step
         # Of a validation the scores that count; the rest is in the files.
-        core = {name.removeprefix("val-core/"): value for name, value in facts.items() if name.startswith("val-core/")}
+        core = {name.removeprefix("val-core/"): value for name, value in facts.items() if _is_shown(name)}
         details = ", ".join(f"{name} {_short(value)}" for name, value in (core or facts).items())
         self.events.append(f"step {step}: {kind.replace('_', ' ')}" + (f" ({details})" if details else ""))
 
@@ -99,3 +99,8 @@ def _about(seconds: float) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _is_shown(name: str) -> bool:
+    """The scores that count, under our names: `best@4`, not verl's `best@4/mean` beside it."""
+    return name.startswith("val-core/") and "@" in name.rpartition("/")[2]

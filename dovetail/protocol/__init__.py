@@ -5,7 +5,7 @@ from dovetail.protocol.future import DataProtoFuture
 from dovetail.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
 from dovetail.protocol.readonly import ReadOnlyTensor, is_readonly
 from dovetail.protocol.schema import COLUMNS, ColumnSpec, SchemaError, validate
-from dovetail.protocol.stages import STAGES, Stage, unmet_reads, validate_stage
+from dovetail.protocol.stages import STAGES, Stage, stage_columns, unmet_reads, validate_stage
 
 __all__ = [
     "AUTO_PADDING",
@@ -21,6 +21,7 @@ __all__ = [
     "Stage",
     "is_readonly",
     "pad_dataproto_to_divisor",
+    "stage_columns",
     "unmet_reads",
     "unpad_dataproto",
     "validate",

@@ -12,15 +12,19 @@ import torch
 
 from dovetail.protocol.columns import Column, check_known, concat_arrays, concat_tensors
 from dovetail.protocol.compare import first_difference
+from dovetail.protocol.widths import concat_tokens, differ_in_width
 
 Tensors = Mapping[str, torch.Tensor]
 Arrays = Mapping[str, np.ndarray]
 
 
 def concat_columns(
-    tensors_of: Sequence[Tensors], arrays_of: Sequence[Arrays]
+    tensors_of: Sequence[Tensors], arrays_of: Sequence[Arrays], pad_token_id: int = 0
 ) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]:
-    """Put the columns of batches below each other; every batch must have the same ones."""
+    """Put the columns of batches below each other; every batch must have the same ones.
+
+    Columns about responses become as wide as the widest; ``pad_token_id`` fills those that hold token ids.
+    """
     for number, (tensors, arrays) in enumerate(zip(tensors_of, arrays_of, strict=True)):
         odd = sorted((tensors.keys() ^ tensors_of[0].keys()) | (arrays.keys() ^ arrays_of[0].keys()))
         if odd:
@@ -29,9 +33,13 @@ def concat_columns(
                 f"column a tensor, or a numpy array, in all batches."
             )
     return (
-        {name: concat_tensors(name, [part[name] for part in tensors_of]) for name in tensors_of[0]},
+        {name: _concat_tensors(name, [part[name] for part in tensors_of], pad_token_id) for name in tensors_of[0]},
         {name: concat_arrays(name, [part[name] for part in arrays_of]) for name in arrays_of[0]},
     )
+
+
+def _concat_tensors(name: str, parts: Sequence[torch.Tensor], pad_token_id: int) -> torch.Tensor:
+    return concat_tokens(name, parts, pad_token_id) if differ_in_width(name, parts) else concat_tensors(name, parts)
 
 
 def refuse_clashes(mine: Mapping[str, Column], others: Mapping[str, Column]) -> None:

@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDict
 
 from dovetail.protocol import columns as col
-from dovetail.protocol import row_numbers
+from dovetail.protocol import row_numbers, tensordicts
 from dovetail.protocol.combine import concat_columns, new_names, refuse_clashes
 from dovetail.protocol.compare import batch_difference
 from dovetail.protocol.consistency import check_parts, check_tensors
@@ -28,6 +28,7 @@ from dovetail.protocol.item import DataProtoItem
 from dovetail.protocol.meta import merge_meta_info, unite_meta_info
 from dovetail.protocol.readonly import is_readonly
 from dovetail.protocol.serialization import load_pickle, pack_objects, pack_tensor, save_pickle
+from dovetail.protocol.widths import PAD_TOKEN_ID
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,29 @@ class DataProto:
         tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
         others = {name: value for name, value in data.items() if not isinstance(value, torch.Tensor)}
         return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict | None = None, meta_info: Mapping[str, Any] | None = None
+    ) -> DataProto:
+        """Build a batch from a TensorDict with one batch dimension.
+
+        Tensors stay tensors over the same memory. Columns of other data (`NonTensorStack`) become numpy columns; data
+        that is not per row (`NonTensorData`) becomes meta_info, which ``meta_info`` adds to.
+        """
+        if tensor_dict is None:
+            return cls(meta_info=dict(meta_info or {}))
+        if len(tensor_dict.batch_size) != 1:
+            raise ValueError(f"a batch has one batch dimension, the TensorDict has {list(tensor_dict.batch_size)}.")
+        tensors, others, facts = tensordicts.taken_apart(tensor_dict)
+        return cls.from_dict(tensors, others, unite_meta_info(facts, dict(meta_info or {})))
+
+    def to_tensordict(self) -> TensorDict:
+        """One TensorDict with all columns; numpy columns as `NonTensorStack`, meta_info as `NonTensorData`.
+
+        A fact may not have the name of a column. `from_tensordict` gives the batch back.
+        """
+        return tensordicts.put_together(self.tensors, self.non_tensor_batch, self.meta_info, len(self))
 
     @classmethod
     def from_items(cls, items: Sequence[DataProtoItem]) -> DataProto:
@@ -200,8 +224,15 @@ class DataProto:
 
     def reorder(self, indices: Any) -> None:
         """Permute the rows of every column, in place: row ``i`` becomes what row ``indices[i]`` was."""
-        ordered = self.select_idxs(row_numbers.permutation(indices, len(self)))
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+        order = row_numbers.permutation(indices, len(self))
+        tensors, rows = self.tensors, len(self)
+        self.non_tensor_batch = {name: array[order.numpy()] for name, array in self.non_tensor_batch.items()}
+        if self.batch is not None:
+            # Column by column, so that a second copy of the whole batch is never held.
+            self.batch = None
+            for name in list(tensors):
+                tensors[name] = tensors[name].index_select(0, order.to(tensors[name].device))
+            self.batch = _tensordict(tensors, rows)
 
     def split(self, split_size: int) -> list[DataProto]:
         """Views of ``split_size`` rows each; the last one may be shorter."""
@@ -310,13 +341,15 @@ class DataProto:
         """Put batches below each other. Batches without any column add only their meta_info.
 
         ``metrics`` become lists, ``timing`` keeps the slowest, other facts must agree (see `dovetail.protocol.meta`).
-        Rows that `chunk` added as padding are dropped.
+        Rows that `chunk` added as padding are dropped. Columns about responses become as wide as the widest.
         """
         meta_info = merge_meta_info([part.meta_info for part in data])
         parts = [part for part in data if part.columns]
         if not parts:
             return cls(meta_info=meta_info)
-        tensors, arrays = concat_columns([part.tensors for part in parts], [part.non_tensor_batch for part in parts])
+        pad_token_id = int(meta_info.get(PAD_TOKEN_ID, 0))
+        columns = [part.tensors for part in parts], [part.non_tensor_batch for part in parts]
+        tensors, arrays = concat_columns(*columns, pad_token_id)
         batch = _tensordict(tensors, sum(len(part) for part in parts)) if tensors else None
         joined = cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
         return joined.without_padding()

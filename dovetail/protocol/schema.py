@@ -16,7 +16,7 @@ from dovetail.protocol.columns import Column, describe_column
 from dovetail.protocol.dataproto import DataProto
 
 INT = ("int64", "int32")
-MASK = ("int64", "int32", "bool")
+MASK = ("int64", "int32", "int8", "bool")
 # Log-probs and what is made of them are float32: differences of bfloat16 log-probs are mostly rounding.
 FLOAT = ("float32",)
 OBJECT = ("object", "str")
@@ -97,6 +97,7 @@ _SPECS = (
     # Rewards.
     _column("rm_scores", RESPONSE, FLOAT, "compute_rm_score", "reward model's score, on the last response token"),
     _column("token_level_scores", RESPONSE, FLOAT, "reward", "reward per token before the KL penalty"),
+    _column("response_str", ("rows",), OBJECT, "reward", "the response as text, None where it could not be scored"),
     _column("reward_baselines", ("rows",), FLOAT, "reward_baseline", "score of the greedy response (ReMax)"),
     _column("token_level_rewards", RESPONSE, FLOAT, "apply_kl_penalty", "reward per token that advantages are made of"),
     # Log-probs and values.

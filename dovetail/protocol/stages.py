@@ -48,6 +48,7 @@ _STAGES = (
         ("prompts", "responses", "attention_mask", "response_mask", "data_source", "reward_model"),
         ("token_level_scores",),
         may_read=("extra_info", "rm_scores", "uid"),
+        may_write=("response_str",),
     ),
     Stage(
         "compute_log_prob",
@@ -99,6 +100,23 @@ def validate_stage(batch: DataProto, stage: str, *, done: bool = False) -> None:
         validate(batch, list(required))
     except SchemaError as error:
         raise SchemaError(f"{'after' if done else 'before'} stage {stage!r}: {error}") from None
+
+
+def stage_columns(batch: DataProto, stage: str, extra: Iterable[str] = ()) -> DataProto:
+    """What ``stage`` reads of a batch, and nothing else: the rest need not travel to workers. All meta_info stays.
+
+    ``extra`` are further columns it must have, such as those a user's loss asks for. A missing column fails by name.
+    """
+    validate_stage(batch, stage)
+    known, wanted = _stage(stage), list(extra)
+    missing = [name for name in wanted if name not in batch]
+    if missing:
+        raise SchemaError(f"before stage {stage!r}: {missing_keys_message('the batch', missing, batch.columns)}")
+    names = dict.fromkeys([*known.reads, *(name for name in known.may_read if name in batch), *wanted])
+    return batch.select(
+        batch_keys=[name for name in names if name in batch.tensors],
+        non_tensor_batch_keys=[name for name in names if name in batch.non_tensor_batch],
+    )
 
 
 def unmet_reads(stages: Sequence[str], given: Iterable[str] = (), writes: Iterable[str] = ()) -> list[str]:

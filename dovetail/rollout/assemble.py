@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dovetail.protocol import DataProto
+from dovetail.protocol.widths import PAD_TOKEN_ID
 from dovetail.rollout.base import FinishReason, GenerationResult
 
 # Weight version of tokens the engine did not write, and of padding.
@@ -78,32 +79,40 @@ def assemble(
 ) -> DataProto:
     """One row per response; `prompts[i]` is what `responses[i]` answers, so repeat a prompt for its n samples.
 
-    Widths default to the longest row. Columns: prompts, responses, input_ids, attention_mask, position_ids,
-    response_mask, rollout_log_probs, weight_version, and the numpy column finish_reason.
+    Widths default to the longest row. Numbers are as narrow as is exact: ids and positions int32, masks int8.
+
+    Columns: prompts, responses, input_ids, attention_mask, position_ids, response_mask, rollout_log_probs,
+    weight_version, and the numpy column finish_reason.
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts for {len(responses)} responses; give one prompt per response.")
     whole = [r if isinstance(r, Response) else Response().with_result(r) for r in responses]
     prompt_width = _width("prompt", prompts, prompt_length)
-    response_width = _width("response", [r.token_ids for r in whole], response_length)
+    # At least one column: a slice of the last 0 columns is a slice of all.
+    response_width = max(1, _width("response", [r.token_ids for r in whole], response_length))
 
     prompt_ids = _pad_left(prompts, prompt_width, pad_token_id)
-    prompt_mask = _pad_left([[1] * len(p) for p in prompts], prompt_width, 0)
-    response_ids = _pad_right([r.token_ids for r in whole], response_width, pad_token_id, np.int64)
-    real = _pad_right([[1] * len(r.token_ids) for r in whole], response_width, 0, np.int64)
-    attention_mask = torch.cat([prompt_mask, real], dim=1)
+    response_ids = _pad_right([r.token_ids for r in whole], response_width, pad_token_id, np.int32)
+    attention_mask = torch.cat(
+        [
+            _filled([len(p) for p in prompts], np.arange(prompt_width)[::-1]),
+            _filled([len(r.token_ids) for r in whole], np.arange(response_width)),
+        ],
+        dim=1,
+    )
     return DataProto.from_dict(
         tensors={
             "prompts": prompt_ids,
             "responses": response_ids,
             "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp_(min=0),
-            "response_mask": _pad_right([r.sampled for r in whole], response_width, 0, np.int64),
+            "position_ids": attention_mask.cumsum(dim=1, dtype=torch.int32).sub_(1).clamp_(min=0),
+            "response_mask": _pad_right([r.sampled for r in whole], response_width, 0, np.int8),
             "rollout_log_probs": _pad_right([r.log_probs for r in whole], response_width, 0.0, np.float32),
-            "weight_version": _pad_right([r.weight_versions for r in whole], response_width, NO_VERSION, np.int64),
+            "weight_version": _pad_right([r.weight_versions for r in whole], response_width, NO_VERSION, np.int32),
         },
         non_tensors={"finish_reason": [r.finish_reason for r in whole]},
+        meta_info={PAD_TOKEN_ID: pad_token_id},
     )
 
 
@@ -117,7 +126,7 @@ def _width(what: str, rows: Sequence[Sequence[int]], wanted: int | None) -> int:
 
 
 def _pad_left(rows: Sequence[Sequence[int]], width: int, value: int) -> torch.Tensor:
-    return _padded(rows, np.arange(width)[::-1], value, np.int64)
+    return _padded(rows, np.arange(width)[::-1], value, np.int32)
 
 
 def _pad_right(rows: Rows, width: int, value: float, dtype: type[np.number]) -> torch.Tensor:
@@ -130,3 +139,8 @@ def _padded(rows: Rows, distances: np.ndarray, value: float, dtype: type[np.numb
     out = np.full((len(rows), len(distances)), value, dtype=dtype)
     out[distances < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), dtype, lengths.sum())
     return torch.from_numpy(out)
+
+
+def _filled(lengths: Sequence[int], distances: np.ndarray) -> torch.Tensor:
+    """1 where a row of that length has a token."""
+    return torch.from_numpy((distances < np.asarray(lengths, np.int64)[:, None]).astype(np.int8))

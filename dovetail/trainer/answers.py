@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from dovetail.protocol import DataProto
+from dovetail.rewards.answers import response_attention
 from dovetail.rewards.records import answer_records
 from dovetail.trainer.token_text import token_ends
 
 # Numbers of single tokens are for eyes. Beyond this many tokens a step's file holds its answers without them.
 MOST_TOKENS = 500_000
+_ROWS_AT_ONCE = 256
 
 
 class RolloutRows:
@@ -28,27 +30,34 @@ class RolloutRows:
 
         Written beside a step that runs: what is per token is left to numpy.
         """
+        room = MOST_TOKENS
+        # A few rows at a time: of a whole batch of long answers each column in between would take gigabytes.
+        for part in batch.split(_ROWS_AT_ONCE):
+            lengths = response_attention(part).sum(dim=1)
+            shown = int((lengths.cumsum(0) <= room).sum())
+            tokens = self._tokens(part[:shown]) if shown else []
+            for row, record in enumerate(answer_records(part, self._tokenizer)):
+                record["truncated"] = part.non_tensor_batch["finish_reason"][row] == "length"
+                yield record if row >= shown else self._with_tokens(record, tokens[row])
+            # After the first answer that does not fit, none gets its tokens.
+            room = room - int(lengths.sum()) if shown == len(part) else 0
+
+    def _tokens(self, batch: DataProto) -> list[dict[str, np.ndarray]]:
+        """What is known of each row's tokens."""
         columns = batch.tensors
-        width = columns["responses"].shape[1]
-        kept = columns["attention_mask"][:, -width:].bool().numpy()
+        kept = response_attention(batch).bool().numpy()
         responses = columns["responses"].numpy()
         tokens = {"response_ids": responses, "token_advantages": _rounded(columns["advantages"])}
         if "old_log_probs" in columns and "rollout_log_probs" in columns:
             tokens["token_logprob_gaps"] = _rounded(columns["old_log_probs"] - columns["rollout_log_probs"])
         if "entropys" in columns:
             tokens["token_entropies"] = _rounded(columns["entropys"])
-        reasons = batch.non_tensor_batch["finish_reason"]
         self._decode(responses[kept])
-        written = 0
-        for row, record in enumerate(answer_records(batch, self._tokenizer)):
-            record["truncated"] = reasons[row] == "length"
-            written += int(kept[row].sum())
-            if written > MOST_TOKENS:
-                yield record
-                continue
-            values = {name: column[row][kept[row]] for name, column in tokens.items()}
-            ends = token_ends(record["response"], list(map(self._pieces.__getitem__, values["response_ids"].tolist())))
-            yield {**record, **values, "token_ends": np.asarray(ends)}
+        return [{name: column[row][kept[row]] for name, column in tokens.items()} for row in range(len(batch))]
+
+    def _with_tokens(self, record: dict[str, Any], tokens: dict[str, np.ndarray]) -> dict[str, Any]:
+        ends = token_ends(record["response"], list(map(self._pieces.__getitem__, tokens["response_ids"].tolist())))
+        return {**record, **tokens, "token_ends": np.asarray(ends)}
 
     def _decode(self, tokens: np.ndarray) -> None:
         """What each token decodes to by itself; special tokens are not in an answer's text."""

@@ -87,7 +87,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         scores = [name for name in batch.tensors if name in ("token_level_scores", "reward_failed")]
         columns = batch.select(batch_keys=scores, non_tensor_batch_keys=[])
         columns.meta_info = {}
-        return Rollout(batch, RewardResult(columns, _over_rounds(self._rounds), {}, []), metrics)
+        return Rollout(batch, RewardResult(columns, _over_rounds(self._rounds), {}), metrics)
 
     def _has_signal(self, group: DataProto) -> bool:
         """Whether the answers that could be scored differ in the chosen metric."""

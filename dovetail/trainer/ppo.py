@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.algorithms import get_kl_controller
+from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
 from dovetail.config.root import DovetailConfig
 from dovetail.controller.heap import settling
 from dovetail.data.loader import PromptLoader
 from dovetail.observability.shown_answers import choose_answers
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
-from dovetail.protocol import DataProto
+from dovetail.protocol import DataProto, stage_columns
 from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
 from dovetail.trainer.answer_files import AnswerFiles
 from dovetail.trainer.arrange import arrange_rows, imbalance
@@ -35,7 +35,7 @@ from dovetail.trainer.checkpoints import TrainerCheckpoints
 from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.prompt_draws import PromptDraws
-from dovetail.trainer.requests import engine_request, join_answers, model_inputs, num_restarts
+from dovetail.trainer.requests import engine_request, join_answers, num_restarts
 from dovetail.trainer.stalled import SkippedSteps
 from dovetail.trainer.step_metrics import (
     data_metrics,
@@ -184,10 +184,12 @@ class RayPPOTrainer:
                     batch = self._add_old_log_probs(batch, metrics)
             if self.groups.ref is not None:
                 with self.timers("ref"):
-                    batch = batch.union(self.groups.ref.compute_ref_log_prob(model_inputs(batch)))
+                    batch = batch.union(
+                        self.groups.ref.compute_ref_log_prob(stage_columns(batch, "compute_ref_log_prob"))
+                    )
             if self.groups.critic is not None:
                 with self.timers("values"):
-                    batch = batch.union(self.groups.critic.compute_values(model_inputs(batch)))
+                    batch = batch.union(self.groups.critic.compute_values(stage_columns(batch, "compute_values")))
             with self.timers("reward"):
                 batch = self._take_rewards(batch, rollout.rewards, metrics)
             with self.timers("adv"):
@@ -196,10 +198,12 @@ class RayPPOTrainer:
             self._answer_files.write_training(self.global_step, batch)
             if self.groups.critic is not None:
                 with self.timers("update_critic"):
-                    metrics |= update_metrics(self.groups.critic.update_critic(batch))
+                    metrics |= update_metrics(self.groups.critic.update_critic(stage_columns(batch, "update_critic")))
             if self.global_step > self.config.trainer.critic_warmup:
                 with self.timers("update_actor"):
-                    metrics |= update_metrics(self.groups.actor_rollout.update_actor(batch), metrics)
+                    extra = get_policy_loss_columns(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
+                    update = self.groups.actor_rollout.update_actor(stage_columns(batch, "update_actor", extra))
+                    metrics |= update_metrics(update, metrics)
                     self.groups.weights_changed()
         self._report(batch, metrics)
         return metrics
@@ -253,7 +257,7 @@ class RayPPOTrainer:
 
     def _start_rewards(self, batch: DataProto, *, shaped: bool = True) -> PendingRewards:
         if self.groups.reward_model is not None:
-            batch = batch.union(self.groups.reward_model.compute_rm_score(batch))
+            batch = batch.union(self.groups.reward_model.compute_rm_score(stage_columns(batch, "compute_rm_score")))
         return self.rewards.submit(batch, shaped=shaped)
 
     def _finish_rewards(self, rewards: PendingRewards | RewardResult) -> RewardResult:
@@ -281,7 +285,7 @@ class RayPPOTrainer:
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
         if self.config.algorithm.rollout_correction.bypass_mode:
             return batch.union(DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()}))
-        found = self.groups.actor_rollout.compute_log_prob(model_inputs(batch))
+        found = self.groups.actor_rollout.compute_log_prob(stage_columns(batch, "compute_log_prob"))
         entropies, mask = found.tensors["entropys"], batch.tensors["response_mask"]
         metrics["actor/entropy"] = float((entropies * mask).sum() / mask.sum().clamp(min=1))
         return batch.union(found)
@@ -318,7 +322,11 @@ class RayPPOTrainer:
         tokens, _ = token_counts(batch)
         written, self._num_written = self._num_written, 0
         seconds = self.timers.seconds()
-        metrics |= data_metrics(batch, use_critic=self.groups.critic is not None)
+        metrics |= data_metrics(
+            batch,
+            use_critic=self.groups.critic is not None,
+            max_response_length=self.config.actor_rollout_ref.rollout.response_length,
+        )
         metrics |= timing_metrics(seconds, tokens, written)
         metrics |= throughput_metrics(seconds["step"], tokens, self._num_devices)
         metrics |= memory_metrics(metrics)

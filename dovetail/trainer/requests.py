@@ -6,6 +6,7 @@ from typing import Any
 
 from dovetail.data.errors import DataError
 from dovetail.protocol import DataProto
+from dovetail.protocol.widths import PAD_TOKEN_ID
 
 _PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 _ENGINE_COLUMNS = ("raw_prompt_ids", "sampling_seed")
@@ -28,7 +29,9 @@ def engine_request(prompts: DataProto, *, n: int, media_column: str, **sampling:
 
 def join_answers(prompts: DataProto, answers: DataProto, *, n: int) -> DataProto:
     """Each prompt's own columns beside its `n` answers. Pictures stay behind: models read the tensors made of them."""
-    answers.meta_info = {"temperature": answers.meta_info["temperature"]}
+    answers.meta_info = {
+        name: answers.meta_info[name] for name in ("temperature", PAD_TOKEN_ID) if name in answers.meta_info
+    }
     # The engine wrote these three for prompt and response together.
     kept = [name for name in prompts.tensors if name not in _PROMPT_COLUMNS]
     others = [name for name in prompts.non_tensor_batch if name != "multi_modal_data"]
@@ -41,13 +44,6 @@ def num_restarts(answers: DataProto) -> int:
     """Engines beside the trainer that died and were started again while they wrote this batch."""
     counts = answers.meta_info.get("metrics", {}).get("rollout/engine_restarts", 0)
     return int(sum(counts) if isinstance(counts, list) else counts)
-
-
-def model_inputs(batch: DataProto) -> DataProto:
-    """What models read: nothing else needs to travel to the workers."""
-    names = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
-    images = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
-    return batch.select(batch_keys=names, non_tensor_batch_keys=images)
 
 
 def _check_media(prompts: DataProto) -> None:

@@ -23,9 +23,10 @@ _MEMORY_NAMES = {
 }
 
 
-def data_metrics(batch: DataProto, *, use_critic: bool) -> Metrics:
+def data_metrics(batch: DataProto, *, use_critic: bool, max_response_length: int) -> Metrics:
     """Scores and rewards of all rows that have one, trained on or filtered out; advantages, returns and values of the
-    tokens that are trained on; lengths of everything.
+    tokens that are trained on; lengths of everything. The batch is as wide as its longest response, which may be
+    shorter than `max_response_length`.
     """
     columns = batch.tensors
     width = columns["responses"].shape[1]
@@ -46,7 +47,7 @@ def data_metrics(batch: DataProto, *, use_critic: bool) -> Metrics:
     response_lengths = attention[:, -width:].sum(dim=1).float()
     prompt_lengths = attention[:, :-width].sum(dim=1).float()
     found |= _spread("response_length", response_lengths)
-    found["response_length/clip_ratio"] = _share(response_lengths >= width)
+    found["response_length/clip_ratio"] = _share(response_lengths >= max_response_length)
     found["response/aborted_ratio"] = _share(response_lengths == 0)
     found |= _spread("prompt_length", prompt_lengths)
     found["prompt_length/clip_ratio"] = _share(prompt_lengths >= attention.shape[1] - width)

@@ -1,16 +1,21 @@
 """Validation scores of N answers per prompt as mean@N, best@N, worst@N and maj@N, per data source.
 
-best@k, worst@k and maj@k for k < N are expectations over drawing k of the N answers, estimated with a fixed seed.
+best@k, worst@k and maj@k for k < N are expectations over drawing k of the N answers, estimated with a fixed seed; @N
+they are those of the N answers. `best@k/mean` and `/std` (likewise worst and maj) are verl's: of k answers drawn with
+replacement, also for k = N.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 _NUM_DRAWS = 1000
+_SEED = 42
+_CORE = ("mean", "best", "maj")
 
 
 def validation_metrics(
@@ -18,8 +23,6 @@ def validation_metrics(
     prompt_ids: Sequence[str],
     values: Mapping[str, Sequence[float]],
     answers: Sequence[object] | None = None,
-    *,
-    seed: int = 42,
 ) -> dict[str, float]:
     """`val-core/{source}/{name}/{mean,best,maj}@N` for the main value and `val-aux/...` for everything else.
 
@@ -30,7 +33,6 @@ def validation_metrics(
     for row, (source, prompt) in enumerate(zip(data_sources, prompt_ids, strict=True)):
         rows[str(source)][str(prompt)].append(row)
     found: dict[str, float] = {}
-    rng = np.random.default_rng(seed)
     for source, prompts in rows.items():
         most = max(len(group) for group in prompts.values())
         for name, numbers in values.items():
@@ -38,7 +40,6 @@ def validation_metrics(
                 _prompt_metrics(
                     np.asarray([numbers[row] for row in group], dtype=float),
                     None if answers is None else [answers[row] for row in group],
-                    rng,
                     most,
                 )
                 for group in prompts.values()
@@ -46,15 +47,13 @@ def validation_metrics(
             core = name == ("acc" if "acc" in values else "reward")
             for key in sorted({key for metrics in per_prompt for key in metrics}):
                 numbers_of_key = [metrics[key] for metrics in per_prompt if key in metrics]
-                is_core = core and key.endswith(f"@{most}") and not key.startswith(("std", "worst"))
+                is_core = core and key.split("/")[0].endswith(f"@{most}") and key.startswith(_CORE)
                 area = "val-core" if is_core else "val-aux"
                 found[f"{area}/{source}/{name}/{key}"] = float(np.mean(numbers_of_key))
     return found
 
 
-def _prompt_metrics(
-    numbers: np.ndarray, answers: list[object] | None, rng: np.random.Generator, most: int
-) -> dict[str, float]:
+def _prompt_metrics(numbers: np.ndarray, answers: list[object] | None, most: int) -> dict[str, float]:
     """Of one prompt. It may have fewer answers with a score than the `most` that others have: its mean counts all the
     same, and it has no best of more than there are.
     """
@@ -66,12 +65,22 @@ def _prompt_metrics(
     for k in sorted({*_powers_of_two(most), most}):
         if k > count:
             break
-        draws = rng.integers(0, count, size=(_NUM_DRAWS, k)) if k < count else np.arange(count)[None]
-        found[f"best@{k}"] = float(numbers[draws].max(axis=1).mean())
-        found[f"worst@{k}"] = float(numbers[draws].min(axis=1).mean())
+        draws = _draws(count, k)
+        drawn = {"best": numbers[draws].max(axis=1), "worst": numbers[draws].min(axis=1)}
+        whole = {"best": numbers.max(), "worst": numbers.min()}
         if answers is not None:
-            found[f"maj@{k}"] = float(np.mean([_majority(numbers, answers, draw) for draw in draws]))
+            drawn["maj"] = np.array([_majority(numbers, answers, draw) for draw in draws])
+            whole["maj"] = _majority(numbers, answers, np.arange(count))
+        for name, values in drawn.items():
+            found[f"{name}@{k}"] = float(values.mean() if k < count else whole[name])
+            found[f"{name}@{k}/mean"], found[f"{name}@{k}/std"] = float(values.mean()), float(values.std())
     return found
+
+
+@functools.cache
+def _draws(count: int, k: int) -> np.ndarray:
+    """Rows of `k` answers out of `count`, with replacement. The generator and its seed are verl's."""
+    return np.random.RandomState(_SEED).randint(0, count, size=(_NUM_DRAWS, k))
 
 
 def _majority(numbers: np.ndarray, answers: list[object], draw: np.ndarray) -> float:

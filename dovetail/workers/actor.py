@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.algorithms import BatchCounts, agg_loss, get_policy_loss_fn, get_policy_loss_selector, kl_penalty
+from dovetail.algorithms import (
+    BatchCounts,
+    agg_loss,
+    get_policy_loss_columns,
+    get_policy_loss_fn,
+    get_policy_loss_selector,
+    kl_penalty,
+)
 from dovetail.algorithms.aggregate import token_share
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
 from dovetail.config.actor import ActorConfig
@@ -64,6 +71,7 @@ class DataParallelPPOActor(BasePPOActor):
         loss_mode = "reinforce" if bypass and bypass.loss_type == "reinforce" else config.policy_loss.loss_mode
         self._policy_loss = get_policy_loss_fn(loss_mode)
         self._select_tokens = get_policy_loss_selector(loss_mode)
+        self._loss_columns = get_policy_loss_columns(loss_mode)
         self._seed = seed
         self._adapters = adapters
         self.num_updates = 0
@@ -136,7 +144,7 @@ class DataParallelPPOActor(BasePPOActor):
             names.append("ref_log_prob")
         if "rollout_is_weights" in data:
             names.append("rollout_is_weights")
-        return take_columns(data, names)
+        return take_columns(data, [*names, *self._loss_columns])
 
     def _loss_fn(self, counts: BatchCounts) -> LossFn:
         config = self.config
@@ -157,6 +165,7 @@ class DataParallelPPOActor(BasePPOActor):
                 rollout_is_weights=weights,
                 loss_selection=columns.get("loss_selection"),
                 counts=counts,
+                **{name: micro_batch.columns[name] for name in self._loss_columns},
                 **self._loss_settings(),
             )
             metrics = {"actor/pg_loss": loss.detach(), **metrics}
@@ -207,7 +216,8 @@ class DataParallelPPOActor(BasePPOActor):
         own = [old_log_prob, log_prob, columns["advantages"].to(log_prob), columns["response_mask"].to(log_prob)]
         whole = [_gather_rows(column, self.backend.dp_group) for column in own]
         # Rows in an order of their own: a random choice must not depend on which rank holds which row.
-        keys = _gather_rows(_row_keys(columns["input_ids"]).to(log_prob.device), self.backend.dp_group)
+        keys = _row_keys(columns["input_ids"], columns["attention_mask"]).to(log_prob.device)
+        keys = _gather_rows(keys, self.backend.dp_group)
         order = keys.argsort(stable=True)
         chosen = self._select_tokens(
             *(column[order] for column in whole), seed=self._seed + self.num_updates, **self._loss_settings()
@@ -218,11 +228,11 @@ class DataParallelPPOActor(BasePPOActor):
         return mini_batch.union(DataProto.from_dict({"loss_selection": own_rows}))
 
 
-def _row_keys(input_ids: Tensor) -> Tensor:
-    """One number a row that depends on its tokens alone (a polynomial hash, modulo 2**64)."""
+def _row_keys(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """One number a row that depends on its tokens alone, not on padding (a polynomial hash, modulo 2**64)."""
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(2**62, (input_ids.shape[1],), generator=generator).to(input_ids.device)
-    return (input_ids * factors).sum(dim=1)
+    return (input_ids * attention_mask * factors).sum(dim=1)
 
 
 def _engine_gap(log_prob: Tensor, engine_log_prob: Tensor, mask: Tensor, counts: BatchCounts) -> dict[str, Tensor]:

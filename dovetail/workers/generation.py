@@ -64,7 +64,8 @@ def answers_of(
         results,
         pad_token_id=pad_token_id,
         prompt_length=rollout.prompt_length,
-        response_length=rollout.response_length,
+        # No wider than the longest answer: a batch of short ones need not hold and send what nobody wrote.
+        response_length=min(max((len(result.token_ids) for result in results), default=0), rollout.response_length),
     )
     batch.meta_info["temperature"] = requests[0].sampling.temperature
     return batch

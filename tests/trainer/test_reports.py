@@ -95,7 +95,7 @@ def reported_batch() -> DataProto:
 
 
 def test_step_metrics_are_those_of_the_scored_rows() -> None:
-    found = data_metrics(reported_batch(), use_critic=True)
+    found = data_metrics(reported_batch(), use_critic=True, max_response_length=3)
     assert found["critic/score/mean"] == 2.0
     assert found["critic/score/min"] == 1.0
     assert found["critic/rewards/mean"] == pytest.approx((0.0 + 1.5) / 2)
@@ -113,14 +113,17 @@ def test_step_metrics_are_those_of_the_scored_rows() -> None:
 def test_an_answer_that_is_filtered_out_keeps_its_place_in_the_mean_score() -> None:
     batch = reported_batch()
     batch.tensors["response_mask"][1] = 0
-    found = data_metrics(batch, use_critic=True)
+    found = data_metrics(batch, use_critic=True, max_response_length=3)
     assert found["critic/score/mean"] == 2.0
     assert found["critic/rewards/mean"] == pytest.approx((0.0 + 1.5) / 2)
     assert found["critic/returns/mean"] == 1.0
 
 
 def test_metrics_of_values_need_a_critic() -> None:
-    assert not any("value" in name or "vf_" in name for name in data_metrics(reported_batch(), use_critic=False))
+    assert not any(
+        "value" in name or "vf_" in name
+        for name in data_metrics(reported_batch(), use_critic=False, max_response_length=3)
+    )
 
 
 def test_speed_counts_written_tokens_for_generation_and_all_tokens_elsewhere() -> None:
@@ -225,3 +228,17 @@ UPDATES = ("compute_advantage", "update_critic", "update_actor")
 )
 def test_every_stage_of_the_loop_reads_what_an_earlier_one_wrote(stages: list[str]) -> None:
     assert unmet_reads(stages, writes=["rollout_log_probs"]) == []
+
+
+def test_names_of_verl_stand_beside_ours_and_hold_its_numbers() -> None:
+    found = validation_metrics(["m"] * 4, ["p"] * 4, {"acc": [1, 0, 0, 0]}, ["7", "8", "9", "8"])
+    assert {name for name in found if "@4/" in name and name.startswith("val-core")} == {
+        f"val-core/m/acc/{kind}@4/{of}" for kind in ("best", "maj") for of in ("mean", "std")
+    }
+    assert found["val-core/m/acc/best@4"] == 1.0
+    assert found["val-aux/m/acc/worst@4/mean"] == pytest.approx(0.25**4, abs=0.01)
+    # verl draws with numpy's global generator, seeded with 42 for each prompt and size.
+    state = np.random.RandomState(42)
+    draws = [state.choice(4, size=4, replace=True) for _ in range(1000)]
+    assert found["val-core/m/acc/best@4/mean"] == np.mean([0 in draw for draw in draws])
+    assert found["val-core/m/acc/best@4/std"] == pytest.approx(np.std([0 in draw for draw in draws]))
