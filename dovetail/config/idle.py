@@ -288,4 +288,9 @@ IDLE: tuple[Idle, ...] = (
         _is("reward_model.reward_manager_module.path", None),
         "reward_model.reward_manager_module.path names no file",
     ),
+    Idle(
+        _each("reward_model", "max_concurrent max_rpm max_tpm estimated_tokens_per_request timeout"),
+        _is_not("reward_model.reward_manager", "rate_limited"),
+        "reward_model.reward_manager=rate_limited reads it",
+    ),
 )

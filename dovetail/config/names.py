@@ -19,7 +19,7 @@ ADV_ESTIMATORS = (
     "gpg",
 )
 POLICY_LOSSES = ("vanilla", "reinforce", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov")
-REWARD_MANAGERS = ("naive", "dapo", "batch", "prime")
+REWARD_MANAGERS = ("naive", "dapo", "batch", "prime", "rate_limited")
 
 _MANAGER = "reward_model.reward_manager"
 

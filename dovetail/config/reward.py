@@ -54,7 +54,7 @@ class RewardModelConfig(Section):
 
     reward_manager: str = Field(
         "naive",
-        description="naive, dapo, batch or prime; other names need `trainer.import_modules` or "
+        description="naive, dapo, batch, prime or rate_limited; other names need `trainer.import_modules` or "
         "`reward_model.reward_manager_module`.",
     )
     reward_manager_module: RewardManagerModuleConfig = Field(
@@ -67,7 +67,21 @@ class RewardModelConfig(Section):
     overlong_buffer: OverlongBufferConfig = Field(
         OverlongBufferConfig.model_construct(), description="Punishment of long answers."
     )
-    num_workers: int = Field(2, ge=1, description="Processes that score answers.")
+    num_workers: int = Field(2, ge=1, description="Processes that score answers, on each node.")
+    score_on: Literal["every_node", "driver_node"] = Field(
+        "every_node", description="Where they run on a Ray cluster: on all its nodes, or on the driver's alone."
+    )
+    max_concurrent: int = Field(
+        1, ge=1, description="Calls at a time with `reward_manager=rate_limited`, over all scoring processes."
+    )
+    max_rpm: int | None = Field(None, ge=1, description="Calls per minute with `rate_limited`. Null: no limit.")
+    max_tpm: int | None = Field(None, ge=1, description="Tokens per minute with `rate_limited`. Null: no limit.")
+    estimated_tokens_per_request: int = Field(
+        2000, ge=1, description="Tokens that one call counts for against `max_tpm`."
+    )
+    timeout: float | None = Field(
+        None, gt=0, description="Time for one score with `rate_limited`. Null: `timeout_seconds`."
+    )
     max_failed_share: float = Field(
         0.2, ge=0, lt=1, description="Share of a batch that may stay without a score before the run stops."
     )

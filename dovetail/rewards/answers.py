@@ -1,13 +1,15 @@
-"""Answers as text, from the token ids of a batch. The one place where responses are decoded; scores nothing."""
+"""Answers of a batch: token ids, and text once somebody reads it. Scores nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from dovetail.protocol import DataProto
+from dovetail.rewards.decoding import TokenIds
 
 
 class Decoder(Protocol):
@@ -16,21 +18,37 @@ class Decoder(Protocol):
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False) -> list[str]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Answer:
-    """One response with what is needed to score it. `response_length` counts tokens, tool output included."""
+    """One response with what is needed to score it. `token_ids` are all its tokens, tool output included.
+
+    Scoring processes decode; here text is made when it is read and no process has sent it.
+    """
 
     data_source: str
-    solution_str: str
     ground_truth: Any
     extra_info: Any
-    response_length: int
+    token_ids: np.ndarray
+    decoder: Decoder
+    text: str | None = None
+
+    @property
+    def response_length(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def solution_str(self) -> str:
+        """The response as text, without special tokens."""
+        if self.text is None:
+            (self.text,) = self.decoder.batch_decode([self.token_ids], skip_special_tokens=True)
+        return self.text
+
+    def packed(self) -> TokenIds:
+        return TokenIds(self.token_ids.astype(np.int32, copy=False).tobytes())
 
 
 def read_answers(batch: DataProto, tokenizer: Decoder, *, reward_fn_key: str = "data_source") -> list[Answer]:
     """One answer per row."""
-    texts = decode_responses(batch, tokenizer)
-    lengths = response_attention(batch).sum(dim=-1).tolist()
     columns = batch.non_tensor_batch
     if reward_fn_key not in columns:
         raise ValueError(
@@ -39,22 +57,24 @@ def read_answers(batch: DataProto, tokenizer: Decoder, *, reward_fn_key: str = "
         )
     empty = [None] * len(batch)
     truths, infos = columns.get("reward_model", empty), columns.get("extra_info", empty)
+    ids = _real_tokens(batch.tensors["responses"], response_attention(batch))
     return [
-        Answer(str(source), text, _ground_truth(truth), {} if info is None else info, int(length))
-        for source, text, truth, info, length in zip(columns[reward_fn_key], texts, truths, infos, lengths, strict=True)
+        Answer(str(source), _ground_truth(truth), {} if info is None else info, tokens, tokenizer)
+        for source, truth, info, tokens in zip(columns[reward_fn_key], truths, infos, ids, strict=True)
     ]
 
 
 def decode_responses(batch: DataProto, tokenizer: Decoder) -> list[str]:
     """The response of each row as text, without special tokens."""
-    return _decode(batch.tensors["responses"], response_attention(batch), tokenizer)
+    ids = _real_tokens(batch.tensors["responses"], response_attention(batch))
+    return tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
 
 
 def decode_prompts(batch: DataProto, tokenizer: Decoder, *, skip_special_tokens: bool = False) -> list[str]:
     """The prompt of each row as text; special tokens show how the chat template was filled in."""
     prompts = batch.tensors["prompts"]
-    mask = batch.tensors["attention_mask"][:, : prompts.shape[1]]
-    return _decode(prompts, mask, tokenizer, skip_special_tokens)
+    ids = _real_tokens(prompts, batch.tensors["attention_mask"][:, : prompts.shape[1]])
+    return tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens) if ids else []
 
 
 def response_attention(batch: DataProto) -> torch.Tensor:
@@ -67,15 +87,15 @@ def last_response_token(batch: DataProto) -> torch.Tensor:
     sampled = batch.tensors["response_mask"].bool()
     real = response_attention(batch).bool()
     kept = torch.where(sampled.any(dim=-1, keepdim=True), sampled, real)
-    places = torch.arange(kept.shape[1], device=kept.device)
-    return torch.where(kept, places, 0).amax(dim=-1)
+    # The last True is the first of the row read backwards; 0 when there is none.
+    last = kept.shape[1] - 1 - kept.flip(-1).to(torch.uint8).argmax(dim=-1)
+    return torch.where(kept.any(dim=-1), last, 0)
 
 
 def _ground_truth(reward_model: Any) -> Any:
     return reward_model.get("ground_truth") if isinstance(reward_model, dict) else reward_model
 
 
-def _decode(ids: torch.Tensor, mask: torch.Tensor, tokenizer: Decoder, skip_special_tokens: bool = True) -> list[str]:
+def _real_tokens(ids: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray]:
     # Arrays: of a list the tokenizer looks at every number first.
-    rows = [row[kept] for row, kept in zip(ids.numpy(), mask.bool().numpy(), strict=True)]
-    return tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens) if rows else []
+    return [row[kept] for row, kept in zip(ids.numpy(), mask.bool().numpy(), strict=True)]

@@ -10,7 +10,13 @@ from dovetail.config.user_code import load_user_object
 from dovetail.rewards.answers import Decoder
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.functions import FunctionSpec
-from dovetail.rewards.managers import DAPORewardManager, RewardManager, find_reward_manager
+from dovetail.rewards.managers import (
+    DAPORewardManager,
+    RateLimitedRewardManager,
+    RewardManager,
+    find_reward_manager,
+)
+from dovetail.rewards.rate_limit import RateLimits
 from dovetail.rewards.registry import find_rule
 from dovetail.rewards.runner import RewardRunner
 
@@ -25,12 +31,17 @@ def build_reward_runner(config: DovetailConfig, tokenizer: Decoder) -> RewardRun
     section = config.reward_model
     options = {name: section.reward_kwargs[name] for name in _RUNNER_OPTIONS if name in section.reward_kwargs}
     manager_options = {name: value for name, value in section.reward_kwargs.items() if name not in _RUNNER_OPTIONS}
+    manager = _build_manager(config, manager_options)
+    limited = isinstance(manager, RateLimitedRewardManager)
+    own_timeout = limited and section.timeout is not None
     return RewardRunner(
         reward_specs(config),
         tokenizer,
-        manager=_build_manager(config, manager_options),
+        manager=manager,
         num_workers=scoring_processes(config),
-        timeout_seconds=section.timeout_seconds,
+        timeout_seconds=section.timeout if own_timeout and section.timeout else section.timeout_seconds,
+        timeout_key="reward_model.timeout" if own_timeout else "reward_model.timeout_seconds",
+        limits=_rate_limits(config) if limited else None,
         max_failed_share=float(options.get("max_failed_share", section.max_failed_share)),
         rule_weight=float(options.get("rule_weight", 1.0)),
         rm_weight=float(options.get("rm_weight", 1.0)),
@@ -54,18 +65,38 @@ def reward_specs(config: DovetailConfig) -> list[FunctionSpec]:
         "sandbox_url": sandbox.url,
         "memory_limit_mb": sandbox.memory_limit_mb,
         "code_isolation": section.code_isolation,
-        "programs_at_once": sandbox.max_concurrent // scoring_processes(config),
+        "programs_at_once": max(
+            1, sandbox.max_concurrent // (scoring_processes(config) * (1 + other_scoring_nodes(config)))
+        ),
         **custom.reward_kwargs,
     }
     return [FunctionSpec(_REGISTRY, "default_compute_score", kwargs, key="reward rules")]
 
 
 def scoring_processes(config: DovetailConfig) -> int:
-    """Scoring processes: no more than the remote sandbox takes programs."""
+    """Scoring processes on each node: over all nodes no more than the remote sandbox takes programs."""
     section = config.reward_model
     if section.sandbox_fusion.url is None:
         return section.num_workers
-    return min(section.num_workers, section.sandbox_fusion.max_concurrent)
+    return max(1, min(section.num_workers, section.sandbox_fusion.max_concurrent // (1 + other_scoring_nodes(config))))
+
+
+def other_scoring_nodes(config: DovetailConfig) -> int:
+    """Nodes beside the driver's that score, at most: those that train, and those that only generate."""
+    if config.reward_model.score_on == "driver_node":
+        return 0
+    rollout = config.actor_rollout_ref
+    return config.trainer.nnodes + (0 if rollout.hybrid_engine else rollout.rollout.nnodes) - 1
+
+
+def _rate_limits(config: DovetailConfig) -> RateLimits:
+    section = config.reward_model
+    try:
+        return RateLimits(
+            section.max_concurrent, section.max_rpm, section.max_tpm, section.estimated_tokens_per_request
+        )
+    except ValueError as error:
+        raise RewardError(str(error)) from None
 
 
 def _listed_spec(entry: Mapping[str, Any], number: int) -> FunctionSpec:

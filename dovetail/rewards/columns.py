@@ -63,14 +63,18 @@ def add_model_scores(
 
 def check_failures(outcomes: Sequence[Outcome], max_failed_share: float) -> None:
     """Raise with the first reason when more than the allowed share of rows has no score."""
-    failures = [(row, outcome) for row, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
-    if len(failures) <= max_failed_share * len(outcomes):
-        return
-    row, first = failures[0]
-    kinds = Counter(failure.kind for _, failure in failures)
+    failures = {row: outcome for row, outcome in enumerate(outcomes) if isinstance(outcome, Failure)}
+    if len(failures) > max_failed_share * len(outcomes):
+        raise RewardError(failure_message(failures, len(outcomes), max_failed_share))
+
+
+def failure_message(failures: Mapping[int, Failure], num_rows: int, max_failed_share: float, given_up: str = "") -> str:
+    """`given_up` says why not all rows were tried."""
+    row, first = next(iter(failures.items()))
+    kinds = Counter(failure.kind for failure in failures.values())
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    raise RewardError(
-        f"{len(failures)} of {len(outcomes)} answers could not be scored ({counted}); at most "
+    return (
+        f"{len(failures)} of {num_rows} answers could not be scored ({counted}{given_up}); at most "
         f"{max_failed_share:.0%} may fail (reward_model.max_failed_share). The first, row {row}:\n"
         f"{first.detail}"
     )

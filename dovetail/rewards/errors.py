@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FailureKind = Literal["timeout", "crash", "exception", "bad_value"]
+FailureKind = Literal["timeout", "crash", "exception", "bad_value", "cancelled"]
 
 
 class RewardError(RuntimeError):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.config.user_code import load_user_object
+from dovetail.rewards.decoding import DecoderSource
 from dovetail.rewards.errors import RewardError
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -46,6 +47,7 @@ class StartMessage:
     specs: tuple[FunctionSpec, ...]
     is_batch: bool
     import_modules: tuple[str, ...]
+    decoder: DecoderSource | None = None
 
     @property
     def arguments(self) -> tuple[str, ...]:

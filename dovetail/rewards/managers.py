@@ -78,6 +78,13 @@ class BatchRewardManager(RewardManager):
     scores_whole_batch = True
 
 
+@register_reward_manager("rate_limited")
+class RateLimitedRewardManager(RewardManager):
+    """Row by row, no faster than `reward_model.max_concurrent`, `max_rpm` and `max_tpm` allow: for judges behind an
+    API. The dispatcher of the scoring processes keeps the limits.
+    """
+
+
 @register_reward_manager("dapo")
 class DAPORewardManager(RewardManager):
     """Row by row, then the soft punishment of answers that run into the last `overlong_buffer_len` tokens."""

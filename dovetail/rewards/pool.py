@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import wait
 from typing import Any
 
+from dovetail.rewards.decoding import DecoderSource
 from dovetail.rewards.errors import Failure, RewardError
 from dovetail.rewards.functions import FunctionSpec, StartMessage
 from dovetail.rewards.worker_handle import START_SECONDS, WorkerHandle
@@ -38,8 +39,12 @@ class KillablePool:
         timeout_seconds: float,
         is_batch: bool = False,
         import_modules: Sequence[str] = (),
+        decoder: DecoderSource | None = None,
+        timeout_key: str = "reward_model.timeout_seconds",
     ) -> None:
-        self._start_message = StartMessage(list(sys.path), tuple(specs), is_batch, tuple(import_modules))
+        self._start_message = StartMessage(list(sys.path), tuple(specs), is_batch, tuple(import_modules), decoder)
+        self._timeout_key = timeout_key
+        self._cancelled: set[Future[Any]] = set()
         self._timeout = timeout_seconds
         self._waiting: collections.deque[tuple[Any, Future[Any]]] = collections.deque()
         self._lock = threading.Lock()
@@ -58,7 +63,10 @@ class KillablePool:
 
     def submit(self, call: Mapping[str, Any]) -> Future[Any]:
         """Queue one call."""
-        message = pickle.dumps(call, protocol=5)
+        return self.submit_message(pickle.dumps(call, protocol=5))
+
+    def submit_message(self, message: bytes) -> Future[Any]:
+        """Queue one call that is pickled already."""
         future: Future[Any] = Future()
         with self._lock:
             if self._closing:
@@ -66,6 +74,12 @@ class KillablePool:
             self._waiting.append((message, future))
         self._wake()
         return future
+
+    def cancel(self, futures: Iterable[Future[Any]]) -> None:
+        """Give these calls up: those that wait never start, the processes of those that run are killed."""
+        with self._lock:
+            self._cancelled.update(future for future in futures if not future.done())
+        self._wake()
 
     def close(self) -> None:
         """Kill every process; calls that have not ended fail. A second call does nothing."""
@@ -109,6 +123,7 @@ class KillablePool:
 
     def _turn(self) -> None:
         """Hand out calls, wait for something to happen, collect replies, kill what runs too long."""
+        self._give_up_cancelled()
         self._hand_out()
         active = [worker for worker in self._workers if worker.is_active]
         deadline = min((worker.deadline for worker in active), default=None)
@@ -121,6 +136,21 @@ class KillablePool:
                 self._collect(worker)
             elif time.monotonic() >= worker.deadline:
                 self._time_out(worker)
+
+    def _give_up_cancelled(self) -> None:
+        with self._lock:
+            cancelled, self._cancelled = self._cancelled, set()
+            if not cancelled:
+                return
+            waiting, self._waiting = self._waiting, collections.deque()
+            self._waiting.extend(entry for entry in waiting if entry[1] not in cancelled)
+        given_up = Failure("cancelled", "the batch was given up before this answer was scored.")
+        for _, future in waiting:
+            if future in cancelled:
+                future.set_result(given_up)
+        for worker in list(self._workers):
+            if worker.future in cancelled:
+                self._replace(worker, given_up)
 
     def _hand_out(self) -> None:
         for index, worker in enumerate(self._workers):
@@ -166,9 +196,7 @@ class KillablePool:
     def _timeout_message(self, worker: WorkerHandle) -> str:
         words = worker.printed()
         seen = f" It had printed:\n{words}" if words else ""
-        return (
-            f"the reward function ran longer than reward_model.timeout_seconds={self._timeout:g} and was killed.{seen}"
-        )
+        return f"the reward function ran longer than {self._timeout_key}={self._timeout:g} and was killed.{seen}"
 
     def _stop_workers(self, failure: Failure) -> None:
         for worker in self._workers:

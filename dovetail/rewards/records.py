@@ -11,6 +11,7 @@ import torch
 from dovetail.protocol import COLUMNS, DataProto
 from dovetail.rewards.answers import Decoder, decode_prompts, decode_responses, response_attention
 from dovetail.rewards.columns import FAILED
+from dovetail.rewards.decoding import TEXT
 
 _DUMPED = ("input", "output", "gts", "score", "step")
 
@@ -21,9 +22,10 @@ def answer_records(
     """One dict per row. Columns that are not there yet (advantages, log-probs) are left out.
 
     `logprob_gap` is the mean absolute difference between engine and trainer over the sampled tokens, `advantage` the
-    mean over them. `solution_strs` saves a second decoding (`RewardResult.solution_strs`).
+    mean over them. `solution_strs` saves a second decoding (`RewardResult.solution_strs`), as does what scoring
+    processes have decoded.
     """
-    responses = list(solution_strs) if solution_strs is not None else decode_responses(batch, tokenizer)
+    responses = list(solution_strs) if solution_strs is not None else _texts(batch, tokenizer)
     columns: dict[str, Sequence[Any]] = {
         "prompt": decode_prompts(batch, tokenizer),
         "response": responses,
@@ -51,6 +53,17 @@ def dump_records(batch: DataProto, tokenizer: Decoder, solution_strs: Sequence[s
     }
     names = dict.fromkeys([*_DUMPED, *columns])
     return [dict(zip(names, row, strict=True)) for row in zip(*(columns[name] for name in names), strict=True)]
+
+
+def _texts(batch: DataProto, tokenizer: Decoder) -> list[str]:
+    column = batch.non_tensor_batch.get(TEXT)
+    if column is None:
+        return decode_responses(batch, tokenizer)
+    texts = column.tolist()
+    missing = [row for row, text in enumerate(texts) if text is None]
+    for row, text in zip(missing, decode_responses(batch.select_idxs(missing), tokenizer), strict=True):
+        texts[row] = text
+    return texts
 
 
 def _from_dataset(batch: DataProto) -> dict[str, Sequence[Any]]:

@@ -7,8 +7,9 @@ takes marked rows out by zeroing their `response_mask`.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -18,15 +19,20 @@ from dovetail.rewards.answers import Answer, Decoder, last_response_token, read_
 from dovetail.rewards.columns import (
     add_model_scores,
     check_failures,
+    failure_message,
     outcome_columns,
     place_scores,
     reward_metrics,
     score_batch,
 )
+from dovetail.rewards.decoding import TEXT, decoder_source
+from dovetail.rewards.dispatch import ScoringDispatcher
 from dovetail.rewards.errors import Failure, RewardError
 from dovetail.rewards.functions import BATCH_ARGUMENTS, FunctionSpec
 from dovetail.rewards.managers import NaiveRewardManager, Outcome, RewardManager
+from dovetail.rewards.nodes import start_node_pools
 from dovetail.rewards.pool import KillablePool
+from dovetail.rewards.rate_limit import RateLimits
 from dovetail.rewards.registry import check_sources, default_compute_score
 
 logger = logging.getLogger(__name__)
@@ -41,7 +47,12 @@ class RewardResult:
     columns: DataProto
     metrics: dict[str, float]
     failures: dict[int, Failure]
-    solution_strs: list[str]
+    answers: Sequence[Answer] = ()
+
+    @property
+    def solution_strs(self) -> list[str]:
+        """The answers as text. Scoring processes have sent theirs; the rest is decoded here."""
+        return [answer.solution_str for answer in self.answers]
 
 
 class RewardRunner:
@@ -63,6 +74,8 @@ class RewardRunner:
         rm_weight: float = 1.0,
         reward_fn_key: str = "data_source",
         import_modules: Sequence[str] = (),
+        limits: RateLimits | None = None,
+        timeout_key: str = "reward_model.timeout_seconds",
     ) -> None:
         if not 0.0 <= max_failed_share < 1.0:
             raise ValueError(f"max_failed_share={max_failed_share} must be at least 0 and below 1.")
@@ -72,15 +85,32 @@ class RewardRunner:
         self._max_failed_share = max_failed_share
         self._rule_weight, self._rm_weight = rule_weight, rm_weight
         self._reward_fn_key = reward_fn_key
-        self._pool: KillablePool | None = None
+        # A manager with a `prepare` of its own reads the text, so its answers are decoded here.
+        plain = type(self._manager).prepare is RewardManager.prepare
+        self._decoder = decoder_source(tokenizer) if self._specs and plain else None
+        self._pool: ScoringDispatcher | None = None
+        self._pool_options: dict[str, Any] = {
+            "specs": self._specs,
+            "num_workers": num_workers,
+            "timeout_seconds": timeout_seconds,
+            "is_batch": self._manager.scores_whole_batch,
+            "import_modules": tuple(import_modules),
+            "decoder": self._decoder,
+            "timeout_key": timeout_key,
+        }
         if self._specs:
-            self._pool = KillablePool(
-                self._specs,
+            self._pool = ScoringDispatcher(
+                KillablePool(**self._pool_options),
                 num_workers=num_workers,
                 timeout_seconds=timeout_seconds,
-                is_batch=self._manager.scores_whole_batch,
-                import_modules=import_modules,
+                limits=limits,
             )
+
+    def use_nodes(self, most: int) -> None:
+        """Score on up to `most` other nodes of the Ray cluster as well, with as many processes on each as here."""
+        if self._pool is not None and most > 0:
+            for node in start_node_pools(self._pool_options, most=most):
+                self._pool.add(f"node {node.node}", node, node.num_workers)
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
         """Raise before training when the built-in rules are used and one of these names has none."""
@@ -93,7 +123,8 @@ class RewardRunner:
         if self._pool is None and "rm_scores" not in batch:
             raise RewardError("there is no reward function and the batch has no rm_scores; one of them must score.")
         answers = read_answers(batch, self._tokenizer, reward_fn_key=self._reward_fn_key)
-        return PendingRewards(self, batch, answers, self._start(answers), shaped)
+        order = _spread_groups(batch.non_tensor_batch.get("uid", range(len(batch))))
+        return PendingRewards(self, batch, answers, self._start(answers, order), shaped)
 
     def score(self, batch: DataProto, *, shaped: bool = True) -> RewardResult:
         """Score and wait."""
@@ -112,15 +143,27 @@ class RewardRunner:
     ) -> None:
         self.close()
 
-    def _start(self, answers: Sequence[Answer]) -> list[Future[Any]]:
+    def _start(self, answers: Sequence[Answer], order: Sequence[int]) -> list[Future[Any]]:
+        """One future per answer, in the answers' order; of a manager that scores whole batches, one."""
         if self._pool is None:
             return []
-        calls = [self._manager.prepare(answer) for answer in answers]
         if not self._manager.scores_whole_batch:
-            return [self._pool.submit(call) for call in calls]
+            futures = {row: self._pool.submit(self._call(answers[row])) for row in order}
+            return [futures[row] for row in range(len(answers))]
+        calls = [self._call(answer) for answer in answers]
         singular = ("data_source", "solution_str", "ground_truth", "extra_info")
         names = zip(BATCH_ARGUMENTS, singular, strict=True)
         return [self._pool.submit({plural: [call[name] for call in calls] for plural, name in names})]
+
+    def _call(self, answer: Answer) -> dict[str, Any]:
+        if self._decoder is None:
+            return self._manager.prepare(answer)
+        return {
+            "data_source": answer.data_source,
+            "solution_str": answer.packed(),
+            "ground_truth": answer.ground_truth,
+            "extra_info": answer.extra_info,
+        }
 
     def _finish(self, batch: DataProto, answers: list[Answer], outcomes: list[Outcome], shaped: bool) -> RewardResult:
         if shaped:
@@ -137,11 +180,12 @@ class RewardRunner:
         scores = [0.0 if isinstance(outcome, Failure) else outcome["score"] for outcome in outcomes]
         placed = place_scores(scores, last_response_token(batch), batch.tensors["responses"].shape[1])
         columns = outcome_columns(outcomes)
+        texts = {TEXT: [answer.text for answer in answers]} if self._decoder is not None else {}
         return RewardResult(
-            columns=score_batch(placed, outcomes, columns),
+            columns=score_batch(placed, outcomes, {**columns, **texts}),
             metrics=reward_metrics(outcomes, columns),
             failures=failures,
-            solution_strs=[answer.solution_str for answer in answers],
+            answers=answers,
         )
 
 
@@ -162,10 +206,54 @@ class PendingRewards:
         return all(future.done() for future in self._futures)
 
     def result(self) -> RewardResult:
-        """Wait; raises `RewardError` when too many rows have no score."""
+        """Wait; raises `RewardError` when too many rows have no score, as soon as that is certain."""
+        self._wait()
         values = [future.result() for future in self._futures]
         outcomes = _spread(values, len(self._answers), self._runner._manager.scores_whole_batch)
+        for answer, outcome in zip(self._answers, outcomes, strict=True):
+            if isinstance(outcome, dict) and TEXT in outcome:
+                answer.text = outcome.pop(TEXT)
         return self._runner._finish(self._batch, self._answers, outcomes, self._shaped)
+
+    def _wait(self) -> None:
+        """Until all calls have ended, or so many have failed that the batch is lost."""
+        rows = {future: row for row, future in enumerate(self._futures)}
+        pool, share = self._runner._pool, self._runner._max_failed_share
+        if pool is None or self._runner._manager.scores_whole_batch:
+            return
+        failures: dict[int, Failure] = {}
+        num_ended = 0
+        for future in as_completed(rows):
+            num_ended += 1
+            outcome = future.result()
+            if not isinstance(outcome, Failure):
+                continue
+            failures[rows[future]] = outcome
+            lost = len(failures) > share * len(rows)
+            hangs = _all_hang(rows, pool.num_processes)
+            if num_ended < len(rows) and (lost or hangs):
+                pool.cancel(rows)
+                why = f"; given up after {num_ended}" + ("" if lost else ", none of which was scored")
+                raise RewardError(failure_message(failures, len(rows), share, why))
+
+
+def _spread_groups(uids: Iterable[Any]) -> list[int]:
+    """Rows in the order in which they are scored: one answer to each prompt, then the next. A prompt whose answers all
+    hang then does not look like a function that always does.
+    """
+    seen: Counter[str] = Counter()
+    turns = []
+    for row, uid in enumerate(uids):
+        turns.append((seen[str(uid)], row))
+        seen[str(uid)] += 1
+    return [row for _, row in sorted(turns)]
+
+
+def _all_hang(futures: Iterable[Future[Any]], num_processes: int) -> bool:
+    """Whether each process has run into the time limit about twice, and nothing else has happened so far."""
+    ended = [future.result() for future in futures if future.done()]
+    hung = all(isinstance(outcome, Failure) and outcome.kind == "timeout" for outcome in ended)
+    return hung and len(ended) >= max(4, 2 * num_processes)
 
 
 def _spread(values: list[Any], rows: int, is_batch: bool) -> list[Outcome]:

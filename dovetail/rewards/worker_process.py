@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dovetail.config.user_code import UserCodeError
+from dovetail.rewards.decoding import TokenIds, decode_call, with_texts
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.functions import (
     FunctionSpec,
@@ -47,6 +48,7 @@ def main(fd: int) -> None:
         for module in start.import_modules:
             importlib.import_module(module)
         functions = [load_function(spec, start.arguments) for spec in start.specs]
+        decode = _no_decoder if start.decoder is None else start.decoder.load()
     except Exception as error:  # noqa: BLE001  the process boundary: the driver raises it
         # A wrong path or name says all there is to say; code that fails has a traceback of its own.
         is_plain = isinstance(error, (UserCodeError, RewardError)) and error.__cause__ is None
@@ -59,7 +61,7 @@ def main(fd: int) -> None:
             call = connection.recv()
         except (EOFError, OSError):
             return
-        reply = _reply(score, functions, start.specs, call, loop)
+        reply = _reply(lambda given: score(functions, start.specs, given, loop), call, decode)
         try:
             connection.send(reply)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -67,16 +69,17 @@ def main(fd: int) -> None:
 
 
 def _reply(
-    score: Callable[..., Any],
-    functions: Sequence[Callable[..., Any]],
-    specs: Sequence[FunctionSpec],
-    call: Mapping[str, Any],
-    loop: asyncio.AbstractEventLoop,
+    score: Callable[[Mapping[str, Any]], Any], call: Mapping[str, Any], decode: Callable[[TokenIds], str]
 ) -> Reply:
     try:
-        return "result", score(functions, specs, call, loop)
+        decoded, texts = decode_call(call, decode)
+        return "result", with_texts(score(decoded), texts)
     except Exception:  # noqa: BLE001  the process boundary: the row is marked as failed
         return "exception", traceback.format_exc()
+
+
+def _no_decoder(ids: TokenIds) -> str:
+    raise RewardError("this scoring process was given token ids and no tokenizer.")
 
 
 def _score_one(

@@ -30,7 +30,7 @@ from dovetail.observability.run_folder import RunFolder
 from dovetail.observability.run_lock import RunFolderInUse, RunLock
 from dovetail.observability.sinks import MissingTrackerError
 from dovetail.observability.tracker import Tracker
-from dovetail.rewards.build import build_reward_runner
+from dovetail.rewards.build import build_reward_runner, other_scoring_nodes
 from dovetail.rewards.errors import RewardError
 from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.groups import create_groups
@@ -126,6 +126,7 @@ def run_training(
         if use_ray:
             open_things.callback(stop_ray)
             start_cluster(config, use_gpu)
+            rewards.use_nodes(other_scoring_nodes(config))
         trainer = trainer_class(
             config,
             tokenizer=tokenizer,

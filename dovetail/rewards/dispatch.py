@@ -1,0 +1,197 @@
+"""Hand calls to whoever can score: this node's processes, and those of other nodes. One queue, so no node idles.
+
+A call that a lost or silent node held goes back to the front of the queue. Rate limits count here, over all nodes.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dovetail.rewards.errors import Failure, RewardError
+from dovetail.rewards.rate_limit import RateLimiter, RateLimits
+from dovetail.rewards.worker_handle import START_SECONDS
+
+logger = logging.getLogger(__name__)
+
+
+class Pool(Protocol):
+    """Processes of one node."""
+
+    def submit_message(self, message: bytes) -> Future[Any]: ...
+
+    def cancel(self, futures: Sequence[Future[Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Task:
+    message: bytes
+    future: Future[Any] = field(default_factory=Future)
+    deadline: float = float("inf")
+
+
+@dataclass(eq=False)
+class _Place:
+    """A pool, how many calls it is given at a time, and those it has. `seconds` is None where the pool keeps time."""
+
+    name: str
+    pool: Pool
+    room: int
+    seconds: float | None = None
+    running: dict[Future[Any], _Task] = field(default_factory=dict)
+
+
+class ScoringDispatcher:
+    """`submit` never blocks. A future gives what the pool gives: columns, or a `Failure`."""
+
+    def __init__(
+        self, pool: Pool, *, num_workers: int, timeout_seconds: float, limits: RateLimits | None = None
+    ) -> None:
+        self._limiter = RateLimiter(limits or RateLimits())
+        # One call more than processes keeps them busy; a rate limit counts starts, so nothing may wait in a pool.
+        self._ahead = 1 if limits is None else 0
+        self._timeout = timeout_seconds
+        self._places = [_Place("this node", pool, num_workers + self._ahead)]
+        self._queue: collections.deque[_Task] = collections.deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="reward-dispatch")
+        self._thread.start()
+
+    @property
+    def num_processes(self) -> int:
+        return sum(place.room - self._ahead for place in self._places)
+
+    def add(self, name: str, pool: Pool, num_workers: int) -> None:
+        """Score on one more node. Starting a replacement and two calls is the longest a call may take there."""
+        place = _Place(name, pool, num_workers + self._ahead, 2 * (self._timeout + START_SECONDS))
+        with self._changed:
+            self._places.append(place)
+            self._changed.notify()
+
+    def submit(self, call: Mapping[str, Any]) -> Future[Any]:
+        task = _Task(pickle.dumps(call, protocol=5))
+        with self._changed:
+            if self._closing:
+                raise RewardError("the scoring processes have been stopped; make a new runner.")
+            self._queue.append(task)
+            self._changed.notify()
+        return task.future
+
+    def cancel(self, futures: Iterable[Future[Any]]) -> None:
+        """Give these calls up, those that run included."""
+        wanted = set(futures)
+        with self._changed:
+            dropped = [task for task in self._queue if task.future in wanted]
+            self._queue = collections.deque(task for task in self._queue if task.future not in wanted)
+            running = [
+                (place, [inner for inner, task in place.running.items() if task.future in wanted])
+                for place in self._places
+            ]
+        for task in dropped:
+            task.future.set_result(Failure("cancelled", "the batch was given up before this answer was scored."))
+        for place, inner in running:
+            if inner:
+                place.pool.cancel(inner)
+
+    def close(self) -> None:
+        """Stop every process; calls that have not ended fail. A second call does nothing."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        for place in list(self._places):
+            place.pool.close()
+        left = [*self._queue, *(task for place in self._places for task in list(place.running.values()))]
+        for task in left:
+            _set(task.future, Failure("crash", "the scoring processes were stopped."))
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                if self._closing:
+                    return
+                self._drop_silent()
+                started, pause = self._next_calls()
+                if not started:
+                    self._changed.wait(pause)
+                    continue
+            # Outside the lock: a call that has ended at once runs its callback here.
+            for place, task in started:
+                self._start(place, task)
+
+    def _next_calls(self) -> tuple[list[tuple[_Place, _Task]], float]:
+        """Calls that may start now, and how long to wait when there is none."""
+        started: list[tuple[_Place, _Task]] = []
+        taken = collections.Counter[int]()
+        while self._queue:
+            pause = self._limiter.wait(time.monotonic())
+            if pause != 0.0:
+                return started, 1.0 if pause is None else min(pause, 1.0)
+            place = max(self._places, key=lambda place: place.room - len(place.running) - taken[id(place)])
+            if place.room - len(place.running) - taken[id(place)] <= 0:
+                break
+            taken[id(place)] += 1
+            self._limiter.start(time.monotonic())
+            started.append((place, self._queue.popleft()))
+        return started, 1.0
+
+    def _start(self, place: _Place, task: _Task) -> None:
+        if place.seconds is not None:
+            task.deadline = time.monotonic() + place.seconds
+        try:
+            inner = place.pool.submit_message(task.message)
+        except RewardError as error:
+            self._limiter.end()
+            _set(task.future, Failure("crash", str(error)))
+            return
+        with self._changed:
+            place.running[inner] = task
+        inner.add_done_callback(lambda done: self._ended(place, done))
+
+    def _ended(self, place: _Place, inner: Future[Any]) -> None:
+        with self._changed:
+            task = place.running.pop(inner, None)
+            if task is None:
+                return  # given back before, when its node was lost
+            self._limiter.end()
+            error = inner.exception()
+            if error is not None and self._closing:
+                self._queue.append(task)
+            elif error is not None:
+                self._queue.appendleft(task)
+                self._lose(place, f"{type(error).__name__}: {error}")
+            self._changed.notify()
+        if error is None:
+            _set(task.future, inner.result())
+
+    def _drop_silent(self) -> None:
+        now = time.monotonic()
+        for place in list(self._places):
+            if any(task.deadline < now for task in place.running.values()):
+                self._lose(place, f"no answer in {place.seconds:g} s")
+
+    def _lose(self, place: _Place, why: str) -> None:
+        logger.warning("%s no longer scores answers (%s); the others take its calls", place.name, why)
+        self._places.remove(place)
+        for task in place.running.values():
+            self._limiter.end()
+            self._queue.appendleft(task)
+        place.running.clear()
+        threading.Thread(target=place.pool.close, daemon=True).start()
+
+
+def _set(future: Future[Any], outcome: Any) -> None:
+    if not future.done():
+        future.set_result(outcome)

@@ -1,0 +1,249 @@
+"""Scoring from token ids: text is made in the scoring processes, a hopeless batch is given up, limits are kept."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.config import DovetailConfig
+from dovetail.protocol import DataProto
+from dovetail.rewards.build import build_reward_runner
+from dovetail.rewards.decoding import TokenIds, decoder_source
+from dovetail.rewards.dispatch import ScoringDispatcher
+from dovetail.rewards.errors import Failure, RewardError
+from dovetail.rewards.functions import FunctionSpec
+from dovetail.rewards.managers import NaiveRewardManager
+from dovetail.rewards.rate_limit import RateLimiter, RateLimits
+from dovetail.rewards.runner import RewardRunner
+from tests.models.tiny import tiny_tokenizer
+from tests.rewards.test_runner import answers
+
+pytestmark = pytest.mark.unit
+
+FUNCTIONS = """
+import asyncio, os, time
+
+def _note():
+    open(os.path.join(os.path.dirname(__file__), "calls"), "a").write("x")
+
+def quotes(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str), "seen": solution_str}
+
+def hangs(data_source, solution_str, ground_truth, extra_info):
+    _note()
+    if solution_str != "good":
+        time.sleep(3600)
+    return 1.0
+
+async def judge(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0)
+    if solution_str == "raise":
+        raise ConnectionError("no judge there")
+    if solution_str == "hang":
+        await asyncio.Event().wait()
+    return 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "reward.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def runner(file: Path, name: str, **options: Any) -> RewardRunner:
+    return RewardRunner([FunctionSpec(str(file), name)], tiny_tokenizer(), **{"timeout_seconds": 1.0, **options})
+
+
+class Shouting:
+    """A tokenizer that only this class can decode."""
+
+    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False) -> list[str]:
+        return ["!" * len(ids) for ids in sequences]
+
+
+def test_scoring_processes_decode_and_send_the_text_back(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["abc", "", "x y", "good"]
+    batch = answers(*texts)
+    tokenizer = tiny_tokenizer()
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("decoded in the driver")
+
+    monkeypatch.setattr(tokenizer, "batch_decode", refuse)
+    with RewardRunner([FunctionSpec(str(file), "quotes")], tokenizer, timeout_seconds=30.0) as reward:
+        result = reward.score(batch)
+    assert result.columns.non_tensor_batch["seen"].tolist() == texts
+    assert result.columns.non_tensor_batch["response_str"].tolist() == texts
+    assert result.solution_strs == texts
+    assert result.columns.tensors["token_level_scores"].sum(-1).tolist() == [3.0, 0.0, 3.0, 4.0]
+
+
+def test_text_and_scores_are_those_of_decoding_in_the_driver(file: Path) -> None:
+    class Reads(NaiveRewardManager):
+        def prepare(self, answer: Any) -> dict[str, Any]:
+            return super().prepare(answer)
+
+    batch = answers("abc", "\\boxed{7}", "good \u00e9", "")
+    with runner(file, "quotes", timeout_seconds=30.0) as there, runner(file, "quotes", manager=Reads()) as here:
+        ours, theirs = there.score(batch), here.score(batch)
+    assert "response_str" not in theirs.columns
+    ours.columns.pop(non_tensor_batch_keys=["response_str"])
+    assert ours.columns.equals(theirs.columns)
+    assert ours.solution_strs == theirs.solution_strs
+
+
+def test_a_tokenizer_of_its_own_kind_travels_whole() -> None:
+    fast = decoder_source(tiny_tokenizer())
+    assert fast is not None
+    assert fast.definition is not None
+    own = decoder_source(Shouting())
+    assert own is not None
+    assert own.definition is None
+    ids = TokenIds(bytes(4 * 3))
+    assert pickle.loads(pickle.dumps(own)).load()(ids) == "!!!"
+    unsendable = Shouting()
+    unsendable.lock = threading.Lock()  # type: ignore[attr-defined]
+    assert decoder_source(unsendable) is None
+
+
+def test_an_async_reward_that_raises_and_one_that_hangs_cost_their_rows_alone(file: Path) -> None:
+    with runner(file, "judge", num_workers=2, max_failed_share=0.5) as reward:
+        result = reward.score(answers("good", "raise", "hang", "good"))
+    assert result.columns.tensors["reward_failed"].tolist() == [False, True, True, False]
+    assert result.failures[1].kind == "exception"
+    assert "no judge there" in result.failures[1].detail
+    assert result.failures[2].kind == "timeout"
+
+
+def calls_of(file: Path) -> int:
+    return len((file.parent / "calls").read_text())
+
+
+def test_a_batch_is_given_up_as_soon_as_too_many_rows_have_failed(file: Path) -> None:
+    with runner(file, "hangs") as reward:
+        with pytest.raises(RewardError, match=r"of 8 answers could not be scored \(2 timeout; given up after 2\)"):
+            reward.score(answers(*["bad"] * 8))
+        assert calls_of(file) <= 4  # the third may have started before the second was judged
+        # What was given up is gone: the processes are free for the next batch.
+        assert reward.score(answers("good", "good")).columns.tensors["token_level_scores"].sum() == 2
+
+
+def test_a_function_that_always_hangs_is_found_out_before_the_share_is_reached(file: Path) -> None:
+    """0.2 of 64 rows are 12; a run would wait for 13 time limits."""
+    with (
+        runner(file, "hangs") as reward,
+        pytest.raises(RewardError, match="given up after 4, none of which was scored"),
+    ):
+        reward.score(answers(*["bad"] * 64))
+    assert calls_of(file) <= 6
+
+
+def test_a_prompt_whose_answers_all_hang_is_not_taken_for_that(file: Path) -> None:
+    batch = answers(*["bad"] * 5, *["good"] * 25)
+    batch.union(DataProto.from_dict(non_tensors={"uid": ["hard"] * 5 + [f"easy {i // 5}" for i in range(25)]}))
+    with runner(file, "hangs", num_workers=2) as reward:
+        failed = reward.score(batch).columns.tensors["reward_failed"]
+    assert failed.tolist() == [True] * 5 + [False] * 25
+
+
+# ---- limits ----
+
+
+def test_calls_per_minute_are_those_of_the_tighter_limit() -> None:
+    assert RateLimits(max_rpm=60, max_tpm=20_000, estimated_tokens=2000).calls_per_minute == 10
+    assert RateLimits(max_rpm=5, max_tpm=20_000, estimated_tokens=2000).calls_per_minute == 5
+    assert RateLimits(max_concurrent=3).calls_per_minute is None
+    with pytest.raises(ValueError, match="no call could ever start"):
+        RateLimits(max_tpm=100, estimated_tokens=2000)
+
+
+def test_the_limiter_waits_for_a_minute_to_pass_or_a_call_to_end() -> None:
+    limiter = RateLimiter(RateLimits(max_concurrent=2, max_rpm=3))
+    for now in (0.0, 1.0):
+        assert limiter.wait(now) == 0
+        limiter.start(now)
+    assert limiter.wait(2.0) is None
+    limiter.end()
+    assert limiter.wait(2.0) == 0
+    limiter.start(2.0)
+    limiter.end()
+    assert limiter.wait(10.0) == 50.0
+    assert limiter.wait(60.0) == 0
+
+
+class FakePool:
+    """Calls end when the test says so."""
+
+    def __init__(self) -> None:
+        self.running: list[tuple[bytes, Future[Any]]] = []
+        self.most = 0
+        self.closed = threading.Event()
+
+    def submit_message(self, message: bytes) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.running.append((message, future))
+        self.most = max(self.most, sum(not f.done() for _, f in self.running))
+        return future
+
+    def cancel(self, futures: Any) -> None:
+        for future in futures:
+            future.set_result(Failure("cancelled", ""))
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def wait_for(self, count: int) -> None:
+        deadline = time.monotonic() + 30
+        while len(self.running) < count:
+            assert time.monotonic() < deadline, f"{len(self.running)} of {count} calls came within 30 s"
+            time.sleep(0.001)
+
+
+def test_no_more_calls_run_than_max_concurrent_allows() -> None:
+    pool = FakePool()
+    dispatcher = ScoringDispatcher(pool, num_workers=8, timeout_seconds=1, limits=RateLimits(max_concurrent=2))
+    futures = [dispatcher.submit({"row": row}) for row in range(6)]
+    for row in range(6):
+        pool.wait_for(row + 1)
+        pool.running[row][1].set_result({"score": row})
+    assert [future.result(30)["score"] for future in futures] == list(range(6))
+    assert pool.most <= 2
+    dispatcher.close()
+
+
+def test_calls_of_a_node_that_is_lost_are_scored_by_the_others() -> None:
+    here, there = FakePool(), FakePool()
+    dispatcher = ScoringDispatcher(here, num_workers=1, timeout_seconds=1)
+    dispatcher.add("node b", there, 3)
+    futures = [dispatcher.submit({"row": row}) for row in range(6)]
+    there.wait_for(4)
+    there.running[0][1].set_exception(ConnectionError("the node is gone"))
+    assert there.closed.wait(30)
+    assert dispatcher.num_processes == 1
+    for row in range(6):
+        here.wait_for(row + 1)
+        message, future = here.running[row]
+        future.set_result({"score": pickle.loads(message)["row"]})
+    assert [future.result(30)["score"] for future in futures] == list(range(6))
+    dispatcher.close()
+
+
+def test_rate_limits_come_from_the_names_that_verl_has(file: Path) -> None:
+    section = {"reward_manager": "rate_limited", "max_concurrent": 1, "max_rpm": 600, "timeout": 30.0}
+    config = DovetailConfig(
+        reward_model={**section, "max_tpm": 10**6, "estimated_tokens_per_request": 100},
+        custom_reward_function={"path": str(file), "name": "quotes"},
+    )
+    with build_reward_runner(config, tiny_tokenizer()) as reward:
+        assert reward.score(answers("abc", "ab")).columns.tensors["token_level_scores"].sum(-1).tolist() == [3, 2]
+    impossible = DovetailConfig(reward_model={**section, "max_tpm": 10, "estimated_tokens_per_request": 100})
+    with pytest.raises(RewardError, match="estimated_tokens_per_request=100 is more than"):
+        build_reward_runner(impossible, tiny_tokenizer())
