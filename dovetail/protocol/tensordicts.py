@@ -22,10 +22,10 @@ def put_together(
         raise ValueError(f"meta_info {clash} have the names of columns; rename one of each before to_tensordict.")
     joined = TensorDict(dict(tensors), batch_size=[rows])
     for name, array in arrays.items():
-        entries = [NonTensorData(entry) for entry in array]
+        entries: list[Any] = [NonTensorData(entry) for entry in array]
         joined.set(name, torch.stack(entries) if entries else NonTensorStack(batch_size=[0]))
     for name, fact in facts.items():
-        joined.set(name, NonTensorData(fact, batch_size=[rows]))
+        joined.set(name, cast(Any, NonTensorData(fact, batch_size=[rows])))
     return joined
 
 

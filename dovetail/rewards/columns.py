@@ -80,7 +80,7 @@ def failure_message(failures: Mapping[int, Failure], num_rows: int, max_failed_s
     )
 
 
-def score_batch(scores: torch.Tensor, outcomes: Sequence[Outcome], columns: Mapping[str, np.ndarray]) -> DataProto:
+def score_batch(scores: torch.Tensor, outcomes: Sequence[Outcome], columns: Mapping[str, Any]) -> DataProto:
     failed = torch.tensor([isinstance(outcome, Failure) for outcome in outcomes], dtype=torch.bool)
     return DataProto.from_dict({"token_level_scores": scores, FAILED: failed}, columns)
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -83,11 +83,13 @@ def start_node_pools(options: dict[str, Any], *, most: int) -> list[NodePool]:
 
     here = ray.get_runtime_context().get_node_id()
     others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)[:most]
-    start: Callable[..., Any] = ray.remote(num_cpus=0, max_concurrency=1000)(NodeScorers).options
+    scorers: Any = ray.remote(NodeScorers)
     pools = []
     for node in others:
-        place = NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = start(scheduling_strategy=place).remote(list(sys.path), options)
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = scorers.options(scheduling_strategy=there, num_cpus=0, max_concurrency=1000).remote(
+            list(sys.path), options
+        )
         pools.append(NodePool(node, actor, options["num_workers"]))
     for pool in pools:
         try:
