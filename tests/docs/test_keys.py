@@ -40,5 +40,5 @@ def test_every_key_in_the_text_of_the_page_is_one(page: Path) -> None:
 
 
 def test_a_wrong_key_is_found() -> None:
-    text = "Set `reward_model.timeout` or `rollout.temprature=1`; `actor.optim.lr`, `rollout.val_kwargs` are right."
-    assert wrong_keys(text) == ["reward_model.timeout", "rollout.temprature"]
+    text = "Set `reward_model.timout` or `rollout.temprature=1`; `actor.optim.lr`, `rollout.val_kwargs` are right."
+    assert wrong_keys(text) == ["reward_model.timout", "rollout.temprature"]
