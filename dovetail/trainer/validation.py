@@ -76,7 +76,7 @@ def _scored_rows(batch: DataProto, found: RewardResult, source_key: str) -> list
         for name, column in found.columns.non_tensor_batch.items()
         if column.dtype != object and name not in (*_NOT_VALUES, "score")
     ]
-    rows = []
+    rows, texts = [], found.solution_strs
     for row in range(len(batch)):
         values = {"reward": scores[row], **{name: float(others[name][row]) for name in numeric}}
         truth = others["reward_model"][row] if "reward_model" in others else None
@@ -85,7 +85,7 @@ def _scored_rows(batch: DataProto, found: RewardResult, source_key: str) -> list
                 "uid": str(others["uid"][row]),
                 "data_source": str(others[source_key][row]),
                 "prompt": _last_message(others, row),
-                "response": found.solution_strs[row],
+                "response": texts[row],
                 "ground_truth": truth.get("ground_truth") if isinstance(truth, dict) else None,
                 "values": {name: value for name, value in values.items() if np.isfinite(value)},
                 "pred": others["pred"][row] if "pred" in others else None,
