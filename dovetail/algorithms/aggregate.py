@@ -79,9 +79,10 @@ def token_share(values: torch.Tensor, mask: torch.Tensor, counts: BatchCounts | 
     return masked_sum(values, mask) / num_tokens
 
 
-def row_share(values: torch.Tensor, counts: BatchCounts | None) -> torch.Tensor:
-    """This shard's share of the mean of one value per row over all rows of the mini-batch, empty ones included."""
-    return values.sum() / max(values.shape[0] if counts is None else counts.num_rows, 1)
+def row_share(values: torch.Tensor, mask: torch.Tensor, counts: BatchCounts | None) -> torch.Tensor:
+    """This shard's share of the mean of one value per row, over the mini-batch's rows that keep a token."""
+    kept = mask.bool().any(dim=-1)
+    return masked_sum(values, kept) / (kept.sum().clamp(min=1) if counts is None else max(counts.num_sequences, 1))
 
 
 def _horizon(loss_mask: torch.Tensor, counts: BatchCounts | None, loss_scale_factor: float | None) -> float:

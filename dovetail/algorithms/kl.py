@@ -31,6 +31,11 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
     return estimate.detach() + (k2 - k2.detach())
 
 
+def k3_kl(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(x) - 1 - x, never negative. `exp(x) - 1` would round away what is left of a small x."""
+    return (log_ratio.expm1() - log_ratio).clamp(min=0.0)
+
+
 @torch.no_grad()
 def apply_kl_penalty(
     token_level_scores: torch.Tensor,
@@ -42,13 +47,14 @@ def apply_kl_penalty(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Rewards = scores - coefficient x KL on kept tokens; then the controller is updated with this batch's KL.
 
-    The KL reported and fed to the controller is the mean over rows of each row's token mean.
+    The KL reported and fed to the controller is the mean, over rows that keep a token, of each row's token mean.
     """
     estimate = _penalty_on_kept_tokens(old_log_probs, ref_log_prob, response_mask, kl_penalty)
     coefficient = kl_ctrl.value
     token_level_rewards = token_level_scores - coefficient * estimate
-    current_kl = masked_mean(estimate, response_mask, dim=-1).mean().item()
-    kl_ctrl.update(current_kl=current_kl, n_steps=response_mask.shape[0])
+    rows = response_mask.bool().any(dim=-1)
+    current_kl = masked_mean(masked_mean(estimate, response_mask, dim=-1), rows).item()
+    kl_ctrl.update(current_kl=current_kl, n_steps=int(rows.sum()))
     return token_level_rewards, {
         "actor/reward_kl_penalty": current_kl,
         "actor/reward_kl_penalty_coeff": float(coefficient),
@@ -71,7 +77,7 @@ def _estimate(log_ratio: torch.Tensor, name: str) -> torch.Tensor:
             return 0.5 * log_ratio.square()
         case "low_var_kl" | "k3":
             inverse = (-log_ratio).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-            return (inverse.exp() - inverse - 1).clamp(-_MAX_LOW_VAR_KL, _MAX_LOW_VAR_KL)
+            return k3_kl(inverse).clamp(max=_MAX_LOW_VAR_KL)
         case "full":
             raise ValueError("kl_penalty='full' needs the logits of the whole vocabulary; use 'low_var_kl' or 'k3+'.")
     raise ValueError(f"Unknown kl_penalty {name!r}. Known: {', '.join(KL_PENALTIES)}, each also with a trailing '+'.")

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from dovetail.algorithms.kl import k3_kl
 from dovetail.algorithms.masked import at_least_float32, masked_mean, masked_sum
 
 _MAX_LOG_RATIO = 20.0
@@ -36,7 +37,7 @@ def compute_offpolicy_metrics(
         row_log_ratio = masked_sum(log_ratio, response_mask, dim=-1).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         metrics |= {
             "kl": masked_mean(-log_ratio, response_mask),
-            "k3_kl": masked_mean(log_ratio.exp() - log_ratio - 1, response_mask),
+            "k3_kl": masked_mean(k3_kl(log_ratio), response_mask),
             "rollout_ppl": (-engine).exp().mean(),
             "rollout_log_ppl": -engine.mean(),
             "log_ppl_diff": ppl_gap.mean(),
@@ -75,6 +76,13 @@ def compute_probs_diff_metrics(
     )
 
 
+def limit_weights(weights: torch.Tensor, lower: float | None, upper: float) -> torch.Tensor:
+    """Truncated at `upper` (TIS); with `lower`, 0 outside the range instead (IcePop)."""
+    if lower is None:
+        return weights.clamp(max=upper)
+    return torch.where((weights >= lower) & (weights <= upper), weights, 0.0)
+
+
 @torch.no_grad()
 def compute_is_metrics(
     weights: torch.Tensor,
@@ -84,15 +92,17 @@ def compute_is_metrics(
     upper: float,
     lower: float | None = None,
 ) -> dict[str, float]:
-    """Statistics of importance weights before truncation at `upper` (0 outside the mask).
+    """Statistics of importance weights, given before they are limited (0 outside the mask).
 
-    "Low" means below `lower`, by default 1 / upper. Standard deviation and effective sample size (1 = all tokens
-    count alike) use weights limited to that range, so that one outlier does not hide the rest.
+    What is applied, the limited weights, has mean, spread and effective sample size (1 = all tokens count alike). How
+    often the limits bite is counted before: "high" is above `upper`, "low" below `lower`, by default 1 / upper.
     """
-    lower = 1.0 / upper if lower is None else lower
     rows = response_mask.bool().any(dim=-1)
     weights, log_ratio, kept = weights[rows], log_ratio[rows], response_mask[rows].bool()
-    per_row = masked_mean(weights, kept, dim=-1)
+    applied = limit_weights(weights, lower, upper)
+    drops = lower is not None
+    lower = 1.0 / upper if lower is None else lower
+    raw_per_row, per_row = masked_mean(weights, kept, dim=-1), masked_mean(applied, kept, dim=-1)
     if rollout_is == "sequence":
         # From the log-ratios: weights have been limited to exp(+-20) already.
         log_weights = masked_sum(at_least_float32(log_ratio), kept, dim=-1)
@@ -102,26 +112,28 @@ def compute_is_metrics(
     else:
         high = masked_mean((weights > upper).float(), kept)
         low = masked_mean((weights < lower).float(), kept)
-        largest, smallest = weights[kept].max(), weights[kept].min()
-    limited = weights.clamp(lower, upper)
-    mean, mean_square = masked_mean(limited, kept), masked_mean(limited.square(), kept)
+        largest, smallest = applied[kept].max(), applied[kept].min()
+    mean, mean_square = masked_mean(applied, kept), masked_mean(applied.square(), kept)
+    outside = masked_mean(((weights < lower) | (weights > upper)).float(), kept)
     return _floats(
         {
-            "rollout_is_mean": masked_mean(weights, kept),
+            "rollout_is_mean": mean,
             "rollout_is_max": largest,
             "rollout_is_min": smallest,
             "rollout_is_ratio_fraction_high": high,
             "rollout_is_ratio_fraction_low": low,
             "rollout_is_std": (mean_square - mean.square()).clamp(min=0.0).sqrt(),
-            "rollout_is_eff_sample_size": mean.square() / mean_square,
+            # Without a weight above 0 there is no sample.
+            "rollout_is_eff_sample_size": mean.square() / mean_square.clamp(min=torch.finfo(mean.dtype).tiny),
             "rollout_is_seq_mean": per_row.mean(),
             "rollout_is_seq_std": per_row.std() if len(per_row) > 1 else per_row.new_zeros(()),
             "rollout_is_seq_max": per_row.max(),
             "rollout_is_seq_min": per_row.min(),
             "rollout_is_seq_max_deviation": (per_row - 1.0).abs().max(),
-            "rollout_is_seq_fraction_high": (per_row > upper).float().mean(),
-            "rollout_is_seq_fraction_low": (per_row < lower).float().mean(),
+            "rollout_is_seq_fraction_high": (raw_per_row > upper).float().mean(),
+            "rollout_is_seq_fraction_low": (raw_per_row < lower).float().mean(),
         }
+        | ({"rollout_is_oob_ratio": outside} if drops else {})
     )
 
 

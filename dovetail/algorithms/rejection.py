@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dovetail.algorithms.kl import k3_kl
 from dovetail.algorithms.masked import at_least_float32, masked_mean, masked_sum
 
 REJECTION_RULES = tuple(
@@ -78,7 +79,7 @@ def _statistic(rule: _Rule, log_ratio: torch.Tensor, kept: torch.Tensor) -> torc
     elif rule.estimator == "k2":
         tokens = 0.5 * log_ratio.square()
     else:
-        tokens = log_ratio.exp() - 1.0 - log_ratio
+        tokens = k3_kl(log_ratio)
     match rule.level:
         case "token":
             return tokens

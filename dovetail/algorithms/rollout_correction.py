@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dovetail.algorithms.masked import at_least_float32, masked_mean, masked_sum
-from dovetail.algorithms.off_policy_metrics import compute_is_metrics, compute_offpolicy_metrics
+from dovetail.algorithms.off_policy_metrics import compute_is_metrics, compute_offpolicy_metrics, limit_weights
 from dovetail.algorithms.rejection import compute_rollout_rejection_mask
 
 # exp(20) is 5e8: a product of ratios over a long answer would overflow otherwise.
@@ -39,11 +39,7 @@ def compute_rollout_correction_weights(
     `rollout_is_batch_normalize` rescales to mean 1 over tokens, or over sequences.
     """
     lower, upper = _weight_bounds(rollout_is_threshold)
-    weights = _raw_weights(log_ratio, response_mask, rollout_is)
-    if lower is None:
-        weights = weights.clamp(max=upper)
-    else:
-        weights = torch.where((weights >= lower) & (weights <= upper), weights, 0.0)
+    weights = limit_weights(_raw_weights(log_ratio, response_mask, rollout_is), lower, upper)
     if rollout_is_batch_normalize:
         mean = _mean_weight(weights, response_mask, rollout_is)
         weights = torch.where(mean > 1e-8, weights / mean.clamp(min=1e-8), weights)

@@ -19,6 +19,7 @@ from dovetail.algorithms import (
     kl_penalty,
 )
 from dovetail.algorithms.aggregate import token_share
+from dovetail.algorithms.kl import k3_kl
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import RolloutCorrectionConfig
@@ -240,7 +241,7 @@ def _engine_gap(log_prob: Tensor, engine_log_prob: Tensor, mask: Tensor, counts:
     log_ratio = log_prob.float() - engine_log_prob
     return {
         "rollout_corr/kl": token_share(-log_ratio, mask, counts),
-        "rollout_corr/k3_kl": token_share(log_ratio.exp() - log_ratio - 1, mask, counts),
+        "rollout_corr/k3_kl": token_share(k3_kl(log_ratio), mask, counts),
         "rollout_corr/probs_diff_mean": token_share((log_prob.exp() - engine_log_prob.exp()).abs(), mask, counts),
     }
 

@@ -1,7 +1,7 @@
 """GMPO (https://arxiv.org/abs/2507.20673): the geometric mean of clipped token ratios, one loss per sequence.
 
-There is nothing to aggregate over tokens, so `loss_agg_mode` is ignored: the result is the mean over all rows of the
-mini-batch. Advantages should be constant within a row; their mean is used.
+There is nothing to aggregate over tokens, so `loss_agg_mode` is ignored: the result is the mean over the mini-batch's
+rows that keep a token. Advantages should be constant within a row; their mean is used.
 """
 
 from __future__ import annotations
@@ -48,4 +48,4 @@ def compute_policy_loss_geo_mean(
             "actor/ppo_kl": token_share(-log_ratio, response_mask, counts),
             "actor/pg_clipfrac_lower": token_share((outside & (advantages < 0)).to(ratio.dtype), response_mask, counts),
         }
-    return row_share(row_losses, counts), metrics
+    return row_share(row_losses, response_mask, counts), metrics
