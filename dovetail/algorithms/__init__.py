@@ -7,10 +7,15 @@ Importing this package registers every estimator and loss. Losses and their metr
 from __future__ import annotations
 
 from dovetail.algorithms.advantages.gae import compute_gae_advantage_return
+from dovetail.algorithms.advantages.gdpo import compute_gdpo_outcome_advantage
 from dovetail.algorithms.advantages.gpg import compute_gpg_outcome_advantage
 from dovetail.algorithms.advantages.grpo import compute_grpo_outcome_advantage
 from dovetail.algorithms.advantages.grpo_passk import compute_grpo_passk_outcome_advantage
 from dovetail.algorithms.advantages.opo import compute_opo_outcome_advantage
+from dovetail.algorithms.advantages.optimal_token_baseline import (
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_optimal_token_baseline_advantage,
+)
 from dovetail.algorithms.advantages.reinforce_plus_plus import compute_reinforce_plus_plus_outcome_advantage
 from dovetail.algorithms.advantages.reinforce_plus_plus_baseline import (
     compute_reinforce_plus_plus_baseline_outcome_advantage,
@@ -27,6 +32,7 @@ from dovetail.algorithms.kl_control import (
 )
 from dovetail.algorithms.losses.cispo import compute_policy_loss_cispo
 from dovetail.algorithms.losses.clip_cov import compute_policy_loss_clip_cov
+from dovetail.algorithms.losses.dppo import compute_policy_loss_dppo_kl, compute_policy_loss_dppo_tv
 from dovetail.algorithms.losses.dro import compute_policy_loss_dro
 from dovetail.algorithms.losses.geo_mean import compute_policy_loss_geo_mean
 from dovetail.algorithms.losses.gpg import compute_policy_loss_gpg
@@ -83,15 +89,20 @@ __all__ = [
     "apply_kl_penalty",
     "apply_overlong_penalty",
     "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
     "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
     "compute_grpo_passk_outcome_advantage",
     "compute_is_metrics",
+    "compute_multi_turn_optimal_token_baseline_advantage",
     "compute_offpolicy_metrics",
     "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
     "compute_overlong_penalty",
     "compute_policy_loss_cispo",
     "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
     "compute_policy_loss_dro",
     "compute_policy_loss_geo_mean",
     "compute_policy_loss_gpg",

@@ -13,7 +13,7 @@ import torch
 
 from dovetail.algorithms.masked import masked_sum
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,26 @@ def agg_loss(
     *,
     counts: BatchCounts | None = None,
     loss_scale_factor: float | None = None,
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
 ) -> torch.Tensor:
     """This shard's share of the aggregated loss, a scalar; 0 when no token is kept.
 
     `counts=None` says that these rows are the whole mini-batch. `loss_scale_factor` is the horizon that
-    `seq-mean-token-sum-norm` divides by; by default the mini-batch's padded response width.
+    `seq-mean-token-sum-norm` divides by; by default the mini-batch's padded response width. The last three are how
+    losses written for verl hand counts on: tokens and sequences of the mini-batch, and a factor of the result.
     """
+    if counts is None and batch_num_tokens is not None and global_batch_size is not None:
+        counts = BatchCounts(batch_num_tokens, global_batch_size, global_batch_size, loss_mask.shape[-1])
+    if dp_size != 1:
+        loss_mat = loss_mat * dp_size
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(f"Unknown loss_agg_mode {loss_agg_mode!r}. Known modes: {', '.join(LOSS_AGG_MODES)}.")
     if loss_agg_mode == "token-mean":
         return token_share(loss_mat, loss_mask, counts)
+    if loss_agg_mode == "token-sum":
+        return masked_sum(loss_mat, loss_mask)
 
     kept = loss_mask.bool().sum(dim=-1)
     row_losses = masked_sum(loss_mat, loss_mask, dim=-1)

@@ -36,6 +36,11 @@ class Groups:
         zeros = torch.zeros(self._num_groups, dtype=torch.float64, device=values.device)
         return zeros.index_add_(0, self.number, values.double())
 
+    def sum_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """`[groups, width]` float64: the rows of each group added up."""
+        zeros = torch.zeros(self._num_groups, values.shape[1], dtype=torch.float64, device=values.device)
+        return zeros.index_add_(0, self.number, values.double())
+
     def row_mean(self, values: torch.Tensor) -> torch.Tensor:
         """For every row the mean of its group; 0 for a group of one, which has nothing to compare itself with."""
         mean = (self.sum(values) / self.size).to(values.dtype)

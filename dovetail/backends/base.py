@@ -26,13 +26,15 @@ class TokenOutput:
     """Results per token in the padded layout ``[rows, seq_len]``; what a model does not compute is None.
 
     ``log_probs[b, t]`` is that of the token at ``t`` given those before it, ``entropy[b, t]`` of the distribution that
-    predicted it, ``best[b, t]`` the log-prob of its most likely token; ``values[b, t]`` is that of the state in which
-    it is chosen; all are 0 at ``t = 0`` and on padding. ``scores[b]`` is one number per row.
+    predicted it, ``best[b, t]`` the log-prob of its most likely token, ``sum_squares[b, t]`` the sum of its squared
+    probabilities; ``values[b, t]`` is that of the state in which it is chosen; all are 0 at ``t = 0`` and on padding.
+    ``scores[b]`` is one number per row.
     """
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     best: Tensor | None = None
+    sum_squares: Tensor | None = None
     values: Tensor | None = None
     scores: Tensor | None = None
 
@@ -53,6 +55,8 @@ class ForwardOptions:
     entropy: bool = False
     best: bool = False
     """Also the log-prob of the most likely token. Holds all logits of the tokens asked for: ask for few."""
+    sum_squares: bool = False
+    """Also the sum of squared probabilities; it has no gradient."""
     last_tokens: int | None = None
     """Log-probs of the last so many columns only (the responses); the others are 0 and cost no head. None: all."""
     adapters: bool = True

@@ -38,8 +38,9 @@ def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOpti
         temperature=options.temperature,
         need_entropy=options.entropy,
         need_best=options.best,
+        need_sum_squares=options.sum_squares,
     )
-    return TokenOutput(log_probs=found.log_probs, entropy=found.entropy, best=found.best)
+    return TokenOutput(log_probs=found.log_probs, entropy=found.entropy, best=found.best, sum_squares=found.sum_squares)
 
 
 def _call_value(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:

@@ -13,7 +13,7 @@ from dovetail.config.megatron import MegatronConfig
 from dovetail.config.optim import OptimConfig
 
 Strategy = Literal["single", "fsdp", "fsdp2", "megatron"]
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 # A trailing + takes the gradient of the unbiased k2 estimate whatever the value's estimator.
 KLEstimator = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
@@ -26,7 +26,7 @@ class PolicyLossConfig(Section):
 
     loss_mode: str = Field(
         "vanilla",
-        description="vanilla, reinforce, gspo, cispo, geo_mean, sapo, gpg, dro, clip_cov or kl_cov; "
+        description="vanilla, reinforce, gspo, cispo, geo_mean, sapo, gpg, dro, clip_cov, kl_cov, dppo_tv or dppo_kl; "
         "other names need `trainer.import_modules`.",
     )
     clip_cov_ratio: float = Field(0.0002, ge=0, le=1, description="Share of tokens clipped by `clip_cov`.")
@@ -47,6 +47,9 @@ class ActorConfig(Section):
     )
     use_dynamic_bsz: bool = Field(False, description="Cut micro-batches by token count instead of sequence count.")
     ppo_max_token_len_per_gpu: int = Field(16384, ge=1, description="Tokens per micro-batch with `use_dynamic_bsz`.")
+    min_num_micro_batch: int = Field(
+        1, ge=1, description="Micro-batches of an update with `use_dynamic_bsz` at least, e.g. to fill a pipeline."
+    )
     ppo_epochs: int = Field(1, ge=1, description="Passes over a batch.")
     shuffle: bool = Field(False, description="Shuffle the mini-batches of a batch.")
     grad_clip: float = Field(1.0, gt=0, description="Largest gradient norm.")
@@ -59,6 +62,10 @@ class ActorConfig(Section):
     loss_agg_mode: LossAggMode = Field("token-mean", description="How token losses become one number.")
     loss_scale_factor: float | None = Field(
         None, gt=0, description="Divisor of `seq-mean-token-sum-norm`. Null: `data.max_response_length`."
+    )
+    calculate_sum_pi_squared: bool = Field(
+        False,
+        description="Add the column `sum_pi_squared` for an estimator of yours; the built-in ones get it anyway.",
     )
     entropy_coeff: float = Field(0.0, description="Weight of the entropy bonus.")
     calculate_entropy: bool = Field(False, description="Report the entropy even when its weight is 0.")

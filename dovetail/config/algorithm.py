@@ -14,6 +14,7 @@ REJECTION_RULES = (
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
 )
 ESTIMATORS_WITH_CRITIC = frozenset({"gae"})
+OPTIMAL_TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 
 
 class KLControlConfig(Section):
@@ -31,6 +32,15 @@ class FilterGroupsConfig(Section):
     enable: bool = Field(False, description="Filter groups and generate until the batch is full.")
     metric: str | None = Field(None, description="Score compared in a group: acc, score, seq_reward, seq_final_reward.")
     max_num_gen_batches: int = Field(0, ge=0, description="Generation batches per step before it stops; 0: no limit.")
+
+
+class PFPPOConfig(Section):
+    """Policy filtration: how the batch is drawn again by score."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = Field(
+        "pow", description="Chance of a row: a power of its score, only the best and worst, or the best four times."
+    )
+    weight_pow: float = Field(2.0, ge=0, description="Exponent of `pow`.")
 
 
 class RolloutCorrectionConfig(Section):
@@ -89,15 +99,23 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = Field(
         "gae",
-        description="gae, grpo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, opo, gpg; "
-        "other names need `trainer.import_modules`.",
+        description="gae, grpo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, opo, gpg, "
+        "gdpo, optimal_token_baseline, tir_optimal_token_baseline; other names need `trainer.import_modules`.",
     )
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of future rewards.")
     lam: float = Field(1.0, ge=0, le=1, description="Lambda of GAE.")
     norm_adv_by_std_in_grpo: bool = Field(True, description="Divide by the group's standard deviation (not Dr. GRPO).")
+    gdpo_reward_keys: list[str] = Field(
+        [], description="Numbers of the reward function's result that `gdpo` normalises one by one. Empty: the score."
+    )
+    gdpo_reward_weights: list[float] | None = Field(None, description="One weight for each of them. Null: all 1.")
     use_kl_in_reward: bool = Field(False, description="Subtract the KL to the reference model from the reward.")
     kl_penalty: KLEstimator = Field("kl", description="Estimator of that KL.")
     kl_ctrl: KLControlConfig = Field(KLControlConfig.model_construct(), description="Coefficient of that KL.")
+    use_pf_ppo: bool = Field(
+        False, description="PF-PPO: after the advantages, draw the batch again with chances by score."
+    )
+    pf_ppo: PFPPOConfig = Field(PFPPOConfig.model_construct(), description="How that is drawn.")
     filter_groups: FilterGroupsConfig = Field(FilterGroupsConfig.model_construct(), description="Dynamic sampling.")
     filter_truncated: bool = Field(
         False, description="Leave answers that hit the length limit out of the loss (overlong filtering)."

@@ -46,6 +46,13 @@ class CriticConfig(Section):
         f"{_ACTOR}.use_dynamic_bsz", ActorConfig, "use_dynamic_bsz", description="Cut micro-batches by tokens."
     )
     ppo_max_token_len_per_gpu: int = Field(32768, ge=1, description="Tokens per micro-batch with `use_dynamic_bsz`.")
+    min_num_micro_batch: int = inherits(
+        f"{_ACTOR}.min_num_micro_batch",
+        ActorConfig,
+        "min_num_micro_batch",
+        description="Micro-batches of an update with `use_dynamic_bsz` at least.",
+        ge=1,
+    )
     forward_max_token_len_per_gpu: int | None = Field(
         None, ge=1, description="Tokens per forward alone. Null: `critic.ppo_max_token_len_per_gpu`."
     )

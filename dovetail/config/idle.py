@@ -94,10 +94,10 @@ _VAL = f"{_ROLLOUT}.val_kwargs"
 _BUFFER = "reward_model.overlong_buffer"
 
 # Which built-in losses and estimators read a key. One that a user registers may read any.
-_CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov")
+_CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
 LOSSES_THAT_READ: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), _CLIPPED),
-    "clip_ratio_c": ("vanilla",),
+    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
     **dict.fromkeys(("tau_pos", "tau_neg"), ("sapo",)),
     **dict.fromkeys(_each("policy_loss", "clip_cov_ratio clip_cov_lb clip_cov_ub"), ("clip_cov",)),
     **dict.fromkeys(_each("policy_loss", "kl_cov_ratio ppo_kl_coef"), ("kl_cov",)),
@@ -106,7 +106,8 @@ LOSSES_THAT_READ: dict[str, tuple[str, ...]] = {
 ESTIMATORS_THAT_READ: dict[str, tuple[str, ...]] = {
     "gamma": ("gae", "reinforce_plus_plus"),
     "lam": ("gae",),
-    "norm_adv_by_std_in_grpo": ("grpo", "grpo_vectorized", "grpo_passk"),
+    "norm_adv_by_std_in_grpo": ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"),
+    "gdpo_reward_weights": ("gdpo",),
 }
 
 
@@ -160,6 +161,7 @@ def _of_other_optimizers() -> Iterator[Idle]:
         name, schedule = f"{optim}.optimizer", f"{optim}.lr_scheduler_type"
         yield Idle((f"{optim}.momentum",), _is_not(name, "SGD"), f"{name}=SGD reads it")
         yield Idle(_each(optim, "betas eps"), _is(name, "SGD"), f"{name}=SGD has none")
+        yield Idle((f"{optim}.muon_*",), _is_not(name, "Muon"), f"{name}=Muon reads it")
         yield Idle((f"{optim}.lr_wsd_*",), _is_not(schedule, "wsd"), f"{schedule}=wsd reads it")
         yield Idle((f"{optim}.num_cycles",), _is_not(schedule, "cosine"), f"{schedule}=cosine reads it")
         decay = _each(optim, "min_lr min_lr_ratio lr_decay_steps")
@@ -218,6 +220,17 @@ IDLE: tuple[Idle, ...] = (
     *_of_other_optimizers(),
     *_of_other_engines(),
     Idle(
+        (f"{_ACTOR}.min_num_micro_batch",),
+        _is(f"{_ACTOR}.use_dynamic_bsz", False),
+        f"{_ACTOR}.use_dynamic_bsz=True reads it",
+    ),
+    Idle(("critic.min_num_micro_batch",), _is("critic.use_dynamic_bsz", False), "critic.use_dynamic_bsz=True reads it"),
+    Idle(
+        ("global_profiler.save_path", "global_profiler.ranks", "global_profiler.all_ranks"),
+        lambda config: not config.global_profiler.chosen_steps,
+        "global_profiler.steps names none",
+    ),
+    Idle(
         (f"{_ACTOR}.loss_agg_mode",),
         lambda config: _loss_mode(config) in ("geo_mean", "sapo"),
         "this loss_mode has its own aggregation; the mode is that of the entropy and the KL alone",
@@ -248,6 +261,13 @@ IDLE: tuple[Idle, ...] = (
         (f"{_CORRECTION}.rollout_rs_threshold",),
         _is(f"{_CORRECTION}.rollout_rs", None),
         f"{_CORRECTION}.rollout_rs names no rule",
+    ),
+    Idle(("algorithm.gdpo_reward_keys",), _is_not("algorithm.adv_estimator", "gdpo"), "adv_estimator gdpo reads it"),
+    Idle(("algorithm.pf_ppo.*",), _is("algorithm.use_pf_ppo", False), "algorithm.use_pf_ppo=True reads it"),
+    Idle(
+        ("algorithm.pf_ppo.weight_pow",),
+        _is_not("algorithm.pf_ppo.reweight_method", "pow"),
+        "algorithm.pf_ppo.reweight_method=pow reads it",
     ),
     Idle(
         _each("algorithm.filter_groups", "metric max_num_gen_batches"),

@@ -166,7 +166,7 @@ class _Draft:
             entry = None if find_key(DovetailConfig, key) else no_effect(key)
             if entry is None:
                 kept[key] = value
-            elif entry.refused is not None and value == entry.refused:
+            elif entry.refuses(value):
                 self.problems.append(Problem(key, f"{key}={value} is not supported: {entry.reason}; take the key out."))
             elif value is not None:
                 idle.setdefault(entry, []).append(f"{key}={value}")

@@ -17,8 +17,14 @@ ADV_ESTIMATORS = (
     "rloo_vectorized",
     "opo",
     "gpg",
+    "gdpo",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
 )
-POLICY_LOSSES = ("vanilla", "reinforce", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov")
+POLICY_LOSSES = (
+    *("vanilla", "reinforce", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov"),
+    *("dppo_tv", "dppo_kl"),
+)
 REWARD_MANAGERS = ("naive", "dapo", "batch", "prime", "rate_limited")
 
 _MANAGER = "reward_model.reward_manager"

@@ -10,31 +10,39 @@ from fnmatch import fnmatchcase
 class NoEffect:
     """Keys that match `pattern` (`*` stands for anything) do nothing, because of `reason`.
 
-    `refused` is a value that cannot be passed over: it would ask for a different program.
+    `harmless` lists the values that ask for what happens anyway; any other would change the algorithm, and is refused.
     """
 
     pattern: str
     reason: str
-    refused: object = None
+    harmless: tuple[object, ...] | None = None
+
+    def refuses(self, value: object) -> bool:
+        return self.harmless is not None and value is not None and value not in self.harmless
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SEEDED = "`trainer.seed` seeds every role"
 _LAUNCHER = "it belongs to another launcher; here every default is in the schema"
-_NO_PROFILER = "roles carry no profiler hooks; timings of every phase are in metrics.jsonl"
+_NO_PROFILER = "`global_profiler` chooses tool (torch), steps and ranks for all roles; phases are in metrics.jsonl"
 _BRIDGE = "weights are always converted between Hugging Face and Megatron names by dovetail itself"
 _ROUTING = "the trainer routes tokens to experts itself; routing is not recorded or replayed"
 _ENGINE_REWARD = "reward networks are computed by the training backend; no engine is started for them"
 _MTP = "multi-token-prediction heads are neither trained nor used to generate"
+_MUON = "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn"
 _ADAPTERS = "adapters are plain LoRA, initialised as PEFT does"
 _ALWAYS = "it is always so"
+_OFF = (False,)
+_NO_REPLAY = "answers are never replayed from an earlier run"
 
 NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("hydra.*", _LAUNCHER),
     NoEffect("defaults", _LAUNCHER),
-    NoEffect("global_profiler.*", _NO_PROFILER),
+    *(
+        NoEffect(f"global_profiler.{name}", _NO_PROFILER)
+        for name in ("_target_", "profile_continuous_steps", "relocate_results", "finish_hook_*", "global_tool_config*")
+    ),
     NoEffect("profiler.*", _NO_PROFILER),
-    NoEffect("trainer.profile_steps", _NO_PROFILER),
     NoEffect("trainer.npu_profile.*", _NO_PROFILER),
     NoEffect("trainer.controller_nsight_options.*", _NO_PROFILER),
     NoEffect("trainer.worker_nsight_options.*", _NO_PROFILER),
@@ -42,15 +50,19 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("*.profile.*", _NO_PROFILER),
     NoEffect("transfer_queue.*", "batches travel through Ray's object store"),
     NoEffect("data.use_shm", "data files are read where they are"),
+    NoEffect("data.datagen.path", "prompts are not generated during training; write them to a file first", ()),
     NoEffect("data.datagen.*", "prompts are not generated during training; write them to a file first"),
     NoEffect("data.need_tools_kwargs", "tool arguments are kept whenever a row has them"),
     NoEffect("data.filter_prompts", "`data.filter_overlong_prompts` decides"),
     NoEffect("*.model.use_liger", "dovetail has its own fused head; other Liger kernels are not used"),
     NoEffect("*.model.tiled_mlp.*", "feed-forward layers are not tiled; use gradient checkpointing or a longer SP"),
+    NoEffect("*.model.mtp.enable", _MTP, _OFF),
+    NoEffect("*.model.mtp.enable_train", _MTP, _OFF),
     NoEffect("*.model.mtp.*", _MTP),
     NoEffect(f"{_ROLLOUT}.mtp.*", _MTP),
     NoEffect("*.model.gradient_checkpointing_kwargs.*", "gradient checkpointing has one, non-reentrant, form"),
     NoEffect("*.model.torch_dtype", "`fsdp_config.model_dtype` is the dtype of the weights"),
+    NoEffect("*.model.lora.type", _ADAPTERS, ("lora", "canonical_lora")),
     NoEffect("*.model.lora.*", _ADAPTERS),
     NoEffect("*.fsdp_config.use_orig_params", "FSDP2 always keeps the original parameters, and fsdp is told to"),
     NoEffect("*.fsdp_config.forward_only", "the role decides: reference and reward model are forward only"),
@@ -67,18 +79,18 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("*.megatron.extra.*", "use `override_transformer_config`"),
     NoEffect("*.megatron.use_megatron_fsdp", "Megatron's own FSDP is not used; choose strategy fsdp2"),
     NoEffect("*.optim.optimizer_impl", "optimizers come from torch.optim"),
-    NoEffect("*.optim.weight_decay_incr_style", "weight decay is constant"),
+    NoEffect("*.optim.weight_decay_incr_style", "weight decay is constant", ("constant",)),
     NoEffect("*.optim.use_checkpoint_opt_param_scheduler", "a resumed run always continues its schedule"),
     NoEffect("*.optim.zero_indexed_step", "the first step is step 1 of the schedule"),
     NoEffect("*.rollout_n", f"`{_ROLLOUT}.n` is the one place"),
     NoEffect("*.data_loader_seed", _SEEDED),
-    NoEffect("*.load_weight", "weights are always loaded from `model.path`"),
+    NoEffect("*.load_weight", "weights are always loaded from `model.path`", (True,)),
     NoEffect("actor_rollout_ref.actor.use_prefix_grouper", "equal prompts are not merged; results are the same"),
-    NoEffect("actor_rollout_ref.actor.calculate_sum_pi_squared", "no built-in estimator uses it"),
-    NoEffect("actor_rollout_ref.actor.sum_pi_squared_checkpointing", "no built-in estimator uses it"),
+    NoEffect("actor_rollout_ref.actor.sum_pi_squared_checkpointing", "it is computed without gradients, in chunks"),
+    NoEffect("*.router_replay.mode", _ROUTING, ("disabled",)),
     NoEffect("actor_rollout_ref.actor.router_replay.*", _ROUTING),
     NoEffect("actor_rollout_ref.ref.router_replay.*", _ROUTING),
-    NoEffect(f"{_ROLLOUT}.enable_rollout_routing_replay", _ROUTING),
+    NoEffect(f"{_ROLLOUT}.enable_rollout_routing_replay", _ROUTING, _OFF),
     NoEffect("actor_rollout_ref.ref.entropy_*", "only the actor computes an entropy"),
     NoEffect("actor_rollout_ref.ref.use_fused_kernels", "`actor_rollout_ref.model.use_fused_kernels` decides"),
     NoEffect("actor_rollout_ref.ref.model.*", "the reference is the policy's starting point"),
@@ -88,8 +100,15 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("*.fsdp_config.turbo_config.*", "there is no such backend; choose fsdp2 or megatron"),
     NoEffect("*.checkpoint.strict", "a checkpoint that does not fit the model is always refused"),
     NoEffect("actor_rollout_ref.ref.optim.*", "the reference is not trained"),
-    NoEffect("*.optim.muon_*", "Muon is not an optimizer here"),
-    NoEffect("*.optim.use_layer_wise_distributed_optimizer", "Muon is not an optimizer here"),
+    NoEffect("*.optim.muon_split_qkv", _MUON, (True,)),
+    NoEffect("*.optim.muon_scale_mode", _MUON, ("spectral",)),
+    NoEffect("*.optim.muon_coefficient_type", _MUON, ("quintic",)),
+    NoEffect("*.optim.muon_extra_scale_factor", _MUON, (1.0,)),
+    NoEffect("*.optim.muon_scalar_optimizer", _MUON, ("adam",)),
+    NoEffect("*.optim.muon_match_adamw_update_rms", "`muon_adjust_lr_fn=match_rms_adamw` does that", _OFF),
+    NoEffect("*.optim.muon_tp_mode", _MUON),
+    NoEffect("*.optim.muon_fp32_matmul_prec", _MUON),
+    NoEffect("*.optim.use_layer_wise_distributed_optimizer", _MUON),
     NoEffect("*.optim.use_precision_aware_optimizer", "write it in `override_optimizer_config`"),
     NoEffect("*.optim.*_dtype", "write it in `override_optimizer_config`"),
     NoEffect("*.megatron.dynamic_context_parallel", "`context_parallel_size` holds for every batch"),
@@ -109,20 +128,22 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("async_training.use_dynamic_resource_scheduling", "devices keep their role for the whole run"),
     NoEffect("async_training.concurrent_samples_per_replica", "the engine schedules its own requests"),
     NoEffect("async_training.enable_reward_queue", "scores are always computed asynchronously"),
-    NoEffect("distillation.enabled", "there is no distillation from a teacher", refused=True),
+    NoEffect("distillation.enabled", "there is no distillation from a teacher", _OFF),
     NoEffect("distillation.*", "there is no distillation from a teacher"),
     NoEffect("data.audio_key", "prompts hold text, images and videos"),
     NoEffect("data.mm_processor_kwargs*", "the processor runs with the model's own settings"),
-    NoEffect("critic.loss_scale_factor", "the value loss is a token mean unless `critic.loss_agg_mode` is set"),
+    NoEffect("critic.loss_scale_factor", "`actor_rollout_ref.actor.loss_scale_factor` is that of both losses", ()),
     NoEffect("trainer.use_v1", "there is one trainer"),
     NoEffect("trainer.v1.*", "there is one trainer; `async_training` holds what runs ahead"),
     NoEffect("algorithm.filter_groups.max_inflight_gen_batches", "generation batches run one after the other"),
     NoEffect("*.megatron.pad_*", "sequences are packed, or padded to the longest of the micro-batch"),
     NoEffect("*.checkpoint.mbridge_config*", _BRIDGE),
+    NoEffect("*.qat.enable", "weights are trained in full precision; only the engine may be quantised", _OFF),
     NoEffect("*.qat.*", "weights are trained in full precision; only the engine may be quantised"),
-    NoEffect("skip.*", "answers are never replayed from an earlier run"),
+    NoEffect("skip.enable", _NO_REPLAY, _OFF),
+    NoEffect("skip.*", _NO_REPLAY),
     NoEffect(f"{_ROLLOUT}.single_turn_response_length", "turns share `data.max_response_length`"),
-    NoEffect("data.min_response_length", "a response ends where the model ends it"),
+    NoEffect("data.min_response_length", "a response ends where the model ends it", (0,)),
     NoEffect(f"{_ROLLOUT}.enable_sleep_mode", f"`{_ROLLOUT}.free_cache_engine` decides"),
     NoEffect("*.use_gemm_fusion", "`model.use_fused_kernels` is the fused head"),
     NoEffect(f"{_ROLLOUT}.layered_summon", "weights always travel in buckets, never as a whole model"),
@@ -131,17 +152,18 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect(f"{_ROLLOUT}.over_sample_rate", "every started answer is finished and used"),
     NoEffect(f"{_ROLLOUT}.prometheus.*", "metrics go to the run folder and the trackers"),
     NoEffect(f"{_ROLLOUT}.trace.*", "answers are recorded by `trainer.rollout_data_dir`"),
-    NoEffect(f"{_ROLLOUT}.skip_rollout", "answers are never replayed from an earlier run"),
-    NoEffect(f"{_ROLLOUT}.skip_dump_dir", "answers are never replayed from an earlier run"),
-    NoEffect(f"{_ROLLOUT}.skip.*", "answers are never replayed from an earlier run"),
-    NoEffect(f"{_ROLLOUT}.skip_use_default_dir", "answers are never replayed from an earlier run"),
+    NoEffect(f"{_ROLLOUT}.skip_rollout", _NO_REPLAY, _OFF),
+    NoEffect(f"{_ROLLOUT}.skip_dump_dir", _NO_REPLAY),
+    NoEffect(f"{_ROLLOUT}.skip.enable", _NO_REPLAY, _OFF),
+    NoEffect(f"{_ROLLOUT}.skip.*", _NO_REPLAY),
+    NoEffect(f"{_ROLLOUT}.skip_use_default_dir", _NO_REPLAY),
     NoEffect(f"{_ROLLOUT}.checkpoint_engine.*", f"`{_ROLLOUT}.weight_sync` chooses the transfer"),
     NoEffect("actor_rollout_ref.checkpoint_engine.*", f"`{_ROLLOUT}.weight_sync` chooses the transfer"),
     NoEffect("async_training.checkpoint_engine.*", f"`{_ROLLOUT}.weight_sync` chooses the transfer"),
     NoEffect(f"{_ROLLOUT}.quantization_config_file", f"pass quantisation through `{_ROLLOUT}.engine_kwargs`"),
     NoEffect(f"{_ROLLOUT}.engine_kwargs.trtllm.*", "TensorRT-LLM is not an engine here; use native, vllm or sglang"),
     NoEffect(f"{_ROLLOUT}.server.*", "time-outs and retries of the engine's server are dovetail's own"),
-    NoEffect(f"{_ROLLOUT}.use_fire_sampling", "the first token is sampled like the others"),
+    NoEffect(f"{_ROLLOUT}.use_fire_sampling", "the first token is sampled like the others", _OFF),
     NoEffect(f"{_ROLLOUT}.micro_batch_size", "the engine forms its own batches"),
     NoEffect(f"{_ROLLOUT}.chat_scheduler", f"`{_ROLLOUT}.agent` drives conversations"),
     NoEffect(f"{_ROLLOUT}.disable_log_requests", "engines never log requests"),
@@ -159,8 +181,6 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("reward_model.model.use_fused_kernels", "a reward network has no vocabulary head"),
     NoEffect("reward_model.model.enable_gradient_checkpointing", "a reward network has no backward pass"),
     NoEffect("reward_model.model.megatron.*", "parallelism is in `reward_model.megatron`"),
-    NoEffect("algorithm.use_pf_ppo", "batches are not re-sampled by score"),
-    NoEffect("algorithm.pf_ppo.*", "batches are not re-sampled by score"),
     NoEffect("trainer.use_legacy_worker_impl", "there is one implementation of each role"),
     NoEffect("trainer.esi_redundant_time", "checkpoints follow `trainer.save_freq` only"),
     NoEffect("trainer.ray_wait_register_center_timeout", "workers are found without a register centre"),

@@ -12,11 +12,20 @@ from dovetail.config.base import Section
 class OptimConfig(Section):
     """Optimizer of the actor; the critic has its own learning rate."""
 
-    optimizer: Literal["AdamW", "Adam", "SGD"] = Field("AdamW", description="Optimizer.")
+    optimizer: Literal["AdamW", "Adam", "SGD", "Muon"] = Field(
+        "AdamW", description="Optimizer. Muon is for the matrices of the layers (single, fsdp2), AdamW steps the rest."
+    )
     lr: float = Field(1e-6, ge=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of the two Adam moments.")
     eps: float = Field(1e-8, gt=0, le=1, description="Adam's epsilon.")
     momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of SGD.")
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="Momentum of Muon.")
+    muon_nesterov: bool = Field(True, description="Nesterov's momentum in Muon.")
+    muon_num_ns_steps: int = Field(5, ge=1, le=20, description="Newton-Schulz steps of Muon.")
+    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
+        "original",
+        description="Step size of Muon: by the matrix's shape, or as large as AdamW's, so that its learning rates fit.",
+    )
     weight_decay: float = Field(0.01, ge=0, le=1000, description="Decoupled weight decay.")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = Field(
         "constant", description="Shape of the schedule after the warm-up."

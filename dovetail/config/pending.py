@@ -188,5 +188,10 @@ PENDING: tuple[Pending, ...] = (
         "a checkpoint holds actor and critic together, and `trainer.max_actor_ckpt_to_keep` counts it",
     ),
     Pending("async_training.*", _TAKE_TURNS),
+    Pending(
+        "global_profiler.tool",
+        "only `torch` is built in; no profile is written",
+        fulfilled=lambda value: value == "torch",
+    ),
     Pending("ray_init.timeline_json_file", "Ray's timeline is not written; phases are timed in metrics.jsonl"),
 )

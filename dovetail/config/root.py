@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from dovetail.config.actor import ActorConfig
-from dovetail.config.algorithm import ESTIMATORS_WITH_CRITIC, AlgorithmConfig
+from dovetail.config.algorithm import ESTIMATORS_WITH_CRITIC, OPTIMAL_TOKEN_BASELINES, AlgorithmConfig
 from dovetail.config.async_training import AsyncTrainingConfig
 from dovetail.config.base import Section
 from dovetail.config.critic import CriticConfig
@@ -15,6 +15,7 @@ from dovetail.config.data import DataConfig
 from dovetail.config.inherit import fill_inherited
 from dovetail.config.model import ModelConfig
 from dovetail.config.names import unknown_names
+from dovetail.config.profiler import ProfilerConfig
 from dovetail.config.ray_init import RayInitConfig
 from dovetail.config.ref import RefConfig
 from dovetail.config.reward import CustomRewardFunctionConfig, RewardModelConfig
@@ -48,6 +49,7 @@ class DovetailConfig(Section):
     async_training: AsyncTrainingConfig = Field(
         AsyncTrainingConfig.model_construct(), description="Training while other devices generate."
     )
+    global_profiler: ProfilerConfig = Field(ProfilerConfig.model_construct(), description="Traces of chosen steps.")
     ray_init: RayInitConfig = Field(RayInitConfig.model_construct(), description="Ray.")
 
     @model_validator(mode="before")
@@ -91,7 +93,14 @@ class DovetailConfig(Section):
         """False when the whole batch is one optimizer step: the update's own log-probs are the old ones then."""
         actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
         one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
-        return not one_step or algorithm.use_kl_in_reward or algorithm.rollout_correction.active
+        reads = algorithm.use_kl_in_reward or algorithm.rollout_correction.active or self.needs_sum_pi_squared
+        return not one_step or reads
+
+    @property
+    def needs_sum_pi_squared(self) -> bool:
+        """Whether the old log-probs come with the sum of squared probabilities of each distribution."""
+        asked = self.actor_rollout_ref.actor.calculate_sum_pi_squared
+        return asked or self.algorithm.adv_estimator in OPTIMAL_TOKEN_BASELINES
 
     @property
     def has_log_prob_pass(self) -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dovetail.config.actor import ActorConfig
+from dovetail.config.critic import CriticConfig
 from dovetail.config.errors import ConfigError, Problem
 from dovetail.config.rollout import RolloutConfig
 from dovetail.config.root import DovetailConfig
@@ -17,7 +19,7 @@ _ROLLOUT = f"{_POLICY}.rollout"
 
 def unsupported_in_runs(config: DovetailConfig) -> list[Problem]:
     """Every wish of `config` that no part of this version can fulfil. Roles that do not run are not asked."""
-    parts = (_backends, _networks, _engine, _sampling, _placement, _loss)
+    parts = (_backends, _optimizers, _networks, _engine, _sampling, _placement, _loss)
     return [
         Problem(key, f"{key}={value} cannot be run in this version: {why}.")
         for part in parts
@@ -37,6 +39,16 @@ Wish = tuple[str, object, str]
 def _backends(config: DovetailConfig) -> Iterator[Wish]:
     if config.trainer.device == "npu":
         yield "trainer.device", "npu", "no backend here runs on it; use cuda, cpu or auto"
+
+
+def _optimizers(config: DovetailConfig) -> Iterator[Wish]:
+    roles: list[tuple[str, ActorConfig | CriticConfig]] = [(f"{_POLICY}.actor", config.actor_rollout_ref.actor)]
+    if config.uses_critic:
+        roles.append(("critic", config.critic))
+    for name, role in roles:
+        if role.optim.optimizer == "Muon" and role.strategy in ("megatron", "fsdp"):
+            why = f"{role.strategy} splits or flattens the matrices that Muon needs whole; use strategy=fsdp2, or AdamW"
+            yield f"{name}.optim.optimizer", "Muon", why
 
 
 def _networks(config: DovetailConfig) -> Iterator[Wish]:

@@ -106,6 +106,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation("reward_model.reward_kwargs.max_resp_len", "reward_model.max_resp_len"),
     Translation("reward_model.custom_reward_function.*", "custom_reward_function.*"),
     Translation("ray_kwargs.ray_init.*", "ray_init.*"),
+    Translation("trainer.profile_steps", "global_profiler.steps"),
     Translation("ray_kwargs.timeline_json_file", "ray_init.timeline_json_file"),
     Translation("critic.kl_ctrl.*", "algorithm.kl_ctrl.*"),
     Translation("algorithm.kl_ctrl.coeff", "algorithm.kl_ctrl.kl_coef"),

@@ -6,7 +6,9 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +32,21 @@ def load_user_object(path: str, name: str, *, key: str) -> Any:
         hint = f"did you mean {close[0]}? " if close else ""
         raise UserCodeError(f"{key}={path} has no {name!r}; {hint}It defines {', '.join(public) or 'nothing'}.")
     return getattr(module, name)
+
+
+def import_user_modules(names: Sequence[str]) -> None:
+    """Import `trainer.import_modules`, from installed packages or from the current folder."""
+    if names and not {"", os.getcwd()} & set(sys.path):
+        # Absolute: Ray hands the driver's path on to its workers, whose current folder may be another one.
+        sys.path.append(os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UserCodeError(
+                f"trainer.import_modules: {name} cannot be imported ({error}); install it, or start the run in the "
+                f"folder that holds it (now {os.getcwd()})."
+            ) from error
 
 
 def _is_module(path: str) -> bool:

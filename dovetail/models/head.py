@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.models.head_steps import add_product, default_chunk_size, float32_logits, gradient_without_labels
+from dovetail.models.head_steps import (
+    add_product,
+    chunk_rows,
+    default_chunk_size,
+    float32_logits,
+    gradient_without_labels,
+)
 
 
 class LogProbs(NamedTuple):
@@ -23,6 +29,8 @@ class LogProbs(NamedTuple):
     """`[N]` float32, `None` when it was not asked for."""
     best: Tensor | None = None
     """`[N]` float32: log p of the most likely label, `None` when it was not asked for."""
+    sum_squares: Tensor | None = None
+    """`[N]` float32: sum of p^2 over all labels, without a gradient; `None` when it was not asked for."""
 
 
 class EntropyMemory(NamedTuple):
@@ -41,6 +49,7 @@ def plain_log_prob_entropy(
     temperature: float = 1.0,
     need_entropy: bool = True,
     need_best: bool = False,
+    need_sum_squares: bool = False,
     entropy_memory: EntropyMemory = EntropyMemory(),  # noqa: B008 - immutable
 ) -> LogProbs:
     """From full logits `[..., V]`."""
@@ -48,7 +57,14 @@ def plain_log_prob_entropy(
     log_p = scaled.log_softmax(-1)
     log_probs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     entropy = _entropy_in_parts(log_p, entropy_memory) if need_entropy else None
-    return LogProbs(log_probs, entropy, log_p.amax(-1) if need_best else None)
+    best = log_p.amax(-1) if need_best else None
+    return LogProbs(log_probs, entropy, best, _sum_squares(log_p) if need_sum_squares else None)
+
+
+@torch.no_grad()
+def _sum_squares(log_p: Tensor) -> Tensor:
+    rows = chunk_rows(log_p.size(-1), log_p.device)
+    return torch.cat([(2 * part).exp_().sum(-1) for part in log_p.split(rows)])
 
 
 def _entropy_in_parts(log_p: Tensor, memory: EntropyMemory) -> Tensor:
@@ -75,6 +91,7 @@ def fused_linear_log_prob(
     chunk_size: int | None = None,
     bias: Tensor | None = None,
     use_triton: bool | None = None,
+    need_sum_squares: bool = False,
 ) -> LogProbs:
     """The same from `hidden [N, H]` and `weight [V, H]`, chunk by chunk. Gradients go to hidden, weight and bias.
 
@@ -91,7 +108,26 @@ def fused_linear_log_prob(
     log_probs, entropy = _FusedLinearLogProb.apply(
         hidden, weight, bias, labels, float(temperature), need_entropy, int(chunk_size), use_triton
     )
-    return LogProbs(log_probs, entropy if need_entropy else None)
+    squares = None
+    if need_sum_squares:
+        squares = _sum_squares_in_chunks(hidden, weight, bias, float(temperature), int(chunk_size))
+    return LogProbs(log_probs, entropy if need_entropy else None, sum_squares=squares)
+
+
+@torch.no_grad()
+def _sum_squares_in_chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, chunk_size: int
+) -> Tensor:
+    """A second pass of the head: it is asked for by few, and only without gradients."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    with torch.autocast(device, enabled=False):
+        matrix = weight.to(dtype)
+        parts = [
+            _sum_squares(_logits(part.to(dtype), matrix, bias).div_(temperature).log_softmax(-1))
+            for part in hidden.split(chunk_size)
+        ]
+    return torch.cat(parts)
 
 
 class _FusedLinearLogProb(torch.autograd.Function):

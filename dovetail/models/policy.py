@@ -26,6 +26,8 @@ class PolicyOutput(NamedTuple):
     """`[B, T]` float32: entropy of the distribution token t was drawn from; `None` when not asked for."""
     best: Tensor | None = None
     """`[B, T]` float32: log p of the most likely token in place of token t; `None` when not asked for."""
+    sum_squares: Tensor | None = None
+    """`[B, T]` float32: sum of p^2 over the vocabulary at token t, without a gradient; `None` when not asked for."""
 
 
 class PolicyModel(TransformerBackbone):
@@ -74,13 +76,14 @@ class PolicyModel(TransformerBackbone):
         temperature: float = 1.0,
         need_entropy: bool = False,
         need_best: bool = False,
+        need_sum_squares: bool = False,
         multi_modal_inputs: Mapping[str, Tensor] | None = None,
     ) -> PolicyOutput:
         """All inputs are padded `[B, T]`; `token_mask` marks the tokens whose log-prob is wanted (default: all)."""
         hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
         rows = layout.pack(predicting_positions(attention_mask, token_mask)).nonzero().squeeze(1)
         labels = layout.pack(input_ids.roll(-1, dims=1))
-        found = self._head(hidden[rows], labels[rows], temperature, need_entropy, need_best)
+        found = self._head(hidden[rows], labels[rows], temperature, need_entropy, need_best, need_sum_squares)
 
         def spread(values: Tensor) -> Tensor:
             flat = values.new_zeros(hidden.size(0)).index_copy(0, rows, values)
@@ -88,10 +91,17 @@ class PolicyModel(TransformerBackbone):
 
         entropy = spread(found.entropy) if found.entropy is not None else None
         best = spread(found.best) if found.best is not None else None
-        return PolicyOutput(spread(found.log_probs), entropy, best)
+        squares = spread(found.sum_squares) if found.sum_squares is not None else None
+        return PolicyOutput(spread(found.log_probs), entropy, best, squares)
 
     def _head(
-        self, hidden: Tensor, labels: Tensor, temperature: float, need_entropy: bool, need_best: bool
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        temperature: float,
+        need_entropy: bool,
+        need_best: bool,
+        need_sum_squares: bool,
     ) -> LogProbs:
         layer = self.hf_model.get_output_embeddings()
         if layer is None:
@@ -113,6 +123,7 @@ class PolicyModel(TransformerBackbone):
                 need_entropy=need_entropy,
                 chunk_size=self.head_chunk_size,
                 use_triton=self.use_triton,
+                need_sum_squares=need_sum_squares,
             )
         logits = layer(hidden)
         if self._softcap:
@@ -126,5 +137,6 @@ class PolicyModel(TransformerBackbone):
             temperature=temperature,
             need_entropy=need_entropy,
             need_best=need_best,
+            need_sum_squares=need_sum_squares,
             entropy_memory=EntropyMemory(chunk_size, self.recompute_entropy),
         )

@@ -103,6 +103,7 @@ _SPECS = (
     # Log-probs and values.
     _column("old_log_probs", RESPONSE, FLOAT, "compute_log_prob", "log-probs by the trainer, before the update"),
     _column("entropys", RESPONSE, FLOAT, "compute_log_prob", "entropy of the policy at each response token"),
+    _column("sum_pi_squared", RESPONSE, FLOAT, "compute_log_prob", "sum of squared probabilities over the vocabulary"),
     _column("ref_log_prob", RESPONSE, FLOAT, "compute_ref_log_prob", "log-probs by the reference model"),
     _column("values", RESPONSE, FLOAT, "compute_values", "critic's value before each response token"),
     _column(

@@ -55,6 +55,7 @@ _STAGES = (
         (*_MODEL, "response_mask"),
         ("old_log_probs", "entropys"),
         may_read=("multi_modal_inputs",),
+        may_write=("sum_pi_squared",),
     ),
     Stage("compute_ref_log_prob", (*_MODEL, "response_mask"), ("ref_log_prob",), may_read=("multi_modal_inputs",)),
     Stage("compute_values", (*_MODEL, "response_mask"), ("values",), may_read=("multi_modal_inputs",)),
@@ -75,7 +76,7 @@ _STAGES = (
         "compute_advantage",
         ("token_level_rewards", "response_mask"),
         ("advantages", "returns"),
-        may_read=("values", "uid", "reward_baselines"),
+        may_read=("values", "uid", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights"),
     ),
     Stage("update_critic", (*_MODEL, "response_mask", "values", "returns"), (), may_read=("multi_modal_inputs",)),
     Stage(

@@ -20,9 +20,11 @@ from dovetail.algorithms import (
 )
 from dovetail.algorithms.aggregate import token_share
 from dovetail.algorithms.kl import k3_kl
+from dovetail.algorithms.plugin_calls import as_policy_loss
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import RolloutCorrectionConfig
+from dovetail.config.view import ConfigView
 from dovetail.protocol import DataProto
 from dovetail.workers.base import BasePPOActor
 from dovetail.workers.bypass import bypass_terms
@@ -66,11 +68,12 @@ class DataParallelPPOActor(BasePPOActor):
             config.use_dynamic_bsz,
             config.ppo_micro_batch_size_per_gpu or mini_batch_rows,
             config.ppo_max_token_len_per_gpu,
+            config.min_num_micro_batch,
         )
         self._loss_scale_factor = loss_scale_factor
         self._bypass = bypass
         loss_mode = "reinforce" if bypass and bypass.loss_type == "reinforce" else config.policy_loss.loss_mode
-        self._policy_loss = get_policy_loss_fn(loss_mode)
+        self._policy_loss = as_policy_loss(get_policy_loss_fn(loss_mode), ConfigView(config))
         self._select_tokens = get_policy_loss_selector(loss_mode)
         self._loss_columns = get_policy_loss_columns(loss_mode)
         self._seed = seed
@@ -79,15 +82,23 @@ class DataParallelPPOActor(BasePPOActor):
         """Updates so far; part of a checkpoint, because the order of a shuffle follows from it."""
 
     def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        log_probs, entropy, _ = self.score_responses(data, entropy=calculate_entropy)
+        return log_probs, entropy
+
+    def score_responses(
+        self, data: DataProto, *, entropy: bool = False, sum_squares: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs of the responses, and of each token's distribution the entropy and the sum of p^2, if asked for."""
         batch = take_columns(data, MODEL_INPUTS)
-        options = self._options(data, entropy=calculate_entropy)
+        options = replace(self._options(data, entropy=entropy), sum_squares=sum_squares)
         plan = plan_micro_batches(batch, self._log_prob_limit, self.backend)
         outputs = self.backend.forward(cut(batch, plan), options)
         width = response_width(batch)
-        log_probs = restore([at_responses(output.log_probs, width) for output in outputs], plan).float().cpu()
-        if not calculate_entropy:
-            return log_probs, None
-        return log_probs, restore([at_responses(output.entropy, width) for output in outputs], plan).float().cpu()
+
+        def whole(name: str) -> Tensor:
+            return restore([at_responses(getattr(output, name), width) for output in outputs], plan).float().cpu()
+
+        return whole("log_probs"), whole("entropy") if entropy else None, whole("sum_squares") if sum_squares else None
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """PPO epochs over mini-batches, one optimizer step each; metrics over all data-parallel ranks.

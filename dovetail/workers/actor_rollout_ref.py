@@ -10,6 +10,7 @@ import torch
 from dovetail.backends.base import TrainBackend
 from dovetail.backends.export import export_hf_folder
 from dovetail.config.root import DovetailConfig
+from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.models.load import load_tokenizer, model_folder
 from dovetail.protocol import DataProto
@@ -38,6 +39,8 @@ class ActorRolloutRefWorker(TrainingRole):
 
     def __init__(self, config: DovetailConfig, role: str = "actor_rollout_ref") -> None:
         super().__init__()
+        # The losses that a run names may be registered there.
+        import_user_modules(config.trainer.import_modules)
         if role not in ROLES:
             raise ValueError(f"role={role!r} is not one of {', '.join(ROLES)}.")
         self.config = config
@@ -98,12 +101,14 @@ class ActorRolloutRefWorker(TrainingRole):
 
     @register(dispatch_mode=Dispatch.mesh("actor", pad=True))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` under the current weights."""
+        """`old_log_probs` and `entropys` by the current weights, and `sum_pi_squared` for estimators that read it."""
         actor = self._need(self.actor, "actor")
         with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
-            log_probs, entropies = actor.compute_log_prob(data, calculate_entropy=True)
-        assert entropies is not None, "asked for with calculate_entropy=True"
-        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropies})
+            log_probs, entropies, squares = actor.score_responses(
+                data, entropy=True, sum_squares=self.config.needs_sum_pi_squared
+            )
+        columns = {"old_log_probs": log_probs, "entropys": entropies, "sum_pi_squared": squares}
+        return DataProto.from_dict({name: column for name, column in columns.items() if column is not None})
 
     @register(dispatch_mode=Dispatch.mesh("ref", pad=True))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -37,6 +37,7 @@ class DataParallelPPOCritic(BasePPOCritic):
             config.use_dynamic_bsz,
             config.ppo_micro_batch_size_per_gpu or mini_batch_rows,
             config.ppo_max_token_len_per_gpu,
+            config.min_num_micro_batch,
         )
         self._forward_limit = MicroBatchLimit.of(
             config.use_dynamic_bsz, config.forward_micro_batch_size or mini_batch_rows, config.forward_max_token_len

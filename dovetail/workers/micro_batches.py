@@ -18,6 +18,8 @@ class MicroBatchLimit:
 
     rows: int | None = None
     tokens: int | None = None
+    at_least: int = 1
+    """Micro-batches that a limit by tokens must make at least."""
 
     def __post_init__(self) -> None:
         if (self.rows is None) == (self.tokens is None):
@@ -27,9 +29,9 @@ class MicroBatchLimit:
             )
 
     @classmethod
-    def of(cls, use_dynamic_bsz: bool, rows: int | None, tokens: int) -> MicroBatchLimit:
-        """The limit that a section's three keys describe."""
-        return cls(tokens=tokens) if use_dynamic_bsz else cls(rows=rows)
+    def of(cls, use_dynamic_bsz: bool, rows: int | None, tokens: int, at_least: int = 1) -> MicroBatchLimit:
+        """The limit that a section's keys describe."""
+        return cls(tokens=tokens, at_least=at_least) if use_dynamic_bsz else cls(rows=rows)
 
 
 def plan_micro_batches(data: DataProto, limit: MicroBatchLimit, backend: TrainBackend) -> MicroBatchPlan:
@@ -40,7 +42,9 @@ def plan_micro_batches(data: DataProto, limit: MicroBatchLimit, backend: TrainBa
     lengths = [int(length) for length in data.tensors["attention_mask"].sum(dim=-1).tolist()]
     # Ranks that share a sequence hold 1 / sp_size of it each, so together they take sp_size times the budget.
     budget = limit.tokens * backend.place.sp_size
-    return plan_by_tokens(lengths, budget, group=backend.dp_group, device=backend.device)
+    return plan_by_tokens(
+        lengths, budget, group=backend.dp_group, device=backend.device, min_num_micro_batch=limit.at_least
+    )
 
 
 def cut(data: DataProto, plan: MicroBatchPlan) -> list[DataProto]:

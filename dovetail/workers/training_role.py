@@ -19,14 +19,19 @@ from dovetail.checkpoint.sharded import CONTENTS, read_description
 from dovetail.config.checkpoint import CheckpointConfig
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
+from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, Worker, register
 from dovetail.workers.device_peak import device_peak
+from dovetail.workers.step_trace import StepTrace
 
 logger = logging.getLogger(__name__)
 
 
 class TrainingRole(Worker):
     """A worker that holds backends. Subclasses build them in `init_model`."""
+
+    config: DovetailConfig
+    _trace: StepTrace | None = None
 
     def join_group(
         self, *, timeout_seconds: int, float32_matmul_precision: str = "highest", full_determinism: bool = False
@@ -42,6 +47,18 @@ class TrainingRole(Worker):
     def device_peak(self, dtype: str) -> float | None:
         """FLOP/s that this process's device can reach in `dtype`; None when that is not known."""
         return device_peak(self.device, getattr(torch, dtype))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, folder: str, step: int) -> None:
+        """Begin a trace of this process, which plays all roles, if `global_profiler` names its rank."""
+        if self.config.global_profiler.profiles(self.rank):
+            self._trace = StepTrace(Path(folder) / f"step_{step}_rank_{self.rank}.pt.trace.json.gz", self.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> str | None:
+        """Write the trace; returns its path, or None where none was begun."""
+        trace, self._trace = self._trace, None
+        return None if trace is None else trace.finish()
 
     def place_in_mesh(self, name: str, backend: TrainBackend) -> None:
         """Ranks that share sequences or layers get the same rows; one of them answers."""

@@ -191,6 +191,8 @@ def test_empty_response_masks_stay_finite_and_zero(name: str) -> None:
         "uid": _uid(0, 0, 1, 1),
         "values": torch.ones(4, 3),
         "reward_baselines": torch.ones(4),
+        "old_log_probs": -torch.ones(4, 3),
+        "sum_pi_squared": torch.ones(4, 3),
     }
     advantages, returns = get_adv_estimator_fn(name)(**columns)
     assert torch.isfinite(advantages).all()
@@ -204,8 +206,9 @@ def test_rewards_that_are_not_finite_are_refused_by_row(name: str, bad: float) -
     batch = _outcome([1.0, 0.0, bad, 1.0])
     with pytest.raises(ValueError, match="row 2 is not finite"):
         get_adv_estimator_fn(name)(
-            **batch, uid=_uid(0, 0, 1, 1), values=torch.zeros(4, 1), reward_baselines=torch.zeros(4)
-        )
+            **batch, uid=_uid(0, 0, 1, 1), values=torch.zeros(4, 1), reward_baselines=torch.zeros(4),
+            old_log_probs=torch.zeros(4, 1), sum_pi_squared=torch.zeros(4, 1),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", adv_estimator_names())
@@ -213,7 +216,10 @@ def test_bfloat16_rewards_are_computed_in_float32_and_inputs_are_left_alone(name
     batch = _outcome([1.0, 0.0, 0.5, 0.25], lengths=[2, 1, 3, 1])
     batch["token_level_rewards"] = batch["token_level_rewards"].bfloat16()
     before = {key: column.clone() for key, column in batch.items()}
-    columns = {"uid": _uid(0, 0, 1, 1), "values": torch.zeros(4, 3), "reward_baselines": torch.zeros(4)}
+    columns = {
+        "uid": _uid(0, 0, 1, 1), "values": torch.zeros(4, 3), "reward_baselines": torch.zeros(4),
+        "old_log_probs": torch.zeros(4, 3), "sum_pi_squared": torch.zeros(4, 3),
+    }  # fmt: skip
     advantages, returns = get_adv_estimator_fn(name)(**batch, **columns)
     assert advantages.dtype == returns.dtype == torch.float32
     for key, column in before.items():

@@ -27,8 +27,8 @@ CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" /
 ]
 
 
-def test_there_are_43_golden_cases() -> None:
-    assert len(CASES) == 43
+def test_there_are_61_golden_cases() -> None:
+    assert len(CASES) == 61
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])

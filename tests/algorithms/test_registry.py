@@ -101,6 +101,8 @@ def test_estimators_ignore_settings_of_others(name: str) -> None:
         "uid": [0, 0, 1, 1],
         "values": torch.zeros(4, 4),
         "reward_baselines": torch.zeros(4),
+        "old_log_probs": torch.zeros(4, 4),
+        "sum_pi_squared": torch.zeros(4, 4),
         "gamma": 0.9,
         "lam": 0.9,
         "norm_adv_by_std_in_grpo": False,

@@ -20,7 +20,8 @@ TEMPERATURE = 0.7
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"need_entropy": True},
     "without entropy": {"need_entropy": False},
-    "in chunks of 3 rows": {"need_entropy": True, "chunk_size": 3},
+    "in chunks of 3 rows": {"need_entropy": True, "chunk_size": 3, "need_sum_squares": True},
+    "with sums of squares": {"need_entropy": False, "need_sum_squares": True},
     "in one large chunk": {"need_entropy": True, "chunk_size": 100},
 }
 
@@ -54,13 +55,16 @@ def test_a_split_vocabulary_gives_the_numbers_of_a_whole_one(name: str, by_rank:
         torch.testing.assert_close(values[2], best.detach(), atol=1e-6, rtol=0)
         if CASES[name]["need_entropy"]:
             torch.testing.assert_close(values[1], expected.entropy.detach(), atol=1e-6, rtol=0)
+        if CASES[name].get("need_sum_squares"):
+            squares = (logits / TEMPERATURE).softmax(-1).square().sum(-1)
+            torch.testing.assert_close(values[3], squares.detach(), atol=1e-6, rtol=0)
         own = weight.grad[rank * PADDED // 2 : (rank + 1) * PADDED // 2]
         torch.testing.assert_close(found[name]["weight"], own, atol=1e-6, rtol=0)
 
 
 def test_no_rows_give_no_numbers_and_zero_gradients(by_rank: list[dict[str, Any]]) -> None:
     for found in by_rank:
-        assert found["no rows"]["values"].shape == (3, 0)
+        assert found["no rows"]["values"].shape == (4, 0)
         assert not found["no rows"]["weight"].any()
 
 

@@ -217,7 +217,7 @@ def test_a_key_without_effect_prints_its_reason() -> None:
 
 
 def test_many_keys_without_effect_for_one_reason_make_one_notice() -> None:
-    loaded = load(*(f"global_profiler.key{number}=1" for number in range(12)))
+    loaded = load(*(f"profiler.key{number}=1" for number in range(12)))
     assert len(loaded.notices) == 1
     assert "9 more" in str(loaded.notices[0])
 
@@ -232,6 +232,30 @@ def test_a_key_that_roles_share_and_this_role_does_not_use_says_so() -> None:
 def test_what_would_be_another_program_is_refused() -> None:
     assert load("distillation.enabled=False").notices
     assert "not supported" in problem("distillation.enabled=True")
+
+
+@pytest.mark.parametrize(
+    ("harmless", "refused"),
+    [
+        ("actor_rollout_ref.actor.router_replay.mode=disabled", "actor_rollout_ref.actor.router_replay.mode=R3"),
+        ("actor_rollout_ref.model.mtp.enable=False", "actor_rollout_ref.model.mtp.enable=True"),
+        ("actor_rollout_ref.model.lora.type=lora", "actor_rollout_ref.model.lora.type=dora"),
+        (
+            "actor_rollout_ref.actor.optim.weight_decay_incr_style=constant",
+            "critic.optim.weight_decay_incr_style=linear",
+        ),
+        ("actor_rollout_ref.actor.optim.muon_split_qkv=True", "actor_rollout_ref.actor.optim.muon_split_qkv=False"),
+        ("actor_rollout_ref.rollout.use_fire_sampling=False", "actor_rollout_ref.rollout.use_fire_sampling=True"),
+        ("actor_rollout_ref.rollout.skip_rollout=False", "actor_rollout_ref.rollout.skip_rollout=True"),
+        ("actor_rollout_ref.actor.qat.enable=False", "actor_rollout_ref.actor.qat.enable=True"),
+        ("actor_rollout_ref.actor.load_weight=True", "actor_rollout_ref.actor.load_weight=False"),
+        ("data.min_response_length=0", "data.min_response_length=5"),
+        ("critic.loss_scale_factor=null", "critic.loss_scale_factor=100"),
+    ],
+)
+def test_what_would_change_the_algorithm_is_refused_and_not_noticed(harmless: str, refused: str) -> None:
+    load(harmless)
+    assert "not supported" in problem(refused)
 
 
 def catalogue_keys() -> set[str]:

@@ -39,6 +39,7 @@ ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 SETTINGS: dict[str, dict[str, Any]] = {
     "token-mean, two epochs": {"loss_agg_mode": "token-mean", "ppo_epochs": 2},
     "seq-mean-token-sum": {"loss_agg_mode": "seq-mean-token-sum"},
+    "token-sum": {"loss_agg_mode": "token-sum"},
     "seq-mean-token-mean": {"loss_agg_mode": "seq-mean-token-mean", "kl_loss_type": "k2"},
     "seq-mean-token-sum-norm": {"loss_agg_mode": "seq-mean-token-sum-norm"},
 }
@@ -50,6 +51,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gpg": {"loss_mode": "gpg"},
     # Shares large enough that several tokens of the mini-batch are chosen, from several ranks.
     "clip_cov": {"loss_mode": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0},
+    "dppo_tv": {"loss_mode": "dppo_tv"},
+    "dppo_kl": {"loss_mode": "dppo_kl"},
     "kl_cov": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 1.0},
 }
 

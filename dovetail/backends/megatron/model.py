@@ -48,11 +48,12 @@ class HeadCall:
     labels: Tensor
     temperature: float
     need_entropy: bool
+    need_sum_squares: bool = False
 
 
 class RoleModel(GPTModel):
-    """`forward(..., labels=HeadCall)` gives `[3, n]` of a policy: log-probs, entropies, best log-probs; without labels
-    `[t]` of a value or reward model. Stages before the last give hidden states."""
+    """`forward(..., labels=HeadCall)` gives `[4, n]` of a policy: log-probs, entropies, best log-probs, sums of
+    squares; without labels `[t]` of a value or reward model. Stages before the last give hidden states."""
 
     def __init__(self, *args: Any, role: Role, num_real_tokens: int, chunked_head: bool, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -94,6 +95,7 @@ class RoleModel(GPTModel):
             VocabShard(group, group.rank() * size, (group.rank() + 1) * size, self._num_real_tokens),
             temperature=call.temperature,
             need_entropy=call.need_entropy,
+            need_sum_squares=call.need_sum_squares,
             chunk_size=default_chunk_size(weight) if self._chunked_head else None,
         )
 

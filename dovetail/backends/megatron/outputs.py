@@ -27,7 +27,7 @@ def pipeline_item(model: MegatronModel, micro_batch: DataProto, options: Forward
     wanted = predicting_positions(mask, last_columns(mask, options.last_tokens))
     rows = batch.pack(wanted).nonzero().squeeze(1)
     labels = batch.pack(columns["input_ids"].roll(-1, dims=1))
-    return PipelineItem(batch, HeadCall(rows, labels[rows], options.temperature, options.entropy))
+    return PipelineItem(batch, HeadCall(rows, labels[rows], options.temperature, options.entropy, options.sum_squares))
 
 
 def token_output(
@@ -46,6 +46,7 @@ def token_output(
             log_probs=spread(output[0]),
             entropy=spread(output[1]) if options.entropy else None,
             best=spread(output[2]) if options.best else None,
+            sum_squares=spread(output[3]) if options.sum_squares else None,
         )
     mask = micro_batch.tensors["attention_mask"]
     numbers = item.batch.unpack(output)
@@ -71,4 +72,5 @@ def empty_outputs(model: MegatronModel, micro_batch: DataProto, options: Forward
         log_probs=tokens(),
         entropy=tokens() if options.entropy else None,
         best=tokens() if options.best else None,
+        sum_squares=tokens() if options.sum_squares else None,
     )

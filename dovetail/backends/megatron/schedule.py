@@ -111,4 +111,4 @@ def _blanks(items: Sequence[PipelineItem], layout: MegatronLayout) -> list[Pipel
 def _empty_head(head: HeadCall | None) -> HeadCall | None:
     if head is None:
         return None
-    return HeadCall(head.rows[:0], head.labels[:0], head.temperature, head.need_entropy)
+    return HeadCall(head.rows[:0], head.labels[:0], head.temperature, head.need_entropy, head.need_sum_squares)

@@ -36,14 +36,18 @@ def vocab_parallel_log_prob(
     *,
     temperature: float = 1.0,
     need_entropy: bool = False,
+    need_sum_squares: bool = False,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`[3, N]` float32: log-probs of the labels, entropies (0 unless asked for), log-probs of the most likely tokens.
+    """`[4, N]` float32: log-probs of the labels, entropies (0 unless asked for), log-probs of the most likely tokens,
+    sums of squared probabilities (0 unless asked for).
 
     `hidden` is `[N, H]`, alike on all ranks of the group, `weight` `[V / tp, H]`. The gradient of `hidden` is this
-    rank's part of it: let it pass through a region that adds up over the group. The third row has no gradient.
+    rank's part of it: let it pass through a region that adds up over the group. The last two rows have no gradient.
     """
-    return _VocabParallelLogProb.apply(hidden, weight, labels, shard, float(temperature), need_entropy, chunk_size)
+    return _VocabParallelLogProb.apply(
+        hidden, weight, labels, shard, float(temperature), need_entropy, need_sum_squares, chunk_size
+    )
 
 
 class _VocabParallelLogProb(torch.autograd.Function):
@@ -56,9 +60,10 @@ class _VocabParallelLogProb(torch.autograd.Function):
         shard: VocabShard,
         temperature: float,
         need_entropy: bool,
+        need_sum_squares: bool,
         chunk_size: int | None,
     ) -> Tensor:
-        found = hidden.new_zeros(3, hidden.size(0), dtype=torch.float32)
+        found = hidden.new_zeros(4, hidden.size(0), dtype=torch.float32)
         normalizer = torch.empty_like(found[0])
         kept: Tensor | None = None
         for part in _parts(hidden.size(0), chunk_size):
@@ -69,6 +74,8 @@ class _VocabParallelLogProb(torch.autograd.Function):
             found[2, part] = best - normalizer[part]
             if need_entropy:
                 found[1, part] = -_sum_over((log_p.exp() * log_p).sum(-1), shard.group)
+            if need_sum_squares:
+                found[3, part] = _sum_over((2 * log_p).exp_().sum(-1), shard.group)
             kept = log_p if chunk_size is None else None
         ctx.save_for_backward(hidden, weight, labels, normalizer, found[1].clone(), kept)
         ctx.settings = (shard, temperature, need_entropy, chunk_size)
@@ -95,7 +102,7 @@ class _VocabParallelLogProb(torch.autograd.Function):
             if grad_weight is not None:
                 add_product(grad_weight, d_logits, hidden[part])
         grad = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad, *([None] * 5)
+        return grad_hidden, grad, *([None] * 6)
 
 
 def _parts(num_rows: int, chunk_size: int | None) -> list[slice]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dovetail.config.algorithm import ESTIMATORS_WITH_CRITIC
+from dovetail.config.algorithm import ESTIMATORS_WITH_CRITIC, OPTIMAL_TOKEN_BASELINES
 from dovetail.config.checks.finding import ACTOR, ROLLOUT, Checked, Finding, error, warning
 
 GROUP_ESTIMATORS = frozenset(
-    {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline"}
+    {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"}
+    | OPTIMAL_TOKEN_BASELINES
 )
 CORRECTION = "algorithm.rollout_correction"
 
@@ -204,6 +205,49 @@ def correction_is_consistent(run: Checked) -> Iterator[Finding]:
         )
 
 
+def squares_have_a_log_prob_pass(run: Checked) -> Iterator[Finding]:
+    estimator = run.config.algorithm.adv_estimator
+    if run.config.needs_sum_pi_squared and run.config.algorithm.rollout_correction.bypass_mode:
+        cause = f"algorithm.adv_estimator={estimator}"
+        if estimator not in OPTIMAL_TOKEN_BASELINES:
+            cause = f"{ACTOR}.calculate_sum_pi_squared=True"
+        yield error(
+            f"{CORRECTION}.bypass_mode",
+            f"{cause} reads sum_pi_squared, which the actor computes with the old log-probs, and "
+            f"{CORRECTION}.bypass_mode=True skips that pass; set bypass_mode=False, or use another estimator.",
+        )
+
+
+def gdpo_has_one_weight_per_reward(run: Checked) -> Iterator[Finding]:
+    algorithm = run.config.algorithm
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if algorithm.adv_estimator != "gdpo":
+        return
+    if not keys:
+        yield error(
+            "algorithm.gdpo_reward_keys",
+            "algorithm.adv_estimator=gdpo normalises several rewards one by one and algorithm.gdpo_reward_keys is "
+            "empty; name numbers that the reward function returns, e.g. [accuracy,format], or use grpo.",
+        )
+    elif weights is not None and len(weights) != len(keys):
+        yield error(
+            "algorithm.gdpo_reward_weights",
+            f"algorithm.gdpo_reward_weights={weights} has {len(weights)} numbers for the {len(keys)} rewards of "
+            f"algorithm.gdpo_reward_keys={keys}; give one for each.",
+        )
+
+
+def filtration_has_values(run: Checked) -> Iterator[Finding]:
+    algorithm = run.config.algorithm
+    if algorithm.use_pf_ppo and algorithm.adv_estimator not in ESTIMATORS_WITH_CRITIC:
+        yield error(
+            "algorithm.use_pf_ppo",
+            "algorithm.use_pf_ppo=True draws rows by their score, which suits advantages from a critic's values, and "
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares rows; set algorithm.adv_estimator=gae, or "
+            "use_pf_ppo=False.",
+        )
+
+
 def rejection_has_one_bound_per_rule(run: Checked) -> Iterator[Finding]:
     correction = run.config.algorithm.rollout_correction
     key = f"{CORRECTION}.rollout_rs_threshold"
@@ -234,4 +278,7 @@ CHECKS = (
     correction_has_log_probs,
     correction_is_consistent,
     rejection_has_one_bound_per_rule,
+    squares_have_a_log_prob_pass,
+    gdpo_has_one_weight_per_reward,
+    filtration_has_values,
 )

@@ -215,6 +215,23 @@ def pipelines_have_enough_micro_batches(run: Checked) -> Iterator[Finding]:
         )
 
 
+def micro_batches_have_sequences(run: Checked) -> Iterator[Finding]:
+    policy, critic = run.config.actor_rollout_ref, run.config.critic
+    roles = {"actor": (ACTOR, policy.actor)} | ({"critic": ("critic", critic)} if "critic" in run.layouts else {})
+    for name, (prefix, role) in roles.items():
+        layout = run.layouts[name]
+        if not role.use_dynamic_bsz or not divides(layout):
+            continue
+        rows = role.ppo_mini_batch_size * policy.rollout.n // layout.data_parallel
+        if role.min_num_micro_batch > rows:
+            key = f"{prefix}.min_num_micro_batch"
+            yield error(
+                key,
+                f"{key}={role.min_num_micro_batch} asks for more micro-batches than a rank has sequences in a "
+                f"mini-batch ({rows}); use {max(1, rows)} or less.",
+            )
+
+
 def samples_fill_a_batch(run: Checked) -> Iterator[Finding]:
     data, wanted = run.config.data, run.config.generation_batch_size
     key = "gen_batch_size" if wanted != data.train_batch_size else "train_batch_size"
@@ -270,5 +287,6 @@ CHECKS = (
     token_budgets_hold_the_longest_sequence,
     generation_batches_can_fill_a_training_batch,
     pipelines_have_enough_micro_batches,
+    micro_batches_have_sequences,
     samples_fill_a_batch,
 )
