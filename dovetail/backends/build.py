@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dovetail.backends.base import BackendPlace
+from dovetail.backends.muon import muon_names
 from dovetail.backends.optimizer import build_optimizer, decayed_names
 from dovetail.backends.schedule import LearningRateSchedule, learning_rate
 from dovetail.backends.sharding import Precision, Sharding, is_meta
@@ -51,13 +52,13 @@ def build_backend(
         raise ValueError("the network is on the meta device and has no weights; pass weights=<folder of safetensors>")
     for parameter in network.parameters():  # not network.to(): rotary frequencies must stay in float32
         parameter.data = parameter.data.to(precision.master)
-    decayed = decayed_names(network)
+    decayed, matrices = decayed_names(network), muon_names(network)
     sharding = SHARDINGS[strategy](network, precision, device, mesh, fsdp)
     if weights is not None:
         sharding.load_weights(weights)
     optimizer = schedule = None
     if optim is not None:
-        optimizer = build_optimizer(sharding.named_parameters(), optim, decayed=decayed)
+        optimizer = build_optimizer(sharding.named_parameters(), optim, decayed=decayed, matrices=matrices)
         schedule = LearningRateSchedule(optimizer, lambda step: learning_rate(step, optim, optim.total_training_steps))
     return TorchBackend(
         sharding,

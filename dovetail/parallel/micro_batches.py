@@ -48,8 +48,9 @@ def plan_by_tokens(
     group: dist.ProcessGroup | None = None,
     hidden_size: int | None = None,
     device: torch.device | str = "cpu",
+    min_num_micro_batch: int = 1,
 ) -> MicroBatchPlan:
-    """As few micro-batches as fit into `max_tokens` tokens each, of nearly equal work.
+    """As few micro-batches as fit into `max_tokens` tokens each, of nearly equal work; at least `min_num_micro_batch`.
 
     The budget is a promise: no micro-batch exceeds it. `hidden_size` balances FLOPs (attention is quadratic) instead of
     tokens. `group` holds the ranks that must agree on the number; the largest need wins.
@@ -61,6 +62,13 @@ def plan_by_tokens(
             f"raise the token budget to at least {longest}."
         )
     partitions = _fewest_that_fit(lengths, max_tokens, hidden_size)
+    if len(partitions) < min_num_micro_batch:
+        if min_num_micro_batch > len(lengths):
+            raise ValueError(
+                f"min_num_micro_batch={min_num_micro_batch} asks for more micro-batches than there are sequences "
+                f"({len(lengths)}); use {len(lengths)} or less."
+            )
+        partitions = _split_into(lengths, partitions, min_num_micro_batch, max_tokens, hidden_size)
     if group is not None:
         agreed = _agree_on_count(len(partitions), len(lengths), group, device)
         if agreed > len(partitions):
