@@ -8,11 +8,14 @@ from typing import Any
 
 from dovetail.config import DovetailConfig
 from dovetail.config.user_code import load_user_object
+from dovetail.data.custom_dataset import build_custom_prompts
+from dovetail.data.encode import PromptEncoder
 from dovetail.data.errors import DataError
 from dovetail.data.files import needs_ground_truth
 from dovetail.data.loader import PromptLoader, Prompts
 from dovetail.data.prompts import PromptDataset
 from dovetail.data.sampler import PromptSampler
+from dovetail.data.torch_sampler import TorchOrder, make_torch_sampler
 
 
 def build_train_loader(
@@ -21,8 +24,9 @@ def build_train_loader(
     """Training prompts, `config.generation_batch_size` at a time, mixed by `data.train_weights`."""
     data = config.data
     dataset = _build_dataset(config, data.train_paths, data.train_max_samples, tokenizer, processor)
-    sampler = _sampler_class(config)(
-        _source_sizes(dataset),
+    sampler = _build_sampler(
+        config,
+        dataset,
         batch_size=config.generation_batch_size,
         seed=config.data_seed,
         shuffle=data.shuffle,
@@ -30,9 +34,11 @@ def build_train_loader(
         weights=data.train_weights if weights is None else weights,
         fingerprint=getattr(dataset, "fingerprint", ""),
     )
-    if isinstance(dataset, PromptDataset):
+    if isinstance(dataset, PromptDataset) and not isinstance(sampler, TorchOrder):
         sampler.follow(dataset.row_ids, dataset.files_digest)
-    return PromptLoader(dataset, sampler, num_workers=data.dataloader_num_workers)
+    # A batch made ahead would miss what the sampler learns from the step before it.
+    learns = isinstance(sampler, TorchOrder) and sampler.learns
+    return PromptLoader(dataset, sampler, num_workers=0 if learns else data.dataloader_num_workers)
 
 
 def build_val_loader(config: DovetailConfig, tokenizer: Any, processor: Any = None) -> PromptLoader | None:
@@ -81,24 +87,24 @@ def _build_dataset(
     cls = load_user_object(data.custom_cls.path, name, key="data.custom_cls.path")
     if isinstance(cls, type) and issubclass(cls, PromptDataset):
         return cls(list(paths), tokenizer, data, processor, **kwargs)
-    dataset = cls(data_files=list(paths), tokenizer=tokenizer, config=data, processor=processor)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(f"data.custom_cls: {name} of {data.custom_cls.path} needs __len__ and __getitem__.")
-    return dataset
+    encoder = PromptEncoder(tokenizer, dict(data.apply_chat_template_kwargs), kwargs["tools"])
+    return build_custom_prompts(cls, paths, encoder, data, processor, max_samples)
 
 
-def _sampler_class(config: DovetailConfig) -> type[PromptSampler]:
-    sampler = config.data.sampler
+def _build_sampler(config: DovetailConfig, dataset: Prompts, **settings: Any) -> PromptSampler:
+    sampler, sizes = config.data.sampler, _source_sizes(dataset)
     if sampler.class_path is None:
-        return PromptSampler
+        return PromptSampler(sizes, **settings)
     name = sampler.class_name or "Sampler"
     cls = load_user_object(sampler.class_path, name, key="data.sampler.class_path")
-    if not (isinstance(cls, type) and issubclass(cls, PromptSampler)):
+    if isinstance(cls, type) and issubclass(cls, PromptSampler):
+        return cls(sizes, **settings)
+    if not (isinstance(cls, type) and hasattr(cls, "__iter__")):
         raise DataError(
-            f"data.sampler: {name} of {sampler.class_path} must inherit from dovetail.data.sampler.PromptSampler "
-            "(override epoch_order)."
+            f"data.sampler: {name} of {sampler.class_path} is no sampler; inherit from torch.utils.data.Sampler and "
+            "give row numbers in __iter__, or from dovetail.data.sampler.PromptSampler and override epoch_order."
         )
-    return cls
+    return TorchOrder(sizes, sampler=make_torch_sampler(cls, dataset, config.data), **settings)
 
 
 def _source_sizes(dataset: Prompts) -> list[int]:

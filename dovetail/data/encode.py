@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from dovetail.data.errors import DataError
 
 Truncation = Literal["error", "left", "right", "middle"]
@@ -64,6 +66,16 @@ class PromptEncoder:
         """Ids of one prompt."""
         messages = self.messages(prompt, where)
         return self.token_ids([self.render(messages, where)], is_chat=not isinstance(messages, str))[0]
+
+
+def pad_prompt(ids: Sequence[int], tokenizer: Any, width: int) -> dict[str, torch.Tensor]:
+    """`input_ids`, `attention_mask` and `position_ids` of one prompt, left-padded."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    input_ids = torch.full((width,), int(pad), dtype=torch.int64)
+    mask = torch.zeros(width, dtype=torch.int64)
+    input_ids[width - len(ids) :] = torch.tensor(ids, dtype=torch.int64)
+    mask[width - len(ids) :] = 1
+    return {"input_ids": input_ids, "attention_mask": mask, "position_ids": (mask.cumsum(0) - 1).clamp(min=0)}
 
 
 def truncate(ids: Sequence[int], limit: int, truncation: Truncation, where: str) -> list[int]:

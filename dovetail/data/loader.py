@@ -12,6 +12,7 @@ import numpy as np
 
 from dovetail.data.prompts import PromptDataset, collate
 from dovetail.data.sampler import PromptSampler
+from dovetail.data.torch_sampler import TorchOrder
 from dovetail.protocol import DataProto
 
 
@@ -76,9 +77,16 @@ class PromptLoader:
         self._state, future = self._ahead.popleft()
         return future.result()
 
+    def show_batch(self, batch: DataProto) -> None:
+        """The batch of a finished step, for a sampler that learns from it (curriculum)."""
+        if isinstance(self.sampler, TorchOrder) and self.sampler.learns:
+            self.sampler.update(batch)
+            # The next batch follows from what it has learned, and from where it stands now.
+            self._state = self.sampler.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, whatever has been made ahead, and a digest of what was read in this epoch."""
-        if not isinstance(self.dataset, PromptDataset):
+        if not isinstance(self.dataset, PromptDataset) or isinstance(self.sampler, TorchOrder):
             return dict(self._state)
         return {**self._state, "read": self._digest_of_epoch(self.dataset)}
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dovetail.config.data import DataConfig
-from dovetail.data.encode import Messages, PromptEncoder, truncate
+from dovetail.data.encode import Messages, PromptEncoder, pad_prompt, truncate
 from dovetail.data.errors import DataError
 from dovetail.data.files import Rows, read_rows
 from dovetail.data.images import Loader, MediaPrompt, load_image, process_media
@@ -181,14 +181,8 @@ class PromptDataset:
         return process_media(self.processor, messages, images, videos, where, **self.encoder.template_kwargs)
 
     def _padded(self, ids: list[int], text: str, *, raw_ids: list[int]) -> dict[str, Any]:
-        width = self.config.max_prompt_length
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
-        input_ids = torch.full((width,), int(pad), dtype=torch.int64)
-        mask = torch.zeros(width, dtype=torch.int64)
-        input_ids[width - len(ids) :] = torch.tensor(ids, dtype=torch.int64)
-        mask[width - len(ids) :] = 1
-        positions = (mask.cumsum(0) - 1).clamp(min=0)
-        encoded = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, "raw_prompt_ids": raw_ids}
+        padded = pad_prompt(ids, self.tokenizer, self.config.max_prompt_length)
+        encoded: dict[str, Any] = {**padded, "raw_prompt_ids": raw_ids}
         return {**encoded, "full_prompts": text} if self.config.return_full_prompt else encoded
 
     def _row(self, index: int) -> tuple[dict[str, Any], str]:

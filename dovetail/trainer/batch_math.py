@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +16,10 @@ from dovetail.algorithms import (
     compute_rollout_correction_and_rejection_mask,
     get_adv_estimator_fn,
 )
+from dovetail.algorithms.pf_ppo import draw_pf_ppo_rows
+from dovetail.algorithms.plugin_calls import named_arguments
 from dovetail.config.algorithm import AlgorithmConfig
+from dovetail.config.view import ConfigView
 from dovetail.protocol import DataProto
 
 Metrics = dict[str, float]
@@ -74,27 +79,63 @@ def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataP
 
 
 def add_advantages(batch: DataProto, algorithm: AlgorithmConfig, *, num_repeat: int) -> DataProto:
-    """`advantages` and `returns` by the chosen estimator, which takes the columns it knows and ignores the others.
+    """`advantages` and `returns` by the chosen estimator, which gets the columns and settings that it names.
 
     Rows without a score are not shown to the estimator, so that their 0 is nobody's baseline; they get 0.
     """
     compares = num_repeat > 1 and algorithm.adv_estimator not in _WITHOUT_GROUPS
     scored = _scored_rows(batch, compares=compares)
     seen = batch if scored.all() else batch.select_idxs(scored)
-    columns = seen.tensors
     estimate = get_adv_estimator_fn(algorithm.adv_estimator)
-    optional = {name: columns[name] for name in ("values", "reward_baselines") if name in columns}
-    advantages, returns = estimate(
-        token_level_rewards=columns["token_level_rewards"],
-        response_mask=columns["response_mask"],
-        uid=seen.non_tensor_batch["uid"],
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        num_repeat=num_repeat,
-        **optional,
-    )
+    advantages, returns = estimate(**named_arguments(estimate, estimator_inputs(seen, algorithm, num_repeat)))
     return _with(batch, advantages=_at_rows(advantages, scored), returns=_at_rows(returns, scored))
+
+
+def filtered_rows(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int) -> torch.Tensor | None:
+    """The rows of PF-PPO's draw, by score; None when no row can be drawn. Rows that keep no token are not drawn."""
+    scores = batch.tensors["token_level_scores"].sum(dim=1)
+    drawable = batch.tensors["response_mask"].bool().any(dim=1)
+    if not drawable.any():
+        return None
+    settings = algorithm.pf_ppo
+    return draw_pf_ppo_rows(
+        scores, drawable, reweight_method=settings.reweight_method, weight_pow=settings.weight_pow, seed=seed
+    )
+
+
+def estimator_inputs(batch: DataProto, algorithm: AlgorithmConfig, num_repeat: int) -> dict[str, Any]:
+    """Everything that an estimator may name: columns of the batch, settings, and what verl calls them."""
+    uid = batch.non_tensor_batch["uid"]
+    inputs: dict[str, Any] = {
+        **batch.non_tensor_batch,
+        **batch.tensors,
+        "index": uid,
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        "gdpo_reward_weights": algorithm.gdpo_reward_weights,
+        "num_repeat": num_repeat,
+        "config": ConfigView(algorithm),
+        "batch": batch.tensors,
+        "non_tensor_batch": batch.non_tensor_batch,
+    }
+    if algorithm.adv_estimator == "gdpo":
+        inputs["reward_components"] = _reward_components(batch, algorithm.gdpo_reward_keys)
+    return inputs
+
+
+def _reward_components(batch: DataProto, keys: Sequence[str]) -> torch.Tensor | None:
+    """`[rows, keys]`: numbers that the reward function returned beside the score."""
+    columns = batch.non_tensor_batch
+    absent = [key for key in keys if key not in columns]
+    if absent:
+        raise ValueError(
+            f"algorithm.gdpo_reward_keys={list(keys)}: the reward function returned no {', '.join(absent)}; a row has "
+            f"{', '.join(sorted(columns))}. Return them in its dictionary."
+        )
+    if not keys:
+        return None
+    return torch.stack([torch.tensor([float(value) for value in columns[key]]) for key in keys], dim=1)
 
 
 def add_baselines(batch: DataProto, greedy: DataProto, *, num_repeat: int) -> DataProto:

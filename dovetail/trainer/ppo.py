@@ -18,6 +18,7 @@ from dovetail.data.loader import PromptLoader
 from dovetail.observability.shown_answers import choose_answers
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
+from dovetail.parallel.balance import inverse_order
 from dovetail.protocol import DataProto, stage_columns
 from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
 from dovetail.trainer.answer_files import AnswerFiles
@@ -27,6 +28,7 @@ from dovetail.trainer.batch_math import (
     add_baselines,
     add_rewards,
     correct_rollout,
+    filtered_rows,
     mask_failed,
     mask_truncated,
     with_baseline_failures,
@@ -34,7 +36,8 @@ from dovetail.trainer.batch_math import (
 from dovetail.trainer.checkpoints import TrainerCheckpoints
 from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups
-from dovetail.trainer.prompt_draws import PromptDraws
+from dovetail.trainer.profile import profiled
+from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
 from dovetail.trainer.requests import engine_request, join_answers, num_restarts
 from dovetail.trainer.stalled import SkippedSteps
 from dovetail.trainer.step_metrics import (
@@ -94,6 +97,7 @@ class RayPPOTrainer:
         self.utilisation = StepUtilisation(config)
         self.global_step = 0
         self._num_written = 0
+        self._order: list[int] = []  # of the rows of this step's batch, as they were drawn
         self.total_steps = total_training_steps(config, len(train_loader))
         self._skipped_steps = SkippedSteps(self.total_steps)
         self._answer_files = AnswerFiles(config.trainer, tracker.folder, tokenizer)
@@ -153,7 +157,9 @@ class RayPPOTrainer:
         settle_after = self.global_step + _STEPS_THAT_BUILD
         while self.global_step < self.total_steps:
             self.global_step += 1
-            metrics = self._train_step()
+            actors, folder = self.groups.actor_rollout, self.tracker.folder.path
+            with profiled(self.config.global_profiler, self.global_step, actors, folder):
+                metrics = self._train_step()
             if self._is_due(settings.test_freq):
                 with self.timers("testing"):
                     last_validation = self._validate()
@@ -196,16 +202,19 @@ class RayPPOTrainer:
                 batch = self._add_advantages(batch, metrics)
             # Begun before the update, which keeps the devices busy: after it, generation would wait for the host.
             self._answer_files.write_training(self.global_step, batch)
+            generated, batch = batch, self._filtered(batch, metrics)
             if self.groups.critic is not None:
                 with self.timers("update_critic"):
-                    metrics |= update_metrics(self.groups.critic.update_critic(stage_columns(batch, "update_critic")))
+                    rows = self._arranged_for_critic(stage_columns(batch, "update_critic"))
+                    metrics |= update_metrics(self.groups.critic.update_critic(rows))
             if self.global_step > self.config.trainer.critic_warmup:
                 with self.timers("update_actor"):
                     extra = get_policy_loss_columns(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
                     update = self.groups.actor_rollout.update_actor(stage_columns(batch, "update_actor", extra))
                     metrics |= update_metrics(update, metrics)
                     self.groups.weights_changed()
-        self._report(batch, metrics)
+        self.train_loader.show_batch(generated)
+        self._report(generated, metrics)
         return metrics
 
     # ---- the phases ----
@@ -246,14 +255,29 @@ class RayPPOTrainer:
             self.tracker.event("engine_restart", self.global_step, reason=reason)
 
     def _arranged(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Rows in the order in which ranks take them: whole mini-batches, equal work."""
-        policy = self.config.actor_rollout_ref
+        """Rows in the order in which the actor's ranks take them: whole mini-batches, equal work."""
+        mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         ranks = self.groups.actor_rollout.dp_size("actor")
-        lengths = batch.tensors["attention_mask"].sum(dim=1).tolist()
-        rows = min(policy.actor.ppo_mini_batch_size * policy.rollout.n, len(batch))
-        batch.reorder(arrange_rows(lengths, ranks, rows, balance=self.config.trainer.balance_batch))
+        self._order = self._layout(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks, mini_batch)
+        batch.reorder(self._order)
         metrics |= imbalance(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks)
         return batch
+
+    def _arranged_for_critic(self, batch: DataProto) -> DataProto:
+        """An arranged batch as the critic's ranks take it, whose number or mini-batches may not be the actor's.
+
+        From the order in which rows were drawn: the actor's order depends on its number of ranks.
+        """
+        assert self.groups.critic is not None, "only called with a critic"
+        place = inverse_order(self._order)
+        lengths = batch.tensors["attention_mask"].sum(dim=1)[place].tolist()
+        ranks = self.groups.critic.dp_size("critic")
+        order = [place[row] for row in self._layout(lengths, ranks, self.config.critic.ppo_mini_batch_size)]
+        return batch if order == list(range(len(batch))) else batch.select_idxs(order)
+
+    def _layout(self, lengths: list[int], ranks: int, mini_batch_prompts: int) -> list[int]:
+        rows = min(mini_batch_prompts * self.config.actor_rollout_ref.rollout.n, len(lengths))
+        return arrange_rows(lengths, ranks, rows, balance=self.config.trainer.balance_batch)
 
     def _start_rewards(self, batch: DataProto, *, shaped: bool = True) -> PendingRewards:
         if self.groups.reward_model is not None:
@@ -297,6 +321,18 @@ class RayPPOTrainer:
         batch, found = add_rewards(batch, algorithm, self.kl_ctrl)
         metrics |= found
         return add_advantages(batch, algorithm, num_repeat=self.config.actor_rollout_ref.rollout.n)
+
+    def _filtered(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """PF-PPO: the batch drawn again by score. Rows are drawn in an order that no number of ranks changes."""
+        if not self.config.algorithm.use_pf_ppo:
+            return batch
+        drawn = batch.select_idxs(inverse_order(self._order))
+        seed = stable_seed(self.config.trainer.seed, f"pf_ppo-{self.global_step}")
+        rows = filtered_rows(drawn, self.config.algorithm, seed=seed)
+        if rows is None:
+            return batch
+        metrics["train/pf_ppo_distinct_share"] = len(rows.unique()) / len(rows)
+        return self._arranged(drawn.select_idxs(rows), {})
 
     # ---- around the step ----
 

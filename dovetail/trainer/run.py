@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from dovetail.config.errors import Problem
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.config.runnable import refuse_unsupported
-from dovetail.config.user_code import UserCodeError
+from dovetail.config.user_code import UserCodeError, import_user_modules
 from dovetail.controller import WorkerError, start_ray, stop_ray
 from dovetail.data.build import build_train_loader, build_val_loader
 from dovetail.data.errors import DataError
@@ -36,6 +35,7 @@ from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.groups import create_groups
 from dovetail.trainer.inputs import missing_inputs
 from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
+from dovetail.trainer.registered import refuse_unmet_names
 from dovetail.trainer.stalled import TrainingStalled
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ def run_training(
 
     Whatever can be wrong is found before a process is started: keys, files, columns, reward functions.
     """
-    for name in config.trainer.import_modules:
-        importlib.import_module(name)
+    import_user_modules(config.trainer.import_modules)
     shapes = read_shapes(config)
     refuse_errors(check_config(config, shapes.policy))
     refuse_unsupported(config)
@@ -95,6 +94,7 @@ def run_training(
     for loader in (train_loader, val_loader):
         if loader is not None:
             _refuse_unread_images(config, loader.dataset, on_cuda=use_gpu)
+    refuse_unmet_names(config, train_loader.dataset[0])
     settings = config.trainer
     trainer_class = trainer_class or (RayDAPOTrainer if config.algorithm.filter_groups.enable else RayPPOTrainer)
     with ExitStack() as open_things:

@@ -186,5 +186,5 @@ def test_a_users_dataset_and_sampler_are_taken(tmp_path: Path) -> None:
     assert batch.non_tensor_batch["index"].tolist() == [5, 4, 3]
     assert batch.non_tensor_batch["loud"].tolist() == [True] * 3
     settings["sampler"] = {"class_path": str(file), "class_name": "Loud"}
-    with pytest.raises(DataError, match="must inherit from"):
+    with pytest.raises(DataError, match="is no sampler; inherit from"):
         build_train_loader(DovetailConfig(data=settings), tiny_tokenizer())

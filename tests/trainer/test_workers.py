@@ -32,7 +32,9 @@ STEPS = 4
 KEYS: dict[str, Any] = {
     "actor_rollout_ref.actor.optim.eps": 1e-3,
     "critic.optim.eps": 1e-3,
+    "critic.ppo_mini_batch_size": 1,  # other mini-batches than the actor's: they must not depend on ranks either
     "algorithm.adv_estimator": "gae",
+    "algorithm.use_pf_ppo": True,  # rows drawn again by score: the same rows on any number of ranks
     "algorithm.use_kl_in_reward": True,
     "trainer.total_training_steps": STEPS,
     "trainer.save_freq": 1,
