@@ -46,6 +46,8 @@ def _verl_loss(loss_fn: Callable[..., Any], config: ConfigView) -> PolicyLossFn:
     mean over its rows, which becomes a share by the rows' part of the mini-batch.
     """
 
+    parameters = inspect.signature(loss_fn).parameters
+
     def call(
         *, response_mask: torch.Tensor, counts: BatchCounts | None = None, loss_agg_mode: str, **values: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -53,8 +55,7 @@ def _verl_loss(loss_fn: Callable[..., Any], config: ConfigView) -> PolicyLossFn:
         whole = here if counts is None else counts
         view = _LossConfig(config, whole, values.get("loss_scale_factor"))
         given = {"response_mask": response_mask, "loss_agg_mode": loss_agg_mode, "config": view, **values}
-        known = ("old_log_prob", "log_prob", "advantages", "rollout_is_weights", "response_mask", "loss_agg_mode")
-        loss, metrics = loss_fn(**named_arguments(loss_fn, {name: given.get(name) for name in (*known, "config")}))
+        loss, metrics = loss_fn(**{name: given[name] for name in parameters if name in given})
         if not view.was_asked_for_counts:
             loss = loss * _part(loss_agg_mode, here, whole)
         tokens = here.num_tokens / max(whole.num_tokens, 1)
