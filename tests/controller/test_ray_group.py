@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from dovetail.controller import (
 from dovetail.protocol import DataProto, DataProtoFuture
 from tests.controller.conftest import Roles
 from tests.controller.worker_examples import Calculator, add_rank, batch, column
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("controller")]
 
@@ -57,22 +59,26 @@ def test_mesh_calls_collect_one_rank_of_each_data_parallel_rank(group: RayWorker
         group.mesh_unknown(batch(4))
 
 
-def test_a_future_returns_at_once_and_gives_what_the_blocking_call_gives(group: RayWorkerGroup) -> None:
-    future = group.slow_plus(batch(8))
+def test_a_future_returns_at_once_and_gives_what_the_blocking_call_gives(group: RayWorkerGroup, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    future = group.gated_plus(batch(8), str(gate))
     assert isinstance(future, DataProtoFuture)
     assert not future.done(), "a non-blocking call must not wait for the workers"
+    with pytest.raises(TimeoutError, match=r"actor.gated_plus still runs on ranks \[0, 1, 2, 3\]"):
+        future.get(timeout=0.1)
+    gate.touch()
     assert column(future.get()) == [row + 1 for row in range(8)]
     assert future.done()
     assert column(group.plus.submit(batch(4), 1).get()) == [2, 3, 4, 5]
-    with pytest.raises(TimeoutError, match=r"actor.slow_plus still runs on ranks \[0, 1, 2, 3\]"):
-        group.slow_plus(batch(4)).get(timeout=0.1)
 
 
-def test_futures_chain_through_calls_without_reaching_the_driver(group: RayWorkerGroup) -> None:
-    first = group.slow_plus(batch(8))
+def test_futures_chain_through_calls_without_reaching_the_driver(group: RayWorkerGroup, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    first = group.gated_plus(batch(8), str(gate))
     second = group.plus_later(first, 10)
     third = group.mesh_plus.submit(second)  # four parts become two shares
     assert not first.done()
+    gate.touch()
     assert column(third.get()) == [row + 11 for row in range(8)]
     assert isinstance(third, BatchFuture)
 
@@ -116,11 +122,14 @@ def test_ranks_know_their_place_and_get_the_environment(group: RayWorkerGroup) -
 
 def test_log_lines_carry_role_and_rank(group: RayWorkerGroup, capfd: pytest.CaptureFixture[str]) -> None:
     group.log("a word from the workers", rank=3)
-    deadline, text = time.monotonic() + 60, ""  # Ray collects log lines when it has time
-    while time.monotonic() < deadline and "a word" not in text:
-        time.sleep(0.2)
-        text += "".join(capfd.readouterr())
-    assert "[actor 3/4] dovetail.tests: a word from the workers" in text
+    said: list[str] = []
+
+    def heard() -> bool:  # Ray collects log lines when it has time
+        said.extend(capfd.readouterr())
+        return "a word" in "".join(said)
+
+    wait_until(heard, "a log line of a worker")
+    assert "[actor 3/4] dovetail.tests: a word from the workers" in "".join(said)
 
 
 def test_colocated_roles_share_processes_on_a_pool_that_another_group_uses(roles: Roles, two: RayWorkerGroup) -> None:
@@ -148,13 +157,11 @@ def test_pools_split_and_merge_over_the_same_slots(pool: RayResourcePool) -> Non
         pool.split([1, 2])
 
 
-def test_a_pool_larger_than_the_cluster_is_refused_at_once(ray_cluster: None) -> None:
-    start = time.monotonic()
+def test_a_pool_larger_than_the_cluster_is_refused(ray_cluster: None) -> None:
     with pytest.raises(ValueError, match=r"needs 100 CPU, but the cluster has 8"):
         RayResourcePool([100], use_gpu=False).slots()
     with pytest.raises(ValueError, match=r"needs 1 GPU, but the cluster has 0"):
         RayResourcePool([1], use_gpu=True).slots()
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 11])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
+import threading
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dovetail.controller import Dispatch, Execute, Worker, register
 from dovetail.protocol import DataProto
+from tests.waiting import wait_until
 
 logger = logging.getLogger("dovetail.tests")
 
@@ -85,8 +87,9 @@ class Calculator(Worker):
         return DataProto.from_dict(tensors={"x": data.tensors["x"] + amount})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def slow_plus(self, data: DataProto) -> DataProto:
-        time.sleep(1.0)
+    def gated_plus(self, data: DataProto, gate: str) -> DataProto:
+        """Once the file `gate` is there."""
+        wait_until(Path(gate).exists, f"the file {gate}")
         return DataProto.from_dict(tensors={"x": data.tensors["x"] + 1})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
@@ -179,16 +182,21 @@ class Collective(Calculator):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def all_reduce_unless(self, failing_rank: int, how: str) -> float:
-        if self.rank == failing_rank:
-            if how == "raise":
-                raise RuntimeError("out of patience")
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.all_reduce()
+        """The others say that they come to the collective; only then does this rank fail."""
+        ready = torch.ones(1)
+        if self.rank != failing_rank:
+            torch.distributed.send(ready, failing_rank)
+            return self.all_reduce()
+        for rank in set(range(self.world_size)) - {failing_rank}:
+            torch.distributed.recv(ready, rank)
+        if how == "raise":
+            raise RuntimeError("out of patience")
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("the kernel did not kill this process")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for_ever(self) -> None:
-        time.sleep(600)
+        threading.Event().wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def ping(self) -> int:

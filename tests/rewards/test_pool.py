@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from dovetail.rewards.errors import Failure, RewardError
 from dovetail.rewards.functions import FunctionSpec, spec_of
 from dovetail.rewards.pool import KillablePool
 from tests.rewards import scoring_functions
+from tests.waiting import is_running, wait_until_gone
 
 pytestmark = pytest.mark.unit
 
@@ -64,10 +64,7 @@ def test_a_timeout_also_kills_what_the_function_started(pool: KillablePool, tmp_
     note = tmp_path / "pid"
     assert pool.submit(call("spawn", str(note))).result(30).kind == "timeout"
     pid = int(note.read_text())
-    deadline = time.monotonic() + 10
-    while _is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _is_running(pid)
+    wait_until_gone(pid)
 
 
 def test_a_worker_killed_from_outside_is_replaced() -> None:
@@ -99,7 +96,7 @@ def test_closing_ends_every_process_and_every_future() -> None:
     futures = [pool.submit(call("sleep")) for _ in range(3)]
     pool.close()
     assert all(isinstance(future.result(1), Failure) for future in futures)
-    assert not any(_is_running(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
     with pytest.raises(RewardError, match="stopped"):
         pool.submit(call("good"))
 
@@ -127,30 +124,19 @@ def test_a_file_that_fails_while_imported_is_an_error_at_the_start(tmp_path: Pat
 
 def test_the_processes_die_with_a_driver_that_is_killed() -> None:
     program = (
-        "import sys, time\n"
+        "import threading\n"
         "from dovetail.rewards.functions import FunctionSpec\n"
         "from dovetail.rewards.pool import KillablePool\n"
         "spec = FunctionSpec('pkg://tests.rewards.scoring_functions', 'misbehave')\n"
         "pool = KillablePool([spec], num_workers=2, timeout_seconds=3600)\n"
         "pool.submit({'data_source': '', 'solution_str': 'sleep', 'ground_truth': None, 'extra_info': None})\n"
         "print(*pool.pids(), flush=True)\n"
-        "time.sleep(3600)\n"
+        "threading.Event().wait()\n"
     )
     driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     pids = [int(word) for word in driver.stdout.readline().split()]
     driver.kill()
     driver.wait()
-    deadline = time.monotonic() + 20
-    while any(map(_is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
     assert len(pids) == 2
-    assert not any(map(_is_running, pids))
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until_gone(*pids)

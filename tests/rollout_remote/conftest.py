@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
 from tests.models.tiny import save_tiny_model
 from tests.rollout_remote.servers import VLLMServer
 
 FAMILY = "llama_tied"
-collect_ignore = [] if PYTHON_VARIABLE in os.environ else ["test_sglang_server.py"]
 
 
 @pytest.fixture(scope="package")
@@ -22,13 +19,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServer]]:
+def _started(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServer]]:
     logs = tmp_path_factory.mktemp("logs")
     started = [VLLMServer(folder, logs / f"server{number}.log") for number in range(2)]
-    try:
-        for server in started:
-            server.wait()
-        yield started
-    finally:
-        for server in started:
+    yield started
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def servers(_started: list[VLLMServer], folder: Path) -> list[VLLMServer]:
+    """Both answer: what a test before has killed is started again."""
+    for number, server in enumerate(_started):
+        if not server.is_alive:
             server.stop()
+            _started[number] = VLLMServer(folder, server.log)
+    for server in _started:
+        server.wait()
+    return _started

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import dovetail
 from dovetail.rollout.sglang.server import _hold_port
 from dovetail.rollout.vllm.environment import environment
 from tests.docs.commands import page_command
+from tests.waiting import wait_until
 
 READY_S = 280.0
 
@@ -47,23 +46,27 @@ class VLLMServer:
             )
 
     def wait(self) -> None:
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        raise TimeoutError(f"the server was not up in {READY_S} s:\n{self.log.read_text()[-4000:]}")
+        wait_until(self._answers, f"the server; it wrote to {self.log}", seconds=READY_S)
+
+    def _answers(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2):
+                return True
+        except OSError:
+            return False
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(20)
 
     def stop(self) -> None:
-        if self.process.poll() is None:
+        if self.is_alive:
             self.kill()
         if self._holder is not None:
             self._holder.close()

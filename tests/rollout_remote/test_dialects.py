@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.rollout.remote.loop import LoopThread
 from tests.models.tiny import save_tiny_model, tiny_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -148,8 +148,7 @@ def test_pausing_a_server_that_cannot_be_asked_sends_the_request_again(fake: _Fa
     fake.routes |= {"GET /v1/models": MODELS, "POST /v1/completions": lambda body: slowly()}
     with RemoteRollout([fake.url], str(folder), dialect="openai") as engine, ThreadPoolExecutor(1) as thread:
         writing = thread.submit(engine.generate, [GenerationRequest("a", [5, 6], PLAIN)])
-        while not fake.bodies("POST /v1/completions"):
-            time.sleep(0.01)
+        wait_until(lambda: fake.bodies("POST /v1/completions"), "the request")
         engine.pause()
         assert (engine.health().num_running, engine.health().num_waiting) == (0, 1)
         fake._thread.loop.call_soon_threadsafe(released.set)

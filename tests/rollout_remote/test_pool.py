@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -133,10 +132,8 @@ def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
         jobs = [str(number) for number in range(60)]
         tasks = [asyncio.ensure_future(_work(pool, job, key=f"group {int(job) // 4}")) for job in jobs]
         await asyncio.sleep(0.1)
-        start = time.monotonic()
         await first.kill()
         answers = await asyncio.gather(*tasks)
-        assert time.monotonic() - start < 10
         assert [answer["job"] for answer in answers] == jobs
         assert {answer["by"] for answer in answers} == {second.url}
         assert second.answered == Counter(jobs)

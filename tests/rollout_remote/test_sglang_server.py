@@ -1,9 +1,9 @@
-"""A real SGLang server by URL. Collected where there is one: DOVETAIL_SGLANG_PYTHON names the Python that has it."""
+"""A real SGLang server by URL, where there is one: DOVETAIL_SGLANG_PYTHON names the Python that has it."""
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +12,17 @@ import pytest
 from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
 from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.rollout.sglang import SGLangRollout, SGLangSettings
+from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
 from tests.models.tiny import tiny_model
 from tests.rollout_remote.conftest import FAMILY
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(PYTHON_VARIABLE not in os.environ, reason=f"no SGLang: its Python in {PYTHON_VARIABLE}"),
+]
 
 EOS = 2
 PROMPT = list(range(3, 203))
@@ -38,6 +44,14 @@ def url(folder: Path) -> Iterator[str]:
     )
     with SGLangRollout(settings, num_servers=1) as owner:
         yield next(iter(owner._core._links))
+
+
+def _has_written(engine: RemoteRollout) -> bool:
+    """SGLang tells how many tokens a call has written only when it is paused."""
+    engine.pause()
+    written = any(sample.token_ids for sample in engine._calls._live)
+    engine.continue_()
+    return written
 
 
 @pytest.mark.parametrize("path", ["disk", "gloo broadcast"])
@@ -66,13 +80,12 @@ def test_an_sglang_server_follows_the_trainer_also_in_mid_generation(
         request = GenerationRequest("long", PROMPT, LONG)
         thread = threading.Thread(target=lambda: running.extend(engine.generate([request])))
         thread.start()
-        while not engine.health().num_running:
-            time.sleep(0.02)
-        time.sleep(1.0)  # SGLang does not say how many tokens a call has written
+        wait_until(lambda: _has_written(engine), "tokens of the request")
         engine.update_weights(new.named_parameters(), 5)
         thread.join(120)
         (result,) = running
         count = result.weight_versions.count(4)
+        assert 0 < count < 200, "the update must meet a running request"
         assert result.weight_versions == [4] * count + [5] * (200 - count)
         assert result.token_ids[:count] == greedy(old, PROMPT, count)
         assert result.token_ids[count:] == greedy(new, PROMPT + result.token_ids[:count], 200 - count)

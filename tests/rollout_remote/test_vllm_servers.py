@@ -1,11 +1,10 @@
-"""Real vLLM servers driven over HTTP, float32, against plain transformers. The last tests kill the servers."""
+"""Real vLLM servers driven over HTTP, float32, against plain transformers."""
 
 from __future__ import annotations
 
 import json
 import logging
 import threading
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.ranks import run_ranks
 from tests.rollout_remote.conftest import FAMILY
 from tests.rollout_remote.servers import VLLMServer
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.xdist_group("vllm-servers")]
 
@@ -75,11 +75,7 @@ def _tokens_written(server: VLLMServer) -> float:
 
 def _wait_for_tokens(server: VLLMServer, count: int) -> None:
     start = _tokens_written(server)
-    for _ in range(1200):
-        if _tokens_written(server) - start >= count:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{count} tokens were not written in a minute")
+    wait_until(lambda: _tokens_written(server) - start >= count, f"{count} tokens of {server.url}")
 
 
 def test_greedy_tokens_and_log_probs_equal_those_of_transformers_and_both_servers_work(
@@ -162,9 +158,9 @@ def _trainer_of_two(rank: int, world_size: int, urls: list[str], folder: str, we
     _change(backend.module.parameters())
     with RemoteRollout(urls, folder, bucket_bytes=1 << 16, weights_folder=weights) as engine:
         engine.update_weights(backend.named_weights(), 6)
-        time.sleep(rank)  # the second rank still generates when the first wants to update again
-        results = engine.generate(_requests([[*PROMPT, 5 + rank]] * 2, GREEDY))
-        assert {tuple(result.weight_versions) for result in results} == {(6,) * 12}
+        # The second rank still generates when the first wants to update again.
+        results = engine.generate(_requests([[*PROMPT, 5 + rank]] * 2, LONG if rank else GREEDY))
+        assert {version for result in results for version in result.weight_versions} == {6}
         # Missing on the rank that sends: told on every rank, and none of them hangs in a gather.
         short = ((name, tensor) for name, tensor in backend.named_weights() if name != "model.norm.weight")
         with pytest.raises((WeightUpdateError, EngineError), match=r"no tensor was given for model\.norm\.weight"):
@@ -182,7 +178,7 @@ def test_two_fsdp2_ranks_share_the_servers_and_the_first_feeds_them(
     model = tiny_model(FAMILY)
     _change(model.parameters())
     for rank in range(2):
-        assert results[rank] == [greedy(model, [*PROMPT, 5 + rank], 12)] * 2
+        assert results[rank] == [greedy(model, [*PROMPT, 5 + rank], 300 if rank else 12)] * 2
 
 
 @pytest.mark.parametrize("paused_first", [True, False])
@@ -199,8 +195,7 @@ def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights
             written = _tokens_written(servers[0])
             health = engine.health()
             assert (health.paused, health.num_running, health.num_waiting) == (True, 0, 2)
-            time.sleep(0.3)
-            assert _tokens_written(servers[0]) == written
+            assert [_tokens_written(servers[0]) for _ in range(20)] == [written] * 20
         engine.update_weights(new.named_parameters(), 2)
         if paused_first:
             engine.continue_()
@@ -221,8 +216,9 @@ def test_a_pause_alone_changes_no_greedy_token(servers: list[VLLMServer], folder
         engine.update_weights(model.named_parameters(), 1)
         join = _in_thread(engine, _requests([PROMPT, [7], [8, 9]], LONG))
         for _ in range(3):
-            time.sleep(0.15)
+            _wait_for_tokens(servers[0], 10)
             engine.pause()
+            assert engine.health().num_waiting > 0, "the pause must meet a running request"
             engine.continue_()
         assert [result.token_ids for result in join(120)] == [greedy(model, p, 300) for p in (PROMPT, [7], [8, 9])]
 
@@ -313,11 +309,8 @@ def test_a_server_that_forgot_its_weights_writes_nothing_until_it_has_them_again
         results = engine.generate(_requests([[5 + number] for number in range(6)], GREEDY))
         assert [result.token_ids for result in results] == [greedy(model, [5 + number], 12) for number in range(6)]
         assert _tokens_written(servers[0]) == before
-        for _ in range(200):  # it is read from the folder at the next look at the servers
-            if engine.health().reason == "":
-                break
-            time.sleep(0.1)
-        assert engine.health().reason == ""
+        # It is read from the folder at the next look at the servers.
+        wait_until(lambda: engine.health().reason == "", "the server to have weights again")
         assert len(engine.weight_checksums(["model.norm.weight"])) > 0
         # New names: those of before stay with the server that has their prefix.
         engine.generate([GenerationRequest(f"new {number}", [5 + number], GREEDY) for number in range(6)])
@@ -366,10 +359,7 @@ def test_a_server_killed_in_mid_batch_is_reported_and_its_requests_are_finished_
         join = _in_thread(engine, requests)
         _wait_for_tokens(servers[1], 60)
         servers[1].kill()
-        killed = time.monotonic()
-        while servers[1].url not in engine.health().reason:
-            assert time.monotonic() - killed < 10, "ten seconds without a word"
-            time.sleep(0.02)
+        wait_until(lambda: servers[1].url in engine.health().reason, "a word of the death")
         results = join(240)
         assert [result.request_id for result in results] == [request.request_id for request in requests]
         wanted = [greedy(model, list(r.prompt_token_ids), r.sampling.max_new_tokens) for r in requests]
@@ -381,20 +371,12 @@ def test_a_server_killed_in_mid_batch_is_reported_and_its_requests_are_finished_
         fresh = tiny_model(FAMILY, seed=7)
         engine.update_weights(fresh.named_parameters(), 12)
         assert engine.generate(_requests([PROMPT], GREEDY))[0].token_ids == greedy(fresh, PROMPT, 12)
-
-
-def test_when_the_last_server_dies_the_error_names_it_within_ten_seconds(
-    servers: list[VLLMServer], folder: Path
-) -> None:
-    """The last of this file: no server is left afterwards."""
-    model = tiny_model(FAMILY)
-    with _engine(servers[:1], folder) as engine:
-        engine.update_weights(model.named_parameters(), 1)
+        # And when the last one dies, the error names it.
         join = _in_thread(engine, [GenerationRequest("lost", PROMPT, LONG)])
         _wait_for_tokens(servers[0], 10)
         servers[0].kill()
-        with pytest.raises(EngineError, match=f"none of 1 servers is up.*{servers[0].url}"):
-            join(10)
+        with pytest.raises(EngineError, match=f"none of 2 servers is up.*{servers[0].url}"):
+            join(60)
         assert not engine.health().ok
         with pytest.raises(EngineError, match="no server answers"):
-            engine.update_weights(model.named_parameters(), 2)
+            engine.update_weights(model.named_parameters(), 13)

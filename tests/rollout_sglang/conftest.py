@@ -1,8 +1,8 @@
 """Real SGLang, in the form this environment can run it.
 
 Where SGLang is installed (`make sglang-env`) the engine runs in the test's own process. Where it is not, servers are
-started with the Python that DOVETAIL_SGLANG_PYTHON names, as a trainer would; without that there is no SGLang to test,
-and only what needs none is collected. `make test` does both. Engines are started once: each costs seconds of imports.
+started with the Python that DOVETAIL_SGLANG_PYTHON names, as a trainer would; without that there is no SGLang to test.
+What cannot run is skipped and says why. `make test` does both. Engines are started once: each costs seconds of imports.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,17 @@ from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResu
 from dovetail.rollout.sglang import SGLangRollout, SGLangSettings
 from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
 from tests.models.tiny import save_tiny_model
+from tests.waiting import wait_until
 
 IN_PROCESS = importlib.util.find_spec("sglang") is not None
-_SERVERS_ONLY = ["test_with_servers.py", "test_smollm2.py", "test_sharded.py", "test_training_run.py"]
-_NEEDS_SGLANG = ["test_engine.py", "test_weight_updates.py", "test_within_process.py"]
-
-if IN_PROCESS:
-    collect_ignore = _SERVERS_ONLY
-elif PYTHON_VARIABLE in os.environ:
-    collect_ignore = ["test_within_process.py"]
-else:
-    collect_ignore = _SERVERS_ONLY + _NEEDS_SGLANG
+SERVERS = not IN_PROCESS and PYTHON_VARIABLE in os.environ
+needs_sglang = pytest.mark.skipif(
+    not IN_PROCESS and not SERVERS, reason=f"no SGLang: `make sglang-env`, and its Python in {PYTHON_VARIABLE}"
+)
+needs_servers = pytest.mark.skipif(
+    not SERVERS, reason=f"SGLang's servers, driven from dovetail's environment with {PYTHON_VARIABLE}"
+)
+needs_sglang_in_process = pytest.mark.skipif(not IN_PROCESS, reason="SGLang in this process: in its own environment")
 
 
 def small_settings(folder: Path | str, **overrides: Any) -> SGLangSettings:
@@ -46,11 +45,23 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def engine(tiny_folder: Path) -> Iterator[SGLangRollout]:
-    """Of a model with tied embeddings; in this process, or two servers behind the router."""
-    settings = small_settings(tiny_folder)
-    with SGLangRollout(settings, num_servers=0 if IN_PROCESS else 2, bucket_bytes=1 << 18) as built:
-        yield built
+def _engines(tiny_folder: Path) -> Iterator[list[SGLangRollout]]:
+    engines: list[SGLangRollout] = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(_engines: list[SGLangRollout], tiny_folder: Path) -> SGLangRollout:
+    """Of a model with tied embeddings; in this process, or two servers behind the router. Started again where a test
+    before has killed it."""
+    if _engines and (_engines[0]._core.closed or _engines[0]._core.deaths):
+        _engines.pop().close()
+    if not _engines:
+        settings = small_settings(tiny_folder)
+        _engines.append(SGLangRollout(settings, num_servers=0 if IN_PROCESS else 2, bucket_bytes=1 << 18))
+    return _engines[0]
 
 
 class Running:
@@ -80,20 +91,21 @@ class Running:
         On a busy machine all may have ended before a pause reaches it; then they begin again, twice at most.
         """
         watched = [request.request_id for request in requests or self._requests]
-        starts = 1
-        for _ in range(600):
+        starts = iter(range(2))
+
+        def written() -> dict[str, int]:
             self._engine.pause()
-            written = self._engine.num_tokens()
-            if all(written.get(name, 0) >= count for name in watched):
-                return written
+            counts = self._engine.num_tokens()
+            if all(counts.get(name, 0) >= count for name in watched):
+                return counts
             if not self._thread.is_alive():
                 assert self.error is None, f"it ended too soon: {self.error}"
-                assert starts < 3, f"it ended too soon: {self.results}"
+                assert next(starts, None) is not None, f"it ended too soon: {self.results}"
                 self._thread = self._start()
-                starts += 1
             self._engine.continue_()
-            time.sleep(0.05)
-        raise AssertionError(f"{count} tokens were not written in half a minute")
+            return {}
+
+        return wait_until(written, f"{count} tokens of {watched}")
 
     def join(self, seconds: float) -> list[GenerationResult]:
         self._thread.join(seconds)

@@ -10,10 +10,10 @@ import torch
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, UnsupportedPromptError
 from dovetail.rollout.sglang import SGLangRollout
 from tests.models.tiny import VOCAB_SIZE, tiny_model
-from tests.rollout_sglang.conftest import Running
+from tests.rollout_sglang.conftest import Running, needs_sglang
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang"), needs_sglang]
 
 PROMPTS = [[5, 6, 7, 8], [250, 9], list(range(3, 290)), [17] * 40]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("pyarrow", reason="training, which needs dovetail's own environment")
+
 from dovetail.observability.run_folder import RunFolder
 from tests.models.tiny import save_tiny_model
+from tests.rollout_sglang.conftest import needs_servers
 from tests.trainer.toy_run import Toy, save_toy_data, train_apart
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_servers]
 
 R = "actor_rollout_ref.rollout"
 SERVER = {

@@ -15,9 +15,10 @@ from dovetail.rollout.sglang import SGLangRollout
 from dovetail.rollout.sglang.weights import TensorFiles
 from dovetail.weight_sync import BroadcastFailedError, DiskWeights, WeightSender, weight_checksum
 from tests.models.tiny import tiny_model
+from tests.rollout_sglang.conftest import needs_sglang
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang"), needs_sglang]
 
 PROMPT = list(range(3, 290))
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult
 from dovetail.rollout.vllm.ray_engine import RayVLLMEngine
+from tests.waiting import wait_until
 
 
 class Running:
@@ -28,7 +28,4 @@ class Running:
 
 
 def wait_for_tokens(engine: RayVLLMEngine, name: str, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while engine.num_tokens().get(name, 0) < count:
-        assert time.monotonic() < deadline, f"{count} tokens of {name!r} were not written in a minute"
-        time.sleep(0.002)
+    wait_until(lambda: engine.num_tokens().get(name, 0) >= count, f"{count} tokens of {name!r}")

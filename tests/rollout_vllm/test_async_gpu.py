@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,7 +82,6 @@ def test_a_paused_request_outlives_a_sleep_that_gives_the_memory_back(engine: Ra
     assert engine.weight_version == -1
     engine.update_weights(_on_device(5), 2)
     engine.wake(["kv_cache"])
-    time.sleep(0.3)
     assert engine.num_tokens()["long"] == count, "awake, and still paused"
     engine.continue_()
     running.join(60)

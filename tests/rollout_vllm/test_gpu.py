@@ -4,7 +4,6 @@ run in the second model runner, with a sampler of its own."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from dovetail.rollout.vllm import VLLMEngine
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import gpu_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap, top_k_top_p_log_probs
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
 
@@ -53,8 +53,7 @@ def test_an_update_in_mid_generation_marks_every_token_with_the_version_that_wro
     request = GenerationRequest("long", PROMPT, sampling)
     thread = threading.Thread(target=lambda: results.extend(engine.generate([request])))
     thread.start()
-    while not any(len(sample.token_ids) >= 20 for sample in engine._live.of(None)):
-        time.sleep(0.001)
+    wait_until(lambda: any(len(sample.token_ids) >= 20 for sample in engine._live.of(None)), "20 tokens")
     engine.update_weights(new.named_parameters(), 9)
     thread.join(60)
     count = results[0].weight_versions.count(0)

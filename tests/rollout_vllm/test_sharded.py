@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.models.tiny import save_tiny_model, tiny_model
 from tests.ranks import run_alone, run_ranks
 from tests.rollout_vllm.conftest import small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -102,9 +102,8 @@ def _receive_from_two_ranks(engine: VLLMEngine, folder: Path, version: int) -> N
     file = folder / "address.json"
     thread = threading.Thread(target=run_ranks, args=(_send, 2, engine.num_workers, str(file)))
     thread.start()
-    while not file.exists():
-        assert thread.is_alive(), "the ranks ended before they gave an address"
-        time.sleep(0.05)
+    wait_until(lambda: file.exists() or not thread.is_alive(), "an address")
+    assert file.exists(), "the ranks ended before they gave an address"
     engine.join_weight_group(GroupAddress(*json.loads(file.read_text())))
     engine.receive_weights(version)
     thread.join(60)

@@ -18,6 +18,7 @@ from dovetail.trainer.run import run_training
 Moment = Literal["generation", "update", "save", "after_save", "any"]
 _PHASES = {"generation": "gen", "update": "update_actor", "save": "save_checkpoint", "after_save": "save_checkpoint"}
 DIED_IN = "died_in.txt"
+_LIMIT_S = 120
 
 
 def run_until_killed(config: DovetailConfig, moment: Moment, step: int = 0, *, after: float = 0.0) -> int:
@@ -27,11 +28,12 @@ def run_until_killed(config: DovetailConfig, moment: Moment, step: int = 0, *, a
     """
     process = mp.get_context("forkserver").Process(target=_train, args=(config, moment, step, after))
     process.start()
-    process.join(timeout=120)
+    process.join(timeout=_LIMIT_S)
     if process.exitcode is None:
         process.kill()
         process.join()
-    return int(process.exitcode or 0)
+        raise TimeoutError(f"the run neither ended nor reached the moment {moment!r} of step {step} in {_LIMIT_S} s")
+    return process.exitcode
 
 
 def _train(config: DovetailConfig, moment: Moment, step: int, after: float) -> None:
@@ -69,10 +71,11 @@ class _Killer:
     def _die_soon(self) -> None:
         if self._moment == "save":
             # As soon as the weights are being written.
-            while not (self._folder / f".global_step_{self._step}.partial" / "actor" / "shards").exists():
-                time.sleep(0.0002)
-        else:
-            time.sleep(self._after if self._moment == "any" else 0.01)
+            shards = self._folder / f".global_step_{self._step}.partial" / "actor" / "shards"
+            while not shards.exists():
+                os.sched_yield()
+        elif self._moment == "any":
+            time.sleep(self._after)
         self._die()
 
     def _die(self) -> None:

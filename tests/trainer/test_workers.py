@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.groups import create_groups
 from tests.ranks import run_alone
 from tests.trainer.toy_run import Toy, make_toy, repeatable, train, train_apart
+from tests.waiting import wait_until
 from tests.workers.tiny_run import rollout_batch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
@@ -136,11 +136,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = [sys.executable, "-m", "dovetail.trainer.main_ppo", *arguments]
     apart = {"env": ENVIRONMENT, "cwd": folder}
     process = subprocess.Popen(program, **apart, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (run / "global_step_2").exists():
-        assert process.poll() is None, f"the program ended with {process.returncode}"
-        assert time.monotonic() < deadline, "two steps took too long"
-        time.sleep(0.01)
+    second_step = run / "global_step_2"
+    wait_until(lambda: second_step.exists() or process.poll() is not None, "two steps", seconds=120)
+    assert process.poll() is None, f"the program ended with {process.returncode}"
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     done = [row["step"] for row in RunFolder(run).read_metrics()]
