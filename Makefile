@@ -31,7 +31,7 @@ ENGINES_READY := $(READY)-engines
 TIERS  ?= not gpu and not slow
 ARGS   ?=
 # Two processes share the tests; a group of tests that share an engine or a Ray stays in one of them.
-PYTEST := -m pytest -n 2 --dist loadgroup
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help setup engines sglang-env test-sglang browser demo test test-all test-unit test-gpu check format docs bench clean
 
@@ -95,8 +95,8 @@ test-sglang: setup engines sglang-env  ## the tests of SGLang alone
 	@DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m pytest tests/rollout_sglang $(ARGS); core=$$?; \
 	$(SGLANG_PYTHON) -m pytest tests/rollout_sglang $(ARGS); sglang=$$?; [ $$core -eq 0 ] && [ $$sglang -eq 0 ]
 
-test-unit: setup ## the tests that take seconds
-	$(BIN)/python $(PYTEST) -m 'unit and not slow' $(ARGS)
+test-unit: setup ## the tests that take seconds and need no more than setup; what more is installed is hidden from them
+	$(BIN)/python $(PYTEST) -p tests.only_setup -m 'unit and not slow' $(ARGS)
 
 test-gpu: setup  ## the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu $(ARGS)

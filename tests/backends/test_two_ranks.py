@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
 from dovetail.backends.base import ForwardOptions, TokenOutput
@@ -304,6 +305,8 @@ def offloaded(backend: TorchBackend) -> dict[str, Any]:
     """
     train(backend)
     backend.device = torch.device("meta")
+    for unit in FSDP.fsdp_modules(backend.module):
+        unit._handle.flat_param_to = FlatParameterOnMeta()
     found: dict[str, Any] = {}
     backend.offload()
     found["away"] = where(backend)
@@ -320,12 +323,26 @@ def offloaded(backend: TorchBackend) -> dict[str, Any]:
     return found
 
 
+class FlatParameterOnMeta:
+    """In place of FSDP's own way to move a flat parameter, which torch cannot point at `meta`."""
+
+    place = "cpu"
+
+    def __call__(self, device: torch.device, *, non_blocking: bool) -> None:
+        if (self.place, device.type) == ("meta", "cpu"):
+            raise NotImplementedError("no copy out of meta")
+        self.place = device.type
+
+
 def where(backend: TorchBackend) -> dict[str, set[str]]:
     optimizer = backend._optimizer
     assert optimizer is not None
     moments = [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {name: {str(t.device.type) for t in found} for name, found in (("params", parameters), ("moments", moments))}
+    flat = {unit._handle.flat_param_to.place for unit in FSDP.fsdp_modules(backend.module)}
+    return {
+        "params": flat or {parameter.device.type for parameter in backend.module.parameters()},
+        "moments": {moment.device.type for moment in moments},
+    }
 
 
 def bfloat16(strategy: str) -> tuple[np.ndarray, set[str]]:

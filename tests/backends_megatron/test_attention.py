@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.distributed
 
 LENGTHS = [8, 24, 16]
 """Multiples of 2 x 4, so that up to 4 context-parallel ranks can cut them."""

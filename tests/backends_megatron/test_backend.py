@@ -23,7 +23,7 @@ from dovetail.workers.build import build_policy, build_reward
 from tests.ranks import run_alone, run_ranks
 from tests.workers.tiny_run import as_numpy, largest_difference, rollout_batch, save_classifier, small_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32"))
 OPTIM = OptimConfig(

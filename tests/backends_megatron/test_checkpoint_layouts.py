@@ -16,7 +16,7 @@ from dovetail.protocol import DataProto
 from tests.backends_megatron.family_models import VOCAB_SIZE, megatron_backend, save_folder
 from tests.ranks import run_alone, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 # Near-zero gradients make Adam's step depend on rounding; a large epsilon keeps layouts comparable.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, lr_warmup_steps=2, total_training_steps=8, weight_decay=0.1)

@@ -13,7 +13,7 @@ import torch
 from tests.backends_megatron.family_models import CONFIGS, VOCAB_SIZE, hf_model, megatron_model, save_folder
 from tests.ranks import run_alone, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
 DENSE = ({"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 2, "vpp": 2})

@@ -21,7 +21,7 @@ from dovetail.backends.megatron.families.shards import (
     read_shard,
 )
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.distributed
 
 
 class Stored:

@@ -8,7 +8,7 @@ import pytest
 
 from dovetail.config.plan.stages import pipeline_stages
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.distributed
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, HEAD = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"

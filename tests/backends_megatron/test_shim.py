@@ -10,7 +10,7 @@ import torch
 from dovetail.backends.megatron.no_te import GroupStepAdam
 from dovetail.backends.megatron.shim import _STAND_INS, cuda_to_cpu
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.distributed
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim does nothing where CUDA is")
 

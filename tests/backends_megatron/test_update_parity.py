@@ -16,10 +16,11 @@ import pytest
 
 from dovetail.protocol import DataProto
 from tests.backends_megatron.updates import Layout, Updated, update_actor, update_critic
-from tests.ranks import run_alone, run_ranks
+from tests.ranks import run_alone
+from tests.workers.layouts import OnDemand, slow_on_four
 from tests.workers.tiny_run import TOLERANCE, largest_difference, rollout_batch, small_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
@@ -65,7 +66,7 @@ REFERENCES = {"dense": "one process", "moe": "one process, experts"}
 COMPARED = [name for name in LAYOUTS if name not in REFERENCES.values()]
 CRITICS = [name for name in COMPARED if LAYOUTS[name].critic]
 
-Found = dict[str, list[dict[str, Updated]]]
+Found = OnDemand[dict[str, Updated]]
 """Layout, then rank, then role."""
 
 
@@ -74,10 +75,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """All layouts of a world size share one start of its processes: importing Megatron takes seconds."""
     folder = tmp_path_factory.mktemp("updated")
     folders, batch = run_alone(prepare, folder)
-    by_size = {1: [run_alone(update_all, folders, batch)]}
-    for size in (2, 4):
-        by_size[size] = run_ranks(update_all, size, folders, batch, timeout=600.0)
-    return {name: [found[name] for found in by_size[layout.world_size]] for name, layout in LAYOUTS.items()}
+    return OnDemand(LAYOUTS, update_all, folders, batch)
 
 
 def prepare(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Path], DataProto]:
@@ -88,12 +86,12 @@ def prepare(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Path], 
     return folders, rollout_batch()
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", slow_on_four(LAYOUTS, COMPARED))
 def test_an_update_of_the_actor_does_not_depend_on_its_layout(name: str, updated: Found) -> None:
     compare(name, "actor", updated)
 
 
-@pytest.mark.parametrize("name", CRITICS)
+@pytest.mark.parametrize("name", slow_on_four(LAYOUTS, CRITICS))
 def test_an_update_of_the_critic_does_not_depend_on_its_layout(name: str, updated: Found) -> None:
     compare(name, "critic", updated)
 

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from dovetail.backends.megatron import versions
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.distributed
 
 # File, name in it: digest of its text, and what rests on it.
 PARTS: dict[tuple[str, str], tuple[str, str]] = {

@@ -35,7 +35,7 @@ from tests.backends.tiny import (
 )
 from tests.ranks import run_alone, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-5
 SETTINGS = OPTIM.model_copy(update={"lr_scheduler_type": "linear", "total_training_steps": 10})

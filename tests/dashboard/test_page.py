@@ -288,6 +288,7 @@ def test_a_broken_place_in_the_address_is_a_message(page: Page, server: Server) 
     expect(page.locator(".summary")).to_contain_text("in step 40")
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_and_a_million_answers_stay_quick(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "large", steps=10_000, rollouts_per_step=100)
     views = []

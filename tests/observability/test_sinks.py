@@ -1,4 +1,4 @@
-"""Trackers get every number under its name and step: TensorBoard's own files, and the documented calls of the others.
+"""Trackers get every number under its name and step, by their documented calls; TensorBoard is in `test_tensorboard`.
 
 W&B, MLflow, Trackio, SwanLab and ClearML are stood in for by modules that accept exactly the calls their documentation
 has; anything else is an error.
@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
-from dovetail.observability.shown_answers import ShownAnswer, answer_text, markdown_table
-from dovetail.observability.sinks import SINKS, RunFacts
+from dovetail.observability.shown_answers import ShownAnswer, answer_text
 from dovetail.observability.tracker import Tracker
 
 pytestmark = pytest.mark.unit
@@ -46,39 +45,6 @@ def show_answers(name: str, folder: Path) -> None:
     run.start()
     with Tracker([name], run, project="project", experiment="experiment", config=CONFIG) as tracker:
         tracker.show_answers(2, ANSWERS)
-
-
-# ---- TensorBoard, for real ----
-
-
-def test_tensorboard_files_hold_every_number_and_a_resumed_run_adds_to_them(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log_steps("tensorboard", tmp_path)
-    facts = RunFacts("project", "experiment", CONFIG, tmp_path)
-    resumed = SINKS["tensorboard"](facts)
-    resumed.log(3, {"critic/score/mean": 0.625})
-    resumed.close()
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    scalars = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-    assert scalars == {
-        "critic/score/mean": [(1, 0.25), (2, 0.5), (3, 0.625)],
-        "actor/grad_norm": [(1, 1.5)],
-        "val-core/openai/gsm8k/acc/mean@8": [(2, 0.75)],
-    }
-
-
-def test_tensorboard_has_the_answers_as_a_table_in_text(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    show_answers("tensorboard", tmp_path)
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    (event,) = found.Tensors("val/generations")
-    assert event.step == 2
-    assert event.tensor_proto.string_val[0].decode() == markdown_table(ANSWERS)
-    assert found.SummaryMetadata("val/generations").plugin_data.plugin_name == "text"
 
 
 # ---- the others, by their documented calls ----

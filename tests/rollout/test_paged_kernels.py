@@ -19,7 +19,7 @@ def interpreted() -> Done:
     return _run_cases("not gpu", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-@pytest.mark.unit
+@pytest.mark.engine
 def test_kernels_equal_plain_pytorch_through_tritons_interpreter(interpreted: Done) -> None:
     _assert_passed(interpreted)
 

@@ -16,7 +16,7 @@ from tests.ranks import run_alone
 from tests.rollout_sglang.conftest import needs_servers, small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_servers]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_servers, pytest.mark.slow]
 
 QUESTIONS = ["What is the capital of France?", "Write a haiku about rain.", "Who wrote Hamlet?"]
 

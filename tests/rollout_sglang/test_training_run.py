@@ -36,7 +36,7 @@ def toy(folder: Path) -> Toy:
     return Toy(save_tiny_model("llama_tied", folder / "model"), save_toy_data(folder / "data", count=12))
 
 
-@pytest.mark.parametrize("placement", ["shared devices", "devices of its own"])
+@pytest.mark.parametrize("placement", ["shared devices", pytest.param("devices of its own", marks=pytest.mark.slow)])
 def test_engine_and_trainer_agree_at_every_step_of_a_run(placement: str, tmp_path: Path) -> None:
     separate = placement == "devices of its own"
     run = train_apart(tmp_path, SERVER | (SEPARATE if separate else {}), use_ray=separate, make=toy)

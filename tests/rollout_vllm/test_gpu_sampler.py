@@ -11,7 +11,7 @@ import torch
 
 from dovetail.rollout.vllm.environment import prepare
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.engine
 
 VOCABULARY = 16
 

@@ -12,7 +12,7 @@ from tests.models.tiny import save_tiny_model
 from tests.trainer.test_megatron_runs import KEYS, MEGATRON, A, assert_same_run
 from tests.trainer.toy_run import Toy, save_toy_data, train_apart
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.slow]
 
 VLLM: dict[str, Any] = {
     "actor_rollout_ref.rollout.name": "vllm",

@@ -21,7 +21,7 @@ from tests.trainer.image_run import KEYS, save_image_toy
 from tests.trainer.test_workers import answers, assert_close
 from tests.trainer.toy_run import DAPO, Toy, repeatable, train, train_apart
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 3
 GRPO: dict[str, Any] = {**KEYS, "actor_rollout_ref.actor.use_kl_loss": True, "trainer.test_freq": 1}
@@ -93,6 +93,7 @@ def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_apart(folder, keys, use_ray=True, make=save_image_toy)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_workers_give_the_answers_and_metrics_of_one(two_workers: Path, one_worker: Path) -> None:
     for step in range(1, STEPS + 1):

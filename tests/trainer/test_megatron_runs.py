@@ -107,10 +107,12 @@ def test_tensor_parallel_runs_give_the_metrics_of_fsdp2_and_an_export(
     assert seen["log_prob_gap"] < 1e-5
 
 
+@pytest.mark.slow
 def test_pipeline_parallel_runs_give_the_metrics_of_fsdp2(pipeline_parallel: Path, fsdp2: Path) -> None:
     assert_same_run(pipeline_parallel, fsdp2)
 
 
+@pytest.mark.slow
 def test_a_small_deepseek_v3_trains_on_the_layout_of_the_671b_script(deepseek: Path, deepseek_alone: Path) -> None:
     assert_same_run(deepseek, deepseek_alone)
 

@@ -88,6 +88,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
         assert rows[latest - 1]["train/groups_carried_over"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_three_random_moments_ends_as_an_uninterrupted_one(toy: Toy, tmp_path: Path) -> None:
     """Whatever it does at that moment; the seed of the moments is in the message of a failure."""
     expected, expected_answers = reference("grpo", toy, GRPO, tmp_path / "whole")

@@ -29,7 +29,7 @@ from tests.trainer.toy_run import Toy, train, train_apart
 from tests.waiting import wait_until, wait_until_it_works
 from tests.workers.tiny_run import rollout_batch, run_config, small_model, with_old_log_probs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
+pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 R = "actor_rollout_ref.rollout"
 STEPS = 3

@@ -23,7 +23,7 @@ from tests.trainer.toy_run import Toy, make_toy, repeatable, train, train_apart
 from tests.waiting import wait_until
 from tests.workers.tiny_run import rollout_batch
 
-pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
+pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-4
 """float32 sums in another order. Adam's eps of 1e-3 keeps it that small: with 1e-8, entries whose gradient is pure

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 
@@ -17,8 +17,7 @@ from tests.workers.tiny_run import TOLERANCE, Updated, largest_difference
 PADDED = {"use_remove_padding": False}
 
 BySetting = dict[str, Updated]
-ByLayout = dict[str, list[BySetting]]
-"""Layout, then rank, then setting."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,21 +48,48 @@ class Layout:
         }
 
 
+class WorldSize(Protocol):
+    @property
+    def world_size(self) -> int: ...
+
+
+class OnDemand(Generic[T]):
+    """By layout, what each rank found. The layouts of a world size share one start of its processes, when first asked.
+
+    `run(rank, world_size, *args)` gives what it found by layout, for those of its world size.
+    """
+
+    def __init__(self, layouts: Mapping[str, WorldSize], run: Callable[..., dict[str, T]], *args: Any) -> None:
+        self._layouts, self._run, self._args = layouts, run, args
+        self._by_size: dict[int, list[dict[str, T]]] = {}
+
+    def __getitem__(self, name: str) -> list[T]:
+        size = self._layouts[name].world_size
+        if size not in self._by_size:
+            if size == 1:
+                self._by_size[size] = [run_alone(self._run, *self._args, timeout=600.0)]
+            else:
+                self._by_size[size] = run_ranks(self._run, size, *self._args, timeout=600.0)
+        return [found[name] for found in self._by_size[size]]
+
+
+ByLayout = OnDemand[BySetting]
+"""Layout, then rank, then setting."""
+
+
+def slow_on_four(layouts: Mapping[str, WorldSize], names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: layouts on more than two processes are for `make test-all`."""
+    return [pytest.param(n, marks=pytest.mark.slow) if layouts[n].world_size > 2 else n for n in names]
+
+
 def train_layouts(
     layouts: Mapping[str, Layout],
     train: Callable[[Path, Layout, DataProto], BySetting],
     prepare: Callable[[int, int, Path], tuple[Path, DataProto]],
     folder: Path,
 ) -> ByLayout:
-    """By layout, what each rank found. All layouts of a world size share one start of its processes.
-
-    `prepare` makes the model and the batch, in a process of its own, too.
-    """
-    model, batch = run_alone(prepare, folder)
-    by_size = {1: [run_alone(_train_all, layouts, train, model, batch)]}
-    for size in (2, 4):
-        by_size[size] = run_ranks(_train_all, size, layouts, train, model, batch, timeout=600.0)
-    return {name: [found[name] for found in by_size[layout.world_size]] for name, layout in layouts.items()}
+    """`prepare` makes the model and the batch, in a process of its own, too."""
+    return OnDemand(layouts, _train_all, layouts, train, *run_alone(prepare, folder))
 
 
 def assert_same_updates(ranks: list[BySetting], reference: BySetting) -> None:

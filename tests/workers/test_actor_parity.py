@@ -18,7 +18,7 @@ from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.micro_batches import MicroBatchLimit
-from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, train_layouts
+from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, slow_on_four, train_layouts
 from tests.workers.tiny_run import (
     MINI_BATCH,
     TOLERANCE,
@@ -32,7 +32,7 @@ from tests.workers.tiny_run import (
     with_old_log_probs,
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
@@ -96,7 +96,7 @@ def prepare(rank: int, world_size: int, folder: Path) -> tuple[Path, DataProto]:
     return small_model(folder / "model"), rollout_batch()
 
 
-@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if name not in ("reference", "lora")])
+@pytest.mark.parametrize("name", slow_on_four(LAYOUTS, [n for n in LAYOUTS if n not in ("reference", "lora")]))
 def test_an_update_does_not_depend_on_its_layout(name: str, trained: ByLayout) -> None:
     assert_same_updates(trained[name], trained[LAYOUTS[name].like][0])
 

@@ -16,7 +16,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_value
 from dovetail.workers.critic import DataParallelPPOCritic
-from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, train_layouts
+from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, slow_on_four, train_layouts
 from tests.workers.tiny_run import (
     MINI_BATCH,
     TOLERANCE,
@@ -28,7 +28,7 @@ from tests.workers.tiny_run import (
     small_model,
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "token-mean, two epochs": {"loss_agg_mode": "token-mean", "ppo_epochs": 2},
@@ -64,7 +64,7 @@ def prepare(rank: int, world_size: int, folder: Path) -> tuple[Path, DataProto]:
     return small_model(folder / "model", "llama"), rollout_batch()
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "reference"])
+@pytest.mark.parametrize("name", slow_on_four(LAYOUTS, [name for name in LAYOUTS if name != "reference"]))
 def test_an_update_does_not_depend_on_its_layout(name: str, trained: ByLayout) -> None:
     assert_same_updates(trained[name], trained["reference"][0])
 

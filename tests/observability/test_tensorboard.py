@@ -1,0 +1,43 @@
+"""TensorBoard for real: its own reader finds what was logged. Apart from the unit tests, which need no tracker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dovetail.observability.shown_answers import markdown_table
+from dovetail.observability.sinks import SINKS, RunFacts
+from tests.observability.test_sinks import ANSWERS, CONFIG, log_steps, show_answers
+
+pytestmark = pytest.mark.e2e
+
+
+def test_tensorboard_files_hold_every_number_and_a_resumed_run_adds_to_them(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_steps("tensorboard", tmp_path)
+    facts = RunFacts("project", "experiment", CONFIG, tmp_path)
+    resumed = SINKS["tensorboard"](facts)
+    resumed.log(3, {"critic/score/mean": 0.625})
+    resumed.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    scalars = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    assert scalars == {
+        "critic/score/mean": [(1, 0.25), (2, 0.5), (3, 0.625)],
+        "actor/grad_norm": [(1, 1.5)],
+        "val-core/openai/gsm8k/acc/mean@8": [(2, 0.75)],
+    }
+
+
+def test_tensorboard_has_the_answers_as_a_table_in_text(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    show_answers("tensorboard", tmp_path)
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    (event,) = found.Tensors("val/generations")
+    assert event.step == 2
+    assert event.tensor_proto.string_val[0].decode() == markdown_table(ANSWERS)
+    assert found.SummaryMetadata("val/generations").plugin_data.plugin_name == "text"
