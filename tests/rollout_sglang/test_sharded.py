@@ -71,6 +71,7 @@ def _save_model(rank: int, world_size: int, folder: Path) -> Path:
     return save_tiny_model("llama_tied", folder)
 
 
+@pytest.mark.slow
 def test_two_fsdp2_ranks_feed_a_server_of_sglang(hybrid: list[Any]) -> None:
     outcome, nothing = hybrid
     assert nothing == []

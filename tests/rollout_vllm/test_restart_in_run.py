@@ -22,7 +22,7 @@ from tests.trainer.test_separate_engines import prompts
 from tests.waiting import wait_until_it_works
 from tests.workers.tiny_run import rollout_batch, run_config, with_old_log_probs
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.slow]
 
 R = "actor_rollout_ref.rollout"
 LONG = 300

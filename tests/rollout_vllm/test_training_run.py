@@ -50,6 +50,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_apart(folder, {**KEYS, **keys}, use_ray=True, make=make_toy)
 
 
+@pytest.mark.slow
 def test_two_trainer_processes_that_share_a_tensor_parallel_engine_make_the_same_run(
     two_processes: Path, one_process: Path
 ) -> None:
