@@ -302,6 +302,31 @@ def test_offloaded_state_is_asked_for_back_by_name() -> None:
     step(backend, tiny_batch())
 
 
+def test_onload_and_offload_move_parameters_and_moments_each_when_asked() -> None:
+    """The device is `meta`: the one that is not the host, wherever this runs. It holds no numbers, so a copy from it is
+    an error: the sign that something was on its way to the host."""
+    backend = build()
+    step(backend, tiny_batch())
+    backend.device = torch.device("meta")
+    backend.offload()
+    assert _where(backend) == ({"cpu"}, {"cpu"})
+    backend.onload(optimizer=False)
+    assert _where(backend) == ({"meta"}, {"cpu"})
+    backend.onload(params=False)
+    assert _where(backend) == ({"meta"}, {"meta"})
+    for kept in ({"params": False}, {"optimizer": False}):
+        with pytest.raises(NotImplementedError, match="meta"):
+            backend.offload(**kept)
+
+
+def _where(backend: TorchBackend) -> tuple[set[str], set[str]]:
+    """The devices of the parameters, and of the optimizer's moments."""
+    optimizer = backend._optimizer
+    assert optimizer is not None
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
+    return {p.device.type for p in backend.module.parameters()}, {m.device.type for m in moments}
+
+
 def test_an_offloaded_backend_saves_and_stays_offloaded(tmp_path: Path) -> None:
     backend = build()
     step(backend, tiny_batch())
