@@ -19,6 +19,7 @@ from dovetail.rewards.managers import (
 from dovetail.rewards.rate_limit import RateLimits
 from dovetail.rewards.registry import find_rule
 from dovetail.rewards.runner import RewardRunner
+from dovetail.rewards.verl_managers import VerlManagerSpec, adapt, is_verl_manager
 
 _REGISTRY = "pkg://dovetail.rewards.registry"
 _RUNNER_OPTIONS = ("max_failed_share", "rule_weight", "rm_weight", "rewards")
@@ -31,11 +32,17 @@ def build_reward_runner(config: DovetailConfig, tokenizer: Decoder) -> RewardRun
     section = config.reward_model
     options = {name: section.reward_kwargs[name] for name in _RUNNER_OPTIONS if name in section.reward_kwargs}
     manager_options = {name: value for name, value in section.reward_kwargs.items() if name not in _RUNNER_OPTIONS}
-    manager = _build_manager(config, manager_options)
+    specs = reward_specs(config)
+    kind = _load_manager(config)
+    if is_verl_manager(kind):
+        manager, spec = adapt(kind, _verl_spec(config, tokenizer, specs, manager_options))
+        specs = [spec]
+    else:
+        manager = _build_manager(config, kind, manager_options)
     limited = isinstance(manager, RateLimitedRewardManager)
     own_timeout = limited and section.timeout is not None
     return RewardRunner(
-        reward_specs(config),
+        specs,
         tokenizer,
         manager=manager,
         num_workers=scoring_processes(config),
@@ -112,19 +119,43 @@ def _listed_spec(entry: Mapping[str, Any], number: int) -> FunctionSpec:
     return FunctionSpec(entry["path"], entry.get("name", "compute_score"), kwargs, weight, key=f"{key}.path")
 
 
-def _build_manager(config: DovetailConfig, options: dict[str, Any]) -> RewardManager:
+def _load_manager(config: DovetailConfig) -> type:
     section, module = config.reward_model, config.reward_model.reward_manager_module
-    if module.path is not None:
-        manager = load_user_object(
-            module.path, module.name or section.reward_manager, key="reward_model.reward_manager_module.path"
+    if module.path is None:
+        return find_reward_manager(section.reward_manager)
+    name = module.name or section.reward_manager
+    manager = load_user_object(module.path, name, key="reward_model.reward_manager_module.path")
+    is_ours = isinstance(manager, type) and issubclass(manager, RewardManager)
+    if not is_ours and not is_verl_manager(manager):
+        raise RewardError(
+            f"{name} of {module.path} must inherit from dovetail.rewards.managers.RewardManager, or be a manager "
+            "written for verl: a class with __call__(data, return_dict) or run_single(data)."
         )
-        if not (isinstance(manager, type) and issubclass(manager, RewardManager)):
-            raise RewardError(
-                f"{module.name or section.reward_manager} of {module.path} must inherit from "
-                "dovetail.rewards.managers.RewardManager."
-            )
-    else:
-        manager = find_reward_manager(section.reward_manager)
+    return manager
+
+
+def _verl_spec(
+    config: DovetailConfig, tokenizer: Decoder, specs: list[FunctionSpec], options: dict[str, Any]
+) -> VerlManagerSpec:
+    module = config.reward_model.reward_manager_module
+    if len(specs) != 1 or module.path is None:
+        raise RewardError(
+            f"a reward manager written for verl takes one reward function, not {len(specs)}; drop "
+            "reward_model.reward_kwargs.rewards, or set custom_reward_function.path."
+        )
+    return VerlManagerSpec(
+        path=module.path,
+        name=module.name or config.reward_model.reward_manager,
+        tokenizer=tokenizer,
+        function=specs[0],
+        reward_fn_key=config.data.reward_fn_key,
+        config=config.model_dump(),
+        options=options,
+    )
+
+
+def _build_manager(config: DovetailConfig, manager: type[RewardManager], options: dict[str, Any]) -> RewardManager:
+    section = config.reward_model
     buffer = section.overlong_buffer
     if issubclass(manager, DAPORewardManager):
         options = {

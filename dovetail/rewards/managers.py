@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from dovetail.algorithms import compute_overlong_penalty
-from dovetail.rewards.answers import Answer
+from dovetail.protocol import DataProto
+from dovetail.rewards.answers import Answer, Decoder, read_answers
 from dovetail.rewards.errors import Failure
 
 Outcome = dict[str, Any] | Failure
@@ -50,7 +51,11 @@ def find_reward_manager(name: str) -> type[RewardManager]:
 class RewardManager:
     """Base of all managers. A user's manager inherits from one of them and changes what it wants to."""
 
-    scores_whole_batch: ClassVar[bool] = False
+    scores_whole_batch: bool = False
+
+    def read(self, batch: DataProto, tokenizer: Decoder, reward_fn_key: str) -> list[Answer]:
+        """The rows of a batch as answers."""
+        return read_answers(batch, tokenizer, reward_fn_key=reward_fn_key)
 
     def prepare(self, answer: Answer) -> dict[str, Any]:
         """The arguments of the reward function for one row; they cross a process boundary."""

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dovetail.protocol import DataProto
-from dovetail.rewards.answers import Answer, Decoder, last_response_token, read_answers
+from dovetail.rewards.answers import Answer, Decoder, last_response_token
 from dovetail.rewards.columns import (
     add_model_scores,
     check_failures,
@@ -122,7 +122,7 @@ class RewardRunner:
         """Start scoring and return at once. `shaped=False` leaves out what the manager adds (for validation)."""
         if self._pool is None and "rm_scores" not in batch:
             raise RewardError("there is no reward function and the batch has no rm_scores; one of them must score.")
-        answers = read_answers(batch, self._tokenizer, reward_fn_key=self._reward_fn_key)
+        answers = self._manager.read(batch, self._tokenizer, self._reward_fn_key)
         order = _spread_groups(batch.non_tensor_batch.get("uid", range(len(batch))))
         return PendingRewards(self, batch, answers, self._start(answers, order), shaped)
 
