@@ -58,7 +58,12 @@ class VerlRewardManager(RewardManager):
         return answers
 
     def prepare(self, answer: Answer) -> dict[str, Any]:
-        return {**super().prepare(answer), "solution_str": self._rows.pop(id(answer))}
+        return {
+            "data_source": answer.data_source,
+            "solution_str": self._rows.pop(id(answer)),
+            "ground_truth": answer.ground_truth,
+            "extra_info": answer.extra_info,
+        }
 
 
 def is_verl_manager(manager: Any) -> bool:
