@@ -27,7 +27,8 @@ from dovetail.rewards.functions import FunctionSpec
 from dovetail.rewards.managers import RewardManager
 from dovetail.rewards.registry import default_compute_score, rule_of
 
-_COLUMNS = ("prompts", "responses", "attention_mask", "response_mask", "rm_scores")
+# Without rm_scores: the runner adds them, and a manager of verl would return them in the place of its own.
+_COLUMNS = ("prompts", "responses", "attention_mask", "response_mask")
 
 
 @dataclass(frozen=True)
