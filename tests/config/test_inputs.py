@@ -10,6 +10,7 @@ from dovetail.config import ConfigError, load_config
 from dovetail.config.arguments import split_arguments
 from dovetail.config.errors import Problem
 from dovetail.config.keys import catalogue
+from dovetail.config.ray_init import refuse_rank_variables
 from dovetail.config.root import DovetailConfig
 
 pytestmark = pytest.mark.unit
@@ -80,6 +81,12 @@ def test_yaml_is_refused_as_the_command_line_is(key: str, value: str, tmp_path: 
     file.write_text(f"actor_rollout_ref: {{actor: {{optim: {{{key}: {value}}}}}}}\n")
     with pytest.raises(ConfigError):
         load_config([file])
+
+
+def test_the_environment_of_a_group_of_workers_leaves_ranks_alone() -> None:
+    refuse_rank_variables({"NCCL_DEBUG": "INFO"})
+    with pytest.raises(ValueError, match=r"WORLD_SIZE cannot be set: every worker gets its own from its group"):
+        refuse_rank_variables({"NCCL_DEBUG": "INFO", "WORLD_SIZE": "100"})
 
 
 def test_names_that_stay_below_runs_are_fine() -> None:
