@@ -101,6 +101,10 @@ def no_such_field(toy: Toy, tmp_path: Path) -> dict[str, Any]:
     return {"actor_rollout_ref.model.override_config.rms_norm_esp": 1e-6}
 
 
+def no_such_option(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {"reward_model.reward_kwargs": {"nonsense": 1}}
+
+
 Mistake = Callable[[Toy, Path], dict[str, Any]]
 FOUND_BEFORE_THE_RUN: list[tuple[Mistake, str]] = [
     (no_reward_file, "custom_reward_function.path="),
@@ -152,7 +156,7 @@ def test_a_tracker_that_is_not_installed_is_a_message(
 
 def test_errors_keep_their_class_for_callers(toy: Toy, tmp_path: Path) -> None:
     for mistake, kind in [
-        (no_rule_for_the_source, RewardError),
+        (no_such_option, RewardError),
         (too_few_rows, DataError),
         (no_data_file, ConfigError),
     ]:

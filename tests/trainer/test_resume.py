@@ -131,7 +131,7 @@ def test_resume_mode_chooses_the_checkpoint(toy: Toy, tmp_path: Path) -> None:
 
 def test_a_missing_resume_path_is_refused(toy: Toy, tmp_path: Path) -> None:
     chosen = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "nothing")}
-    with pytest.raises(FileNotFoundError, match="nothing is no folder; give a global_step_N folder"):
+    with pytest.raises(ConfigError, match="nothing is no folder; give a global_step_N folder"):
         train(toy.config(tmp_path / "run", chosen))
 
 
