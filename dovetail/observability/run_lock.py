@@ -156,9 +156,11 @@ def _words(owner: dict[str, Any]) -> str:
 def _started(pid: int) -> str | None:
     """When a process started, in clock ticks since boot: tells it from a later one with the same pid. Linux only."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
         return None
+    # A zombie is dead: its parent has not asked for its exit code yet, and in a container perhaps never will.
+    return "dead" if state in "ZX" else rest[18]
 
 
 def _boot_id() -> str | None:

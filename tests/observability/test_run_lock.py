@@ -74,6 +74,14 @@ def test_a_killed_owner_is_recognised_at_once(tmp_path: Path) -> None:
             assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
+def test_a_dead_owner_that_nobody_has_waited_for_is_recognised(tmp_path: Path) -> None:
+    with _owner(tmp_path) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+        with RunLock(tmp_path):
+            pass
+
+
 @pytest.mark.parametrize(
     ("changes", "age_s", "is_held"),
     [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import tests.ranks  # noqa: F401  the fork server has torch and the models imported then
+from dovetail.config import ConfigError
 from tests.trainer.killed_run import DIED_IN, Moment, run_until_killed
 from tests.trainer.toy_run import DAPO, Toy, repeatable, train
 
