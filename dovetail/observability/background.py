@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from dovetail.observability.waits import waiting
+
+_LONG_S = 600.0
+
 
 class Background:
     """`submit` starts a job when the one before is done; `wait` returns when nothing is under way."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._running: Future[object] | None = None
 
@@ -25,7 +30,8 @@ class Background:
         """Raises what the last job raised, once."""
         running, self._running = self._running, None
         if running is not None:
-            running.result()
+            with waiting("the driver", self._name, limit_s=_LONG_S):
+                running.result()
 
     def close(self) -> None:
         """Finish the job under way; its error is raised after the thread has ended."""

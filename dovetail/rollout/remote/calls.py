@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
+from dovetail.observability.waits import waiting
 from dovetail.rollout.base import EngineError
 from dovetail.rollout.remote.client import ServerError, ServerGoneError
 from dovetail.rollout.remote.dialect import Dialect
@@ -17,6 +18,9 @@ from dovetail.rollout.remote.samples import Part, RemoteSample
 
 _ANSWER_S = 0.3  # an aborted call answers within this, or is asked again
 _GIVE_UP_S = 10.0
+_FAIL_S = 60.0
+_SHUT_S = 1800.0
+"""A weight update is over within this, or is named."""
 
 
 class SampleCalls:
@@ -92,14 +96,19 @@ class SampleCalls:
         """End every response that waits with an error: its model is gone."""
         self._failure = reason
         await self._notify()
-        while self._live:
-            await asyncio.sleep(0.01)
-        self._failure = ""
+        try:
+            with waiting("the weight update", "responses to end after it failed", limit_s=_FAIL_S) as wait:
+                while self._live:
+                    wait.check(f"{len(self._live)} are left")
+                    await asyncio.sleep(0.01)
+        finally:
+            self._failure = ""
 
     async def _write(self, sample: RemoteSample) -> None:
         while sample.finish_reason is None:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self.is_open or sample.cut or self._failure)
+            if not self.is_open:
+                with waiting(f"request {sample.request.request_id}", "the end of a weight update", limit_s=_SHUT_S):
+                    await self._until_open(sample)
             if self._failure:
                 raise EngineError(f"a weight update failed while {sample.request.request_id!r} ran: {self._failure}")
             if sample.cut:
@@ -107,6 +116,10 @@ class SampleCalls:
                 return
             version = self.version
             sample.take(await self._call(sample), version)
+
+    async def _until_open(self, sample: RemoteSample) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.is_open or sample.cut or self._failure)
 
     async def _call(self, sample: RemoteSample) -> Part:
         key = sample.request.request_id

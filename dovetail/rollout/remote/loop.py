@@ -8,10 +8,14 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from dovetail.observability.waits import waiting
 from dovetail.rollout.base import EngineError
 from dovetail.rollout.readiness import CLOSED
 
 T = TypeVar("T")
+
+LONG_CALL_S = 7200.0
+"""A whole generation may take this long; longer ones are named in the log."""
 
 
 class LoopThread:
@@ -26,7 +30,8 @@ class LoopThread:
         """Its result, or its exception. An interrupted wait (Ctrl-C) cancels it."""
         future = self.start(coroutine)
         try:
-            return future.result()
+            with waiting("the engine's caller", getattr(coroutine, "__qualname__", "a call"), limit_s=LONG_CALL_S):
+                return future.result()
         except BaseException:
             future.cancel()
             raise
@@ -42,7 +47,8 @@ class LoopThread:
         """Cancel what is left and end the thread. A second call does nothing."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
+            with waiting("the engine", f"thread {self._thread.name} to end", limit_s=60.0):
+                self._thread.join()
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)

@@ -136,7 +136,11 @@ class ServerPool:
         strikes = dict.fromkeys(self.router.servers, 0)
         while True:
             await asyncio.sleep(self._interval_s)
-            await asyncio.gather(*(self._look_at(server, strikes) for server in self.router.servers))
+            looks = (self._look_at(server, strikes) for server in self.router.servers)
+            for outcome in await asyncio.gather(*looks, return_exceptions=True):
+                # The task must not die unseen: nobody would notice dead servers from then on.
+                if isinstance(outcome, Exception):
+                    logger.error("a look at the servers failed, the next comes soon", exc_info=outcome)
 
     async def _look_at(self, server: str, strikes: dict[str, int]) -> None:
         problem = await self.health_problem(server)

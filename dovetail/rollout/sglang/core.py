@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
+from dovetail.observability.waits import waiting
 from dovetail.rollout.base import EngineDiedError, EngineError, MemoryTag
 from dovetail.rollout.readiness import CLOSED, DROPPED_BY_SLEEP, NO_WEIGHTS, require_usable, require_weights_awake
 from dovetail.rollout.remote.router import NoServerError, Router
@@ -25,6 +26,10 @@ logger = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 0.3
 _FLUSH_TRIES = 150
 _FLUSH_PAUSE_S = 0.1
+_DRAIN_S = 120.0
+"""Aborted calls answer in milliseconds; SGLang is hung when they do not."""
+_PAUSED_S = 1800.0
+"""Whoever pauses the engine goes on within this, or is named."""
 BodyOf = Callable[[int], Mapping[str, Any]]
 """The body of a call to the i-th instance."""
 
@@ -226,7 +231,8 @@ class Core:
                     return
                 if not self.paused and not self._num_holds:
                     break
-                await self._changed.wait()
+                with waiting(f"{len(samples)} samples", "the end of a pause or weight update", limit_s=_PAUSED_S):
+                    await self._changed.wait()
         self.check_usable()
 
     async def _on_server(self, server: str, samples: Sequence[Sample], body: Mapping[str, Any]) -> None:
@@ -278,9 +284,12 @@ class Core:
 
     async def _drain(self) -> None:
         """Interrupt every call and wait until all have answered."""
-        while self._num_calls:
-            await self._quietly("/abort_request", {"abort_all": True})
-            await self._wait(lambda: not self._num_calls)
+        with waiting("the engine", f"{self._num_calls} aborted calls of SGLang", limit_s=_DRAIN_S) as wait:
+            while self._num_calls:
+                if wait.is_over():
+                    raise EngineDiedError(f"SGLang hangs: {wait}; {self._num_calls} have not answered.")
+                await self._quietly("/abort_request", {"abort_all": True})
+                await self._wait(lambda: not self._num_calls)
 
     async def _flush(self) -> None:
         """Forget keys and values. Refused while a request is pending, which a request is for a moment after its end;
@@ -308,7 +317,10 @@ class Core:
     async def _quietly(self, route: str, body: Mapping[str, Any]) -> None:
         """To every instance that lives. One that dies is noticed by those who wait for its answers."""
         calls = [link.call(route, body) for link in self._links.values() if not link.death]
-        await asyncio.gather(*calls, return_exceptions=True)
+        try:
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), _DRAIN_S)
+        except TimeoutError:
+            logger.warning("SGLang has not answered %s for %.0f s.", route, _DRAIN_S)
 
     async def _wait(self, true: Callable[[], bool]) -> None:
         """Until `true`, or a moment has passed."""

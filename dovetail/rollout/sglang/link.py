@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from dovetail.rollout.base import EngineDiedError, EngineError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -60,6 +63,10 @@ class Watch:
         self._task.cancel()
 
     async def _watching(self) -> None:
-        while not (reason := self._look()):
-            await asyncio.sleep(self._interval_s)
+        try:
+            while not (reason := self._look()):
+                await asyncio.sleep(self._interval_s)
+        except Exception as error:  # nobody would notice a death from here on: the same as one
+            reason = f"SGLang can no longer be watched: {error!r}"
+            logger.exception(reason)
         self._died.set_result(reason)

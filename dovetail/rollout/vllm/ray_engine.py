@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from dovetail.config.rollout import RolloutConfig
+from dovetail.observability.waits import Wait
+from dovetail.observability.waits import waiting as named_wait
 from dovetail.rollout.base import (
     ALL_TAGS,
     EngineDiedError,
@@ -38,6 +40,11 @@ logger = logging.getLogger(__name__)
 
 MAX_CONCURRENCY = 1024
 START_TIMEOUT_S = 600.0
+CALL_TIMEOUT_S = 1800.0
+"""Of a call that does not generate: the longest is a load of all weights from disk."""
+SILENCE_S = 600.0
+"""An engine that is not paused and writes no token for this long hangs."""
+_LOOK_S = 10.0
 
 
 def vllm_actor_class(
@@ -263,14 +270,26 @@ class RayVLLMEngine(RolloutEngine):
         check_different_ids(ids)
         waiting = {self.actor.generate.remote(request): request.request_id for request in requests}
         death: EngineDiedError | None = None
+        progress = 0
         try:
-            while waiting:
-                (reference, *_), _ = self._ray.wait(list(waiting), num_returns=1)
-                request_id = waiting.pop(reference)
-                try:
-                    finished[request_id] = self._get(reference)
-                except EngineDiedError as error:
-                    death = error
+            with named_wait("this worker", f"{len(waiting)} requests of the vLLM engine", limit_s=SILENCE_S) as wait:
+                while waiting:
+                    ready, _ = self._ray.wait(list(waiting), num_returns=1, timeout=_LOOK_S)
+                    if not ready:
+                        before, progress = progress, self._progress(wait)
+                        if before != progress:
+                            wait.restart()
+                        elif wait.is_over():
+                            raise EngineDiedError(f"the vLLM engine hangs: {wait}, and no token was written.")
+                        continue
+                    request_id = waiting.pop(ready[0])
+                    wait.restart()
+                    try:
+                        finished[request_id] = self._get(ready[0])
+                    except EngineDiedError as error:
+                        death = error
+        except EngineDiedError:
+            raise
         except BaseException:
             if waiting:
                 self.abort(waiting.values())
@@ -278,14 +297,22 @@ class RayVLLMEngine(RolloutEngine):
         if death is not None:
             raise death
 
-    def _get(self, references: Any, timeout: float | None = None) -> Any:
-        """Ray's errors as ours: what the engine raised with its own type, a lost actor as EngineError."""
-        from ray.exceptions import RayActorError, RayTaskError
+    def _progress(self, wait: Wait) -> int:
+        """Tokens that the running requests have; a paused engine owes none, so the wait begins anew."""
+        if self._get(self.actor.health.remote(), timeout=wait.left() + _LOOK_S).paused:
+            wait.restart()
+        return sum(self._get(self.actor.num_tokens.remote(), timeout=wait.left() + _LOOK_S).values())
+
+    def _get(self, references: Any, timeout: float = CALL_TIMEOUT_S) -> Any:
+        """Ray's errors as ours: what the engine raised with its own type, a lost or silent actor as EngineDiedError."""
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
         if self._closed:
             raise EngineError(CLOSED)
         try:
             return self._ray.get(references, timeout=timeout)
+        except GetTimeoutError as error:
+            raise EngineDiedError(f"the vLLM engine hangs: no answer to this worker for {timeout:.0f} s.") from error
         except RayActorError as error:
             raise EngineDiedError(f"the process of the vLLM engine died: {error}") from error
         except RayTaskError as error:

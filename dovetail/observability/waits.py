@@ -1,0 +1,122 @@
+"""Every wait has an end, and a name: who waits for what, since when. One mechanism for the whole project.
+
+    with waiting("the driver", "actor.update_actor on ranks [1]", limit_s=600) as wait:
+        result = queue.get(timeout=wait.left())    # a wait that takes a timeout ends by itself ...
+        wait.check()                               # ... or the loop around it asks: WaitTimeout names both sides
+
+A wait that takes no timeout (a collective, somebody else's library) is only entered: one thread per process looks at
+the open waits and logs each one that is past its limit, with the Python stack of the thread that waits. Ends nothing
+by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""How often open waits are looked at: a wait is named at most this long after its limit."""
+
+
+class WaitTimeout(TimeoutError):
+    """A wait reached its limit. The message says who waited for what, since when."""
+
+
+@dataclass(eq=False)
+class Wait:
+    """One wait under way. Times are in seconds."""
+
+    who: str
+    what: str
+    limit_s: float
+    thread: int = field(default_factory=threading.get_ident)
+    began: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.time)
+    _named_at: float = field(default=0.0, init=False)
+
+    def waited(self) -> float:
+        return time.monotonic() - self.began
+
+    def left(self) -> float:
+        """Time until the limit, never negative: for calls that take a timeout."""
+        return max(0.0, self.limit_s - self.waited())
+
+    def is_over(self) -> bool:
+        return self.waited() >= self.limit_s
+
+    def restart(self) -> None:
+        """There was progress: the limit counts from now."""
+        self.began, self.since, self._named_at = time.monotonic(), time.time(), 0.0
+
+    def check(self, detail: str = "") -> None:
+        """Raise `WaitTimeout` when the limit has passed."""
+        if self.is_over():
+            raise self.error(detail)
+
+    def error(self, detail: str = "") -> WaitTimeout:
+        return WaitTimeout(f"{self}{f': {detail}' if detail else ''}")
+
+    def __str__(self) -> str:
+        since = time.strftime("%H:%M:%S", time.localtime(self.since))
+        return f"{self.who} waits for {self.what} since {since} ({self.waited():.0f} s; limit {self.limit_s:.0f} s)"
+
+
+@contextmanager
+def waiting(who: str, what: str, *, limit_s: float) -> Iterator[Wait]:
+    """Announce a wait for as long as the block lasts."""
+    wait = Wait(who, what, limit_s)
+    _REGISTER.add(wait)
+    try:
+        yield wait
+    finally:
+        _REGISTER.remove(wait)
+
+
+class _Register:
+    """The open waits of this process, and the thread that looks at them. The thread starts with the first wait."""
+
+    def __init__(self) -> None:
+        self._open: set[Wait] = set()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, wait: Wait) -> None:
+        with self._lock:
+            self._open.add(wait)
+            if self._thread is None or not self._thread.is_alive():  # a forked process has none
+                self._thread = threading.Thread(target=self._look_again_and_again, name="dovetail-waits", daemon=True)
+                self._thread.start()
+
+    def remove(self, wait: Wait) -> None:
+        with self._lock:
+            self._open.discard(wait)
+
+    def look(self) -> list[Wait]:
+        """Log the waits that are past their limit: once, and again each time they have become twice as long."""
+        with self._lock:
+            over = [wait for wait in self._open if wait.is_over() and wait.waited() >= 2 * wait._named_at]
+        for wait in over:
+            wait._named_at = wait.waited()
+            logger.error("%s; it waits here:\n%s", wait, _stack_of(wait.thread))
+        return over
+
+    def _look_again_and_again(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(LOOK_S):
+            self.look()
+
+
+def _stack_of(thread: int) -> str:
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(the thread has ended)"
+
+
+_REGISTER = _Register()

@@ -1,0 +1,131 @@
+"""Engines that stop answering: each wait for one ends with its name, and the task that looks at servers survives."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dovetail.controller.cluster import _forbid_network
+from dovetail.observability.waits import WaitTimeout
+from dovetail.rollout.base import EngineDiedError
+from dovetail.rollout.remote import calls as remote_calls
+from dovetail.rollout.remote.client import ServerGoneError
+from dovetail.rollout.remote.pool import ServerPool
+from dovetail.rollout.sglang import core as sglang_core
+from dovetail.rollout.sglang.link import Watch
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_look_that_fails_does_not_end_the_watch_over_the_servers() -> None:
+    class Client:
+        num_looks = 0
+
+        async def get(self, url: str, timeout_s: float | None = None) -> None:
+            self.num_looks += 1
+            if self.num_looks == 1:
+                raise ValueError("a bug in a health check")
+            raise ServerGoneError("nobody is there", url=url)
+
+    async def watch() -> dict[str, str]:
+        client: Any = Client()
+        pool = ServerPool(["http://a"], client, interval_s=0.001)
+        pool.start()
+        await _until(lambda: bool(pool.router.down()))
+        await pool.close()
+        return pool.router.down()
+
+    assert "nobody is there" in asyncio.run(watch())["http://a"]
+
+
+def test_a_watch_over_processes_that_breaks_counts_as_a_death() -> None:
+    async def call() -> None:
+        def broken() -> str:
+            raise OSError("no process table")
+
+        await Watch(broken, interval_s=0.001).unless_dead(asyncio.sleep(3600))
+
+    with pytest.raises(EngineDiedError, match="can no longer be watched: OSError"):
+        asyncio.run(call())
+
+
+def test_responses_that_do_not_end_after_a_failed_update_are_counted_and_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_calls, "_FAIL_S", 0.02)
+
+    async def fail() -> None:
+        nothing: Any = None
+        calls = remote_calls.SampleCalls(nothing, nothing)
+        calls._live.add(nothing)
+        await calls.fail("the model is gone")
+
+    with pytest.raises(WaitTimeout, match=r"the weight update waits for responses to end after it failed.*1 are left"):
+        asyncio.run(fail())
+
+
+def test_sglang_that_does_not_end_aborted_calls_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_core, "_DRAIN_S", 0.02)
+
+    class Link:
+        name, death = "http://a", ""
+
+        async def call(self, route: str, body: Any) -> None:
+            await asyncio.sleep(3600)
+
+    async def drain() -> None:
+        link: Any = Link()
+        core = sglang_core.Core([link], level="each", deterministic=False, weights_gap="")  # type: ignore[arg-type]
+        core._num_calls = 3
+        await core._drain()
+
+    with pytest.raises(
+        EngineDiedError, match=r"SGLang hangs: the engine waits for 3 aborted calls.*3 have not answered"
+    ):
+        asyncio.run(drain())
+
+
+def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _forbid_network()  # the module imports ray, which must not listen on the network afterwards
+    from dovetail.rollout.vllm import ray_engine
+
+    monkeypatch.setattr(ray_engine, "SILENCE_S", 0.05)
+    num_looks = 0
+
+    def answer(value: Any) -> Any:
+        return types.SimpleNamespace(remote=lambda *args: value)
+
+    def no_answer(references: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        nonlocal num_looks
+        num_looks += 1
+        return [], references
+
+    engine = ray_engine.RayVLLMEngine.__new__(ray_engine.RayVLLMEngine)
+    engine._closed = False
+    health = types.SimpleNamespace(paused=True)
+    engine.actor = types.SimpleNamespace(
+        generate=answer("reference"), health=answer(health), num_tokens=answer({"a": 5})
+    )
+    engine._ray = types.SimpleNamespace(wait=no_answer, get=_unpaused_after(health, lambda: num_looks > 200))
+    request: Any = types.SimpleNamespace(request_id="a")
+    with pytest.raises(EngineDiedError, match="the vLLM engine hangs: this worker waits for 1 requests"):
+        engine._generate([request], {})
+    assert num_looks > 200, "as long as it is paused it owes no token"
+
+
+def _unpaused_after(health: Any, is_over: Callable[[], bool]) -> Callable[..., Any]:
+    def get(value: Any, timeout: float | None = None) -> Any:
+        health.paused = not is_over()
+        return value
+
+    return get
+
+
+async def _until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.001)
