@@ -158,18 +158,16 @@ def _default_model(work: Path) -> tuple[str, Path]:
 def _examined(config: DovetailConfig, view: DoctorView) -> bool:
     from dovetail.controller import stop_ray
     from dovetail.doctor.agreement import examine
+    from dovetail.trainer.devices import start_cluster, uses_gpu
     from dovetail.trainer.groups import create_groups
-    from dovetail.trainer.run import start_cluster, uses_gpu
 
     use_ray = config.trainer.world_size > 1 or config.actor_rollout_ref.rollout.mode != "sync"
-    use_gpu = uses_gpu(config)
     found: Examination | None = None
     groups = None
     try:
         with view.working() as on_stage:
             on_stage("start the processes")
-            if use_ray:
-                start_cluster(config, use_gpu)
+            use_gpu = start_cluster(config) if use_ray else uses_gpu(config)
             groups = create_groups(config, use_ray=use_ray, use_gpu=use_gpu)
             found = examine(config, groups, on_stage=on_stage)
     except Exception as error:  # Whatever failed is what this command is asked to report.

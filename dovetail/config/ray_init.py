@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_serializer, field_validator
 
 from dovetail.config.base import Section
+
+_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|(API|ACCESS|SECRET)_?KEY)(_|$)")
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a group tells each of its workers. A value for all of them would be wrong for all but one."""
@@ -21,6 +24,11 @@ def refuse_rank_variables(variables: Iterable[str]) -> None:
         )
 
 
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name must not be logged or stored: `HF_TOKEN` is one, `TOKENIZERS_PARALLELISM` not."""
+    return _SECRET.search(name.upper()) is not None
+
+
 class RayInitConfig(Section):
     """Arguments of `ray.init`; any other argument is passed on as it is (free-form)."""
 
@@ -29,7 +37,17 @@ class RayInitConfig(Section):
     address: str | None = Field(None, description="Address of a running cluster. Null: RAY_ADDRESS, else a local Ray.")
     num_cpus: int | None = Field(None, ge=1, description="CPUs of a local Ray. Null: all.")
     timeline_json_file: str | None = Field(None, description="Write Ray's timeline here at the end. Null: no.")
-    runtime_env: dict[str, Any] = Field({}, description="Ray's `runtime_env` (free-form).")
+    runtime_env: dict[str, Any] = Field(
+        {}, description="Ray's `runtime_env` (free-form). Merged with what the driver forwards."
+    )
+
+    @field_serializer("runtime_env", when_used="json")
+    def _without_secrets(self, runtime_env: dict[str, Any]) -> dict[str, Any]:
+        """As it is written into run folders and shown by trackers."""
+        if "env_vars" not in runtime_env:
+            return runtime_env
+        public = {name: value for name, value in runtime_env["env_vars"].items() if not is_secret(name)}
+        return {**runtime_env, "env_vars": public}
 
     @field_validator("runtime_env")
     @classmethod

@@ -64,6 +64,12 @@ class TrainerConfig(Section):
         None,
         description="Folder that gets `<step>.jsonl` with all validation answers, beside `validation/` of the run.",
     )
+    worker_timeout_s: float = Field(
+        7200.0,
+        gt=0,
+        description="A call on the workers that runs longer ends the run and names the rank that hangs. A method "
+        "that has run before has less time: ten times the longest call so far, at least ten minutes.",
+    )
     import_modules: list[str] = Field(
         [], description="Python modules imported at start. They may register estimators, losses and reward managers."
     )

@@ -6,7 +6,7 @@ Importing this package does not import ray: `start_ray` must come first.
 from dovetail.controller.cluster import start_ray, stop_ray
 from dovetail.controller.context import WorkerContext
 from dovetail.controller.dispatch import Padding, RankArguments
-from dovetail.controller.errors import WorkerDiedError, WorkerError
+from dovetail.controller.errors import WorkerDiedError, WorkerError, WorkerHungError
 from dovetail.controller.futures import BatchFuture, BatchSlice, GroupFuture
 from dovetail.controller.layout import MeshLayout
 from dovetail.controller.local import LocalWorkerGroup
@@ -46,6 +46,7 @@ __all__ = [
     "WorkerDiedError",
     "WorkerError",
     "WorkerGroup",
+    "WorkerHungError",
     "create_colocated_worker_cls",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",

@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from dovetail.controller import reaper
+from dovetail.controller.forwarding import merged_runtime_env
 
 logger = logging.getLogger(__name__)
 
 # Ray has no "loopback only" option. With clusters switched off it binds every socket to 127.0.0.1, on Linux too.
 _ALLOW_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _GIB = 1024**3
-
-PASSED_ON_TO_WORKERS = (
-    "OMP_NUM_THREADS",
-    "TOKENIZERS_PARALLELISM",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "TRANSFORMERS_OFFLINE",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "DOVETAIL_LOGGING_LEVEL",
-)
-"""Variables of the driver that every worker gets too. Ray would set OMP_NUM_THREADS from the actor's num_cpus."""
 
 
 def start_ray(
@@ -46,8 +41,8 @@ def start_ray(
     """Start a local Ray, or join the cluster at ``address`` (or ``RAY_ADDRESS``). One that runs here stays as it is.
 
     ``num_cpus`` is a count of slots for processes, not of cores: Ray binds nothing to a core. ``env`` goes to every
-    worker, after the variables of `PASSED_ON_TO_WORKERS`. A start that times out (a busy machine) is tried once more.
-    Other keywords go to ``ray.init``.
+    worker, after the driver's own (`controller.forwarding`); a ``runtime_env`` among the other keywords, which go to
+    ``ray.init``, is merged with both and wins. A start that times out (a busy machine) is tried once more.
     """
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         logger.info("Ray runs in this process already; using it.")
@@ -58,12 +53,12 @@ def start_ray(
     import ray
 
     settings: dict[str, Any] = {
-        "runtime_env": {"env_vars": worker_environment(env)},
         "namespace": namespace,
         "log_to_driver": log_to_driver,
         "logging_level": logging.WARNING,
         "configure_logging": False,
         **ray_init,
+        "runtime_env": merged_runtime_env(ray_init.get("runtime_env") or {}, env),
     }
     if address is not None:
         ray.init(address=address, **settings)
@@ -76,13 +71,8 @@ def start_ray(
         "num_gpus": num_gpus,
         "object_store_memory": object_store_memory or default_object_store_bytes(),
     }
+    _start_reaper()
     _start_with_retry(partial(ray.init, **settings), ray.shutdown, attempts)
-
-
-def worker_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment variables that workers get in addition to those of the Ray daemon."""
-    passed = {name: os.environ[name] for name in PASSED_ON_TO_WORKERS if name in os.environ}
-    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", **passed, **(env or {})}
 
 
 def default_object_store_bytes() -> int:
@@ -102,6 +92,20 @@ def stop_ray() -> None:
     ray = sys.modules.get("ray")
     if ray is not None:
         ray.shutdown()
+    while _REAPERS:
+        process = _REAPERS.pop()
+        process.kill()
+        process.wait(30)
+
+
+def _start_reaper() -> None:
+    """The local Ray dies with this process, however that dies. See `reaper`."""
+    os.environ[reaper.TAG] = tag = f"{os.getpid()}-{secrets.token_hex(4)}"
+    program = str(Path(reaper.__file__))
+    # Apart from our session: what kills this process with its process group must not kill the reaper.
+    command = [sys.executable, "-S", "-E", program, str(os.getpid()), tag]
+    quiet = subprocess.DEVNULL
+    _REAPERS.append(subprocess.Popen(command, start_new_session=True, stdin=quiet, stdout=quiet, stderr=quiet))
 
 
 def _forbid_network() -> None:
@@ -130,3 +134,6 @@ def _start_with_retry(start: Callable[[], object], clean_up: Callable[[], object
             if attempt == attempts or "timed out" not in str(error).lower():
                 raise
             logger.warning("Ray did not start (%s); trying again.", error)
+
+
+_REAPERS: list[subprocess.Popen[bytes]] = []

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Place of one worker in its group. ``use_gpu`` permits a GPU, it does not promise one.
+    """Place of one worker in its group. ``use_gpu`` permits a GPU; ``needs_gpu`` says that Ray has promised one.
 
-    ``master_addr`` and ``master_port`` are the address of a key-value store that rank 0 already listens on (``None``
-    for a world of one). They are an address to connect to, not a port to bind.
+    ``store_port`` is where rank 0 already serves the group's key-value store on ``master_addr``. ``master_port`` is
+    kept free on rank 0's node, for libraries that call ``torch.distributed.init_process_group()`` with no arguments.
     """
 
     role: str = "worker"
@@ -25,15 +25,22 @@ class WorkerContext:
     node: str = "localhost"
     single_node: bool = True
     use_gpu: bool = True
+    needs_gpu: bool = False
     master_addr: str | None = None
     master_port: int | None = None
+    store_port: int | None = None
 
-    def env(self) -> dict[str, str]:
-        """The variables that torch and its users expect to find in the process environment."""
+    def env(self, device_index: int | None = None) -> dict[str, str]:
+        """The variables that torch and its users expect to find in the process environment.
+
+        ``LOCAL_RANK`` is what libraries make a device of (``cuda:LOCAL_RANK``): the index of this process's device
+        among those it sees, which under Ray is one. The rank on the node is ``RAY_LOCAL_RANK``.
+        """
         env = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_RANK": str(self.local_rank if device_index is None else device_index),
+            "RAY_LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
         }
         if self.master_addr is not None:
@@ -67,6 +74,7 @@ def context_for_new_worker(role: str) -> WorkerContext:
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         master_addr=os.environ.get("MASTER_ADDR"),
         master_port=int(port) if port else None,
+        store_port=int(port) if port else None,
         single_node=os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
     )
 

@@ -62,6 +62,19 @@ class WorkerDiedError(WorkerError):
         return text.rstrip()
 
 
+class WorkerHungError(WorkerDiedError):
+    """A worker exists and does not go on: it is stopped, or far beyond the time of its call. It was killed."""
+
+    def _message(self) -> str:
+        doing = f"in {self.method!r}" if self.method else "between calls"
+        text = (
+            f"{self.role}[rank {self.rank}] hangs ({self.place}) {doing}; its group was stopped. {self.reason}".rstrip()
+        )
+        if self.worker_traceback:
+            text += f"\n\nStacks of {self.role}[rank {self.rank}]:\n{self.worker_traceback.rstrip()}"
+        return text
+
+
 def describe_exception(
     exception: BaseException, role: str, rank: int, method: str, *, pid: int, node: str
 ) -> WorkerError:

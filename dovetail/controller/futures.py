@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dovetail.observability.waits import waiting
 from dovetail.protocol import DataProto, DataProtoFuture
+
+_LONG_S = 1800.0
+"""The driver ends the call that makes the rows when that hangs; this only names who waits for it."""
 
 
 class PendingCall(Protocol):
@@ -36,7 +40,8 @@ class GroupFuture:
     def get(self, timeout: float | None = None) -> Any:
         """Wait for all ranks and return what the blocking call would have returned. Raises what it would have raised.
 
-        ``timeout`` is in seconds; when it passes, `TimeoutError` is raised and the call goes on.
+        ``timeout`` is in seconds; when it passes, `TimeoutError` is raised and the call goes on. Without it, a call
+        that takes far longer than earlier ones (`call_limits`) is ended, and raises `WorkerHungError`.
         """
         if self._result is None:
             self._result = (self._collect(self._pending.wait(timeout)),)
@@ -98,12 +103,14 @@ class BatchSlice(DataProtoFuture):
         """Fetch the rows of this share, and only the parts that hold them. Runs in the process that needs them."""
         import ray
 
-        num_rows = ray.get([part.num_rows for part in self.parts])
+        with waiting("this rank", "rows that another group makes", limit_s=_LONG_S):
+            num_rows = ray.get([part.num_rows for part in self.parts])
         ranges = zip(self.parts, self._overlaps(num_rows), strict=True)
         wanted = [(part.batch, rows) for part, rows in ranges if rows != (0, 0)]
         if not wanted:  # batches without columns carry only meta_info: there is nothing to share out
             wanted = [(part.batch, (0, 0)) for part in self.parts]
-        batches = ray.get([batch for batch, _ in wanted])
+        with waiting("this rank", f"{len(wanted)} parts of a batch from other nodes", limit_s=_LONG_S):
+            batches = ray.get([batch for batch, _ in wanted])
         return DataProto.concat([batch[first:last] for batch, (_, (first, last)) in zip(batches, wanted, strict=True)])
 
     def _overlaps(self, num_rows: Sequence[int]) -> list[tuple[int, int]]:

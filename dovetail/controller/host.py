@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.controller.context import WorkerContext, building
+from dovetail.controller.devices import MissingGpuError, device_index
 from dovetail.controller.errors import WorkerError, describe_exception
+from dovetail.controller.forwarding import take_secrets
 from dovetail.controller.futures import BatchSlice
 from dovetail.controller.heap import settle
-from dovetail.controller.rendezvous import serve_store
+from dovetail.controller.process_state import offer_stacks
+from dovetail.controller.rendezvous import reserve_port, serve_store
 from dovetail.controller.spans import Span, SpanRecorder
 from dovetail.controller.worker import Worker
 from dovetail.controller.worker_classes import ClassWithInitArgs
@@ -30,6 +33,8 @@ class ProcessIdentity:
     node: str
     node_id: str
     hostname: str
+    stack_file: int | None = None
+    """File of the process that its Python stacks are written to on a signal, see `process_state`."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +59,28 @@ class WorkerHost:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._recorder = SpanRecorder()
 
-    def identify(self) -> ProcessIdentity:
-        """Where this process runs, as Ray names the node."""
+    def identify(self, secrets: Mapping[str, str]) -> ProcessIdentity:
+        """Where this process runs, as Ray names the node. The first call: ``secrets`` are set before anything else."""
         import ray
 
-        node_id = ray.get_runtime_context().get_node_id()
-        return ProcessIdentity(os.getpid(), ray.util.get_node_ip_address(), node_id, socket.gethostname())
+        take_secrets(secrets)
 
-    def serve_store(self, host: str) -> tuple[str, int]:
-        """Bind the group's store in this process; only rank 0 is asked to."""
-        return serve_store(host)
+        node_id = ray.get_runtime_context().get_node_id()
+        node, hostname = ray.util.get_node_ip_address(), socket.gethostname()
+        return ProcessIdentity(os.getpid(), node, node_id, hostname, offer_stacks())
+
+    def serve_store(self, host: str) -> tuple[int, int]:
+        """Bind the group's store in this process, and keep a second port free; only rank 0 is asked to."""
+        return serve_store(host)[1], reserve_port(host)
 
     def build(self, context: WorkerContext, roles: Mapping[str, ClassWithInitArgs]) -> None:
         """Build the workers of this rank, in the order given."""
         self._context = context
-        os.environ.update(context.env())
         configure_worker_logging("+".join(roles), context.rank, context.world_size)
+        try:
+            os.environ.update(context.env(device_index(context)))
+        except MissingGpuError as error:
+            raise self._describe(error, context.role, "__init__") from None
         for role, spec in roles.items():
             with building(replace(context, role=role)), logging_as(role):
                 try:

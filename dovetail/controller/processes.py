@@ -3,6 +3,8 @@
 Failure rules. The first failing rank ends a wait. The other ranks get ``failure_grace_s`` to finish: ranks that are
 still busy then wait in a collective for the failed one, and all processes of the group are killed. A dead process stops
 its group at once. If an exception is only the echo of a peer's death (a broken connection), the death is reported.
+A call that takes far longer than earlier ones is given up. Of the ranks that have not finished, the one that hangs is
+named, not those that wait for it in a collective (`hangs`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dovetail.controller.errors import WorkerDiedError, WorkerError
+from dovetail.controller.call_limits import FIRST_LIMIT_S, CallLimits
+from dovetail.controller.errors import WorkerDiedError, WorkerError, WorkerHungError
+from dovetail.controller.hangs import find_hung_rank, is_collective_timeout
+from dovetail.observability.waits import waiting
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -32,12 +37,18 @@ class WorkerProcesses:
     """N actors, one per rank. Shared by the groups of all roles that live in them."""
 
     def __init__(
-        self, roles: Sequence[str], actors: Sequence[ActorHandle], names: Sequence[str], failure_grace_s: float
+        self,
+        roles: Sequence[str],
+        actors: Sequence[ActorHandle],
+        names: Sequence[str],
+        failure_grace_s: float,
+        first_limit_s: float = FIRST_LIMIT_S,
     ) -> None:
         self.roles = tuple(roles)
         self.actors = list(actors)
         self.names = list(names)
         self.failure_grace_s = failure_grace_s
+        self.limits = CallLimits(first_limit_s)
         self.identities: list[ProcessIdentity] = []
         self.failure: WorkerError | None = None
         self.stopped = False
@@ -50,9 +61,9 @@ class WorkerProcesses:
         """The roles as one word for messages."""
         return "+".join(self.roles)
 
-    def start(self, role: str, method: str, refs: Mapping[int, ObjectRef]) -> RayCall:
-        """Keep track of a call that was just sent to some ranks."""
-        call = RayCall(self, role, method, refs)
+    def start(self, role: str, method: str, refs: Mapping[int, ObjectRef], *, rows: int = 0) -> RayCall:
+        """Keep track of a call that was just sent to some ranks; ``rows`` is the size of its batch."""
+        call = RayCall(self, role, method, refs, rows)
         with self._lock:
             self._calls.add(call)
         return call
@@ -71,20 +82,30 @@ class WorkerProcesses:
 
     def report_death(self, rank: int, reason: str) -> WorkerError:
         """A process is gone: remember why, stop the others. Returns the error to raise."""
+        return self._report(WorkerDiedError, rank, reason)
+
+    def report_hang(self, rank: int, reason: str, stacks: str = "") -> WorkerError:
+        """A process exists and does not go on: remember why, kill it and the others. Returns the error to raise."""
+        return self._report(WorkerHungError, rank, reason, stacks)
+
+    def _report(self, kind: type[WorkerDiedError], rank: int, reason: str, stacks: str = "") -> WorkerError:
         with self._lock:
             if self.failure is None:
                 role, method = self._lost_call(rank)
                 where = self.identities[rank] if rank < len(self.identities) else None
-                self.failure = WorkerDiedError(
+                self.failure = kind(
                     role,
                     rank,
                     method,
                     pid=where.pid if where else None,
                     node=where.node if where else None,
                     reason=reason,
+                    worker_traceback=stacks,
                 )
                 logger.error("%s", self.failure)
                 self._kill()
+                if kind is WorkerHungError and self.watchdog is not None:
+                    self.watchdog.monitors.kill(self.identities)
             return self.failure
 
     def abandon(self, error: WorkerError) -> None:
@@ -121,8 +142,12 @@ class WorkerProcesses:
 class RayCall:
     """A method running on some ranks. `wait` is where failures surface."""
 
-    def __init__(self, processes: WorkerProcesses, role: str, method: str, refs: Mapping[int, ObjectRef]) -> None:
+    def __init__(
+        self, processes: WorkerProcesses, role: str, method: str, refs: Mapping[int, ObjectRef], rows: int = 0
+    ) -> None:
         self.processes = processes
+        self.rows = rows
+        self.started = time.monotonic()
         self.role = role
         self.method = method
         self.refs = dict(refs)
@@ -134,21 +159,46 @@ class RayCall:
         return len(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0]) == len(refs)
 
     def wait(self, timeout: float | None = None) -> dict[int, Any]:
-        """Results by rank; the first failure of any rank, or of any other group, is raised as soon as it is known."""
+        """Results by rank; the first failure of any rank, or of any other group, is raised as soon as it is known.
+
+        Without ``timeout`` the limit that earlier calls of this method have taught ends the wait, and the group.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
+        limits = self.processes.limits
+        limit = limits.limit(self.role, self.method, self.rows)
         outputs: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         pending = {ref: rank for rank, ref in self.refs.items()}
-        while pending and not errors:
-            self._take_ready(pending, outputs, errors, POLL_S)
-            if pending and not errors:
-                self._check_other_groups(pending, outputs, errors)
-                if deadline is not None and time.monotonic() > deadline:
-                    busy = sorted(pending.values())
-                    raise TimeoutError(f"{self.role}.{self.method} still runs on ranks {busy} after {timeout} s.")
+        with waiting("the driver", f"{self.role}.{self.method}", limit_s=limit.slow_s) as wait:
+            while pending and not errors:
+                self._take_ready(pending, outputs, errors, POLL_S)
+                if pending and not errors:
+                    ranks = sorted(pending.values())
+                    wait.what = f"{self.role}.{self.method} on ranks {ranks}"
+                    self._check_other_groups(pending, outputs, errors)
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise TimeoutError(f"{self.role}.{self.method} still runs on ranks {ranks} after {timeout} s.")
+                    if wait.waited() > limit.hung_s:
+                        raise self._give_up(ranks, f"Not finished after {wait.waited():.0f} s ({limit.why}).")
         if errors:
             raise self._settle(pending, outputs, errors)
+        limits.record(self.role, self.method, time.monotonic() - self.started, self.rows)
         return outputs
+
+    def _give_up(self, ranks: Sequence[int], reason: str) -> WorkerError:
+        """Of the ranks that have not finished, find the one that hangs, name it and stop the group."""
+        watchdog, identities = self.processes.watchdog, self.processes.identities
+        stacks = watchdog.monitors.stacks([identities[rank] for rank in ranks]) if watchdog and identities else []
+        hung = find_hung_rank(dict(zip(ranks, stacks, strict=False)))
+        rank = ranks[0] if hung is None else hung
+        others = [other for other in ranks if other != rank]
+        if others:
+            how = "wait for it in a collective" if hung is not None else "have not finished either"
+            reason += f" Ranks {others} {how}."
+        error = self.processes.report_hang(rank, reason, dict(zip(ranks, stacks, strict=False)).get(rank, ""))
+        if watchdog is not None:
+            watchdog.mark_reported(error)
+        return error
 
     def was_lost_on(self, rank: int) -> bool:
         """Whether ``rank`` died before it finished this call."""
@@ -212,6 +262,9 @@ class RayCall:
             dead = next((rank for rank, error in errors.items() if is_death(error)), None)
             if dead is not None:
                 death = self.processes.report_death(dead, _reason(errors[dead]))
+        if death is None and self.processes.failure is None and pending and is_collective_timeout(errors[first]):
+            late = sorted(pending.values())
+            death = self._give_up(late, f"Rank {first} gave up waiting for it: {_reason(errors[first])[:500]}")
         error = death or self.processes.failure or self._as_worker_error(first, errors[first])
         if watchdog is not None:
             watchdog.mark_reported(error)

@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dovetail.config.ray_init import refuse_rank_variables
+from dovetail.controller.call_limits import FIRST_LIMIT_S
 from dovetail.controller.context import WorkerContext
+from dovetail.controller.forwarding import secrets
 from dovetail.controller.futures import BatchFuture, BatchPart, GroupFuture
 from dovetail.controller.host import ProcessIdentity, WorkerHost
 from dovetail.controller.processes import WorkerProcesses
@@ -30,7 +32,8 @@ class RayWorkerGroup(WorkerGroup):
     """One actor per slot of ``resource_pool``, all built from ``ray_cls_with_init``.
 
     ``worker_env`` holds environment variables that must be there when the process starts. ``failure_grace_s`` is how
-    long the other ranks of a failed call may take to finish before the group is stopped.
+    long the other ranks of a failed call may take to finish before the group is stopped. ``first_limit_s`` is how long
+    a call may take that has no earlier one to compare with (`call_limits`).
     """
 
     takes_slices = True
@@ -43,6 +46,7 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str | None = None,
         worker_env: Mapping[str, str] | None = None,
         failure_grace_s: float = 5.0,
+        first_limit_s: float = FIRST_LIMIT_S,
     ) -> None:
         roles = ray_cls_with_init.roles(name_prefix)
         title = "+".join(roles)
@@ -52,10 +56,10 @@ class RayWorkerGroup(WorkerGroup):
         options = {**resource_pool.actor_options(), **ray_cls_with_init.options}
         refuse_rank_variables(worker_env or {})
         actors = [_start_actor(slot, name, options, worker_env or {}) for slot, name in zip(slots, names, strict=True)]
-        processes = WorkerProcesses(tuple(roles), actors, names, failure_grace_s)
+        processes = WorkerProcesses(tuple(roles), actors, names, failure_grace_s, first_limit_s)
         self._roles = roles
         try:
-            _build_workers(processes, roles, resource_pool.use_gpu)
+            _build_workers(processes, roles, resource_pool)
         except BaseException:
             processes.stop()
             raise
@@ -122,7 +126,7 @@ class RayWorkerGroup(WorkerGroup):
             method = processes.actors[rank].call.options(num_returns=2 if count else 1)
             refs = method.remote(call, *shared.of(rank))
             outputs[rank], row_counts[rank] = refs if count else (refs, None)
-        pending = processes.start(launch.call.role, launch.call.method, outputs)
+        pending = processes.start(launch.call.role, launch.call.method, outputs, rows=launch.num_rows)
         if launch.batch_ranks is None:
             return GroupFuture(pending, launch.collect)
         parts = [BatchPart(outputs[rank], row_counts[rank]) for rank in launch.batch_ranks]
@@ -180,22 +184,28 @@ def _start_actor(slot: Slot, name: str, options: Mapping[str, Any], env: Mapping
     )
 
 
-def _build_workers(processes: WorkerProcesses, roles: Mapping[str, ClassWithInitArgs], use_gpu: bool) -> None:
+def _build_workers(processes: WorkerProcesses, roles: Mapping[str, ClassWithInitArgs], pool: RayResourcePool) -> None:
     """Learn where the processes are, let rank 0 bind the store, then build the workers of all ranks side by side."""
     actors, title = processes.actors, processes.title
-    found = processes.start(title, "start", {rank: actor.identify.remote() for rank, actor in enumerate(actors)}).wait()
+    known = secrets()
+    starts = {rank: actor.identify.remote(known) for rank, actor in enumerate(actors)}
+    found = processes.start(title, "start", starts).wait()
     processes.identities = [found[rank] for rank in range(len(actors))]
     nodes = [identity.node for identity in processes.identities]
     single_node = len(set(nodes)) == 1
     store_host = LOOPBACK if single_node else nodes[0]
-    store = processes.start(title, "serve_store", {0: actors[0].serve_store.remote(store_host)}).wait()[0]
+    store_port, free_port = processes.start(title, "serve_store", {0: actors[0].serve_store.remote(store_host)}).wait()[
+        0
+    ]
     common = WorkerContext(
         role=title,
         world_size=len(actors),
         single_node=single_node,
-        use_gpu=use_gpu,
-        master_addr=store[0],
-        master_port=store[1],
+        use_gpu=pool.use_gpu,
+        needs_gpu=pool.use_gpu and pool.accelerator == "GPU",
+        master_addr=store_host,
+        master_port=free_port,
+        store_port=store_port,
     )
     builds = {
         rank: actors[rank].build.remote(context, dict(roles))

@@ -44,18 +44,36 @@ def serve_store(host: str) -> tuple[str, int]:
     return host, port
 
 
+def reserve_port(host: str) -> int:
+    """A port that only a process of this machine which asks for it by number gets, for `env://` rendezvous.
+
+    Bound and not listening: on Linux a second socket with SO_REUSEADDR, such as that of torch's store, may still bind
+    it, and nobody is given it by chance.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((host, 0))
+    port = holder.getsockname()[1]
+    if sys.platform == "linux":
+        _RESERVED.append(holder)
+    else:
+        holder.close()  # elsewhere the second bind would fail: the port is free, and unlikely to be taken
+    return port
+
+
 def join_store(context: WorkerContext) -> Store:
     """The store of the group: the one this process serves, or a connection to it. A world of one needs no socket."""
     from torch.distributed import HashStore, TCPStore
 
-    if context.master_addr is None or context.master_port is None:
+    if context.master_addr is None or context.store_port is None:
         if context.world_size > 1:
             raise ValueError(
                 f"{context.role} has world_size={context.world_size} but no address of a store; build it through a "
                 "worker group, or set MASTER_ADDR and MASTER_PORT."
             )
         return HashStore()
-    address = (context.master_addr, context.master_port)
+    address = (context.master_addr, context.store_port)
     if address not in _SERVED:
         return TCPStore(*address, is_master=False, timeout=STORE_TIMEOUT)
     return _SERVED[address]
@@ -123,3 +141,4 @@ def _ipv4_of(interface: str) -> str | None:
 # SIOCGIFADDR. The address of the reply has the same place on both.
 _GET_ADDRESS = {"linux": 0x8915, "darwin": 0xC0206921}
 _SERVED: dict[tuple[str, int], Store] = {}
+_RESERVED: list[socket.socket] = []

@@ -1,21 +1,30 @@
-"""Notices processes that die, also between calls and in groups nobody waits for. One thread for all groups of a driver.
+"""Notices processes that die or are stopped, also between calls and in groups nobody waits for. One thread a driver.
 
-It asks the cluster for the names of living actors once a second. A death stops its group at once and is logged; the
-next wait on any group raises it, once. Calls on the dead group raise it always.
+It asks the cluster for the names of living actors once a second, and every node for workers that are stopped (SIGSTOP,
+also of an engine's process below a worker). A death ends its group at once, a stop after `STOPPED_S`; both are logged.
+The next wait on any group raises it, once. Calls on the dead group raise it always.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dovetail.controller.errors import WorkerError
+from dovetail.controller.node_monitor import Monitors
+
+if TYPE_CHECKING:
+    from dovetail.controller.host import ProcessIdentity
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
+STOPPED_S = 15.0
+"""A profiler stops a process for a moment; longer than this is a hang."""
+_LOOK_FOR_STOPPED_S = 3.0
 
 
 class Watched(Protocol):
@@ -23,10 +32,13 @@ class Watched(Protocol):
 
     watchdog: Watchdog | None
     names: list[str]
+    identities: list[ProcessIdentity]
     stopped: bool
     failure: WorkerError | None
 
     def report_death(self, rank: int, reason: str) -> WorkerError: ...
+
+    def report_hang(self, rank: int, reason: str, stacks: str = "") -> WorkerError: ...
 
 
 class Watchdog:
@@ -37,6 +49,9 @@ class Watchdog:
         self._unreported: list[WorkerError] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self.monitors = Monitors()
+        self._stopped_since: dict[int, float] = {}
+        self._looked_for_stopped = 0.0
 
     def watch(self, processes: Watched) -> None:
         """Start watching; the processes must be up."""
@@ -64,11 +79,32 @@ class Watchdog:
         for processes in watched:
             for rank, name in enumerate(processes.names):
                 if name not in living and not processes.stopped and processes.failure is None:
-                    error = processes.report_death(rank, "Its process is gone (killed, crashed or out of memory).")
-                    with self._lock:
-                        # A call may have met the death itself in the meantime, and raised it.
-                        if not error.was_raised:
-                            self._unreported.append(error)
+                    self._note(processes.report_death(rank, "Its process is gone (killed, crashed or out of memory)."))
+        if time.monotonic() - self._looked_for_stopped >= _LOOK_FOR_STOPPED_S:
+            self._looked_for_stopped = time.monotonic()
+            self._look_for_stopped(watched)
+
+    def _look_for_stopped(self, watched: list[Watched]) -> None:
+        places = [(processes, rank) for processes in watched for rank in range(len(processes.identities))]
+        stopped = self.monitors.stopped([processes.identities[rank] for processes, rank in places])
+        now = time.monotonic()
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        for processes, rank in places:
+            pid = processes.identities[rank].pid
+            seconds = now - self._stopped_since.get(pid, now)
+            if seconds < STOPPED_S or processes.stopped or processes.failure is not None:
+                continue
+            who = (
+                "Its process" if stopped[pid].pid == pid else f"Its child {stopped[pid].name} (pid {stopped[pid].pid})"
+            )
+            reason = f"{who} is stopped (SIGSTOP or a suspended job) for {seconds:.0f} s; `kill -CONT` lets one go on."
+            self._note(processes.report_hang(rank, reason))
+
+    def _note(self, error: WorkerError) -> None:
+        with self._lock:
+            # A call may have met the death itself in the meantime, and raised it.
+            if not error.was_raised:
+                self._unreported.append(error)
 
     def take_unreported(self) -> WorkerError | None:
         """A death that no call has raised yet; it counts as raised from now on."""
@@ -99,6 +135,9 @@ class Watchdog:
             except (RayError, ConnectionError) as error:
                 if ray.is_initialized():
                     logger.warning("could not list the living workers: %s", error)
+            except Exception:  # the thread must not die unseen: nobody would notice deaths any more
+                if ray.is_initialized():
+                    logger.exception("the watchdog could not look at the workers; it tries again")
 
 
 WATCHDOG = Watchdog()

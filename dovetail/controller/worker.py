@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.controller import rendezvous
 from dovetail.controller.context import context_for_new_worker
+from dovetail.controller.devices import device_index
 from dovetail.controller.registration import Dispatch, Execute, register
 
 if TYPE_CHECKING:
@@ -50,22 +51,24 @@ class Worker:
 
     @property
     def master_addr(self) -> str | None:
-        """Where rank 0 serves the group's store; see `dovetail.controller.rendezvous`."""
+        """The node of rank 0, as the others reach it; see `dovetail.controller.rendezvous`."""
         return self.context.master_addr
 
     @property
     def master_port(self) -> int | None:
+        """A port of rank 0's node that is kept free for this group."""
         return self.context.master_port
 
     @property
     def device(self) -> torch.device:
-        """The GPU of this process when its pool has GPUs and there is one, else the CPU."""
+        """The GPU of this process when its pool has GPUs and there is one, else the CPU.
+
+        A process that Ray has promised a GPU and that sees none is an error, never a rank on the CPU.
+        """
         import torch
 
-        if not self.context.use_gpu or not torch.cuda.is_available():
-            return torch.device("cpu")
-        # Ray shows each actor its own GPU only; torchrun shows all of them.
-        return torch.device("cuda", self.local_rank if torch.cuda.device_count() > 1 else 0)
+        index = device_index(self.context)
+        return torch.device("cpu") if index is None else torch.device("cuda", index)
 
     def init_process_group(
         self, backend: str | None = None, *, timeout: timedelta = rendezvous.COLLECTIVE_TIMEOUT
@@ -107,6 +110,10 @@ class Worker:
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``func(worker, *shares)`` on every rank and concatenate the batches it returns."""
         return func(self, *args, **kwargs)
+
+    def execute_func(self, func: Callable[..., Any], *args: Any) -> Any:
+        """Run ``func(*args)`` in the process of every rank: `group.execute_all_sync("execute_func", func, ...)`."""
+        return func(*args)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

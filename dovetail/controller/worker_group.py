@@ -20,6 +20,7 @@ from dovetail.controller.layout import MeshLayout
 from dovetail.controller.registration import Dispatch, Execute, Registration, registered_methods
 from dovetail.controller.spans import Span
 from dovetail.controller.worker import Worker
+from dovetail.protocol import DataProto
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class Launch:
     ranks: Sequence[int]
     batch_ranks: Sequence[int] | None
     collect: Callable[[dict[int, Any]], Any]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the largest batch that one rank gets."""
+        shares = [value for rank in self.ranks for value in self.arguments.of(rank)[0] if isinstance(value, DataProto)]
+        return max((len(share) for share in shares), default=0)
 
 
 class WorkerGroup(ABC):

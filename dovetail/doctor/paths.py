@@ -217,11 +217,11 @@ def _need(site: Site, *, devices: int, library: str) -> None:
 
 
 def _start(site: Site, stage: Stage) -> None:
-    from dovetail.trainer.run import start_cluster
+    from dovetail.trainer.devices import start_cluster
 
     stage("start Ray")
     # Room for engines beside the trainer: slots of a local Ray are processes, not cores.
-    start_cluster(site.config(), site.on_cuda)
+    start_cluster(site.config())
 
 
 def main(name: str, site_file: str, result_file: str) -> int:

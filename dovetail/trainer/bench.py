@@ -21,9 +21,10 @@ from dovetail.controller import stop_ray
 from dovetail.observability.timers import PhaseTimers
 from dovetail.protocol import DataProto
 from dovetail.trainer.arrange import arrange_rows
+from dovetail.trainer.devices import start_cluster, uses_gpu
 from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups, create_groups
-from dovetail.trainer.run import fetch_models, start_cluster, uses_gpu
+from dovetail.trainer.run import fetch_models
 from dovetail.trainer.step_metrics import update_metrics
 
 GIB = 1024**3
@@ -65,11 +66,10 @@ def bench_training(config: DovetailConfig, *, steps: int, use_ray: bool) -> Benc
     refuse_errors(check_config(config, shapes.policy))
     refuse_unsupported(config)
     fetch_models(config)
-    use_gpu = uses_gpu(config)
     with ExitStack() as open_things:
         if use_ray:
             open_things.callback(stop_ray)
-            start_cluster(config, use_gpu)
+        use_gpu = start_cluster(config) if use_ray else uses_gpu(config)
         groups = create_groups(config, use_ray=use_ray, use_gpu=use_gpu)
         open_things.callback(groups.shutdown)
         return bench(config, groups, steps=steps)

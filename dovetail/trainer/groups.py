@@ -91,7 +91,7 @@ def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool) -> Ro
         pool = RayResourcePool(
             [config.trainer.n_gpus_per_node] * config.trainer.nnodes, use_gpu=use_gpu, name_prefix="dovetail"
         )
-        processes: WorkerGroup = RayWorkerGroup(pool, together)
+        processes: WorkerGroup = RayWorkerGroup(pool, together, first_limit_s=config.trainer.worker_timeout_s)
     elif config.trainer.world_size == 1:
         processes = LocalWorkerGroup(together)
     else:
@@ -116,6 +116,8 @@ def _separate_engines(config: DovetailConfig, trainer: WorkerGroup, use_gpu: boo
     pool = RayResourcePool([rollout.n_gpus_per_node] * rollout.nnodes, use_gpu=use_gpu, name_prefix="dovetail-engines")
 
     def start() -> WorkerGroup:
-        return RayWorkerGroup(pool, RayClassWithInitArgs(RolloutWorker, config=config), name_prefix=GENERATION)
+        engines = RayClassWithInitArgs(RolloutWorker, config=config)
+        limit = config.trainer.worker_timeout_s
+        return RayWorkerGroup(pool, engines, name_prefix=GENERATION, first_limit_s=limit)
 
     return SeparateEngines(config, trainer, start)

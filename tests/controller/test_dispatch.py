@@ -26,7 +26,8 @@ from dovetail.controller import (
     registered_methods,
 )
 from dovetail.controller import dispatch as d
-from dovetail.controller.cluster import _start_with_retry, worker_environment
+from dovetail.controller.cluster import _start_with_retry
+from dovetail.controller.forwarding import merged_runtime_env
 from dovetail.controller.futures import BatchPart, BatchSlice
 from dovetail.controller.worker_logging import RoleFilter, logging_as
 from dovetail.protocol import DataProto
@@ -245,7 +246,7 @@ def test_a_world_of_one_needs_no_port_for_its_process_group() -> None:
 def test_workers_get_the_variables_of_the_driver_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    env = worker_environment({"MINE": "yes"})
+    env = merged_runtime_env({}, {"MINE": "yes"})["env_vars"]
     assert (env["OMP_NUM_THREADS"], env["HF_HUB_OFFLINE"], env["MINE"]) == ("3", "1", "yes")
 
 

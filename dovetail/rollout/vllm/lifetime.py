@@ -33,6 +33,9 @@ def start_engine(settings: VLLMSettings, *, cpu: bool) -> Any:
         placement["distributed_executor_backend"] = "external_launcher"
         os.environ.setdefault("RANK", str(dist.get_rank()))
         os.environ.setdefault("LOCAL_RANK", "0")
+        if not cpu:
+            # vLLM takes `cuda:LOCAL_RANK` for its device: the one that the trainer in this process computes on.
+            os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
     _process.groups_are_vllms |= not dist.is_initialized()
     with _random_state_kept(), starting_processes(cpu=cpu), without_compiling(cpu=cpu):
         config = EngineArgs(**settings.vllm_arguments(cpu=cpu, **placement)).create_engine_config()

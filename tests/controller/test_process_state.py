@@ -1,0 +1,142 @@
+"""Processes seen from outside: stopped ones are found, debugged and busy ones are not, and stacks need no help."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dovetail.controller.call_limits import CallLimits
+from dovetail.controller.hangs import find_hung_rank, is_collective_timeout, waits_in_collective
+from dovetail.controller.process_state import (
+    ProcessState,
+    _parse_stat,
+    kill_processes,
+    process_table,
+    read_stacks,
+    stopped_processes,
+)
+
+pytestmark = pytest.mark.unit
+
+_PARENT = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(600)\n"
+)
+# Holds Python's lock in C for as long as it lives: no thread of it can answer anything.
+_BUSY = (
+    "import sys\n"
+    "sys.path.insert(0, {root!r})\n"
+    "from dovetail.controller.process_state import offer_stacks\n"
+    "print(offer_stacks(), flush=True)\n"
+    "def busy_in_c():\n"
+    "    sum(range(10**12))\n"
+    "busy_in_c()\n"
+)
+
+
+@pytest.fixture
+def family() -> Iterator[tuple[int, int]]:
+    """A process and its child."""
+    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        yield parent.pid, child
+        kill_processes([parent.pid, child])
+
+
+def test_a_stopped_process_is_found(family: tuple[int, int]) -> None:
+    parent, _ = family
+    assert stopped_processes([parent]) == {}
+    os.kill(parent, signal.SIGSTOP)
+    _until(lambda: parent in stopped_processes([parent]))
+    assert stopped_processes([parent])[parent].pid == parent
+    os.kill(parent, signal.SIGCONT)
+    _until(lambda: not stopped_processes([parent]))
+
+
+def test_a_stopped_process_below_a_worker_is_the_workers(family: tuple[int, int]) -> None:
+    parent, child = family
+    os.kill(child, signal.SIGSTOP)
+    _until(lambda: parent in stopped_processes([parent]))
+    assert stopped_processes([parent])[parent].pid == child
+
+
+def test_a_stopped_process_can_be_killed(family: tuple[int, int]) -> None:
+    parent, child = family
+    os.kill(child, signal.SIGSTOP)
+    kill_processes([child, parent])
+    _until(lambda: all(process.pid != child or process.state == "Z" for process in process_table()))
+
+
+def test_a_process_that_a_debugger_holds_is_not_stopped() -> None:
+    line = "4711 (a (strange) name) t 17 4711 4711 0 -1"
+    assert _parse_stat(line) == ProcessState(4711, 17, "t", "a (strange) name")
+    assert not _parse_stat(line).is_stopped
+    assert _parse_stat(line.replace(" t ", " T ")).is_stopped
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="stacks are read through Linux's /proc")
+def test_stacks_of_a_process_that_holds_pythons_lock_can_be_read() -> None:
+    program = _BUSY.format(root=os.getcwd())
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as busy:
+        assert busy.stdout is not None
+        file = int(busy.stdout.readline())
+        try:
+            _until(lambda: "in busy_in_c" in read_stacks(busy.pid, file))
+            assert stopped_processes([busy.pid]) == {}, "busy is not stopped"
+        finally:
+            busy.kill()
+
+
+_IN_COLLECTIVE = """Thread 0x01 (most recent call first):
+  File "/x/threading.py", line 3 in wait
+
+Current thread 0x02 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 3007 in all_reduce
+  File "/x/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "/x/work.py", line 3 in update
+  File "/x/dovetail/controller/host.py", line 120 in run
+"""
+_ELSEWHERE = _IN_COLLECTIVE.replace("torch/distributed", "torch/nn")
+
+
+def test_of_ranks_that_have_not_finished_the_one_outside_the_collective_hangs() -> None:
+    assert waits_in_collective(_IN_COLLECTIVE)
+    assert not waits_in_collective(_ELSEWHERE)
+    assert find_hung_rank({0: _IN_COLLECTIVE, 1: _ELSEWHERE, 2: _IN_COLLECTIVE}) == 1
+    assert find_hung_rank({0: _IN_COLLECTIVE, 3: ""}) == 3, "a rank that cannot even be asked"
+    assert find_hung_rank({0: _IN_COLLECTIVE, 1: _IN_COLLECTIVE}) is None
+    assert find_hung_rank({0: _ELSEWHERE}) is None
+
+
+def test_a_collectives_own_time_limit_is_recognised() -> None:
+    assert is_collective_timeout(RuntimeError("[gloo/transport/tcp] Timed out waiting 1800000ms for recv operation"))
+    assert not is_collective_timeout(RuntimeError("out of memory"))
+
+
+def test_limits_are_learned_from_earlier_calls() -> None:
+    limits = CallLimits(first_limit_s=7200.0)
+    assert limits.limit("actor", "generate").hung_s == 7200.0
+    limits.record("actor", "generate", 100.0, rows=64)
+    limits.record("actor", "generate", 50.0, rows=64)
+    assert limits.limit("actor", "generate", 64).hung_s == 1000.0
+    assert limits.limit("actor", "generate", 64).slow_s == 300.0
+    assert limits.limit("actor", "generate", 640).hung_s == 10000.0, "ten times the rows may take ten times as long"
+    assert limits.limit("critic", "generate").hung_s == 7200.0
+    limits.record("actor", "ping", 0.01)
+    assert limits.limit("actor", "ping").hung_s == 600.0, "a fast call on a busy machine is not a hang"
+
+
+def _until(true: Callable[[], bool], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
