@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -36,18 +37,26 @@ def run(args: argparse.Namespace) -> int:
     for notice in loaded.notices:
         sys.stderr.write(f"notice: {notice.key}: {notice.message}\n")
     # Heavy imports come after the configuration is known to be right.
-    from dovetail.trainer.run import USER_ERRORS, run_training
+    from dovetail.controller import WorkerError
+    from dovetail.trainer.run import USER_ERRORS, run_training, stopped_message
 
     try:
         result = run_training(loaded.config, use_ray=not args.local)
     except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except KeyboardInterrupt:
+    except WorkerError as error:
+        # The worker's own traceback is in the message; the driver's says nothing more.
+        sys.stderr.write("\n".join([str(error), *getattr(error, "__notes__", ())]) + "\n")
+        return 1
+    except KeyboardInterrupt as error:
         sys.stderr.write(
             f"interrupted; the run is in {loaded.config.trainer.run_dir}. "
             "The same command goes on from its newest checkpoint, if it has one.\n"
         )
-        return 130
+        return 128 + getattr(error, "signum", signal.SIGINT)
+    if result.stopped_by is not None:
+        sys.stderr.write(stopped_message(result, loaded.config))
+        return 128 + result.stopped_by
     sys.stdout.write(f"{result.steps} steps done; the run is in {result.folder}\n")
     return 0

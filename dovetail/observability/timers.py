@@ -14,28 +14,40 @@ class PhaseTimers:
     """`with timers("gen"): ...`. A phase entered twice in a step adds up; phases may be nested."""
 
     def __init__(
-        self, on_phase: PhaseListener | None = None, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        on_phase: PhaseListener | None = None,
+        *,
+        after_phase: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._on_phase = on_phase
+        self._after_phase = after_phase
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
+        self.interrupted: str | None = None
+        """The innermost phase that an exception has ended."""
         self._spans: list[tuple[str, float, float]] = []
         self._to_wall_clock = time.time() - clock()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._open.append(name)
-        self._tell()
         start = self._clock()
         try:
+            self._tell()
             yield
+        except BaseException:
+            self.interrupted = self.interrupted or name
+            raise
         finally:
             end = self._clock()
             self._seconds[name] = self._seconds.get(name, 0.0) + end - start
             self._spans.append((name, start + self._to_wall_clock, end + self._to_wall_clock))
             self._open.pop()
             self._tell()
+        if self._after_phase is not None:  # not after an exception, which it could hide
+            self._after_phase(name)
 
     def add(self, name: str, seconds: float) -> None:
         """Count time that was measured elsewhere, by a worker for instance."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dovetail.config import load_config
 from dovetail.config.arguments import split_arguments
 from dovetail.trainer.ppo import RayPPOTrainer
-from dovetail.trainer.run import USER_ERRORS, run_training
+from dovetail.trainer.run import USER_ERRORS, run_training, stopped_message
 
 run_ppo = run_training
 """The name that scripts of verl import: a resolved configuration in, a finished run out."""
@@ -27,10 +27,13 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[RayPPOTrainer] |
         loaded = load_config(files, overrides)
         for notice in loaded.notices:
             logging.getLogger(__name__).info("%s: %s", notice.key, notice.message)
-        run_ppo(loaded.config, trainer_class=trainer_class)
+        result = run_ppo(loaded.config, trainer_class=trainer_class)
     except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    if result.stopped_by is not None:
+        sys.stderr.write(stopped_message(result, loaded.config))
+        return 128 + result.stopped_by
     return 0
 
 

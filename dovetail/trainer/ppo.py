@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
 from dovetail.config.root import DovetailConfig
+from dovetail.controller import WorkerError
 from dovetail.controller.heap import settling
 from dovetail.data.loader import PromptLoader
 from dovetail.observability.shown_answers import choose_answers
@@ -48,6 +50,7 @@ from dovetail.trainer.step_metrics import (
     token_counts,
     update_metrics,
 )
+from dovetail.trainer.stopping import StopAfterPhase, StopRequest
 from dovetail.trainer.timeline import take_timeline
 from dovetail.trainer.validation import validate
 
@@ -82,20 +85,24 @@ class RayPPOTrainer:
         tracker: Tracker,
         create_groups: Callable[[], RoleGroups],
         on_phase: Callable[[str | None], None] | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         self.config = config
+        self.stop = stop or StopRequest()
         self.tokenizer = tokenizer
         self.train_loader = train_loader
         self.val_loader = val_loader
         self.rewards = rewards
         self.tracker = tracker
-        self.timers = PhaseTimers(self._phase_changed)
+        self.timers = PhaseTimers(self._phase_changed, after_phase=self.stop.phase_ended)
         self._on_phase = on_phase
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.draws = PromptDraws(config.trainer.seed)
         self.checkpoints = TrainerCheckpoints(config)
         self.utilisation = StepUtilisation(config)
         self.global_step = 0
+        self._saved_step = 0
+        self._last_metrics: Metrics = {}
         self._num_written = 0
         self._order: list[int] = []  # of the rows of this step's batch, as they were drawn
         self.total_steps = total_training_steps(config, len(train_loader))
@@ -140,12 +147,12 @@ class RayPPOTrainer:
             if last_validation:
                 self.tracker.log(self.global_step, last_validation)
         if not settings.val_only:
-            with settling() as settle:
+            with settling() as settle, self.stop.training(), self._naming_failures():
                 last_validation = self._train(last_validation, settle)
         self._answer_files.close()
         self._note_saved(self.checkpoints.finish())
         self._phase_changed(None)
-        self._tell_now(None, finished=True)
+        self._tell_now(None, finished=self.stop.name is None)
         return last_validation
 
     def _train(self, last_validation: Metrics, settle: Callable[[], None]) -> Metrics:
@@ -156,10 +163,17 @@ class RayPPOTrainer:
             self.tracker.folder.log_timeline(0, started)
         settle_after = self.global_step + _STEPS_THAT_BUILD
         while self.global_step < self.total_steps:
+            before = self._driver_state(), self._carried_over()
             self.global_step += 1
+            self.stop.begin_step()
             actors, folder = self.groups.actor_rollout, self.tracker.folder.path
-            with profiled(self.config.global_profiler, self.global_step, actors, folder):
-                metrics = self._train_step()
+            try:
+                with profiled(self.config.global_profiler, self.global_step, actors, folder):
+                    metrics = self._train_step()
+            except StopAfterPhase:
+                self.global_step -= 1
+                self._save_and_stop(*before)
+                break
             if self._is_due(settings.test_freq):
                 with self.timers("testing"):
                     last_validation = self._validate()
@@ -173,10 +187,36 @@ class RayPPOTrainer:
             self.tracker.log(self.global_step, metrics)
             self._skipped_steps.note(self.global_step, metrics)
             self.tracker.folder.log_timeline(self.global_step, take_timeline(self.timers, self.groups.processes))
+            self._last_metrics = metrics
+            if self.stop.name is not None:
+                self._save_and_stop(self._driver_state(), self._carried_over())
+                break
             if self.global_step == settle_after < self.total_steps:
                 self.groups.settle()
                 settle()
         return last_validation
+
+    def _save_and_stop(self, state: dict[str, Any], surplus: DataProto | None) -> None:
+        """Somebody asked the run to end: a checkpoint of the last finished step, unless there is one."""
+        self._note_saved(self.checkpoints.finish())
+        if self.global_step not in (0, self._saved_step):
+            state |= {"metrics": self._last_metrics}
+            self._answer_files.wait()
+            self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, surplus=surplus))
+        self.tracker.event("stopped", self.global_step, signal=self.stop.name, phase=self.stop.phase)
+
+    @contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        """A worker that fails is recorded with the phase and the step, and says what the run goes on from."""
+        try:
+            yield
+        except WorkerError as error:
+            where = f"phase {self.timers.interrupted!r} of step {self.global_step}"
+            saved = f"step {self._saved_step}" if self._saved_step else "the beginning: it has no checkpoint"
+            error.add_note(f"In {where}. The same command continues the run from {saved}.")
+            facts = {"role": error.role, "rank": error.rank, "method": error.method, "phase": self.timers.interrupted}
+            self.tracker.folder.log_event("worker_failed", self.global_step, **facts, reason=error.reason[:1000])
+            raise
 
     def _train_step(self) -> Metrics:
         """The phases of a step, in order. Each reads columns of one batch and adds columns."""
@@ -396,6 +436,7 @@ class RayPPOTrainer:
 
     def _note_saved(self, steps: list[int]) -> None:
         for step in steps:
+            self._saved_step = step
             self.tracker.event("checkpoint", step)
 
     def _load_checkpoint(self) -> None:
@@ -403,7 +444,8 @@ class RayPPOTrainer:
         if found is None:
             self.tracker.folder.start()
             return
-        self.global_step = found.step
+        self.global_step = self._saved_step = found.step
+        self._last_metrics = found.metrics
         self.groups.weights_changed()
         logger.info("resumed from %s at step %d", found.folder, found.step)
         if self.config.trainer.val_only:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.config.runnable import refuse_unsupported
 from dovetail.config.user_code import UserCodeError, import_user_modules
-from dovetail.controller import WorkerError, start_ray, stop_ray
+from dovetail.controller import WorkerError, stop_ray
 from dovetail.data.build import build_train_loader, build_val_loader
 from dovetail.data.errors import DataError
 from dovetail.data.prompts import PromptDataset
@@ -32,11 +33,14 @@ from dovetail.observability.tracker import Tracker
 from dovetail.rewards.build import build_reward_runner, other_scoring_nodes
 from dovetail.rewards.errors import RewardError
 from dovetail.trainer.dapo import RayDAPOTrainer
-from dovetail.trainer.groups import create_groups
+from dovetail.trainer.devices import joins_cluster, start_cluster, uses_gpu
+from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.trainer.inputs import missing_inputs
 from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
 from dovetail.trainer.registered import refuse_unmet_names
+from dovetail.trainer.shared_folder import check_shared_folder, with_absolute_folders
 from dovetail.trainer.stalled import TrainingStalled
+from dovetail.trainer.stopping import StopRequest, resume_line
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,8 @@ class RunResult:
     folder: Path
     steps: int
     validation: dict[str, float]
+    stopped_by: int | None = None
+    """The signal that asked the run to end before its last step."""
 
 
 def run_training(
@@ -75,6 +81,7 @@ def run_training(
 
     Whatever can be wrong is found before a process is started: keys, files, columns, reward functions.
     """
+    config = with_absolute_folders(config)
     import_user_modules(config.trainer.import_modules)
     shapes = read_shapes(config)
     refuse_errors(check_config(config, shapes.policy))
@@ -83,17 +90,18 @@ def run_training(
     lock = RunLock(config.trainer.run_dir)
     lock.refuse_if_held()
     _refuse_unknown_fields(config)
-    use_gpu = uses_gpu(config)
     fetch_models(config)
     _refuse_broken_models(config)
+    # The devices of a cluster are known once it is joined.
+    known_gpu = None if use_ray and joins_cluster(config) else uses_gpu(config)
     tokenizer, processor = load_readers(config)
     val_loader = build_val_loader(config, tokenizer, processor)
     # A run that only validates may name no training prompts, and draws none.
     train_loader = build_train_loader(config, tokenizer, processor) if config.data.train_paths else val_loader
     assert train_loader is not None, "the checks ask for one of the two"
     for loader in (train_loader, val_loader):
-        if loader is not None:
-            _refuse_unread_images(config, loader.dataset, on_cuda=use_gpu)
+        if loader is not None and known_gpu is not None:
+            _refuse_unread_images(config, loader.dataset, on_cuda=known_gpu)
     refuse_unmet_names(config, train_loader.dataset[0])
     settings = config.trainer
     trainer_class = trainer_class or (RayDAPOTrainer if config.algorithm.filter_groups.enable else RayPPOTrainer)
@@ -125,8 +133,14 @@ def run_training(
         )
         if use_ray:
             open_things.callback(stop_ray)
-            start_cluster(config, use_gpu)
+        use_gpu = start_cluster(config) if use_ray else uses_gpu(config)
+        if use_ray:
             rewards.use_nodes(other_scoring_nodes(config))
+        for loader in (train_loader, val_loader):
+            if loader is not None and known_gpu is None:
+                _refuse_unread_images(config, loader.dataset, on_cuda=use_gpu)
+        stop = StopRequest()
+        open_things.enter_context(stop.listening())  # after Ray's start, which sets a handler of its own
         trainer = trainer_class(
             config,
             tokenizer=tokenizer,
@@ -134,8 +148,9 @@ def run_training(
             val_loader=val_loader,
             rewards=rewards,
             tracker=tracker,
-            create_groups=lambda: create_groups(config, use_ray=use_ray, use_gpu=use_gpu),
+            create_groups=lambda: _create_groups(config, folder.path, use_ray=use_ray, use_gpu=use_gpu),
             on_phase=view.phase,
+            stop=stop,
         )
         try:
             trainer.init_workers()
@@ -148,7 +163,25 @@ def run_training(
         finally:
             if trainer.has_workers:
                 trainer.groups.shutdown()
-    return RunResult(folder.path, trainer.global_step, validation)
+    return RunResult(folder.path, trainer.global_step, validation, stop.signum)
+
+
+def stopped_message(result: RunResult, config: DovetailConfig) -> str:
+    """For a run that was asked to end: what it has, and the line that goes on."""
+    name = signal.Signals(result.stopped_by or 0).name
+    has = f"its checkpoint is {result.folder}/global_step_{result.steps}" if result.steps else "nothing was trained yet"
+    line = resume_line(resume_mode=config.trainer.resume_mode)
+    return f"{name}: stopped after step {result.steps}; {has}. Go on with:\n  {line}\n"
+
+
+def _create_groups(config: DovetailConfig, folder: Path, *, use_ray: bool, use_gpu: bool) -> RoleGroups:
+    groups = create_groups(config, use_ray=use_ray, use_gpu=use_gpu)
+    try:
+        check_shared_folder(groups.actor_rollout, folder)
+    except BaseException:
+        groups.shutdown()
+        raise
+    return groups
 
 
 def _make_folder(path: Path, key: str, what: str) -> None:
@@ -228,22 +261,3 @@ def _refuse_unread_images(config: DovetailConfig, dataset: Any, *, on_cuda: bool
         f"there are prompts with images or videos, and rollout.name={rollout.name} reads token ids only {where}. Use "
         "rollout.name=vllm without server_urls (or native on CPU), or leave the image and video columns out."
     )
-
-
-def uses_gpu(config: DovetailConfig) -> bool:
-    """Whether workers get a GPU each."""
-    device = config.trainer.device
-    if device != "auto":
-        return device == "cuda"
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def start_cluster(config: DovetailConfig, use_gpu: bool) -> None:
-    settings = config.ray_init
-    world = config.trainer.world_size + config.actor_rollout_ref.rollout.own_devices
-    # A local Ray counts slots, not cores: every worker process needs one, and two are left for Ray's own helpers.
-    arguments = settings.init_arguments
-    arguments.setdefault("num_cpus", world + 2)
-    start_ray(num_gpus=world if use_gpu else 0, **arguments)

@@ -1,0 +1,63 @@
+"""Is the run folder the same folder on every node? Asked before the first checkpoint is written into it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+
+from dovetail.config import ConfigError
+from dovetail.config.errors import Problem
+from dovetail.config.root import DovetailConfig
+from dovetail.controller import RayWorkerGroup, WorkerGroup
+
+_VISIBLE_S = 30.0
+"""A network file system may show a new file late."""
+
+
+def with_absolute_folders(config: DovetailConfig) -> DovetailConfig:
+    """The folders that workers read and write, as the driver resolves them: a worker starts in a folder of its own."""
+    settings = config.trainer
+    changes = {"default_local_dir": _absolute(settings.run_dir)}
+    if settings.resume_from_path is not None:
+        changes["resume_from_path"] = _absolute(settings.resume_from_path)
+    return config.model_copy(update={"trainer": settings.model_copy(update=changes)})
+
+
+def check_shared_folder(workers: WorkerGroup, folder: Path) -> None:
+    """Write a file and have the workers of every node read it; refuses a folder that is another one over there."""
+    if not isinstance(workers, RayWorkerGroup):
+        return
+    nodes = [identity.node for identity in workers.identities]
+    marker = folder / f".shared-{secrets.token_hex(4)}"
+    marker.write_text(marker.name)
+    try:
+        problems = workers.execute_all_sync("execute_func", _problem_with, str(marker))
+    finally:
+        marker.unlink(missing_ok=True)
+    blind = {node: problem for node, problem in zip(nodes, problems, strict=True) if problem}
+    if blind:
+        names = "; ".join(f"node {node}: {problem}" for node, problem in blind.items())
+        raise ConfigError(
+            [
+                Problem(
+                    "trainer.default_local_dir",
+                    f"trainer.default_local_dir={folder} is not the driver's folder on every node ({names}). Workers "
+                    "write their part of a checkpoint there: give a folder on a file system that all nodes share.",
+                )
+            ]
+        )
+
+
+def _problem_with(marker: str) -> str:
+    """In a worker: why it does not see the driver's file; empty when it does."""
+    file, end = Path(marker), time.monotonic() + _VISIBLE_S
+    while not file.exists():
+        if not file.parent.exists() or time.monotonic() > end:
+            return f"it has no {file.parent}" if not file.parent.exists() else f"its {file.parent} is another folder"
+        time.sleep(0.2)
+    return "" if file.read_text() == file.name else f"it reads something else in {file}"
+
+
+def _absolute(folder: str) -> str:
+    return str(Path(folder).expanduser().absolute())

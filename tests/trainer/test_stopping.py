@@ -1,0 +1,97 @@
+"""SIGTERM and SIGINT: the run ends after the phase, with a checkpoint; a resumed run repeats and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.checkpoint.store import CheckpointStore
+from dovetail.config.root import DovetailConfig
+from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.shown_answers import ShownAnswer
+from dovetail.trainer.run import RunResult, run_training, stopped_message
+from dovetail.trainer.stopping import Interrupted, StopRequest, resume_line
+from tests.trainer.toy_run import DAPO, Toy, repeatable, train
+
+e2e, unit = pytest.mark.e2e, pytest.mark.unit
+
+
+class Signals:
+    """A console that sends this process signals when a phase of a step begins: consoles are told about phases."""
+
+    def __init__(self, phase: str, step: int, *signals: int) -> None:
+        self._phase, self._step, self._signals = phase, step, signals
+        self._steps_begun = 0
+
+    def phase(self, name: str | None) -> None:
+        self._steps_begun += name == "gen"
+        if name == self._phase and self._steps_begun == self._step:
+            for number in self._signals:
+                os.kill(os.getpid(), number)
+
+    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None: ...
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None: ...
+
+    def answers(self, step: int, answers: Sequence[ShownAnswer]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _run(config: DovetailConfig, phase: str, step: int, *signals: int) -> RunResult:
+    return run_training(config, use_ray=False, console=lambda title, total: Signals(phase, step, *signals))
+
+
+@e2e
+@pytest.mark.parametrize(("phase", "last"), [("gen", 1), ("update_actor", 2)])
+@pytest.mark.parametrize("changes", [{}, DAPO], ids=["plain", "dynamic sampling"])
+def test_a_run_that_was_asked_to_end_goes_on_as_if_it_had_not_been(
+    toy: Toy, tmp_path: Path, changes: dict[str, Any], phase: str, last: int
+) -> None:
+    """Before an update the step is given up and done again; once one has begun it is finished first."""
+    _, expected = train(toy.config(tmp_path / "whole", changes))
+    config = toy.config(tmp_path / "run", changes)
+    result = _run(config, phase, 2, signal.SIGTERM)
+    assert (result.steps, result.stopped_by) == (last, signal.SIGTERM)
+    latest = CheckpointStore(tmp_path / "run").latest()
+    assert latest == tmp_path / "run" / f"global_step_{last}"
+    assert f"SIGTERM: stopped after step {last}; its checkpoint is {latest}. Go on with:" in stopped_message(
+        result, config
+    )
+    resumed, rows = train(config)
+    assert (resumed.steps, resumed.stopped_by) == (3, None)
+    assert repeatable(rows) == repeatable(expected)
+
+
+@e2e
+def test_a_second_signal_ends_the_run_at_once(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted) as caught:
+        _run(toy.config(tmp_path / "run"), "gen", 2, signal.SIGTERM, signal.SIGINT)
+    assert caught.value.signum == signal.SIGINT
+    assert CheckpointStore(tmp_path / "run").latest() is None
+    assert RunFolder(tmp_path / "run").read_metrics()[-1]["step"] == 1
+
+
+@unit
+def test_a_signal_before_training_ends_at_once_and_handlers_are_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopRequest()
+    with pytest.raises(Interrupted), stop.listening():
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.name is None
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@unit
+def test_the_line_that_resumes_is_the_command_and_really_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/dovetail", "train", "a b.yaml", "trainer.resume_mode=disable"])
+    assert resume_line() == "dovetail train 'a b.yaml' trainer.resume_mode=disable"
+    assert resume_line(resume_mode="disable") == "dovetail train 'a b.yaml' trainer.resume_mode=auto"
