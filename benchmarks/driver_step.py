@@ -6,7 +6,7 @@ the driver as Ray would hand them over, in read-only memory outside its heap (fi
 copied once, as into Ray's store. Lengths have a long tail: median 1/8 of the longest, some cut off.
 
 A parent process watches the driver's private memory (RssAnon). `driver s` is the wall time of the second step without
-the time in which fake workers make their answers and without waiting for scores; `cpu s` is the CPU time of the driver
+the time in which fake workers make their responses; waiting for scores counts. `cpu s` is the CPU time of the driver
 over the same step, also that of its threads. Run: ``python -m benchmarks.driver_step [--rows 1024 --response 4096]``.
 """
 
