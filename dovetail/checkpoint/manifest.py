@@ -1,7 +1,7 @@
-"""The list of files that makes a checkpoint folder whole. Written last; a folder without it is not a checkpoint.
+"""The list of files that makes a checkpoint folder complete. Written last; a folder without it is not a checkpoint.
 
-Sizes are recorded for every file, checksums for small ones: hashing a terabyte of shards would cost more than the
-truncation it guards against, and the storage library already fails on a shard it cannot parse.
+Every rank lists the files that it wrote in `part_<rank>.json`, with size and SHA-256: ranks hash side by side, each what
+it has just written. The manifest joins the parts, and refuses to be written when the part of a rank is not there.
 """
 
 from __future__ import annotations
@@ -9,28 +9,45 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
-MAX_HASHED_BYTES = 1 << 20
+FORMAT_VERSION = 2
+_CHUNK_BYTES = 1 << 22
+# hashlib lets other threads run while it hashes. More threads than this wait for the disk.
+_MAX_THREADS = 16
+# Files of one rank: torch's shards, random state, the list of a part.
+_OF_RANK = re.compile(r"(?:__|rng_|part_)(\d+)[_.]")
 
 
 class BrokenCheckpoint(RuntimeError):
-    """A folder that looks like a checkpoint and is not whole. The message names the folder and what is wrong."""
+    """A folder that looks like a checkpoint and cannot be continued from. The message names the folder and the reason.
 
-    def __init__(self, folder: Path, reason: str) -> None:
+    `damaged`: it is not what was saved, so an older one is worth a try; else it does not fit this run.
+    """
+
+    def __init__(self, folder: Path, reason: str, *, damaged: bool = False) -> None:
         super().__init__(f"checkpoint {folder} cannot be used: {reason}")
         self.folder = folder
         self.reason = reason
+        self.damaged = damaged
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.folder, self.reason, self.damaged)
+
+
+def _rebuild(folder: Path, reason: str, damaged: bool) -> BrokenCheckpoint:
+    return BrokenCheckpoint(folder, reason, damaged=damaged)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of the folder; ``sha256`` is empty for files above ``MAX_HASHED_BYTES``."""
+    """One file of the folder. ``sha256`` is empty for large files of format version 1."""
 
     size: int
     sha256: str = ""
@@ -38,7 +55,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything needed to decide whether a folder is whole, before any tensor is read."""
+    """Everything needed to decide whether a folder is complete, before any tensor is read."""
 
     step: int
     world_size: int
@@ -47,14 +64,38 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
 
-def write_manifest(folder: Path, *, step: int, world_size: int, extra: Mapping[str, Any] | None = None) -> Manifest:
-    """Record every file now in ``folder``. Files are flushed to the disk first, so the manifest never promises more."""
+def write_part(folder: Path, rank: int) -> None:
+    """List what ``rank`` has written into ``folder``, where every rank writes. Rank 0 takes what belongs to no rank."""
+    own = []
+    for path in _files_in(folder):
+        match = _OF_RANK.match(path.name)
+        if (int(match.group(1)) if match else 0) == rank:
+            own.append(path)
+    records = {name: asdict(record) for name, record in _records(folder, own).items()}
+    write_text_atomically(folder / _part_name(rank), json.dumps({"files": records}))
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    step: int,
+    world_size: int,
+    parts: Mapping[str, int] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Record every file now in ``folder``. Files are flushed to the disk first, so the manifest never promises more.
+
+    ``parts``: for each subfolder that workers have written, the number of ranks whose part must be there.
+    """
     records: dict[str, FileRecord] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST_NAME:
-            _flush(path)
-            records[path.relative_to(folder).as_posix()] = _record(path)
-    manifest = Manifest(step=step, world_size=world_size, files=records, extra=dict(extra or {}))
+    for role, num_ranks in (parts or {}).items():
+        for rank in range(num_ranks):
+            listed = _read_part(folder, role, rank, num_ranks)
+            records |= {f"{role}/{name}": record for name, record in listed.items()}
+    _require_files(folder, records)
+    rest = [path for path in _files_in(folder) if _name(folder, path) not in records]
+    records |= _records(folder, rest)
+    manifest = Manifest(step, world_size, dict(sorted(records.items())), dict(extra or {}))
     write_text_atomically(folder / MANIFEST_NAME, json.dumps(asdict(manifest), indent=1, sort_keys=True))
     return manifest
 
@@ -63,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Parse the manifest, or say why the folder is not a checkpoint. Files are not looked at."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
-        raise BrokenCheckpoint(folder, f"it has no {MANIFEST_NAME} (an interrupted save?)")
+        raise BrokenCheckpoint(folder, f"it has no {MANIFEST_NAME} (an interrupted save?)", damaged=True)
     try:
         raw = json.loads(path.read_text())
         files = {name: FileRecord(**record) for name, record in raw["files"].items()}
@@ -74,8 +115,8 @@ def read_manifest(folder: Path) -> Manifest:
             extra=raw["extra"],
             format_version=int(raw["format_version"]),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpoint(folder, f"{MANIFEST_NAME} is not readable ({error})") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenCheckpoint(folder, f"{MANIFEST_NAME} is not readable ({error})", damaged=True) from error
     if manifest.format_version > FORMAT_VERSION:
         raise BrokenCheckpoint(
             folder, f"it has format version {manifest.format_version}, this program reads up to {FORMAT_VERSION}"
@@ -83,18 +124,22 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify_folder(folder: Path) -> Manifest:
-    """Return the manifest of a whole folder; raise ``BrokenCheckpoint`` naming the first file that is wrong."""
+def verify_folder(folder: Path, *, checksums: bool = True) -> Manifest:
+    """Return the manifest of a complete folder; raise ``BrokenCheckpoint`` naming the first file that is wrong.
+
+    Without ``checksums`` nothing but sizes is looked at: quick, and blind to changed bytes.
+    """
     manifest = read_manifest(folder)
-    for name, expected in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise BrokenCheckpoint(folder, f"file {name} is missing")
-        size = path.stat().st_size
-        if size != expected.size:
-            raise BrokenCheckpoint(folder, f"file {name} has {size} bytes instead of {expected.size}")
-        if expected.sha256 and _sha256(path) != expected.sha256:
-            raise BrokenCheckpoint(folder, f"file {name} has changed since it was saved (checksum differs)")
+    _require_files(folder, manifest.files)
+    if checksums:
+        known = {folder / name: record.sha256 for name, record in manifest.files.items() if record.sha256}
+        for path, sha256 in zip(known, _hashed(known), strict=True):
+            if sha256 != known[path]:
+                raise BrokenCheckpoint(
+                    folder,
+                    f"file {_name(folder, path)} has changed since it was saved (checksum differs)",
+                    damaged=True,
+                )
     return manifest
 
 
@@ -114,18 +159,68 @@ def flush_folder(folder: Path) -> None:
     _flush(folder)
 
 
+def _read_part(folder: Path, role: str, rank: int, num_ranks: int) -> dict[str, FileRecord]:
+    path = folder / role / _part_name(rank)
+    try:
+        raw = json.loads(path.read_text())
+        return {name: FileRecord(**record) for name, record in raw["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BrokenCheckpoint(
+            folder,
+            f"the part that rank {rank} of {num_ranks} of {role} wrote is not there ({role}/{path.name}); "
+            "trainer.default_local_dir must be a folder that all nodes share",
+        ) from error
+
+
+def _require_files(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    for name, expected in records.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            raise BrokenCheckpoint(folder, f"file {name} is missing", damaged=True) from None
+        if size != expected.size:
+            raise BrokenCheckpoint(folder, f"file {name} has {size} bytes instead of {expected.size}", damaged=True)
+
+
+def _records(folder: Path, paths: list[Path]) -> dict[str, FileRecord]:
+    for path in paths:
+        _flush(path)
+    sums = _hashed(paths)
+    return {_name(folder, path): FileRecord(path.stat().st_size, sha) for path, sha in zip(paths, sums, strict=True)}
+
+
+def _hashed(paths: Iterable[Path]) -> list[str]:
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(_sha256, paths))
+
+
+def _sha256(path: Path) -> str:
+    """The file's checksum; empty, which is nobody's, when the disk does not give its bytes."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError:
+        return ""
+    return digest.hexdigest()
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_NAME)
+
+
+def _name(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _part_name(rank: int) -> str:
+    return f"part_{rank}.json"
+
+
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _record(path: Path) -> FileRecord:
-    size = path.stat().st_size
-    return FileRecord(size, _sha256(path) if size <= MAX_HASHED_BYTES else "")
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -28,18 +28,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from dovetail.checkpoint.manifest import BrokenCheckpoint
+from dovetail.checkpoint.manifest import BrokenCheckpoint, write_part
 from dovetail.checkpoint.one_process import without_collectives
 from dovetail.checkpoint.rng import capture_rng, restore_rng
+from dovetail.checkpoint.shard_files import PlainValues, SafeReader
+from dovetail.protocol.plain_file import PlainFileError, load_plain, save_plain
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 CONTENTS = ("model", "optimizer", "extra")
 """What a folder may hold, named as in ``checkpoint.save_contents``; ``extra``: schedule, random state and the rest."""
 _SHARDS = "shards"
 _DESCRIPTION = "state.json"
-_EXTRA = "extra.pt"
+_EXTRA = "extra.safetensors"
 # Flat keys (`state.<parameter>.exp_avg`) do not depend on how parameters are grouped or numbered.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -106,21 +108,26 @@ def write_snapshot(folder: Path, snapshot: StateSnapshot, group: dist.ProcessGro
     except CheckpointException as failure:  # not an Exception: it would pass every handler on its way out
         raise OSError(f"{folder} could not be written: {first_failure(failure)}") from failure
 
-    def write_small_files() -> None:
-        if "extra" in snapshot.contents:
-            torch.save(snapshot.random_state, folder / f"rng_{rank}.pt")
-        if rank == 0:
-            if "extra" in snapshot.contents:
-                torch.save(snapshot.extra, folder / _EXTRA)
-            description = {
-                "version": STATE_VERSION,
-                "world_size": world_size,
-                "contents": snapshot.contents,
-                "has_steps": snapshot.has_steps,
-            }
-            (folder / _DESCRIPTION).write_text(json.dumps(description))
+    description = {
+        "version": STATE_VERSION,
+        "world_size": world_size,
+        "contents": snapshot.contents,
+        "has_steps": snapshot.has_steps,
+    }
+    together(write_small_files, folder, description, snapshot.extra, snapshot.random_state, rank, group=group)
 
-    together(write_small_files, group=group)
+
+def write_small_files(
+    folder: Path, description: Mapping[str, Any], extra: Mapping[str, Any], random_state: Mapping[str, Any], rank: int
+) -> None:
+    """This rank's random state, rank 0's description and ``extra``, and the list of all files that this rank wrote."""
+    if "extra" in description["contents"]:
+        save_plain(dict(random_state), folder / _rng_name(rank))
+    if rank == 0:
+        if "extra" in description["contents"]:
+            save_plain(dict(extra), folder / _EXTRA)
+        (folder / _DESCRIPTION).write_text(json.dumps(description))
+    write_part(folder, rank)
 
 
 def load_sharded(
@@ -142,11 +149,7 @@ def load_sharded(
             folder, f"it was saved by the {description['backend']} backend; export it to a folder and start from that"
         )
     wanted = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
-    missing = [name for name in wanted if name not in description["contents"]]
-    if missing:
-        raise BrokenCheckpoint(
-            folder, f"it was saved without {', '.join(missing)}; leave that out of checkpoint.load_contents"
-        )
+    require_contents(folder, description, wanted)
     state: dict[str, Any] = {}
     if "model" in wanted:
         state["model"] = get_model_state_dict(module, options=_OPTIONS)
@@ -158,9 +161,14 @@ def load_sharded(
         if description["has_steps"]:
             state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder / _SHARDS), no_dist=without_collectives(world_size))
+        dcp.load(
+            state,
+            storage_reader=SafeReader(folder / _SHARDS),
+            planner=PlainValues(),
+            no_dist=without_collectives(world_size),
+        )
     except CheckpointException as failure:
-        raise BrokenCheckpoint(folder, first_failure(failure)) from failure
+        raise BrokenCheckpoint(folder, first_failure(failure), damaged=True) from failure
     if "model" in state:
         set_model_state_dict(module, state["model"], options=_OPTIONS)
     if "optimizer" in state and optimizer is not None:
@@ -168,20 +176,59 @@ def load_sharded(
     if "extra" not in wanted:
         return None
     _restore_random_state(folder, description["world_size"])
-    return torch.load(folder / _EXTRA, weights_only=False)
+    return read_extra(folder)
 
 
 def read_description(folder: Path) -> dict[str, Any]:
     """What ``save_sharded`` noted about a folder: ``version``, ``world_size``, ``contents``, ``has_steps``."""
     try:
         description = json.loads((folder / _DESCRIPTION).read_text())
-    except (OSError, ValueError) as error:
-        raise BrokenCheckpoint(folder, f"{_DESCRIPTION} is not readable ({error})") from error
-    if description["version"] > STATE_VERSION:
-        raise BrokenCheckpoint(
-            folder, f"its state has version {description['version']}, this program reads up to {STATE_VERSION}"
-        )
+        version = int(description["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BrokenCheckpoint(folder, f"{_DESCRIPTION} is not readable ({error})", damaged=True) from error
+    if version > STATE_VERSION:
+        raise BrokenCheckpoint(folder, f"its state has version {version}, this program reads up to {STATE_VERSION}")
     return description
+
+
+def require_contents(folder: Path, description: Mapping[str, Any], wanted: Collection[str]) -> None:
+    """BrokenCheckpoint when the folder lacks something, or holds it in a form that could run code."""
+    if missing := [name for name in wanted if name not in description["contents"]]:
+        raise BrokenCheckpoint(
+            folder, f"it was saved without {', '.join(missing)}; leave that out of checkpoint.load_contents"
+        )
+    if "extra" in wanted and description["version"] < 2:
+        raise BrokenCheckpoint(
+            folder,
+            "an earlier version of dovetail saved it with pickled files (extra.pt, rng_<rank>.pt), which can run code "
+            "and are not read; continue from its weights with checkpoint.load_contents=[model,optimizer], or "
+            "`dovetail export` it",
+        )
+
+
+def read_extra(folder: Path) -> dict[str, Any]:
+    """What the caller gave to be saved."""
+    return _read_plain(folder, _EXTRA)
+
+
+def set_random_state(folder: Path, rank: int, restore: Callable[[dict[str, Any]], None]) -> None:
+    """Give what ``rank`` saved to ``restore``."""
+    state = _read_plain(folder, _rng_name(rank))
+    try:
+        restore(state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise BrokenCheckpoint(folder, f"{_rng_name(rank)} is no random state ({error})", damaged=True) from error
+
+
+def _read_plain(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        return load_plain(folder / name)
+    except (OSError, PlainFileError) as error:
+        raise BrokenCheckpoint(folder, str(error), damaged=True) from error
+
+
+def _rng_name(rank: int) -> str:
+    return f"rng_{rank}.safetensors"
 
 
 def together(action: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
@@ -189,7 +236,7 @@ def together(action: Callable[..., Any], *args: Any, group: dist.ProcessGroup | 
     error: OSError | RuntimeError | None = None
     try:
         action(*args, **kwargs)
-    except (OSError, RuntimeError) as caught:  # what writing can raise; torch.save wraps a full disk in RuntimeError
+    except (OSError, RuntimeError) as caught:  # what writing can raise
         error = caught
     if not dist.is_initialized():
         if error is not None:
@@ -205,7 +252,7 @@ def together(action: Callable[..., Any], *args: Any, group: dist.ProcessGroup | 
 def _restore_random_state(folder: Path, saved_world_size: int) -> None:
     rank, world_size = _place()
     if saved_world_size == world_size:
-        restore_rng(torch.load(folder / f"rng_{rank}.pt", weights_only=False))
+        set_random_state(folder, rank, restore_rng)
     elif rank == 0:
         logger.warning(
             "%s was saved by %d processes and is loaded by %d: random state is not restored",
@@ -216,7 +263,8 @@ def _restore_random_state(folder: Path, saved_world_size: int) -> None:
 def first_failure(failure: CheckpointException) -> str:
     """What went wrong on the first rank that failed."""
     rank, (error, _) = next(iter(sorted(failure.failures.items(), key=lambda item: item[0])))
-    return f"rank {rank}: {type(error).__name__}: {error}"
+    lines = str(error).splitlines() or [""]
+    return f"rank {rank}: {type(error).__name__}: {lines[0]}"
 
 
 def _place() -> tuple[int, int]:

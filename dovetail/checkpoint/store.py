@@ -64,10 +64,17 @@ class CheckpointStore:
         folder.mkdir()
         return folder
 
-    def commit(self, step: int, *, world_size: int, extra: Mapping[str, Any] | None = None) -> Path:
-        """Turn the hidden folder into ``global_step_N`` and make it the latest."""
+    def commit(
+        self,
+        step: int,
+        *,
+        world_size: int,
+        parts: Mapping[str, int] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Turn the hidden folder into ``global_step_N`` and make it the latest. ``parts``: see ``write_manifest``."""
         partial, final = self._partial(step), self.folder(step)
-        write_manifest(partial, step=step, world_size=world_size, extra=extra)
+        write_manifest(partial, step=step, world_size=world_size, parts=parts, extra=extra)
         if final.exists():
             # The same step saved twice (a rerun after a resume). The old one leaves under a hidden name first: at every
             # moment one of the two is whole, and `_finish_replacing` brings it back if we die between the renames.
@@ -88,7 +95,7 @@ class CheckpointStore:
     def bytes_needed(self, step: int) -> int:
         """Size of a checkpoint: that of the newest whole one, or what the unfinished save of ``step`` has so far."""
         written = sum(path.stat().st_size for path in self._partial(step).rglob("*") if path.is_file())
-        whole = [other for other in self.steps() if self._is_whole(other)]
+        whole = [other for other in self.steps() if self._is_complete(other)]
         if not whole:
             return written
         newest = read_manifest(self.folder(whole[-1]))
@@ -105,10 +112,14 @@ class CheckpointStore:
         found = (_FOLDER_NAME.match(path.name) for path in self.root.iterdir() if path.is_dir())
         return sorted(int(match.group(1)) for match in found if match)
 
-    def latest(self) -> Path | None:
-        """The checkpoint to resume from: the recorded one if it is whole, else the newest whole one, else None.
+    def latest(self, *, checksums: bool = True) -> Path | None:
+        """The checkpoint to resume from: the first of `complete`, or None when there is none at all."""
+        return next(self.complete(checksums=checksums), None)
 
-        Broken ones are named in a warning. If there are folders but none is whole, that is an error: starting from
+    def complete(self, *, checksums: bool = True) -> Iterator[Path]:
+        """Complete checkpoints, the recorded one first, then from the newest on. Each is verified when it is asked for.
+
+        Broken ones are named in a warning. If there are folders but none is complete, that is an error: starting from
         scratch in silence would throw a run away.
         """
         self._finish_replacing()
@@ -117,23 +128,24 @@ class CheckpointStore:
         if recorded is not None:
             candidates = [recorded, *(step for step in candidates if step != recorded)]
         first_problem: BrokenCheckpoint | None = None
+        is_any_complete = False
         for step in candidates:
             try:
-                verify_folder(self.folder(step))
+                verify_folder(self.folder(step), checksums=checksums)
             except BrokenCheckpoint as problem:
                 logger.warning("%s; trying an older one", problem)
                 first_problem = first_problem or problem
             else:
-                return self.folder(step)
-        if first_problem is not None:
+                is_any_complete = True
+                yield self.folder(step)
+        if first_problem is not None and not is_any_complete:
             raise first_problem
-        return None
 
     def prune(self) -> list[int]:
         """Delete the oldest checkpoints above the limit; return their steps. Only whole ones count as kept."""
         if self._max_to_keep is None or self._max_to_keep < 1:
             return []
-        whole = [step for step in self.steps() if self._is_whole(step)]
+        whole = [step for step in self.steps() if self._is_complete(step)]
         recorded = self._recorded_step()
         doomed = [step for step in whole[: -self._max_to_keep] if step != recorded]
         for step in doomed:
@@ -151,9 +163,9 @@ class CheckpointStore:
             else:
                 os.rename(replaced, final)
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_complete(self, step: int) -> bool:
         try:
-            verify_folder(self.folder(step))
+            verify_folder(self.folder(step), checksums=False)
         except BrokenCheckpoint:
             return False
         return True

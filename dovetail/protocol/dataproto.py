@@ -26,8 +26,9 @@ from dovetail.protocol.compare import batch_difference
 from dovetail.protocol.consistency import check_parts, check_tensors
 from dovetail.protocol.item import DataProtoItem
 from dovetail.protocol.meta import merge_meta_info, unite_meta_info
+from dovetail.protocol.plain_file import PlainFileError, load_plain, save_plain
 from dovetail.protocol.readonly import is_readonly
-from dovetail.protocol.serialization import load_pickle, pack_objects, pack_tensor, save_pickle
+from dovetail.protocol.serialization import pack_objects, pack_tensor
 from dovetail.protocol.widths import PAD_TOKEN_ID
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ AUTO_PADDING = "auto_padding"
 
 PADDING_COLUMN = "__padding__"
 """Bool numpy column that ``chunk`` adds when it pads; ``concat`` drops the rows it marks."""
+
+
+_FILE = "dataproto"
 
 
 @dataclass(eq=False)
@@ -377,15 +381,18 @@ class DataProto:
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Write the batch to one file; the file appears whole or not at all."""
-        save_pickle(self, filepath)
+        rows = None if self.batch is None else len(self)
+        save_plain({_FILE: [rows, self.tensors, self.non_tensor_batch, self.meta_info]}, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Read a batch. The file is a pickle, which can run code: load only files you trust."""
-        loaded = load_pickle(filepath)
-        if not isinstance(loaded, DataProto):
-            raise ValueError(f"{os.fspath(filepath)} holds a {type(loaded).__name__}, not a DataProto.")
-        return loaded
+        """Read a batch that `save_to_disk` wrote. Reading runs no code; PlainFileError for any other file."""
+        loaded = load_plain(filepath)
+        if not isinstance(loaded, dict) or list(loaded) != [_FILE]:
+            raise PlainFileError(f"{os.fspath(filepath)} holds no DataProto.")
+        batch = DataProto()
+        batch.__setstate__(tuple(loaded[_FILE]))
+        return batch
 
     def __copy__(self) -> DataProto:
         # copy.copy would hand the pickling state over as it is, buffers instead of tensors.

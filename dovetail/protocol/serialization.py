@@ -8,10 +8,6 @@ as a `ReadOnlyTensor`, which refuses in-place writes. Autograd history and strid
 from __future__ import annotations
 
 import ctypes
-import os
-import pickle
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,32 +69,6 @@ def pack_objects(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) not in memo:
         memo[id(value)] = pack_tensor(value) if isinstance(value, torch.Tensor) else _pack_container(value, memo)
     return memo[id(value)]
-
-
-def save_pickle(value: Any, path: str | os.PathLike[str]) -> None:
-    """Write ``value`` to ``path`` so that a reader sees the old file or the whole new one, never a part."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            pickle.dump(value, file, protocol=5)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files private; the result should have the permissions of any other new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def load_pickle(path: str | os.PathLike[str]) -> Any:
-    """Read what `save_pickle` wrote. Pickle runs code from the file: load only files you trust."""
-    with open(path, "rb") as file:
-        return pickle.load(file)
 
 
 def _pack_container(value: Any, memo: dict[int, Any]) -> Any:

@@ -3,7 +3,8 @@
 global_step_N/actor      sharded weights, optimizer, schedule, random state (and huggingface/ when asked for)
 global_step_N/critic     the same of the critic
 global_step_N/trainer.json   where the data stands, the KL coefficient, the number of prompts drawn, the step's metrics
-global_step_N/surplus.pkl    groups that dynamic sampling carries over to the next step
+global_step_N/manifest.json  every file, with size and checksum; written last
+global_step_N/surplus.safetensors   groups that dynamic sampling carries over to the next step
 
 With `checkpoint.async_save` workers write a copy of their state while training goes on. The folder gets its manifest
 and its name when all have written it; until then, the checkpoint before it is the newest.
@@ -23,7 +24,7 @@ from dovetail.checkpoint.manifest import BrokenCheckpoint, verify_folder
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config.checkpoint import CheckpointConfig
 from dovetail.config.root import DovetailConfig
-from dovetail.controller import WorkerGroup
+from dovetail.controller import WorkerError, WorkerGroup
 from dovetail.observability.disk import DiskFullError, free_bytes, is_full_disk
 from dovetail.protocol import DataProto
 from dovetail.trainer.groups import RoleGroups
@@ -31,7 +32,7 @@ from dovetail.trainer.groups import RoleGroups
 logger = logging.getLogger(__name__)
 
 _DRIVER_STATE = "trainer.json"
-_SURPLUS = "surplus.pkl"
+_SURPLUS = "surplus.safetensors"
 _MIB = 1 << 20
 
 
@@ -51,6 +52,8 @@ class _OpenSave:
 
     step: int
     writing: list[WorkerGroup] = field(default_factory=list)
+    parts: dict[str, int] = field(default_factory=dict)
+    """Folder of each role, and the number of ranks that write into it."""
 
 
 class TrainerCheckpoints:
@@ -58,7 +61,7 @@ class TrainerCheckpoints:
 
     def __init__(self, config: DovetailConfig) -> None:
         self._config = config
-        self._loaded: Path | None = None
+        self._surplus: DataProto | None = None
         self._store = CheckpointStore(config.trainer.run_dir, max_to_keep=config.trainer.max_actor_ckpt_to_keep)
         self._open: _OpenSave | None = None
 
@@ -97,31 +100,52 @@ class TrainerCheckpoints:
         with self._whole_or_nothing(save.step):
             for group in save.writing:
                 group.finish_saving()
-            self._store.commit(save.step, world_size=self._config.trainer.world_size)
+            self._store.commit(save.step, world_size=self._config.trainer.world_size, parts=save.parts)
         self._store.prune()
         return [save.step]
 
     def load(self, groups: RoleGroups) -> FoundCheckpoint | None:
-        """Load what `trainer.resume_mode` says into the workers; None: the run starts from the beginning."""
-        folder = self._chosen()
-        if folder is None:
-            return None
-        self._loaded = folder
-        state = json.loads((folder / _DRIVER_STATE).read_text())
-        groups.actor_rollout.load_checkpoint(str(folder / "actor"))
-        if groups.critic is not None:
-            groups.critic.load_checkpoint(str(folder / "critic"))
-        return FoundCheckpoint(int(state.pop("step")), folder, state, state.pop("metrics"))
+        """Load what `trainer.resume_mode` says into the workers; None: the run starts from the beginning.
+
+        With `auto`, a checkpoint that turns out to be damaged is named in a warning and the next older one is taken. One
+        that was asked for by path is an error.
+        """
+        first_problem: BrokenCheckpoint | None = None
+        for folder in self._chosen():
+            try:
+                return self._load(folder, groups)
+            except BrokenCheckpoint as problem:
+                if self._config.trainer.resume_mode != "auto" or not problem.damaged:
+                    raise
+                logger.warning("%s; trying an older one", problem)
+                first_problem = first_problem or problem
+        if first_problem is not None:
+            raise first_problem
+        return None
 
     def load_surplus(self) -> DataProto:
         """The carried-over groups of the checkpoint that was loaded."""
-        assert self._loaded is not None, "load comes first"
-        return DataProto.load_from_disk(self._loaded / _SURPLUS)
+        assert self._surplus is not None, "load comes first, of a checkpoint that has them"
+        return self._surplus
+
+    def _load(self, folder: Path, groups: RoleGroups) -> FoundCheckpoint:
+        try:
+            state = json.loads((folder / _DRIVER_STATE).read_text())
+            step, metrics = int(state.pop("step")), state.pop("metrics")
+            has_surplus = (folder / _SURPLUS).exists()
+            self._surplus = DataProto.load_from_disk(folder / _SURPLUS) if has_surplus else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BrokenCheckpoint(folder, f"the driver's state is not readable ({error})", damaged=True) from error
+        _load_role(groups.actor_rollout, folder / "actor")
+        if groups.critic is not None:
+            _load_role(groups.critic, folder / "critic")
+        return FoundCheckpoint(step, folder, state, metrics)
 
     def _save_role(self, group: WorkerGroup, settings: CheckpointConfig, folder: Path, save: _OpenSave) -> None:
         if "hf_model" in settings.save_contents:
             group.export_model(str(folder / "huggingface"))
         group.save_checkpoint(str(folder), background=settings.async_save)
+        save.parts[folder.name] = group.world_size
         if settings.async_save:
             save.writing.append(group)
 
@@ -141,7 +165,7 @@ class TrainerCheckpoints:
 
     def _advice(self) -> str:
         try:
-            latest = self._store.latest()
+            latest = self._store.latest(checksums=False)
         except BrokenCheckpoint:  # none is whole; the error that is being explained matters more
             latest = None
         kept = f"; {latest} is whole, and the run continues from it when started again" if latest else ""
@@ -150,17 +174,26 @@ class TrainerCheckpoints:
             f"trainer.default_local_dir to another disk{kept}"
         )
 
-    def _chosen(self) -> Path | None:
+    def _chosen(self) -> Iterator[Path]:
+        """Folders to continue from, the first that can be read."""
         settings = self._config.trainer
-        if settings.resume_mode == "disable":
-            return None
         if settings.resume_mode == "auto":
-            return self._store.latest()
-        folder = Path(settings.resume_from_path or "").expanduser()
-        if settings.resume_from_path is None or not folder.is_dir():
-            raise FileNotFoundError(
-                f"trainer.resume_from_path={settings.resume_from_path} is no folder; give a global_step_N folder, or "
-                "set trainer.resume_mode=auto."
-            )
-        verify_folder(folder)
-        return folder
+            yield from self._store.complete()
+        elif settings.resume_mode == "resume_path":
+            folder = Path(settings.resume_from_path or "").expanduser()
+            if settings.resume_from_path is None or not folder.is_dir():
+                raise FileNotFoundError(
+                    f"trainer.resume_from_path={settings.resume_from_path} is no folder; give a global_step_N folder, "
+                    "or set trainer.resume_mode=auto."
+                )
+            verify_folder(folder)
+            yield folder
+
+
+def _load_role(group: WorkerGroup, folder: Path) -> None:
+    try:
+        group.load_checkpoint(str(folder))
+    except WorkerError as error:
+        if isinstance(error.exception, BrokenCheckpoint):
+            raise error.exception from None  # its message says it all; the worker's traceback adds nothing
+        raise

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
 from dovetail.config.errors import Problem
@@ -54,6 +55,7 @@ USER_ERRORS = (
     UserCodeError,
     FileNotFoundError,
     DiskFullError,
+    BrokenCheckpoint,
     MissingTrackerError,
 )
 """What a user can put right: commands show the message alone and exit with 2. Everything else keeps its traceback."""

@@ -120,7 +120,7 @@ def test_a_resumed_run_continues_to_the_bit_with_images_among_what_it_carried_ov
     keys = {**KEYS, **DAPO, "trainer.save_freq": 1}
     _, whole = train(toy.config(tmp_path / "whole", keys))
     checkpoint = tmp_path / "whole" / "global_step_2"
-    carried = DataProto.load_from_disk(checkpoint / "surplus.pkl").non_tensor_batch["multi_modal_inputs"]
+    carried = DataProto.load_from_disk(checkpoint / "surplus.safetensors").non_tensor_batch["multi_modal_inputs"]
     assert any(carried)
     assert not all(carried)
     resume = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(checkpoint)}

@@ -2,16 +2,17 @@
 
     <folder>/mcore/          weights and optimizer state, `torch_dist` format of megatron.core.dist_checkpointing
     <folder>/state.json      what is there, by which layout
-    <folder>/extra.pt        schedule and the caller's own, of rank 0
-    <folder>/rng_<rank>.pt   random state, of use to the same layout only
+    <folder>/extra.safetensors        schedule and the caller's own, of rank 0
+    <folder>/rng_<rank>.safetensors   random state, of use to the same layout only
+    <folder>/part_<rank>.json         what each rank wrote, with checksums
 
 Whether a folder is whole is the business of `dovetail.checkpoint.store`. Refuses folders of other backends.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import pickle
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,18 @@ from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.backends.megatron.shim import cuda_to_cpu
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.rng import capture_rng, restore_rng
-from dovetail.checkpoint.sharded import CONTENTS, STATE_VERSION, first_failure, read_description, together
+from dovetail.checkpoint.shard_files import UnsafeFileError
+from dovetail.checkpoint.sharded import (
+    CONTENTS,
+    STATE_VERSION,
+    first_failure,
+    read_description,
+    read_extra,
+    require_contents,
+    set_random_state,
+    together,
+    write_small_files,
+)
 from dovetail.models.weights import scalar_head
 
 logger = logging.getLogger(__name__)
@@ -73,7 +85,8 @@ def save_megatron(
         "optimizer_steps": steps,
         "layout": _sizes(model),
     }
-    together(_write_small_files, folder, description, extra)
+    random_state = {**capture_rng(), "megatron": _tracked_rng()}
+    together(write_small_files, folder, description, extra, random_state, dist.get_rank())
 
 
 def load_megatron(
@@ -86,10 +99,7 @@ def load_megatron(
             folder, "it was saved by another training backend; export it to a Hugging Face folder and start from that"
         )
     wanted = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
-    if missing := [name for name in wanted if name not in description["contents"]]:
-        raise BrokenCheckpoint(
-            folder, f"it was saved without {', '.join(missing)}; leave that out of checkpoint.load_contents"
-        )
+    require_contents(folder, description, wanted)
     with cuda_to_cpu(), torch.no_grad():
         steps = description["optimizer_steps"] if "optimizer" in wanted else 0
         _read(folder / _SHARDS, model, optimizer, weights="model" in wanted, steps=steps)
@@ -101,7 +111,7 @@ def load_megatron(
     if "extra" not in wanted:
         return None
     _restore_random_state(folder, description, model)
-    return torch.load(folder / "extra.pt", weights_only=False)
+    return read_extra(folder)
 
 
 def load_dist_weights(model: MegatronModel, folder: Path, *, prefix: str = "") -> None:
@@ -116,7 +126,7 @@ def load_dist_weights(model: MegatronModel, folder: Path, *, prefix: str = "") -
         raise BrokenCheckpoint(folder, "it has no metadata.json of megatron.core.dist_checkpointing")
     with cuda_to_cpu(), torch.no_grad():
         sharded = _sharded_weights(model, prefix)
-        stored = dist_checkpointing.load_tensors_metadata(str(folder))
+        stored = _tensors_in(folder)
         shapes = {name: tuple(tensor.global_shape) for name, tensor in stored.items()}
         heads = _fresh_heads(model, sharded, shapes, prefix)
         _load_weights(folder, model, sharded, prefix, may_miss=(HEAD, HEAD_BIAS) if heads else ())
@@ -158,12 +168,27 @@ def _load(shards: Path, state: dict[str, Any]) -> Any:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
+    from dovetail.backends.megatron.load_strategy import SafeCommon, SafeLoad
+
     try:
-        return dist_checkpointing.load(state, str(shards))
+        return dist_checkpointing.load(state, str(shards), SafeLoad(), SafeCommon())
     except CheckpointingException as error:
         raise BrokenCheckpoint(shards, str(error)) from error
+    except UnsafeFileError as error:
+        raise BrokenCheckpoint(shards, str(error), damaged=True) from error
     except CheckpointException as failure:
-        raise BrokenCheckpoint(shards, first_failure(failure)) from failure
+        raise BrokenCheckpoint(shards, first_failure(failure), damaged=True) from failure
+
+
+def _tensors_in(shards: Path) -> Any:
+    from megatron.core import dist_checkpointing
+
+    from dovetail.backends.megatron.load_strategy import SafeLoad
+
+    try:
+        return dist_checkpointing.load_tensors_metadata(str(shards), SafeLoad())
+    except (OSError, EOFError, pickle.UnpicklingError, UnsafeFileError) as error:
+        raise BrokenCheckpoint(shards, str(error), damaged=True) from error
 
 
 def _sharded_weights(model: MegatronModel, prefix: str = "") -> dict[str, Any]:
@@ -251,22 +276,9 @@ def _fresh_heads(
     return fresh
 
 
-def _write_small_files(folder: Path, description: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    rank = dist.get_rank()
-    if "extra" in description["contents"]:
-        torch.save({**capture_rng(), "megatron": _tracked_rng()}, folder / f"rng_{rank}.pt")
-    if rank == 0:
-        if "extra" in description["contents"]:
-            torch.save(dict(extra), folder / "extra.pt")
-        (folder / "state.json").write_text(json.dumps(description))
-
-
 def _restore_random_state(folder: Path, description: dict[str, Any], model: MegatronModel) -> None:
     if description["layout"] == _sizes(model):
-        state = torch.load(folder / f"rng_{dist.get_rank()}.pt", weights_only=False)
-        tracked = state.pop("megatron")
-        restore_rng(state)
-        _set_tracked_rng(tracked)
+        set_random_state(folder, dist.get_rank(), _set_rng)
     elif dist.get_rank() == 0:
         logger.warning(
             "%s was saved with %s and is loaded with %s: random state is not restored",
@@ -283,10 +295,11 @@ def _tracked_rng() -> dict[str, torch.Tensor]:
     return get_cuda_rng_tracker().get_states()
 
 
-def _set_tracked_rng(states: dict[str, torch.Tensor]) -> None:
+def _set_rng(state: dict[str, Any]) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    get_cuda_rng_tracker().set_states(states)
+    restore_rng(state)
+    get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def _sizes(model: MegatronModel) -> dict[str, int]:

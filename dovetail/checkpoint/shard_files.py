@@ -1,0 +1,87 @@
+"""Read the files of torch.distributed.checkpoint without running code that somebody put into them.
+
+torch reads `.metadata` with an unrestricted pickle, and everything that is no tensor with `weights_only=False`: either
+runs whatever the file says. Here the metadata may name torch's own description classes only, and values must be plain.
+The format on disk stays torch's own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+_DCP = "torch.distributed.checkpoint"
+_PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
+# Records without behaviour, what they are made of, and the records that Megatron's own writer adds.
+_ALLOWED: dict[str, set[str]] = {
+    f"{_DCP}.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    f"{_DCP}.planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+class UnsafeFileError(ValueError):
+    """A file of a checkpoint that asks for more than plain values. The message says for what."""
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader, with a metadata file that can only describe."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise UnsafeFileError(f".metadata holds a {type(metadata).__name__}, no description of tensors")
+        for info in metadata.storage_data.values():
+            path = PurePosixPath(info.relative_path)
+            if path.is_absolute() or ".." in path.parts:
+                raise UnsafeFileError(f".metadata points to {path}, outside of the checkpoint")
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class PlainValues(DefaultLoadPlanner):
+    """A planner that takes plain values only beside the tensors: learning rates, betas, flags."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """torch reads what it is given without restriction: it is given what a restricted read has made of it."""
+        try:
+            plain = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise UnsafeFileError(
+                f"{read_item.dest_index.fqn} is no plain value; it may be an attempt to run code"
+            ) from error
+        rewritten = io.BytesIO()
+        torch.save(plain, rewritten)
+        rewritten.seek(0)
+        super().load_bytes(read_item, rewritten)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if not is_dtype and global_name not in _ALLOWED.get(module_name, ()):
+            raise UnsafeFileError(
+                f".metadata asks for {module_name}.{global_name}, which no description of tensors needs; it may be an "
+                "attempt to run code"
+            )
+        return super().find_class(module_name, global_name)
