@@ -1,7 +1,7 @@
 """The list of files that makes a checkpoint folder complete. Written last; a folder without it is not a checkpoint.
 
-Every rank lists the files that it wrote in `part_<rank>.json`, with size and SHA-256: ranks hash side by side, each what
-it has just written. The manifest joins the parts, and refuses to be written when the part of a rank is not there.
+Every rank lists the files that it wrote in `part_<rank>.json`, with size and SHA-256: ranks hash in parallel, each what
+it has just written. The manifest joins the parts. It is not written when the part of a rank is missing.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def write_part(folder: Path, rank: int) -> None:
     """List what ``rank`` has written into ``folder``, where every rank writes. Rank 0 takes what belongs to no rank."""
     own = []
     for path in _files_in(folder):
+        if path.name.startswith(".") and path.name != ".metadata":
+            continue  # another rank is writing it under this name, and renames it when it is done
         match = _OF_RANK.match(path.name)
         if (int(match.group(1)) if match else 0) == rank:
             own.append(path)

@@ -8,6 +8,7 @@ The format on disk stays torch's own.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from pathlib import PurePosixPath
 from typing import Any
@@ -42,10 +43,25 @@ class UnsafeFileError(ValueError):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader, with a metadata file that can only describe."""
+    """torch's reader, with a metadata file that can only describe. UnsafeFileError for any other.
+
+    The file is read here, before torch asks for it: torch logs a traceback and goes on to look for another file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        try:
+            self._metadata = self._described()
+        except UnsafeFileError:
+            raise
+        except Exception as error:  # damaged bytes make a pickle raise anything
+            raise UnsafeFileError(f".metadata is not readable ({type(error).__name__}: {error})") from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        return self._metadata
+
+    def _described(self) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise UnsafeFileError(f".metadata holds a {type(metadata).__name__}, no description of tensors")

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from dovetail.checkpoint.manifest import BrokenCheckpoint, write_part
 from dovetail.checkpoint.one_process import without_collectives
 from dovetail.checkpoint.rng import capture_rng, restore_rng
-from dovetail.checkpoint.shard_files import PlainValues, SafeReader
+from dovetail.checkpoint.shard_files import PlainValues, SafeReader, UnsafeFileError
 from dovetail.protocol.plain_file import PlainFileError, load_plain, save_plain
 
 logger = logging.getLogger(__name__)
@@ -167,6 +167,8 @@ def load_sharded(
             planner=PlainValues(),
             no_dist=without_collectives(world_size),
         )
+    except UnsafeFileError as error:
+        raise BrokenCheckpoint(folder, str(error), damaged=True) from error
     except CheckpointException as failure:
         raise BrokenCheckpoint(folder, first_failure(failure), damaged=True) from failure
     if "model" in state:
@@ -184,6 +186,8 @@ def read_description(folder: Path) -> dict[str, Any]:
     try:
         description = json.loads((folder / _DESCRIPTION).read_text())
         version = int(description["version"])
+        if not isinstance(description["contents"], list):
+            raise TypeError("contents is no list")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BrokenCheckpoint(folder, f"{_DESCRIPTION} is not readable ({error})", damaged=True) from error
     if version > STATE_VERSION:

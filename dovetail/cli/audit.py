@@ -1,4 +1,4 @@
-"""Audit: `dovetail audit RUN`. Reads every checkpoint of a run folder and compares it with the checksums in its manifest.
+"""Audit: `dovetail audit RUN`. Compares every checkpoint of a run folder with the checksums in its manifest.
 
 Exits with 0 when all are what was saved, with 1 when one is not, with 2 when there is none. Changes nothing.
 """

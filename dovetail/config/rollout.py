@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from dovetail.config.actor import ActorConfig
 from dovetail.config.base import Section, inherits
 from dovetail.config.data import DataConfig
-from dovetail.config.fsdp import Dtype
+from dovetail.config.fsdp import Dtype, full_dtype
 from dovetail.config.home import HomePath
 from dovetail.config.multi_turn import AgentLoopConfig, MultiTurnConfig
 
@@ -162,6 +162,11 @@ class RolloutConfig(Section):
     def reads_images(self, *, on_cuda: bool) -> bool:
         """Whether the engine takes prompts with images: the embedded one on CPU, and vLLM unless it is elsewhere."""
         return not on_cuda if self.name == "native" else self.name == "vllm" and not self.server_urls
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """What the engine holds matrices in; None where that is not decided here: quantised, or servers by URL."""
+        return None if self.quantization or self.server_urls else full_dtype(self.dtype)
 
     @property
     def media_column(self) -> str:

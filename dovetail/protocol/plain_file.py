@@ -1,7 +1,8 @@
 """Plain values in one safetensors file: tensors and arrays as tensors, all else as JSON. Reading it runs no code.
 
-A value is None, a bool, a number, a string, bytes, a list, a tuple, a dict, a numpy scalar or array, a tensor or a PIL
-image, nested at will. Anything else is refused when it is written. An object that occurs twice is written once.
+A value is None, a bool, a number, a string, bytes, a date or time, a list, a tuple, a dict, a numpy scalar or array, a
+tensor or a PIL image, nested at will. Anything else is refused when it is written. An object that occurs twice is
+written once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import importlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
+from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,13 @@ from safetensors.torch import save_file
 _TREE = "tree.json"
 _KIND = "!"  # the key that marks what JSON has no word for
 _PLAIN = (str, int, float, bool, type(None))
+# What tables hold and JSON does not: by kind, its type, how to write it, how to read it.
+_TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "time": (time, time.isoformat, time.fromisoformat),
+    "decimal": (Decimal, str, Decimal),
+}
 
 
 class PlainFileError(ValueError):
@@ -99,6 +110,9 @@ class _Writer:
             return self._tensor("bytes", _bytes(value))
         if type(value).__module__.startswith("PIL.") and value.mode not in ("P", "PA"):
             return self._tensor("image", _bytes(value.tobytes()), mode=value.mode, size=value.size)
+        for kind, (own, write, _) in _TEXTS.items():
+            if type(value) is own:
+                return {_KIND: kind, "text": write(value)}
         raise TypeError(
             f"a {type(value).__module__}.{type(value).__qualname__} cannot be written to a file; keep to numbers, "
             "strings, lists, dicts, arrays and tensors."
@@ -141,7 +155,7 @@ class _Reader:
             for row, entry in enumerate(tree["items"]):  # assigned at once, lists of one length would become a matrix
                 array[row] = self.decode(entry)
             return array.astype(np.dtype(tree["dtype"])).reshape(tree["shape"])
-        raise ValueError(f"it holds a value of kind {kind!r}")
+        return _TEXTS[kind][2](tree["text"])
 
     def _decode_tensor(self, tree: dict[str, Any], tensor: torch.Tensor) -> Any:
         kind = tree[_KIND]

@@ -107,8 +107,8 @@ class TrainerCheckpoints:
     def load(self, groups: RoleGroups) -> FoundCheckpoint | None:
         """Load what `trainer.resume_mode` says into the workers; None: the run starts from the beginning.
 
-        With `auto`, a checkpoint that turns out to be damaged is named in a warning and the next older one is taken. One
-        that was asked for by path is an error.
+        With `auto`, a damaged checkpoint is named in a warning and the next older one is taken. One that was asked for
+        by path is an error.
         """
         first_problem: BrokenCheckpoint | None = None
         for folder in self._chosen():

@@ -15,6 +15,7 @@ from dovetail.controller.errors import WorkerDiedError, WorkerError
 from dovetail.controller.futures import GroupFuture
 from dovetail.controller.rendezvous import LOOPBACK
 from dovetail.protocol import DataProto
+from dovetail.weight_sync import GroupAddress, cancel_broadcast
 from dovetail.workers.parity import ParityReport
 from dovetail.workers.rollout_worker import says_engine_died
 from dovetail.workers.weight_sending import SendResult
@@ -55,6 +56,7 @@ class SeparateEngines:
         self.num_restarts = 0
         self._version = 1
         self._engine_version: int | None = None  # None: the engines have no weights of this trainer
+        self._address: GroupAddress | None = None
 
     def init_model(self) -> None:
         """Start the engines, introduce them to the trainer, and prove that weights arrive."""
@@ -91,8 +93,8 @@ class SeparateEngines:
         self.group.init_model()
         ranks_each = self.group.num_weight_ranks()
         opened = self._trainer.open_weight_group(sum(ranks_each), self._host())
-        address = next(found for found in opened if found is not None)
-        joining = self.group.join_weight_group.submit(address, ranks_each)
+        self._address = next(address for address in opened if address is not None)
+        joining = self.group.join_weight_group.submit(self._address, ranks_each)
         connecting = self._trainer.connect_weight_group.submit()
         self._both(joining, connecting, "meet")
         self._send_and_prove(self._rollout.verify_start)
@@ -104,9 +106,10 @@ class SeparateEngines:
 
     def _send(self, *, check: bool) -> None:
         receiving = self.group.receive_weights.submit(self._version)
-        results = self._both(receiving, self._trainer.send_weights.submit(), f"send version {self._version} to")
-        sent = next(result.sent for result in results if result.sent is not None)
+        sending = self._trainer.send_weights.submit(check=check)
+        results = self._both(receiving, sending, f"send version {self._version} to")
         if check:
+            sent = next(result.sent for result in results if result.sent is not None)
             compared = self.group.compare_weights(sent)
             logger.info("weights of version %d: %s tensors of each engine compared", self._version, compared)
         self._engine_version = self._version
@@ -115,6 +118,10 @@ class SeparateEngines:
         """Wait for a call on both sides. A death of an engine is raised as such, and only when the trainer is free."""
         try:
             engines.get()
+        except WorkerError as error:
+            if self._address is not None:
+                cancel_broadcast(self._address, f"an engine failed ({error.reason})")
+            raise
         finally:
             results: list[SendResult] = trainer.get()
         problem = next((result.problem for result in results if result.problem), "")

@@ -8,6 +8,7 @@ from dovetail.weight_sync.broadcast import (
     GroupAddress,
     WeightReceiver,
     WeightSender,
+    cancel_broadcast,
 )
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
 from dovetail.weight_sync.checksum import (
@@ -21,6 +22,7 @@ from dovetail.weight_sync.checksum import (
 )
 from dovetail.weight_sync.device_memory import Ticket, borrow, lend
 from dovetail.weight_sync.disk import DiskVersion, DiskWeights
+from dovetail.weight_sync.group import GroupFailedError
 from dovetail.weight_sync.protocols import NamedTensors, SleepingSink, WeightSink, WeightSource
 from dovetail.weight_sync.sharding_manager import (
     FSDPSGLangShardingManager,
@@ -29,6 +31,7 @@ from dovetail.weight_sync.sharding_manager import (
     ShardingManager,
 )
 from dovetail.weight_sync.shared_memory import SharedMemoryBuckets, read_bucket_file
+from dovetail.weight_sync.stream import GatheredWeights, in_engine_dtype
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -42,7 +45,9 @@ __all__ = [
     "ExpectedWeights",
     "FSDPSGLangShardingManager",
     "FSDPVLLMShardingManager",
+    "GatheredWeights",
     "GroupAddress",
+    "GroupFailedError",
     "LoraAdapter",
     "MegatronVLLMShardingManager",
     "NamedTensors",
@@ -58,8 +63,10 @@ __all__ = [
     "WeightSink",
     "WeightSource",
     "borrow",
+    "cancel_broadcast",
     "choose_sample",
     "entries_of",
+    "in_engine_dtype",
     "iter_buckets",
     "lend",
     "read_bucket_file",

@@ -8,27 +8,29 @@ fails says so there, and no receiver waits for what will never come.
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
+from dovetail.weight_sync.group import GroupBackend, GroupPlace, TransferGroup
 from dovetail.weight_sync.protocols import NamedTensors
 
-GroupBackend = Literal["gloo", "nccl"]
-_Group: TypeAlias = Any  # ProcessGroupGloo or ProcessGroupNCCL; a build of torch need not have both
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT_S = 300.0
 _MORE, _LAST, _FAILED = "m", "l", "f"  # a bucket, the last bucket of an update, no more buckets
 _SENDER = 0
-_BOARD, _SETTLED = "announcements", "settled"
+_BOARD, _SETTLED, _CANCELLED = "announcements", "settled", "cancelled"
+_CANCEL_TIMEOUT_S = 10.0
 _LINGER_S = 10.0
 _POLL_S = 0.002
 
@@ -72,22 +74,23 @@ class WeightSender:
         self._board = dist.PrefixStore(_BOARD, self._store)
         self._num_announced = 0
         self.address = GroupAddress(host, port, num_receivers + 1, backend, timeout_s)
-        self._group: _Group = None
+        self._group: TransferGroup | None = None
 
     def connect(self) -> None:
-        """Blocks until every receiver has joined."""
+        """Blocks until every receiver has joined (NCCL: until the first update)."""
         if self._group is None:
-            self._group = _build_group(self._store, self.address, _SENDER)
+            self._group = TransferGroup(self._store, _place(self.address, _SENDER), self._why_cancelled)
 
     def send(self, weights: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         """Send all of `weights`. An error of the source is raised here and, in words, at every receiver."""
         self.connect()
+        assert self._group is not None, "connected"
         source = _Source(weights)
         try:
             for bucket in iter_buckets(source, bucket_bytes):
                 self._announce((_LAST if source.exhausted else _MORE) + bucket.header().decode())
                 for _, run in bucket.runs():
-                    broadcast_tensor(self._group, run.to(self._device))
+                    self._group.broadcast(run.to(self._device))
         except Exception as error:
             self._announce(f"{_FAILED}{type(error).__name__}: {error}")
             raise
@@ -96,10 +99,14 @@ class WeightSender:
         self._linger()
 
     def close(self) -> None:
-        """Leave the group: a receiver that still waits for it gets an error."""
+        """Leave the group: a receiver that still waits for it gets an error. The rendezvous ends with this object."""
         if self._group is not None:
             self._announce(_FAILED + "it left the group")
+            self._group.close()
         self._group = None
+
+    def _why_cancelled(self) -> str:
+        return self._board.get(_CANCELLED).decode() if self._board.check([_CANCELLED]) else ""
 
     def _announce(self, message: str) -> None:
         self._board.set(str(self._num_announced), message)
@@ -172,7 +179,7 @@ class WeightReceiver:
         timeout = timedelta(seconds=address.timeout_s)
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
         self._announcements = Announcements(address)
-        self._group = _build_group(store, address, rank)
+        self._group = TransferGroup(store, _place(address, rank))
 
     def buckets(self) -> Iterator[Bucket]:
         """The buckets of one update, each in memory of its own: a loader may keep tensors of earlier ones."""
@@ -180,14 +187,25 @@ class WeightReceiver:
             num_bytes = Bucket(entries, torch.empty(0)).num_bytes
             bucket = Bucket(entries, torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
             for _, run in bucket.runs():
-                broadcast_tensor(self._group, run)
+                self._group.broadcast(run)
             yield bucket
 
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.close()
 
-def broadcast_tensor(group: _Group, tensor: Tensor) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = _SENDER, 0
-    group.broadcast([tensor], options).wait()
+
+def cancel_broadcast(address: GroupAddress, reason: str) -> None:
+    """Have the sender give up what it is sending: NCCL does not notice by itself that a receiver is dead.
+
+    For a process that is not in the group and knows of the death. A sender that is gone needs no telling.
+    """
+    timeout = timedelta(seconds=_CANCEL_TIMEOUT_S)
+    try:
+        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+        dist.PrefixStore(_BOARD, store).set(_CANCELLED, reason)
+    except RuntimeError as error:
+        logger.info("the sender of weights at %s:%d is not there: %s", address.host, address.port, error)
 
 
 def serve_store(host: str, timeout_s: float) -> tuple[dist.Store, int]:
@@ -206,25 +224,16 @@ def serve_store(host: str, timeout_s: float) -> tuple[dist.Store, int]:
     return store, port
 
 
-def _build_group(store: dist.Store, address: GroupAddress, rank: int) -> _Group:
-    """A group beside the default one: trainer and engines each have a world of their own already."""
-    timeout = timedelta(seconds=address.timeout_s)
-    # The keys of a group that torch makes under this name (SGLang's processes join so): its name twice, and the first
-    # device that the backend serves.
-    store = dist.PrefixStore(f"{address.group_name}/", dist.PrefixStore(address.group_name, store))
-    store = dist.PrefixStore("cuda/" if address.backend == "nccl" else "cpu/", store)
-    if address.backend == "nccl":
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = timeout
-        return nccl(store, rank, address.world_size, options)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    # Without a device of its own gloo resolves the host name, which need not be an address others reach.
-    local = address.host if rank == _SENDER or address.host == LOOPBACK else _address_towards(address)
-    options._devices = [gloo.create_device(hostname=local)]
-    return gloo(store, rank, address.world_size, options)
+def _place(address: GroupAddress, rank: int) -> GroupPlace:
+    is_here = rank == _SENDER or address.host == LOOPBACK
+    return GroupPlace(
+        name=address.group_name,
+        rank=rank,
+        world_size=address.world_size,
+        backend=address.backend,
+        timeout_s=address.timeout_s,
+        local=address.host if is_here else _address_towards(address),
+    )
 
 
 def _address_towards(address: GroupAddress) -> str:

@@ -1,6 +1,6 @@
 """Weights through a folder that trainer and engines both see. A reader finds a whole version or none.
 
-    <folder>/VERSION                  {"version": 12, "folder": "v00000012", "checksums": {...}}
+    <folder>/VERSION                  {"version": 12, "folder": "v00000012"}
     <folder>/v00000012/model-00000.safetensors ... model.safetensors.index.json
 
 A version is written beside, renamed into place, and only then named in VERSION, which is itself replaced in one step.
@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, iter_buckets
-from dovetail.weight_sync.checksum import tensor_checksum
 from dovetail.weight_sync.protocols import NamedTensors
 
 _VERSION_FILE = "VERSION"
@@ -31,11 +30,10 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class DiskVersion:
-    """One complete version. `checksums` are of the tensors as written."""
+    """One complete version."""
 
     version: int
     folder: Path
-    checksums: Mapping[str, str]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in turn: a folder of weights is a WeightSource too."""
@@ -62,17 +60,17 @@ class DiskWeights:
         name = f"v{version:08d}"
         work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=self.folder))
         try:
-            checksums = self._write_files(work, weights)
+            self._write_files(work, weights)
             work.chmod(0o755)
             target = self.folder / name
             shutil.rmtree(target, ignore_errors=True)  # the same version once more, after a restart
             os.rename(work, target)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        entry = {"version": version, "folder": name, "checksums": checksums}
+        entry = {"version": version, "folder": name}
         _replace_text(self.folder / _VERSION_FILE, json.dumps(entry))
         self._prune(name)
-        return DiskVersion(version, target, checksums)
+        return DiskVersion(version, target)
 
     def latest(self) -> DiskVersion | None:
         """The newest complete version, None before the first."""
@@ -80,11 +78,10 @@ class DiskWeights:
             entry = json.loads((self.folder / _VERSION_FILE).read_text())
         except FileNotFoundError:
             return None
-        return DiskVersion(entry["version"], self.folder / entry["folder"], entry["checksums"])
+        return DiskVersion(entry["version"], self.folder / entry["folder"])
 
-    def _write_files(self, work: Path, weights: NamedTensors) -> dict[str, str]:
+    def _write_files(self, work: Path, weights: NamedTensors) -> None:
         files: dict[str, str] = {}
-        checksums: dict[str, str] = {}
         total = 0
         for number, bucket in enumerate(iter_buckets(weights, self._bucket_bytes)):
             file = f"model-{number:05d}.safetensors"
@@ -93,11 +90,9 @@ class DiskWeights:
             save_file(tensors, work / file, metadata={"format": "pt"})
             _flush(work / file)
             files.update(dict.fromkeys(tensors, file))
-            checksums.update({name: tensor_checksum(tensor) for name, tensor in tensors.items()})
             total += sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": files}
         _replace_text(work / _INDEX, json.dumps(index, indent=1))
-        return checksums
 
     def _prune(self, newest: str) -> None:
         versions = sorted(path.name for path in self.folder.glob("v????????") if path.name <= newest)

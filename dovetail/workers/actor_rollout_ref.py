@@ -150,11 +150,11 @@ class ActorRolloutRefWorker(TrainingRole):
         return self._need(self._sending, "the trainer of engines elsewhere").connect()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self) -> SendResult:
-        """The current weights to all engines of the group."""
+    def send_weights(self, *, check: bool = False) -> SendResult:
+        """The current weights to all engines of the group; `check` says what they must hold then."""
         sending, actor = self._need(self._sending, "the trainer of engines elsewhere"), self._need(self.actor, "actor")
         with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
-            return sending.send()
+            return sending.send(check=check)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def judge_probe(self, answers: list[GenerationResult]) -> ParityReport:

@@ -21,6 +21,7 @@ from dovetail.models.load import load_tokenizer, model_folder
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, RolloutEngine
 from dovetail.rollout.registry import engine_class_for
+from dovetail.weight_sync import in_engine_dtype
 from dovetail.workers.adapters import adapter_of, sends_adapter, with_base_and_adapter
 from dovetail.workers.cache_room import CacheRoom
 from dovetail.workers.generation import answers_of, requests_of
@@ -210,7 +211,8 @@ class HybridEngine:
             for _ in watched or ():
                 pass
         else:
-            engine.update_weights(weights if watched is None else watched, self._trainer_version)
+            stream = in_engine_dtype(weights if watched is None else watched, self._rollout.weights_dtype)
+            engine.update_weights(stream, self._trainer_version)
         if watched is not None:
             self._num_compared = watched.sent().compare(engine)
 

@@ -71,6 +71,8 @@ class RolloutWorker(TrainingRole):
         if engine.num_weight_ranks:
             engine.join_weight_group(address, first_rank)
             return
+        if self._receiver is not None:
+            self._receiver.close()
         device = self.device if address.backend == "nccl" else "cpu"
         self._receiver = WeightReceiver(address, first_rank, device)
 

@@ -5,15 +5,12 @@ An engine that dies in the middle must not take the trainer with it: what happen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from dovetail.backends.base import TrainBackend
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.rollout import RolloutConfig
-from dovetail.weight_sync import GroupAddress, WeightSender
+from dovetail.weight_sync import GatheredWeights, GroupAddress, WeightSender, in_engine_dtype
 from dovetail.workers.weight_check import SentWeights, WatchedWeights
 
 _MIB = 1024**2
@@ -21,7 +18,7 @@ _MIB = 1024**2
 
 @dataclass(frozen=True)
 class SendResult:
-    """`sent` on rank 0, for the engines to compare; `problem` when the engines could not be reached."""
+    """`sent` on rank 0 of a checked update, for the engines to compare; `problem` when they could not be reached."""
 
     sent: SentWeights | None = None
     problem: str = ""
@@ -33,13 +30,15 @@ class WeightSending:
     def __init__(self, backend: TrainBackend, rollout: RolloutConfig) -> None:
         self._backend = backend
         self._dtype = full_dtype(rollout.dtype)
+        self._weights_dtype = rollout.weights_dtype
         self._bucket_bytes = rollout.update_weights_bucket_megabytes * _MIB
         self._sender: WeightSender | None = None
 
     def open(self, num_receivers: int, host: str) -> GroupAddress | None:
-        """A new group, on rank 0; its address is for the receivers. An older group is forgotten."""
+        """A new group, on rank 0; its address is for the receivers. An older group is closed."""
         if self._backend.place.rank != 0:
             return None
+        self._close()
         on_gpu = self._backend.device.type == "cuda"
         self._sender = WeightSender(
             num_receivers,
@@ -58,41 +57,31 @@ class WeightSending:
             return SendResult(problem=f"{type(error).__name__}: {error}")
         return SendResult()
 
-    def send(self) -> SendResult:
-        """All weights to all engines. Collective over the trainer's ranks, whatever happens to the engines."""
-        source = _Source(self._backend.named_weights())
+    def send(self, *, check: bool = False) -> SendResult:
+        """All weights to all engines. Collective over the trainer's ranks, whatever happens to the engines.
+
+        With `check`, a sample is hashed on the way.
+        """
+        source = GatheredWeights(self._backend.named_weights())
         if self._backend.place.rank != 0:
-            for _ in source:
-                pass
+            source.drain()
             return SendResult()
-        assert self._sender is not None, "open() comes first"
-        watched = WatchedWeights(source, self._backend.hf_config, self._dtype)
+        if self._sender is None:
+            source.drain()
+            return SendResult(problem="the group for the weights is closed; engines must join a new one")
+        watched = WatchedWeights(source, self._backend.hf_config, self._dtype) if check else None
+        stream = in_engine_dtype(source if watched is None else watched, self._weights_dtype)
         try:
-            self._sender.send(watched, self._bucket_bytes)
+            self._sender.send(stream, self._bucket_bytes)
         except (RuntimeError, OSError) as error:
+            self._close()
             if source.failed:
                 raise
-            for _ in source:  # the other ranks are still gathering
-                pass
+            source.drain()  # the other ranks are still gathering
             return SendResult(problem=f"{type(error).__name__}: {error}")
-        return SendResult(watched.sent())
+        return SendResult(None if watched is None else watched.sent())
 
-
-class _Source:
-    """A stream that can be read on after a reader has given up, and knows whether it failed itself."""
-
-    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._weights = weights
-        self.failed = False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, Tensor]:
-        try:
-            return next(self._weights)
-        except StopIteration:
-            raise
-        except BaseException:
-            self.failed = True
-            raise
+    def _close(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()

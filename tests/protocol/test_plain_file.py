@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import pickle
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.unit
         [True, 1, 2**70, 0.1 + 0.2, "text \N{SNOWMAN}", b"", b"\x00\xff"],
         {"a": (1, (2,)), "!": "a mark of ours", 3: "a key that is no string"},
         {"empty": {}, "tuple": (), "list": []},
+        [datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC), date(2026, 1, 2), time(3, 4), Decimal("0.10")],
     ],
 )
 def test_plain_values_come_back_with_their_types(value: Any, tmp_path: Path) -> None:

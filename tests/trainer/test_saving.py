@@ -89,8 +89,8 @@ def test_a_run_killed_while_it_saves_in_the_background_continues_the_checkpoint_
 def test_only_what_save_contents_names_is_written(toy: Toy, tmp_path: Path) -> None:
     _, rows = train(toy.config(tmp_path, {**PPO, f"{ACTOR}.save_contents": ["model"], "trainer.save_freq": 2}))
     actor, critic = tmp_path / "global_step_2" / "actor", tmp_path / "global_step_2" / "critic"
-    assert sorted(path.name for path in actor.iterdir()) == ["shards", "state.json"]
-    assert (critic / "extra.pt").exists()
+    assert sorted(path.name for path in actor.iterdir()) == ["part_0.json", "shards", "state.json"]
+    assert (critic / "extra.safetensors").exists()
     size, whole = (sum(file.stat().st_size for file in (f / "shards").iterdir()) for f in (actor, critic))
     assert size < 0.5 * whole
     # Continuing loads the weights, starts the optimizer anew, and goes on to the last step.

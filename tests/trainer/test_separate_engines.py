@@ -150,7 +150,7 @@ class Call:
     def __call__(self, *args: Any) -> Any:
         return self._group.answer(self._method, *args)
 
-    def submit(self, *args: Any) -> Any:
+    def submit(self, *args: Any, **options: Any) -> Any:
         return SimpleNamespace(get=lambda: self(*args))
 
 

@@ -15,7 +15,7 @@ from tests.models.tiny import tiny_config, tiny_model
 pytestmark = pytest.mark.unit
 
 
-def test_what_was_written_is_read_with_its_version_and_checksums(tmp_path: Path) -> None:
+def test_what_was_written_is_read_with_its_version(tmp_path: Path) -> None:
     weights = [("a", torch.randn(3, 4)), ("b", torch.randn(2).bfloat16()), ("c", torch.randn(50))]
     disk = DiskWeights(tmp_path / "weights", bucket_bytes=64)
     assert disk.latest() is None
@@ -25,7 +25,7 @@ def test_what_was_written_is_read_with_its_version_and_checksums(tmp_path: Path)
     assert isinstance(found, WeightSource)
     assert found.version == 7
     assert len(list(found.folder.glob("*.safetensors"))) > 1
-    assert weight_checksum(found.named_weights()) == dict(found.checksums) == weight_checksum(weights)
+    assert weight_checksum(found.named_weights()) == weight_checksum(weights)
 
 
 def test_a_source_that_fails_leaves_the_older_version_in_place(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ Whether a folder is whole is the business of `dovetail.checkpoint.store`. Refuse
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.backends.megatron.shim import cuda_to_cpu
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.rng import capture_rng, restore_rng
-from dovetail.checkpoint.shard_files import UnsafeFileError
 from dovetail.checkpoint.sharded import (
     CONTENTS,
     STATE_VERSION,
@@ -174,7 +172,7 @@ def _load(shards: Path, state: dict[str, Any]) -> Any:
         return dist_checkpointing.load(state, str(shards), SafeLoad(), SafeCommon())
     except CheckpointingException as error:
         raise BrokenCheckpoint(shards, str(error)) from error
-    except UnsafeFileError as error:
+    except ValueError as error:  # UnsafeFileError, or a metadata.json that is no JSON
         raise BrokenCheckpoint(shards, str(error), damaged=True) from error
     except CheckpointException as failure:
         raise BrokenCheckpoint(shards, first_failure(failure), damaged=True) from failure
@@ -187,7 +185,7 @@ def _tensors_in(shards: Path) -> Any:
 
     try:
         return dist_checkpointing.load_tensors_metadata(str(shards), SafeLoad())
-    except (OSError, EOFError, pickle.UnpicklingError, UnsafeFileError) as error:
+    except ValueError as error:
         raise BrokenCheckpoint(shards, str(error), damaged=True) from error
 
 

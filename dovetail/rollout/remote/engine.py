@@ -47,7 +47,7 @@ from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, WeightCha
 from dovetail.rollout.request_rules import check_different_ids, check_prompt, same_meaning
 from dovetail.rollout.vllm.expected import expected_weights, read_config, stop_token_ids
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES
-from dovetail.weight_sync.broadcast import GroupBackend
+from dovetail.weight_sync.group import GroupBackend
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from dovetail.rollout.base import EngineError
-from dovetail.weight_sync import NamedTensors
+from dovetail.weight_sync import GatheredWeights, NamedTensors
 
 
 def on_first_rank(weights: NamedTensors, act: Callable[[NamedTensors], None]) -> None:
@@ -18,19 +18,20 @@ def on_first_rank(weights: NamedTensors, act: Callable[[NamedTensors], None]) ->
     if not dist.is_initialized() or dist.get_world_size() == 1:
         act(weights)
         return
-    # A rank that still waits for answers of servers which the first one holds would never come to the gather.
+    # Ranks must enter the gather together: if rank 0 pauses the servers first, another rank may still be waiting for
+    # their responses, and both deadlock.
     dist.barrier()
+    stream = GatheredWeights(weights)
     failure: BaseException | None = None
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            act(weights)
+            act(stream)
         except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised here
             failure = error
             outcome[0] = f"{type(error).__name__}: {error}"
-    else:
-        for _ in weights:  # gathering is collective: every rank takes every tensor
-            pass
+    # Gathering is collective: every rank takes every tensor, rank 0 also those that its error has left.
+    stream.drain()
     dist.broadcast_object_list(outcome, src=0)
     if failure is not None:
         raise failure

@@ -27,25 +27,26 @@ class SGLangGroupChannel(BroadcastChannel):
         self._members: list[str] = []
 
     def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
-        """The stream is read to its end whatever happens: on other ranks of the trainer a gather waits."""
         checked = CheckedWeights(self._weights, self._expected)
-        stream = iter(checked)
         try:
             group = self._join(servers)
             self._loop.run(self._begin_all())
-            for bucket in iter_buckets(stream, self._bucket_bytes):
+            for bucket in iter_buckets(checked, self._bucket_bytes):
                 self._send(group, bucket)
             checked.require_complete()
         except WeightUpdateError:
             raise
         except BaseException:
-            self._group = None
+            self._close()
             raise
         finally:
             self._weights = ()
-            for _ in stream:
-                pass
         return {}
+
+    def _close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     async def _begin_all(self) -> None:
         await asyncio.gather(*(self._sglang.begin_update(server, self._expected) for server in self._members))
@@ -79,7 +80,8 @@ class SGLangGroupChannel(BroadcastChannel):
             raise EngineError(
                 f"SGLang servers with {sorted(sizes)} processes cannot share a group; use weight_sync=disk."
             )
-        self._group, self._members = None, list(servers)
+        self._close()
+        self._members = list(servers)
         group = WeightGroup(
             len(servers), sizes.pop(), backend=self._backend, device=self._device, host=own_address(servers)
         )

@@ -25,7 +25,8 @@ from dovetail.rollout.remote.dialect import Dialect, ServerInfo
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.sglang.weights import CheckedWeights
 from dovetail.weight_sync import DiskVersion, DiskWeights, ExpectedWeights, NamedTensors, WeightSender
-from dovetail.weight_sync.broadcast import LOOPBACK, GroupBackend
+from dovetail.weight_sync.broadcast import LOOPBACK
+from dovetail.weight_sync.group import GroupBackend
 
 logger = logging.getLogger(__name__)
 
@@ -136,17 +137,12 @@ class GroupChannel(BroadcastChannel):
         self._members: dict[str, int] = {}
 
     def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
-        """The stream is read to its end whatever happens: on other ranks of the trainer a gather waits."""
-        stream = iter(self._weights)
+        stream, self._weights = iter(self._weights), ()
         try:
             return self._deliver(servers, stream)
         except BaseException:
-            self._sender = None  # closes its connections: nobody goes on waiting for it
+            self._close()  # nobody goes on waiting for it
             raise
-        finally:
-            self._weights = ()
-            for _ in stream:
-                pass
 
     def _deliver(self, servers: Mapping[str, ServerInfo], stream: Iterator[tuple[str, Tensor]]) -> Failures:
         failures = self._loop.run(self._on_each(servers, lambda server: self._begin(server)))
@@ -177,10 +173,14 @@ class GroupChannel(BroadcastChannel):
             self._sender.send(stream, self._bucket_bytes)
         except Exception as error:  # noqa: BLE001  raised again when the servers have been told
             traceback.clear_frames(error.__traceback__)  # they hold the group, which must close now
-            self._sender.close()
-            self._sender = None
+            self._close()
             return error
         return None
+
+    def _close(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
 
     async def _begin(self, server: str) -> None:
         await self._dialect.begin_update(server, self._expected)
@@ -188,6 +188,7 @@ class GroupChannel(BroadcastChannel):
     def _join(self, members: dict[str, int]) -> None:
         if self._sender is not None and members == self._members:
             return
+        self._close()
         sender = WeightSender(
             sum(members.values()), host=own_address(members), backend=self._backend, device=self._device
         )

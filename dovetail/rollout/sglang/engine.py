@@ -42,7 +42,7 @@ from dovetail.rollout.sglang.settings import Level, SGLangSettings
 from dovetail.rollout.sglang.updates import WeightUpdates
 from dovetail.rollout.vllm.expected import read_config, stop_token_ids
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress, NamedTensors
-from dovetail.weight_sync.broadcast import GroupBackend
+from dovetail.weight_sync.group import GroupBackend
 
 logger = logging.getLogger(__name__)
 

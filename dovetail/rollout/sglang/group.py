@@ -7,14 +7,13 @@ is made here as SGLang makes it: same store, same prefixes. The port is bound be
 from __future__ import annotations
 
 import uuid
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.weight_sync.broadcast import LOOPBACK, GroupBackend, broadcast_tensor, serve_store
+from dovetail.weight_sync.broadcast import LOOPBACK, serve_store
+from dovetail.weight_sync.group import GroupBackend, GroupPlace, TransferGroup
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -40,7 +39,7 @@ class WeightGroup:
         self._workers_each = workers_each
         self._world_size = 1 + num_instances * workers_each
         self._store, self._port = serve_store(host, timeout_s)
-        self._group: Any = None
+        self._group: TransferGroup | None = None
 
     def join_body(self, index: int) -> dict[str, Any]:
         """What the index-th instance is told."""
@@ -55,24 +54,15 @@ class WeightGroup:
 
     def connect(self) -> None:
         """Blocks until every worker of every instance has joined."""
-        # torch puts the group's name, and then the first device the backend serves, before SGLang's own prefix.
-        store = dist.PrefixStore(self.name, self._store)
-        store = dist.PrefixStore(
-            f"{'cuda' if self._backend == 'nccl' else 'cpu'}/", dist.PrefixStore(f"{self.name}/", store)
-        )
-        timeout = timedelta(seconds=self._timeout_s)
-        if self._backend == "nccl":
-            nccl: Any = dist.ProcessGroupNCCL
-            options = nccl.Options()
-            options._timeout = timeout
-            self._group = nccl(store, 0, self._world_size, options)
-            return
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timeout
-        options._devices = [gloo.create_device(hostname=self._host)]
-        self._group = gloo(store, 0, self._world_size, options)
+        place = GroupPlace(self.name, 0, self._world_size, self._backend, self._timeout_s, local=self._host)
+        self._group = TransferGroup(self._store, place)
 
     def broadcast(self, tensor: Tensor) -> None:
         assert self._group is not None, "connect() comes first"
-        broadcast_tensor(self._group, tensor.to(self._device).contiguous())
+        self._group.broadcast(tensor.to(self._device).contiguous())
+
+    def close(self) -> None:
+        """Leave; who still waits for this process gets an error."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None

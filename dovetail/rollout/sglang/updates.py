@@ -28,7 +28,7 @@ from dovetail.weight_sync import (
     iter_buckets,
     tensor_checksum,
 )
-from dovetail.weight_sync.broadcast import GroupBackend
+from dovetail.weight_sync.group import GroupBackend
 
 _MAX_READ_BACK = 8, 1 << 18  # tensors, and elements of each: SGLang spells them out as numbers
 
@@ -121,7 +121,9 @@ class WeightUpdates:
 
     def forget_groups(self) -> None:
         """Their members are not all there any more."""
-        self._group = self._joined = None
+        group, self._group, self._joined = self._group, None, None
+        if group is not None:
+            group.close()
 
     def checksums(self, names: Sequence[str], dtype: torch.dtype | None) -> dict[str, str]:
         """Of a few small tensors, of model families that SGLang can read back (Llama and its like), not in parts."""

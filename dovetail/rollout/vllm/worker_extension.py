@@ -65,6 +65,9 @@ class WeightUpdateExtension:
     def dovetail_join_group(self, address: Mapping[str, Any], first_rank: int) -> None:
         """Join the sender's group as rank `first_rank` + this worker's rank."""
         device = self.device if address["backend"] == "nccl" else "cpu"
+        earlier: WeightReceiver | None = getattr(self, "_dovetail_receiver", None)
+        if earlier is not None:
+            earlier.close()
         self._dovetail_receiver = WeightReceiver(GroupAddress(**address), first_rank + self.rank, device)
 
     def dovetail_begin_update(

@@ -1,0 +1,134 @@
+"""One process's place in a group that carries weights, beside the default group. Its failures stay its own.
+
+An engine may die at any moment, and the trainer must not die with it. So the host waits for every broadcast, with a
+deadline, and a group that failed is aborted: its communicator and its connections are given back at once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+GroupBackend = Literal["gloo", "nccl"]
+_SENDER = 0
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.00005, 0.01
+_SECONDS_BETWEEN_CHECKS = 0.2
+# Read when a group is built. With it, NCCL's errors and time limits are raised by `wait`, and no watchdog thread is
+# started; without it, that thread ends the whole process.
+_NCCL_RAISES = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+
+
+class GroupFailedError(RuntimeError):
+    """A broadcast did not get through: a peer died, took too long, or the driver called it off."""
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """Which group, and who in it. `local`: this process's own address, for gloo."""
+
+    name: str
+    rank: int
+    world_size: int
+    backend: GroupBackend
+    timeout_s: float
+    local: str
+
+
+class TransferGroup:
+    """Builds the group, which blocks until every member is there (NCCL: until the first broadcast).
+
+    `cancelled` says why a broadcast that is under way should be given up, or nothing.
+    """
+
+    def __init__(self, store: dist.Store, place: GroupPlace, cancelled: Callable[[], str] = lambda: "") -> None:
+        self._place = place
+        self._cancelled = cancelled
+        # The keys of a group that torch makes under this name (SGLang's processes join so): its name twice, and the
+        # first device that the backend serves.
+        store = dist.PrefixStore(f"{place.name}/", dist.PrefixStore(place.name, store))
+        store = dist.PrefixStore("cuda/" if place.backend == "nccl" else "cpu/", store)
+        self._group: Any = BUILDERS[place.backend](store, place)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send from rank 0, or receive into `tensor`; returns when the bytes are there. GroupFailedError otherwise."""
+        if self._group is None:
+            raise GroupFailedError("the group for the weights is closed")
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = _SENDER, 0
+        try:
+            work = self._group.broadcast([tensor], options)
+            self._wait_for(work)
+            work.wait()
+        except GroupFailedError:
+            self.close()
+            raise
+        except RuntimeError as error:
+            self.close()
+            raise GroupFailedError(str(error)) from error
+
+    def close(self) -> None:
+        """Leave without asking anybody: who still waits for this process gets an error."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _wait_for(self, work: Any) -> None:
+        now = time.monotonic()
+        deadline, check_at, pause = now + self._place.timeout_s, now + _SECONDS_BETWEEN_CHECKS, _FIRST_POLL_S
+        while not work.is_completed():
+            now = time.monotonic()
+            if now > deadline:
+                raise GroupFailedError(
+                    f"rank {self._place.rank} waited {self._place.timeout_s:.0f} s for the other "
+                    f"{self._place.world_size - 1} members of {self._place.name} to take part in a broadcast of weights"
+                )
+            if now > check_at:
+                check_at = now + _SECONDS_BETWEEN_CHECKS
+                if reason := self._cancelled():
+                    raise GroupFailedError(f"the broadcast of weights was called off: {reason}")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+
+
+def _build_nccl(store: dist.Store, place: GroupPlace) -> Any:
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=place.timeout_s)
+    with nccl_raises():
+        return nccl(store, place.rank, place.world_size, options)
+
+
+def _build_gloo(store: dist.Store, place: GroupPlace) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=place.timeout_s)
+    # Without a device of its own gloo resolves the host name, which need not be an address others reach.
+    options._devices = [gloo.create_device(hostname=place.local)]
+    return gloo(store, place.rank, place.world_size, options)
+
+
+BUILDERS: dict[str, Callable[[dist.Store, GroupPlace], Any]] = {"gloo": _build_gloo, "nccl": _build_nccl}
+"""By backend: what makes a group of torch. A build of torch need not have both."""
+
+
+@contextmanager
+def nccl_raises() -> Iterator[None]:
+    """NCCL groups built inside raise their errors; those of training, built elsewhere, keep their watchdog."""
+    before = {name: os.environ.get(name) for name in _NCCL_RAISES}
+    os.environ.update(_NCCL_RAISES)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

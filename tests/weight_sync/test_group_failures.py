@@ -1,0 +1,222 @@
+"""A group that carries weights fails by itself: it raises, it is aborted, it gives everything back.
+
+There is no NCCL on the CPU. `LikeNccl` stands in for torch's class and behaves as it does: `wait` does not block the
+host unless the group was built so, a dead peer goes unnoticed, and errors are reported later, by ending the process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dovetail.backends.base import TrainBackend
+from dovetail.config.rollout import RolloutConfig
+from dovetail.weight_sync import (
+    Announcements,
+    GroupAddress,
+    GroupFailedError,
+    WeightReceiver,
+    WeightSender,
+    cancel_broadcast,
+    in_engine_dtype,
+)
+from dovetail.weight_sync import checksum as checksum_module
+from dovetail.weight_sync import group as group_module
+from dovetail.workers.weight_sending import WeightSending
+
+pytestmark = pytest.mark.unit
+
+FP32 = [("model.layers.0.mlp.up_proj.weight", torch.randn(64, 32)), ("model.norm.weight", torch.randn(32))]
+
+
+class LikeNccl:
+    """`outcome`: what becomes of the next broadcasts."""
+
+    Options = SimpleNamespace
+    outcome = "done"
+    built: ClassVar[list[LikeNccl]] = []
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.store = store
+        self.raises = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"
+        self.num_aborted = 0
+        LikeNccl.built.append(self)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        return LikeWork(self)
+
+    def abort(self) -> None:
+        self.num_aborted += 1
+
+
+class LikeWork:
+    def __init__(self, group: LikeNccl) -> None:
+        self._group = group
+        self._num_polls = 0
+
+    def is_completed(self) -> bool:
+        self._num_polls += 1
+        return {"done": True, "dead": False, "late error": self._num_polls > 20}[LikeNccl.outcome]
+
+    def wait(self) -> bool:
+        assert self._group.raises, "the watchdog of NCCL would end this process"
+        if LikeNccl.outcome != "done":
+            raise RuntimeError("NCCL error: remote process exited")
+        return True
+
+
+@pytest.fixture(autouse=True)
+def nccl(monkeypatch: pytest.MonkeyPatch) -> type[LikeNccl]:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", LikeNccl, raising=False)
+    monkeypatch.setattr(LikeNccl, "built", [])
+    monkeypatch.setattr(LikeNccl, "outcome", "done")
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    return LikeNccl
+
+
+def test_only_this_group_is_built_to_raise(nccl: type[LikeNccl]) -> None:
+    sender = WeightSender(1, backend="nccl", timeout_s=60)
+    sender.connect()
+    assert nccl.built[0].raises
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ, "the groups of training keep their watchdog"
+
+
+@pytest.mark.parametrize("outcome", ["late error", "dead"])
+def test_a_peer_that_died_is_an_error_of_this_update_and_the_communicator_is_aborted(
+    nccl: type[LikeNccl], outcome: str
+) -> None:
+    sender = WeightSender(1, backend="nccl", timeout_s=60)
+    sender.connect()
+    nccl.outcome = outcome
+    if outcome == "dead":  # nobody notices but the driver, who has seen the engine's process end
+        cancel_broadcast(sender.address, "rollout[rank 0] died")
+    with pytest.raises(GroupFailedError, match="rank 0. died" if outcome == "dead" else "remote process exited"):
+        sender.send(FP32)
+    assert nccl.built[0].num_aborted == 1
+    with pytest.raises(GroupFailedError, match="is closed"):
+        sender.send(FP32)
+
+
+def test_a_peer_that_never_comes_is_named_with_the_time_that_was_waited(nccl: type[LikeNccl]) -> None:
+    sender = WeightSender(2, backend="nccl", timeout_s=0.3)
+    nccl.outcome = "dead"
+    with pytest.raises(GroupFailedError, match=r"rank 0 waited 0 s for the other 2 members of dovetail-weights-"):
+        sender.send(FP32)
+
+
+def backend_of(weights: list[tuple[str, torch.Tensor]]) -> Any:
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=99))
+    return SimpleNamespace(
+        place=SimpleNamespace(rank=0),
+        device=torch.device("cpu"),
+        hf_config=config,
+        named_weights=lambda: iter(weights),
+    )
+
+
+def is_served(address: GroupAddress) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((address.host, address.port)) == 0
+
+
+def test_each_restart_of_the_engines_gives_back_the_group_before(
+    nccl: type[LikeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A sender on the CPU takes gloo: the class is the same one as for NCCL here, the tensors stay where they are.
+    monkeypatch.setitem(group_module.BUILDERS, "gloo", group_module.BUILDERS["nccl"])
+    sending = WeightSending(backend_of(FP32), RolloutConfig())
+    addresses = []
+    for _ in range(4):
+        address = sending.open(1, "127.0.0.1")
+        assert address is not None
+        addresses.append(address)
+        assert sending.connect().problem == ""
+        nccl.outcome = "dead"
+        cancel_broadcast(address, "the engine died")
+        assert "the engine died" in sending.send().problem
+        nccl.outcome = "done"
+        # Whoever asks for one more update before engines have joined anew is told so.
+        assert "is closed" in sending.send().problem
+    assert [group.num_aborted for group in nccl.built] == [1, 1, 1, 1]
+    nccl.built.clear()  # torch's own group lets go of the store when it is dropped
+    assert [is_served(address) for address in addresses] == [False] * 4
+
+
+def receive(address: GroupAddress, into: dict[str, torch.Tensor]) -> threading.Thread:
+    def work() -> None:
+        receiver = WeightReceiver(address, 1)
+        for bucket in receiver.buckets():
+            into.update((name, tensor.clone()) for name, tensor in bucket.tensors())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_an_update_hashes_nothing_unless_asked_and_travels_in_the_engines_dtype(
+    monkeypatch: pytest.MonkeyPatch, check: bool
+) -> None:
+    hashed, sent = [], []
+    real_hash, real_broadcast = checksum_module.hashlib.blake2b, group_module.TransferGroup.broadcast
+
+    def counted_hash(data: bytes, **options: Any) -> Any:
+        hashed.append(len(data))
+        return real_hash(data, **options)
+
+    def counted_broadcast(self: Any, tensor: torch.Tensor) -> None:
+        if self._place.rank == 0:
+            sent.append(tensor.nbytes)
+        real_broadcast(self, tensor)
+
+    monkeypatch.setattr(checksum_module.hashlib, "blake2b", counted_hash)
+    monkeypatch.setattr(group_module.TransferGroup, "broadcast", counted_broadcast)
+    backend: TrainBackend = backend_of(FP32)
+    sending = WeightSending(backend, RolloutConfig(dtype="bfloat16"))
+    address, received = sending.open(1, "127.0.0.1"), {}
+    assert address is not None
+    receiving = receive(address, received)
+    result = sending.send(check=check)
+    receiving.join(60)
+    assert not receiving.is_alive()
+    assert result.problem == ""
+    assert sum(sent) == 64 * 32 * 2 + 32 * 4
+    assert received["model.layers.0.mlp.up_proj.weight"].equal(FP32[0][1].bfloat16())
+    assert received["model.norm.weight"].equal(FP32[1][1])
+    assert sum(hashed) == ((64 * 32 + 32) * 2 if check else 0)
+    assert (result.sent is not None) == check
+
+
+def test_what_engines_keep_in_full_precision_and_small_dtypes_travel_as_they_are() -> None:
+    matrix, half = torch.randn(4, 4), torch.randn(4, 4).bfloat16()
+    stream = [
+        ("model.layers.0.mlp.gate.weight", matrix),
+        ("model.layers.0.mlp.gate_proj.weight", matrix),
+        ("backbone.mixer.A_log", matrix),
+        ("model.layers.0.mlp.router.weight", matrix),
+        ("lm_head.weight", half),
+        ("steps", torch.ones(2, 2, dtype=torch.int64)),
+    ]
+    dtypes = [tensor.dtype for _, tensor in in_engine_dtype(stream, "bfloat16")]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.bfloat16, torch.int64]
+    assert [tensor.dtype for _, tensor in in_engine_dtype(stream, "float32")][4] == torch.bfloat16
+    assert all(ours is theirs for (_, ours), (_, theirs) in zip(in_engine_dtype(stream, None), stream, strict=True))
+
+
+def test_an_announcement_of_a_sender_that_closed_says_so() -> None:
+    sender = WeightSender(1, timeout_s=60)
+    joining = threading.Thread(target=lambda: receivers.append(WeightReceiver(sender.address, 1)))
+    receivers: list[WeightReceiver] = []
+    joining.start()
+    sender.connect()
+    joining.join(60)
+    sender.close()
+    with pytest.raises(RuntimeError, match="left the group"):
+        next(Announcements(sender.address).update())
