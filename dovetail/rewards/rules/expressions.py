@@ -6,11 +6,12 @@ rest, and whatever would be large.
 
 from __future__ import annotations
 
+import math
 import re
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    import sympy
+Expression = Any
+"""A sympy expression. sympy's operators are made at run time, so a type checker does not see them."""
 
 _TOKEN = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)|(sqrt|ln|pi|[^\W\d_])|(\*\*|[-+*/^()!]))")
 _LONGEST = 300
@@ -21,7 +22,7 @@ class NotAnExpression(ValueError):
     """The text is not arithmetic on numbers and letters, or too large to compute."""
 
 
-def parse_expression(text: str) -> sympy.Expr:
+def parse_expression(text: str) -> Expression:
     """The expression that the text says."""
     if len(text) > _LONGEST:
         raise NotAnExpression(f"{len(text)} characters; at most {_LONGEST} are read")
@@ -82,13 +83,13 @@ class _Parser:
         self._position += 1
         return token
 
-    def sum(self) -> sympy.Expr:
+    def sum(self) -> Expression:
         value = self._product()
         while sign := self._take("+", "-"):
             value = value + self._product() if sign == "+" else value - self._product()
         return value
 
-    def _product(self) -> sympy.Expr:
+    def _product(self) -> Expression:
         value = self._signed()
         while self.next is not None and self.next not in ("+", "-", ")"):
             divides = self._take("*", "/") == "/"
@@ -96,20 +97,20 @@ class _Parser:
             value = value / factor if divides else value * factor
         return value
 
-    def _signed(self) -> sympy.Expr:
+    def _signed(self) -> Expression:
         if sign := self._take("-", "+"):
             value = self._signed()
             return -value if sign == "-" else value
         return self._power()
 
-    def _power(self) -> sympy.Expr:
+    def _power(self) -> Expression:
         import sympy
 
         base = self._atom()
         while self._take("!"):
             if not (base.is_Integer and 0 <= base <= _LARGEST_POWER):
                 raise NotAnExpression(f"the factorial of {base}")
-            base = sympy.factorial(base)
+            base = sympy.Integer(math.factorial(int(base)))
         if not self._take("^"):
             return base
         exponent = self._signed()
@@ -117,7 +118,7 @@ class _Parser:
             raise NotAnExpression(f"the power {exponent}")
         return base**exponent
 
-    def _atom(self) -> sympy.Expr:
+    def _atom(self) -> Expression:
         import sympy
 
         token = self.next
