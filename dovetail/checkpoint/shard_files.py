@@ -69,9 +69,9 @@ class SafeReader(dcp.FileSystemReader):
             path = PurePosixPath(info.relative_path)
             if path.is_absolute() or ".." in path.parts:
                 raise UnsafeFileError(f".metadata points to {path}, outside of the checkpoint")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        known = getattr(metadata, "storage_meta", None) or StorageMeta()
+        known.load_id = self.load_id
+        metadata.storage_meta = known
         return metadata
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -38,7 +38,8 @@ class SafeLoad(TorchDistLoadShardedStrategy):
         asked = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         own, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(own, True)
-        planner = _SafePlanner(
+        # As `Any`: the checker takes the first base's constructor for that of both.
+        planner = cast(Any, _SafePlanner)(
             shapes_validation_sharded_tensors=[tensor for tensor in asked if not tensor.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={
                 tensor.key: tensor for tensor in asked if tensor.allow_shape_mismatch
