@@ -69,7 +69,10 @@ def write_report(file: Path, site: Site, machine: Sequence[tuple[str, str]], res
 
 
 def _run(site: Site, name: str, timeout_s: float) -> PathResult:
-    shows = next(path.shows for path in PATHS if path.name == name)
+    path = next(path for path in PATHS if path.name == name)
+    shows = path.shows
+    if missing := path.missing(site):
+        return PathResult(name, shows, "not here", missing, 0.0)
     stem = site.folder / f"path-{name.replace(', ', '-').replace(' ', '-')}"
     site_file, result_file, log = stem.with_suffix(".site"), stem.with_suffix(".json"), stem.with_suffix(".log")
     site_file.write_text(json.dumps(site.to_json()))

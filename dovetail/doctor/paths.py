@@ -24,21 +24,25 @@ Stage = Callable[[str], None]
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 
-class NotHere(Exception):
-    """The path cannot be tried on this machine; the message says what it would need."""
-
-
 class Mismatch(RuntimeError):
     """The path ran and its numbers are wrong."""
 
 
 @dataclass(frozen=True)
 class DoctorPath:
-    """A path: its name, what it shows, and how it is run."""
+    """A path: its name, what it shows, how it is run, and the devices and the library that it needs."""
 
     name: str
     shows: str
     run: Callable[[Site, Stage], str]
+    devices: int = 1
+    library: str = ""
+
+    def missing(self, site: Site) -> str:
+        """What it would need to be tried here; empty where it can be."""
+        if self.library and importlib.util.find_spec(self.library) is None:
+            return f"{self.library} is not installed"
+        return "" if site.num_devices >= self.devices else f"needs {self.devices} devices, there is {site.num_devices}"
 
 
 def nodes(site: Site, stage: Stage) -> str:
@@ -102,7 +106,6 @@ def trained_with(name: str, *changes: str, needs: int = 2, library: str = "") ->
     def run(site: Site, stage: Stage) -> str:
         from dovetail.doctor.same_update import TOLERANCE, overrides, update_once
 
-        _need(site, devices=needs, library=library)
         rows = max(8, 2 * site.num_devices)
         _start(site, stage)
         stage(f"one update on {site.num_devices} devices")
@@ -120,7 +123,7 @@ def trained_with(name: str, *changes: str, needs: int = 2, library: str = "") ->
             f"gradient norm {many.grad_norm:.6g}, one process {one.grad_norm:.6g}; log-probs moved by {one.moved:.2g}"
         )
 
-    return DoctorPath(name, "one update = the update of one process", run)
+    return DoctorPath(name, "one update = the update of one process", run, needs, library)
 
 
 def generated_with(name: str, *changes: str, needs: int = 1, library: str = "", apart: bool = False) -> DoctorPath:
@@ -130,7 +133,6 @@ def generated_with(name: str, *changes: str, needs: int = 1, library: str = "", 
         from dovetail.doctor.agreement import OVERRIDES, examine
         from dovetail.trainer.groups import create_groups
 
-        _need(site, devices=needs, library=library)
         own: tuple[str, ...] = ()
         devices = None
         if apart:  # half of the devices train, the others generate
@@ -156,7 +158,7 @@ def generated_with(name: str, *changes: str, needs: int = 1, library: str = "", 
             f"old weights would be off by {seen.sampled.moved:.1g}"
         )
 
-    return DoctorPath(name, "checksums, and engine = trainer after a step", run)
+    return DoctorPath(name, "checksums, and engine = trainer after a step", run, needs, library)
 
 
 def two_steps(site: Site, stage: Stage) -> str:
@@ -209,13 +211,6 @@ PATHS: tuple[DoctorPath, ...] = (
 )
 
 
-def _need(site: Site, *, devices: int, library: str) -> None:
-    if library and importlib.util.find_spec(library) is None:
-        raise NotHere(f"{library} is not installed")
-    if site.num_devices < devices:
-        raise NotHere(f"needs {devices} devices, there is {site.num_devices}")
-
-
 def _start(site: Site, stage: Stage) -> None:
     from dovetail.trainer.devices import start_cluster
 
@@ -234,8 +229,6 @@ def main(name: str, site_file: str, result_file: str) -> int:
     path = next(path for path in PATHS if path.name == name)
     try:
         seen = {"verdict": "ok", "seen": path.run(site, lambda words: _append(stages, words))}
-    except NotHere as missing:
-        seen = {"verdict": "not here", "seen": str(missing)}
     except ConfigError as refusal:
         seen = {"verdict": "refused", "seen": " ".join(str(problem) for problem in refusal.problems)}
     except Exception as error:  # noqa: BLE001  the process boundary: the parent shows it

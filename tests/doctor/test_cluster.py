@@ -11,7 +11,7 @@ import torch
 from dovetail.cli.main import main
 from dovetail.doctor.cluster import run_paths, select
 from dovetail.doctor.collectives import CollectivesWorker
-from dovetail.doctor.paths import PATHS, NotHere
+from dovetail.doctor.paths import PATHS
 from dovetail.doctor.same_update import Update, overrides, update_once
 from dovetail.doctor.site import Site, prepare
 
@@ -78,9 +78,9 @@ def test_an_unknown_path_and_an_unknown_key_are_refused_before_anything_runs(
 @pytest.mark.unit
 def test_a_path_that_needs_more_devices_is_said_to_be_untested(site: Site) -> None:
     alone = Site(site.folder, "cpu", 1, 1)
-    ulysses = next(path for path in PATHS if path.name == "fsdp2, ulysses 2")
-    with pytest.raises(NotHere, match="needs 2 devices, there is 1"):
-        ulysses.run(alone, lambda words: None)
+    (result,) = run_paths(alone, ["fsdp2, ulysses 2"], timeout_s=60.0)
+    assert (result.verdict, result.seen) == ("not here", "needs 2 devices, there is 1")
+    assert not result.failed
 
 
 @pytest.mark.unit
