@@ -22,10 +22,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
+def _fixed_numbers() -> None:
+    """The same seed for every test, and what decides how sums are made: an engine in this process may change it."""
     import torch
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(autouse=True)

@@ -108,7 +108,8 @@ def compare(name: str, role: str, updated: Found) -> None:
     expected = updated[REFERENCES[LAYOUTS[name].model]][0][role]
     for rank, by_role in enumerate(updated[name]):
         found = by_role[role]
-        assert float(np.abs(found.before - expected.before).max()) < 1e-6, rank
+        # In units of the last place: which kernel adds up is the processor's choice, and 3 units were seen.
+        assert float((np.abs(found.before - expected.before) / np.spacing(np.abs(expected.before))).max()) <= 4, rank
         assert found.metrics == pytest.approx(expected.metrics, abs=TOLERANCE, rel=TOLERANCE), rank
         assert largest_difference(found.weights, expected.weights) < TOLERANCE, rank
 

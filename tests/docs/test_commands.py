@@ -68,13 +68,15 @@ RAW = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a reader of the pages is: a model, raw data, finished runs. Commands find what earlier ones have made."""
+    """Where a reader of the pages is: a model, raw data and what the first commands make of it, finished runs."""
     folder = tmp_path_factory.mktemp("reader")
     save_toy_model(folder / "model")
     save_toy_data(folder / "toy")
     for name in ("train", "test"):
         (folder / "raw" / "gsm8k").mkdir(parents=True, exist_ok=True)
         (folder / "raw" / "gsm8k" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in RAW))
+    raw, prepared = str(folder / "raw" / "gsm8k"), str(folder / "data" / "gsm8k")
+    assert main(["data", "gsm8k", raw, "--out", prepared]) == 0
     labels = [{"question": f"Which is number {n}?", "label": str(n)} for n in range(20)]
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labels))
     for name in ("runs/demo", "run_a", "run_b"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -224,7 +225,8 @@ def test_rewards_that_are_all_nan_stop_the_run_with_the_first_reason(
     keys = {"custom_reward_function.path": reward_file(tmp_path, "True")}
     assert main(["train", "--local", *toy.arguments(tmp_path / "run", keys)]) == 2
     shown = capsys.readouterr().err
-    assert "16 of 16 answers could not be scored" in shown
+    # Scoring stops as soon as the share of failures cannot be kept, which may be before the last of them.
+    assert re.search(r"[1-9]\d* of 16 answers could not be scored", shown)
     assert "nan" in shown
 
 
