@@ -34,7 +34,7 @@ from dovetail.observability.tracker import Tracker
 from dovetail.rewards.build import build_reward_runner, other_scoring_nodes
 from dovetail.rewards.errors import RewardError
 from dovetail.trainer.dapo import RayDAPOTrainer
-from dovetail.trainer.devices import joins_cluster, start_cluster, uses_gpu
+from dovetail.trainer.devices import joins_cluster, start_cluster, uses_gpu, warn_of_slow_bfloat16
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.trainer.inputs import missing_inputs
 from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
@@ -136,6 +136,8 @@ def run_training(
         if use_ray:
             open_things.callback(stop_ray)
         use_gpu = start_cluster(config) if use_ray else uses_gpu(config)
+        if not use_gpu:
+            warn_of_slow_bfloat16(config)
         if use_ray:
             rewards.use_nodes(other_scoring_nodes(config))
         for loader in (train_loader, val_loader):
