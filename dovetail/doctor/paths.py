@@ -140,6 +140,9 @@ def generated_with(name: str, *changes: str, needs: int = 1, library: str = "", 
             own = ("actor_rollout_ref.hybrid_engine=False", f"{R}.nnodes=1", f"{R}.n_gpus_per_node={each}")
             devices = each
         check = [line for line in OVERRIDES if "verify_weights" not in line]
+        if library and site.on_cuda:
+            # vLLM and SGLang multiply float32 in TF32 there; this asks for TF32's pass mark.
+            check.append("trainer.float32_matmul_precision=high")
         config = site.config(*check, f"{R}.verify_weights=True", *own, *changes, devices=devices)
         refuse_unsupported(config)
         _start(site, stage)
@@ -175,7 +178,7 @@ def kill_and_resume(site: Site, stage: Stage) -> str:
     from dovetail.doctor.whole_run import finished_run, killed_run
 
     stage("two steps without a break")
-    expected = finished_run(site, site.folder / "unbroken")
+    expected = finished_run(site, site.folder / "two-steps")
     stage("kill after the first checkpoint")
     killed_run(site, site.folder / "killed")
     stage("resume")

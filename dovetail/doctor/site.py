@@ -16,8 +16,8 @@ _REWARD = '''"""The share of ASCII characters in a response."""
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(ord(letter) < 128 for letter in solution_str) / max(len(solution_str), 1)
 '''
-# float32 everywhere: a difference is then an error, not rounding.
-_EXACT = (
+# float32 everywhere: a difference is then an error, not rounding, and CPUs without bfloat16 units are not slow.
+EXACT = (
     "actor_rollout_ref.rollout.dtype=float32",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
     "actor_rollout_ref.actor.megatron.dtype=float32",
@@ -50,7 +50,7 @@ class Site:
         nodes, each = (self.num_nodes, self.devices_per_node) if devices is None else (1, devices)
         place = (f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={each}", f"trainer.device={self.device}")
         model = f"actor_rollout_ref.model.path={self.folder / MODEL}"
-        return load_config([], [*_EXACT, model, *place, *self.overrides, *changes]).config
+        return load_config([], [*EXACT, model, *place, *self.overrides, *changes]).config
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "folder": str(self.folder), "overrides": list(self.overrides)}

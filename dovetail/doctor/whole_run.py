@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.checkpoint.store import CheckpointStore
-from dovetail.doctor.site import DATA, MODEL, REWARD, Site
-from dovetail.observability.run_folder import RunFolder
+from dovetail.doctor.site import DATA, EXACT, MODEL, REWARD, Site
+from dovetail.observability.run_folder import METRICS, RunFolder
 
 STEPS = 2
 _LIMIT_S = 240.0
 
 
 def finished_run(site: Site, folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run of two steps in `folder`, resumed where it has a checkpoint."""
+    """The metrics of a run of two steps in `folder`: resumed where it has a checkpoint, as it is where it is done."""
     log = folder.with_suffix(".log")
+    if len(done := _metrics(folder)) == STEPS:
+        return done
     with log.open("a") as out:
         done = subprocess.run(_command(site, folder), stdout=out, stderr=out, timeout=_LIMIT_S)
     rows = RunFolder(folder).read_metrics() if done.returncode == 0 else []
@@ -57,12 +59,12 @@ def killed_run(site: Site, folder: Path) -> None:
 def _command(site: Site, folder: Path) -> list[str]:
     rows = max(4, site.num_devices)
     keys = [
+        *EXACT,
         f"data.train_files={site.folder / DATA}",
         "data.max_prompt_length=32",
         "data.max_response_length=16",
         f"data.train_batch_size={rows}",
         f"actor_rollout_ref.model.path={site.folder / MODEL}",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={rows}",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.actor.optim.lr=1e-3",
@@ -79,6 +81,10 @@ def _command(site: Site, folder: Path) -> list[str]:
         f"trainer.default_local_dir={folder}",
     ]
     return [sys.executable, "-m", "dovetail.cli.main", "train", *keys, *site.overrides]
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return RunFolder(folder).read_metrics() if (folder / METRICS).exists() else []
 
 
 def _tail(log: Path) -> str:
