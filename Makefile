@@ -32,6 +32,9 @@ TIERS  ?= not gpu and not slow
 ARGS   ?=
 # Two processes share the tests; a group of tests that share an engine or a Ray stays in one of them.
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# vLLM in the test's own process changes how that process adds up numbers and keeps its process groups for good: a process
+# of its own, in the order of the files.
+VLLM_TESTS := tests/rollout_vllm tests/workers/test_weight_check.py
 
 .PHONY: help setup engines sglang-env test-sglang browser demo test test-all test-unit test-gpu check format docs bench clean
 
@@ -83,10 +86,12 @@ demo: $(DEMO_READY)  ## the main job on this machine
 # PYTHONDONTWRITEBYTECODE is set.
 test: setup engines sglang-env browser  ## the tests of every landing: all but the slow ones and those that need a GPU
 	@$(BIN)/python -m compileall -q dovetail tests
-	@DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) DOVETAIL_VISION_PATH=$(CURDIR)/$(VENV)/vision \
-	$(BIN)/python $(PYTEST) -m '$(TIERS)' --durations=20 $(ARGS); core=$$?; \
+	@export DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) DOVETAIL_VISION_PATH=$(CURDIR)/$(VENV)/vision; \
+	$(BIN)/python $(PYTEST) -m '$(TIERS)' $(VLLM_TESTS:%=--ignore=%) --durations=20 $(ARGS); core=$$?; \
+	$(if $(ARGS),vllm=0,$(BIN)/python -m pytest -p no:randomly -m '$(TIERS)' --durations=5 $(VLLM_TESTS); vllm=$$?); \
 	$(SGLANG_PYTHON) -m pytest -m '$(TIERS)' tests/rollout_sglang; sglang=$$?; \
-	echo "exit status: $$core in $(VENV), $$sglang in $(SGLANG_VENV)"; [ $$core -eq 0 ] && [ $$sglang -eq 0 ]
+	echo "exit status: $$core, $$vllm in $(VENV), $$sglang in $(SGLANG_VENV)"; \
+	[ $$core -eq 0 ] && [ $$vllm -eq 0 ] && [ $$sglang -eq 0 ]
 
 test-all:        ## the slow ones too: every layout, more seeds, long chaos, a million answers on the dashboard
 	@$(MAKE) test TIERS='not gpu'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -86,9 +87,12 @@ def test_smollm2_greedy_tokens_and_log_probs_equal_those_of_transformers(smollm2
     results = engine.generate(_requests(prompts, SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)))
     assert [result.token_ids for result in results] == [greedy(model, prompt, 16) for prompt in prompts]
     sampled = engine.generate(_requests(prompts, SamplingParams(max_new_tokens=24, seed=1, n=2, ignore_eos=True)))
+    exact = copy.deepcopy(model).double()
     for result in sampled:
         prompt = prompts[int(result.request_id[1:])]
-        assert mean_gap(log_probs(model, prompt, result.token_ids), result.log_probs) <= 1e-5
+        plain, truth = log_probs(model, prompt, result.token_ids), log_probs(exact, prompt, result.token_ids)
+        # Float32 itself is up to 1e-5 off float64 here, and how far depends on the processor: 1.0 to 1.3 times that.
+        assert mean_gap(truth, result.log_probs) <= 2 * mean_gap(truth, plain.tolist())
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,12 @@ def test_groups_are_filtered_where_the_configuration_says_so(
 
 def test_main_dapo_names_its_own_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(main_ppo, "run_ppo", lambda config, *, trainer_class: asked.append(trainer_class))
+
+    def run(config: DovetailConfig, *, trainer_class: Any) -> RunResult:
+        asked.append(trainer_class)
+        return RunResult(Path("run"), 0, {})
+
+    monkeypatch.setattr(main_ppo, "run_ppo", run)
     assert main_dapo.main([]) == main_ppo.main([]) == 0
     assert asked == [RayDAPOTrainer, None]
 
