@@ -108,7 +108,7 @@ def compare(name: str, role: str, updated: Found) -> None:
     expected = updated[REFERENCES[LAYOUTS[name].model]][0][role]
     for rank, by_role in enumerate(updated[name]):
         found = by_role[role]
-        # Log-probs near 8 have a last place of 5e-7: which kernel adds up is the processor's choice, 3 of them were seen.
+        # Near 8 the last place is 5e-7; which kernel adds up is the processor's choice, and 3 places were seen.
         last_place = float(np.spacing(np.abs(expected.before).max()))
         assert float(np.abs(found.before - expected.before).max()) < max(1e-6, 4 * last_place), rank
         assert found.metrics == pytest.approx(expected.metrics, abs=TOLERANCE, rel=TOLERANCE), rank
