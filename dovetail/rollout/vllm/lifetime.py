@@ -50,17 +50,17 @@ def start_engine(settings: VLLMSettings, *, cpu: bool) -> Any:
             log_stats=not settings.disable_log_stats,
             multiprocess_mode=False,
         )
+    finalizer = getattr(llm.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        # When an engine that nobody closed is collected, it would run vLLM's own shutdown: the groups of all engines go.
+        finalizer.detach()
     _process.num_engines += 1
     return llm
 
 
 def shut_down(llm: Any) -> None:
     """End one engine. vLLM's process groups go with the last one, the trainer's never."""
-    client = llm.engine_core
-    finalizer = getattr(client, "_finalizer", None)
-    if finalizer is not None:
-        finalizer.detach()  # it would run vLLM's own shutdown, groups included, when the object is collected
-    core = client.engine_core
+    core = llm.engine_core.engine_core
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
