@@ -52,7 +52,7 @@ def start_engine(settings: VLLMSettings, *, cpu: bool) -> Any:
         )
     finalizer = getattr(llm.engine_core, "_finalizer", None)
     if finalizer is not None:
-        # When an engine that nobody closed is collected, it would run vLLM's own shutdown: the groups of all engines go.
+        # It would run vLLM's own shutdown when an engine that nobody closed is collected, and end all engines' groups.
         finalizer.detach()
     _process.num_engines += 1
     return llm
