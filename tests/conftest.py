@@ -22,13 +22,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _fixed_numbers() -> None:
-    """The same seed for every test, and what decides how sums are made: an engine in this process may change it."""
+def _fixed_numbers() -> Iterator[None]:
+    """The same seed for every test, and what decides how sums are made; a test that leaves it changed fails by name."""
     import torch
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
+    yield
+    with_onednn = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = True
+    assert with_onednn, "this test, or a fixture it asked for, turned oneDNN off in this process: later sums differ"
 
 
 @pytest.fixture(autouse=True)
