@@ -29,8 +29,8 @@ import torch
 from dovetail.config.root import DovetailConfig
 from dovetail.controller.futures import BatchFuture, GroupFuture
 from dovetail.controller.worker_group import Launch, WorkerGroup
+from dovetail.demo.toy import save_toy_model
 from dovetail.models.load import load_tokenizer
-from dovetail.models.toy import save_toy_model
 from dovetail.observability.run_folder import RunFolder
 from dovetail.observability.tracker import Tracker
 from dovetail.protocol import DataProto

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from dovetail.demo.smollm2 import smollm2_folder
 from dovetail.models.load import load_tokenizer
-from dovetail.models.smollm2 import smollm2_folder
 from dovetail.rollout import GenerationRequest, RolloutEngine, SamplingParams
 from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
 

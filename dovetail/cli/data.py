@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    from dovetail.data.tasks.generate import generate_task
+    from dovetail.demo.tasks import generate_task
 
     split = generate_task(
         args.kind, num_train=args.train, num_test=args.test, levels=args.levels, seed=args.seed, system=args.system

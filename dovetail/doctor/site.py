@@ -64,7 +64,7 @@ class Site:
 def prepare(folder: Path) -> None:
     """The model, the prompts and the reward of the runs."""
     from dovetail.data.write import prompt_row, write_rows
-    from dovetail.models.toy import save_toy_model
+    from dovetail.demo.toy import save_toy_model
 
     save_toy_model(folder / MODEL)
     (folder / REWARD).write_text(_REWARD)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.models import smollm2
+from dovetail.demo import smollm2
 
 pytestmark = pytest.mark.unit
 

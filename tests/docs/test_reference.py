@@ -29,7 +29,7 @@ PYTHON_PAGES = sorted({block.page for block in BLOCKS if block.language == "pyth
 
 CONFIG = """
 from dovetail.config import load_config
-from dovetail.data.tasks.generate import generate_task
+from dovetail.demo.tasks import generate_task
 from dovetail.data.write import write_rows
 from dovetail.models.load import load_tokenizer
 from pathlib import Path

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.demo.smollm2 import smollm2_folder
 from dovetail.models.load import load_tokenizer
-from dovetail.models.smollm2 import smollm2_folder
 from dovetail.rollout import GenerationRequest, SamplingParams
 from dovetail.rollout.native.engine import NativeEngine
 from tests.rollout.test_native_engine import plain_log_probs, transformers_greedy

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dovetail.models.smollm2 import smollm2_folder
+from dovetail.demo.smollm2 import smollm2_folder
 from dovetail.rollout.base import GenerationRequest, SamplingParams
 from dovetail.rollout.sglang import SGLangRollout
 from tests.ranks import run_alone

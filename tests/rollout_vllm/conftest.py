@@ -53,7 +53,7 @@ def smollm2() -> Iterator[tuple[VLLMEngine, Any, Any]]:
     """The engine, transformers' model and the tokenizer, all float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from dovetail.models.smollm2 import smollm2_folder
+    from dovetail.demo.smollm2 import smollm2_folder
 
     folder = smollm2_folder(torch.float32)
     engine = VLLMEngine(

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dovetail.demo.smollm2 import cache_folder, smollm2_folder
 from dovetail.models.load import build_meta_model, load_tokenizer, materialize
 from dovetail.models.policy import PolicyModel
-from dovetail.models.smollm2 import cache_folder, smollm2_folder
 from dovetail.models.weights import load_weights
 
 pytestmark = pytest.mark.unit
@@ -54,7 +54,7 @@ def test_the_model_answers_and_splits_digits() -> None:
 
 def test_a_second_call_converts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = smollm2_folder()
-    monkeypatch.delattr("dovetail.models.smollm2._convert")
+    monkeypatch.delattr("dovetail.demo.smollm2._convert")
     assert smollm2_folder() == folder
 
 

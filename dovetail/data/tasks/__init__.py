@@ -1,1 +1,0 @@
-"""Tasks that are generated, not downloaded, in levels of difficulty."""

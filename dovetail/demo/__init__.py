@@ -1,0 +1,1 @@
+"""Small models and generated tasks, for the demo, the doctor and tests: nothing to download."""
