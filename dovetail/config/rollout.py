@@ -37,10 +37,10 @@ class EngineKwargsConfig(Section):
 class RolloutConfig(Section):
     """Generation engine and sampling."""
 
-    name: Literal["native", "vllm", "sglang", "openai"] = Field(
+    name: Literal["native", "vllm", "sglang"] = Field(
         "native",
         description="Engine: native (embedded, no extra install), vllm or sglang; with server_urls, what the servers "
-        "are: vllm, sglang, or openai for any other with OpenAI's protocol.",
+        "are: vllm or sglang.",
     )
     mode: Literal["sync", "async", "server"] = Field(
         "sync", description="sync: one call per batch; async: requests per sample; server: over HTTP."

@@ -71,9 +71,6 @@ def _engine(config: DovetailConfig) -> Iterator[Wish]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.mode == "server" and rollout.server_urls:
         yield from _servers(rollout)
-    elif rollout.name == "openai":
-        why = "it is a server's protocol; set rollout.mode=server and rollout.server_urls, or use native or vllm"
-        yield f"{_ROLLOUT}.name", "openai", why
     elif rollout.mode == "server" and rollout.name != "sglang":
         yield f"{_ROLLOUT}.mode", "server", "no server is started; give rollout.server_urls, or use sync"
     if rollout.quantization is not None:
@@ -93,9 +90,6 @@ def _servers(rollout: RolloutConfig) -> Iterator[Wish]:
     if rollout.name == "native":
         why = "it runs in the trainer's process; say what the servers are: vllm or sglang"
         yield f"{_ROLLOUT}.name", "native", why
-    if rollout.name == "openai":
-        why = "a plain OpenAI-compatible server cannot take the weights of a step; use vllm or sglang"
-        yield f"{_ROLLOUT}.name", "openai", why
     if rollout.weight_sync == "colocated":
         yield f"{_ROLLOUT}.weight_sync", "colocated", "servers have memory of their own; use auto, disk or broadcast"
     elif rollout.weight_sync == "disk" and rollout.weights_folder is None:

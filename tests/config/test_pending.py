@@ -66,7 +66,7 @@ def test_a_run_refuses_it_and_a_plan_notices_it_once(overrides: tuple[str, ...],
 
 
 def test_everything_that_cannot_be_run_is_listed_at_once() -> None:
-    config = load_config(overrides=["trainer.device=npu", f"{R}.name=openai", f"{R}.repetition_penalty=2"]).config
+    config = load_config(overrides=["trainer.device=npu", f"{R}.mode=server", f"{R}.repetition_penalty=2"]).config
     with pytest.raises(ConfigError) as caught:
         refuse_unsupported(config)
     assert len(caught.value.problems) == 3

@@ -33,9 +33,7 @@ def test_vllm_and_sglang_servers_may_follow_a_run(name: str, way: dict[str, str]
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ({"name": "openai", "mode": "server", "server_urls": URLS}, "cannot take the weights of a step"),
         ({"name": "native", "mode": "server", "server_urls": URLS}, "say what the servers are"),
-        ({"name": "openai"}, "set rollout.mode=server and rollout.server_urls"),
         ({"name": "vllm", "mode": "server"}, "give rollout.server_urls"),
         ({"name": "vllm", "mode": "server", "server_urls": URLS, "weight_sync": "disk"}, "rollout.weights_folder"),
         ({"name": "vllm", "mode": "server", "server_urls": URLS, "weight_sync": "colocated"}, "memory of their own"),
@@ -47,7 +45,7 @@ def test_what_cannot_work_is_refused_before_the_run(rollout: dict[str, Any], wor
 
 
 def test_urls_choose_the_remote_engine_and_need_no_engine_library() -> None:
-    for name in ("vllm", "sglang", "openai"):
+    for name in ("vllm", "sglang"):
         assert engine_class_for(RolloutConfig(name=name, mode="server", server_urls=URLS)) is RemoteRollout
     assert engine_class_for(RolloutConfig(server_urls=URLS)).name == "native"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.rollout.remote.loop import LoopThread
 from tests.models.tiny import save_tiny_model, tiny_model
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -126,35 +124,6 @@ def test_a_limit_of_the_servers_own_and_a_count_that_does_not_match_are_noticed(
         fake.routes["POST /v1/completions"] = _completion([7, 8, 9, 10], token_ids=[7])
         with pytest.raises(EngineError, match="1 tokens and 4 log-probs"):
             engine.generate([GenerationRequest("a", [5, 6], PLAIN)])
-
-
-def test_a_server_that_answers_text_alone_is_refused(fake: _Fake, folder: Path) -> None:
-    text = {"choices": [{"text": "hello", "finish_reason": "stop", "logprobs": {"tokens": ["he", "llo"]}}]}
-    fake.routes |= {"GET /v1/models": MODELS, "POST /v1/completions": text}
-    with (
-        RemoteRollout([fake.url], str(folder), dialect="openai") as engine,
-        pytest.raises(EngineError, match="text without token ids and log-probs"),
-    ):
-        engine.generate([GenerationRequest("a", [5, 6], PLAIN)])
-
-
-def test_pausing_a_server_that_cannot_be_asked_sends_the_request_again(fake: _Fake, folder: Path) -> None:
-    released = asyncio.Event()
-
-    async def slowly() -> dict[str, Any]:
-        await released.wait()
-        return _completion([7, 8, 9, 10])
-
-    fake.routes |= {"GET /v1/models": MODELS, "POST /v1/completions": lambda body: slowly()}
-    with RemoteRollout([fake.url], str(folder), dialect="openai") as engine, ThreadPoolExecutor(1) as thread:
-        writing = thread.submit(engine.generate, [GenerationRequest("a", [5, 6], PLAIN)])
-        wait_until(lambda: fake.bodies("POST /v1/completions"), "the request")
-        engine.pause()
-        assert (engine.health().num_running, engine.health().num_waiting) == (0, 1)
-        fake._thread.loop.call_soon_threadsafe(released.set)
-        engine.continue_()
-        assert writing.result(20)[0].token_ids == [7, 8, 9, 10]
-        assert len(fake.bodies("POST /v1/completions")) == 2
 
 
 def test_images_are_refused_by_name(fake: _Fake, folder: Path) -> None:

@@ -333,21 +333,6 @@ def test_another_model_is_refused_at_the_start_and_says_what_differs(
         engine.generate([GenerationRequest("odd", [320])])
 
 
-def test_as_a_plain_openai_server_it_generates_and_takes_no_weights(servers: list[VLLMServer], folder: Path) -> None:
-    model = tiny_model(FAMILY, seed=4)
-    with _engine(servers, folder) as engine:
-        engine.update_weights(model.named_parameters(), 9)
-    with _engine(servers, folder, dialect="openai") as engine:
-        sampling = SamplingParams(max_new_tokens=16, n=2, seed=3)
-        for result in engine.generate(_requests(PROMPTS, sampling)):
-            prompt = PROMPTS[int(result.request_id[1:])]
-            assert mean_gap(log_probs(model, prompt, result.token_ids), result.log_probs) <= 1e-5
-        with pytest.raises(ValueError, match="ignore_eos cannot be asked"):
-            engine.generate(_requests(PROMPTS, GREEDY))
-        with pytest.raises(EngineError, match="no way to take weights"):
-            engine.update_weights(model.named_parameters(), 10)
-
-
 def test_a_server_killed_in_mid_batch_is_reported_and_its_requests_are_finished_by_the_other(
     servers: list[VLLMServer], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

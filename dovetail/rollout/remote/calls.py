@@ -80,7 +80,7 @@ class SampleCalls:
         self.is_open = False
         outcomes = await asyncio.gather(*map(self._dialect.pause, pausing), return_exceptions=True)
         running = [sample.call for sample in self._live if sample.call is not None]
-        if running and self._dialect.can_abort:
+        if running:
             await asyncio.wait(running, timeout=_ANSWER_S)
         # What is left reached its server after the pause, where it would wait.
         await self._end_calls(list(self._live))
@@ -145,7 +145,7 @@ class SampleCalls:
         return part
 
     async def _end_calls(self, samples: Sequence[RemoteSample]) -> None:
-        give_up = time.monotonic() + (_GIVE_UP_S if self._dialect.can_abort else 0.0)
+        give_up = time.monotonic() + _GIVE_UP_S
         while pending := [sample for sample in samples if sample.call is not None]:
             calls = [sample.call for sample in pending if sample.call is not None]
             if time.monotonic() >= give_up:

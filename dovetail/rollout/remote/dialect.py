@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from dovetail.rollout.base import EngineError, FinishReason, LogprobsMode, MemoryTag, SamplingParams
+from dovetail.rollout.base import EngineError, FinishReason, LogprobsMode, MemoryTag
 from dovetail.rollout.remote.client import HttpClient, ServerError
 from dovetail.rollout.remote.samples import Part, RemoteSample
 from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
@@ -44,7 +44,6 @@ class Dialect(ABC):
 
     name: ClassVar[str]
     health_path: ClassVar[str] = "/health"
-    can_abort: ClassVar[bool] = True
 
     def __init__(self, client: HttpClient) -> None:
         self.client = client
@@ -56,17 +55,9 @@ class Dialect(ABC):
     async def complete(self, server: str, sample: RemoteSample) -> Part:
         """Write the rest of the sample in one call named `sample.call_id`. Harmless when repeated."""
 
-    def check_sampling(self, sampling: SamplingParams) -> None:
-        """ValueError for what this kind of server cannot do."""
-        return
-
     @abstractmethod
     async def abort(self, server: str, call_ids: Collection[str]) -> None:
-        """Ask for the end of these calls; each then answers with what it has, and "abort".
-
-        With `can_abort` false this does nothing, and calls are ended by closing their connection, which loses what
-        they have.
-        """
+        """Ask for the end of these calls; each then answers with what it has, and "abort"."""
 
     @abstractmethod
     async def pause(self, server: str) -> None:

@@ -34,7 +34,6 @@ from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo, model_shape, require_same_shape
 from dovetail.rollout.remote.loop import LoopThread
-from dovetail.rollout.remote.openai_dialect import OpenAIDialect
 from dovetail.rollout.remote.pool import SILENCE_S, ServerPool
 from dovetail.rollout.remote.ranks import on_first_rank
 from dovetail.rollout.remote.router import NoServerError
@@ -52,7 +51,7 @@ from dovetail.weight_sync.group import GroupBackend
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-DialectName = Literal["vllm", "sglang", "openai"]
+DialectName = Literal["vllm", "sglang"]
 
 
 class RemoteRollout(RolloutEngine):
@@ -126,7 +125,7 @@ class RemoteRollout(RolloutEngine):
     ) -> RolloutEngine:
         """`rollout.name` says what the servers are, `rollout.server_urls` where."""
         if config.name == "native":
-            raise ValueError("rollout.name=native runs in the trainer's process; servers are vllm, sglang or openai.")
+            raise ValueError("rollout.name=native runs in the trainer's process; servers are vllm or sglang.")
         if config.weight_sync == "disk" and config.weights_folder is None:
             raise ValueError("rollout.weight_sync=disk needs rollout.weights_folder, which all servers see.")
         uses_disk = config.weights_folder is not None and config.weight_sync != "broadcast"
@@ -286,7 +285,6 @@ class RemoteRollout(RolloutEngine):
                 "only. Use rollout.mode=sync with rollout.name=vllm for multimodal prompts."
             )
         check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
-        self._dialect.check_sampling(request.sampling)
         for server, info in self._infos.items():
             if not same_meaning(request.sampling, info.logprobs):
                 raise ValueError(
@@ -323,9 +321,7 @@ class RemoteRollout(RolloutEngine):
 def _build_dialect(name: DialectName, client: HttpClient, *, logprobs: LogprobsMode, max_model_len: int) -> Dialect:
     if name == "vllm":
         return VLLMDialect(client, logprobs=logprobs)
-    if name == "sglang":
-        return SGLangDialect(client, max_model_len=max_model_len)
-    return OpenAIDialect(client, max_model_len=max_model_len)
+    return SGLangDialect(client, max_model_len=max_model_len)
 
 
 def _api_key(variable: str | None) -> str | None:
