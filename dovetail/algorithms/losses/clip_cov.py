@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts, token_share
+from dovetail.algorithms.aggregate import BatchCounts
 from dovetail.algorithms.losses.covariance import check_whole_batch, token_covariance
-from dovetail.algorithms.losses.ratio import MAX_LOG_RATIO, clip_range, masked_log_ratio, weighted_agg_loss
-from dovetail.algorithms.registry import register_policy_loss
+from dovetail.algorithms.losses.ratio import (
+    MAX_LOG_RATIO,
+    TokenLosses,
+    clip_range,
+    masked_log_ratio,
+    register_token_loss,
+)
 
 
 @torch.no_grad()
@@ -46,17 +51,14 @@ def select_clip_cov(
     return chosen.view_as(eligible)
 
 
-@register_policy_loss("clip_cov", select=select_clip_cov)
+@register_token_loss("clip_cov", select=select_clip_cov)
 def compute_policy_loss_clip_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    loss_agg_mode: str = "token-mean",
     counts: BatchCounts | None = None,
-    loss_scale_factor: float | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
     loss_selection: torch.Tensor | None = None,
     clip_ratio: float = 0.2,
     clip_ratio_low: float | None = None,
@@ -65,8 +67,7 @@ def compute_policy_loss_clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
     seed: int | None = None,
-    **_other_losses: object,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> TokenLosses:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), and 0 for selected tokens."""
     low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     if loss_selection is None:
@@ -86,13 +87,7 @@ def compute_policy_loss_clip_cov(
     log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
     losses = torch.maximum(*_surrogates(log_ratio, advantages, low, high))
     losses = torch.where(loss_selection, 0.0, losses)
-
-    loss = weighted_agg_loss(losses, response_mask, loss_agg_mode, rollout_is_weights, counts, loss_scale_factor)
-    metrics = {
-        "actor/pg_clipfrac": token_share(loss_selection.to(losses.dtype), response_mask, counts),
-        "actor/ppo_kl": token_share(-log_ratio.detach(), response_mask, counts),
-    }
-    return loss, metrics
+    return losses, {"actor/pg_clipfrac": loss_selection, "actor/ppo_kl": -log_ratio}
 
 
 def _surrogates(

@@ -9,64 +9,50 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts, token_share
 from dovetail.algorithms.losses.ratio import (
     MAX_LOG_RATIO,
+    TokenLosses,
     clip_range,
     masked_log_prob,
     masked_log_ratio,
-    weighted_agg_loss,
+    register_token_loss,
 )
-from dovetail.algorithms.registry import register_policy_loss
 
 _SMALLEST = 1e-8  # keeps the log of "any other token" finite
 
 
-@register_policy_loss("dppo_tv")
+@register_token_loss("dppo_tv")
 def compute_policy_loss_dppo_tv(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    loss_agg_mode: str = "token-mean",
-    counts: BatchCounts | None = None,
-    loss_scale_factor: float | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
     clip_ratio: float = 0.2,
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
     clip_ratio_c: float = 20.0,
-    **_other_losses: object,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> TokenLosses:
     """-stop_gradient(min(r, c)) A log p while p - p_old <= high (A > 0), or >= -low (A <= 0); 0 beyond."""
     low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     with torch.no_grad():
         change = masked_log_prob(log_prob, response_mask).exp() - masked_log_prob(old_log_prob, response_mask).exp()
         trusted = torch.where(advantages > 0, change <= high, change >= -low)
-    return _loss(
-        old_log_prob, log_prob, advantages, response_mask, trusted, clip_ratio_c,
-        (loss_agg_mode, rollout_is_weights, counts, loss_scale_factor),
-    )  # fmt: skip
+    return _truncated_reinforce(old_log_prob, log_prob, advantages, response_mask, trusted, clip_ratio_c)
 
 
-@register_policy_loss("dppo_kl")
+@register_token_loss("dppo_kl")
 def compute_policy_loss_dppo_kl(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    loss_agg_mode: str = "token-mean",
-    counts: BatchCounts | None = None,
-    loss_scale_factor: float | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
     clip_ratio: float = 0.2,
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
     clip_ratio_c: float = 20.0,
-    **_other_losses: object,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> TokenLosses:
     """The same with KL(old coin, new coin) <= high or low, asked only when p moved where the advantage pulls."""
     low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     with torch.no_grad():
@@ -77,32 +63,23 @@ def compute_policy_loss_dppo_kl(
         gains = (divergence <= high) | (new <= old)
         loses = (divergence <= low) | (new >= old)
         trusted = torch.where(advantages > 0, gains, loses)
-    return _loss(
-        old_log_prob, log_prob, advantages, response_mask, trusted, clip_ratio_c,
-        (loss_agg_mode, rollout_is_weights, counts, loss_scale_factor),
-    )  # fmt: skip
+    return _truncated_reinforce(old_log_prob, log_prob, advantages, response_mask, trusted, clip_ratio_c)
 
 
-def _loss(
+def _truncated_reinforce(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     trusted: torch.Tensor,
     largest_ratio: float,
-    aggregation: tuple[str, torch.Tensor | None, BatchCounts | None, float | None],
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """`aggregation`: mode, rollout weights, counts and horizon, as `weighted_agg_loss` takes them."""
-    counts = aggregation[2]
+) -> TokenLosses:
     with torch.no_grad():
         log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
         weight = ratio.clamp(max=largest_ratio) * trusted
-        truncated = (ratio > largest_ratio) & trusted
-        metrics = {
-            "actor/pg_clipfrac": token_share((~trusted).to(ratio.dtype), response_mask, counts),
-            "actor/ppo_kl": token_share(-log_ratio, response_mask, counts),
-            "actor/pg_clipfrac_lower": token_share(truncated.to(ratio.dtype), response_mask, counts),
-        }
-    losses = -advantages * weight * masked_log_prob(log_prob, response_mask)
-    return weighted_agg_loss(losses, response_mask, *aggregation), metrics
+    return -advantages * weight * masked_log_prob(log_prob, response_mask), {
+        "actor/pg_clipfrac": ~trusted,
+        "actor/ppo_kl": -log_ratio,
+        "actor/pg_clipfrac_lower": (ratio > largest_ratio) & trusted,
+    }

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts, token_share
-from dovetail.algorithms.losses.ratio import clip_range, masked_log_prob, masked_log_ratio, weighted_agg_loss
+from dovetail.algorithms.losses.ratio import (
+    TokenLosses,
+    clip_range,
+    masked_log_prob,
+    masked_log_ratio,
+    register_token_loss,
+)
 from dovetail.algorithms.masked import masked_mean
-from dovetail.algorithms.registry import register_policy_loss
 
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
-@register_policy_loss("gspo")
+@register_token_loss("gspo", default_agg_mode="seq-mean-token-mean")
 def compute_policy_loss_gspo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    counts: BatchCounts | None = None,
-    loss_scale_factor: float | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
     clip_ratio: float = 0.2,
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
-    **_other_losses: object,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> TokenLosses:
     """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean log-ratio of the sequence).
 
     Clipping sees the value of s; the gradient of s with respect to each token's log-prob is s itself, undivided by
@@ -43,12 +42,8 @@ def compute_policy_loss_gspo(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     losses = torch.maximum(unclipped, clipped)
-
-    loss = weighted_agg_loss(losses, response_mask, loss_agg_mode, rollout_is_weights, counts, loss_scale_factor)
-    with torch.no_grad():
-        metrics = {
-            "actor/pg_clipfrac": token_share((clipped > unclipped).to(ratio.dtype), response_mask, counts),
-            "actor/ppo_kl": token_share(-log_ratio, response_mask, counts),
-            "actor/pg_clipfrac_lower": ratio.new_zeros(()),
-        }
-    return loss, metrics
+    return losses, {
+        "actor/pg_clipfrac": clipped > unclipped,
+        "actor/ppo_kl": -log_ratio,
+        "actor/pg_clipfrac_lower": torch.zeros_like(ratio),
+    }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts, token_share
+from dovetail.algorithms.aggregate import BatchCounts
 from dovetail.algorithms.losses.covariance import check_whole_batch, token_covariance
-from dovetail.algorithms.losses.ratio import MAX_LOG_RATIO, masked_log_ratio, weighted_agg_loss
-from dovetail.algorithms.registry import register_policy_loss
+from dovetail.algorithms.losses.ratio import MAX_LOG_RATIO, TokenLosses, masked_log_ratio, register_token_loss
 
 
 @torch.no_grad()
@@ -31,22 +30,18 @@ def select_kl_cov(
     return chosen.view_as(response_mask)
 
 
-@register_policy_loss("kl_cov", select=select_kl_cov)
+@register_token_loss("kl_cov", select=select_kl_cov)
 def compute_policy_loss_kl_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    loss_agg_mode: str = "token-mean",
     counts: BatchCounts | None = None,
-    loss_scale_factor: float | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
     loss_selection: torch.Tensor | None = None,
     kl_cov_ratio: float = 0.0002,
     ppo_kl_coef: float = 0.1,
-    **_other_losses: object,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> TokenLosses:
     """-A r, plus coef |log r| for selected tokens. `actor/ppo_kl` is the mean of |log r| here."""
     if loss_selection is None:
         check_whole_batch("kl_cov", response_mask, counts)
@@ -54,6 +49,4 @@ def compute_policy_loss_kl_cov(
     log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     losses = -advantages * ratio + torch.where(loss_selection, ppo_kl_coef * log_ratio.abs(), 0.0)
-
-    loss = weighted_agg_loss(losses, response_mask, loss_agg_mode, rollout_is_weights, counts, loss_scale_factor)
-    return loss, {"actor/ppo_kl": token_share(log_ratio.detach().abs(), response_mask, counts)}
+    return losses, {"actor/ppo_kl": log_ratio.abs()}

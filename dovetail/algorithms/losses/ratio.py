@@ -1,11 +1,16 @@
-"""What policy losses share: the log-ratio of new to old policy, clip ranges, and the last step to a scalar."""
+"""What policy losses share: the log-ratio of new to old policy, clip ranges, and the sum of token losses to a scalar."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts, agg_loss
+from dovetail.algorithms.aggregate import BatchCounts, agg_loss, token_share
 from dovetail.algorithms.masked import at_least_float32
+from dovetail.algorithms.registry import PolicyLossFn, SelectorFn, register_policy_loss
 
 # exp(20) is 5e8: no update should weigh a token more, and exp must not overflow on a token the policy has abandoned.
 MAX_LOG_RATIO = 20.0
@@ -31,15 +36,46 @@ def clip_range(clip_ratio: float, low: float | None, high: float | None) -> tupl
     return low, high
 
 
-def weighted_agg_loss(
-    losses: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str,
-    rollout_is_weights: torch.Tensor | None,
-    counts: BatchCounts | None,
-    loss_scale_factor: float | None,
-) -> torch.Tensor:
-    """Aggregate token losses after weighting them by training policy / rollout policy (rollout correction)."""
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
-    return agg_loss(losses, response_mask, loss_agg_mode, counts=counts, loss_scale_factor=loss_scale_factor)
+TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The loss of every token, and metrics of every token, all of shape (rows, response width)."""
+
+
+def register_token_loss(
+    name: str, *, default_agg_mode: str = "token-mean", select: SelectorFn | None = None
+) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
+    """Decorator: register a function that gives token losses as a policy loss, which aggregates them to a scalar.
+
+    The function takes `(old_log_prob, log_prob, advantages, response_mask)` and, by keyword, those settings that it
+    names. Token losses are weighted by training policy / rollout policy where `rollout_is_weights` are given.
+    """
+
+    def decorate(token_loss: Callable[..., TokenLosses]) -> PolicyLossFn:
+        known = inspect.signature(token_loss).parameters
+
+        def policy_loss(
+            old_log_prob: torch.Tensor,
+            log_prob: torch.Tensor,
+            advantages: torch.Tensor,
+            response_mask: torch.Tensor,
+            *,
+            loss_agg_mode: str = default_agg_mode,
+            counts: BatchCounts | None = None,
+            loss_scale_factor: float | None = None,
+            rollout_is_weights: torch.Tensor | None = None,
+            **settings: Any,
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            own = {key: value for key, value in {"counts": counts, **settings}.items() if key in known}
+            losses, metrics = token_loss(old_log_prob, log_prob, advantages, response_mask, **own)
+            if rollout_is_weights is not None:
+                losses = losses * rollout_is_weights
+            loss = agg_loss(losses, response_mask, loss_agg_mode, counts=counts, loss_scale_factor=loss_scale_factor)
+            return loss, {
+                key: token_share(values.detach().to(losses.dtype), response_mask, counts)
+                for key, values in metrics.items()
+            }
+
+        for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(policy_loss, attribute, getattr(token_loss, attribute))
+        return register_policy_loss(name, select=select)(policy_loss)
+
+    return decorate

@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts, token_share
-from dovetail.algorithms.losses.ratio import masked_log_prob, masked_log_ratio, weighted_agg_loss
-from dovetail.algorithms.registry import register_policy_loss
+from dovetail.algorithms.losses.ratio import TokenLosses, masked_log_prob, masked_log_ratio, register_token_loss
 
 
-@register_policy_loss("reinforce")
+@register_token_loss("reinforce", default_agg_mode="seq-mean-token-sum")
 def compute_policy_loss_reinforce(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    *,
-    loss_agg_mode: str = "seq-mean-token-sum",
-    counts: BatchCounts | None = None,
-    loss_scale_factor: float | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-    **_other_losses: object,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> TokenLosses:
     """-A log p, weighted by `rollout_is_weights` when given."""
     losses = -advantages * masked_log_prob(log_prob, response_mask)
-    loss = weighted_agg_loss(losses, response_mask, loss_agg_mode, rollout_is_weights, counts, loss_scale_factor)
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask).detach()
-    return loss, {"actor/ppo_kl": token_share(-log_ratio, response_mask, counts)}
+    return losses, {"actor/ppo_kl": -masked_log_ratio(log_prob, old_log_prob, response_mask)}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts, token_share
-from dovetail.algorithms.losses.ratio import MAX_LOG_RATIO, masked_log_ratio, weighted_agg_loss
+from dovetail.algorithms.aggregate import BatchCounts, agg_loss, token_share
+from dovetail.algorithms.losses.ratio import MAX_LOG_RATIO, masked_log_ratio
 from dovetail.algorithms.registry import register_policy_loss
 
 
@@ -34,7 +34,9 @@ def compute_policy_loss_sapo(
     tau = torch.where(advantages > 0, positive, tau_neg)
     losses = -advantages * torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
 
-    loss = weighted_agg_loss(losses, response_mask, "seq-mean-token-mean", rollout_is_weights, counts, None)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    loss = agg_loss(losses, response_mask, "seq-mean-token-mean", counts=counts)
     metrics = {
         "actor/pg_clipfrac": ratio.new_zeros(()),
         "actor/ppo_kl": token_share(-log_ratio.detach(), response_mask, counts),

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts, token_share
-from dovetail.algorithms.losses.ratio import MAX_LOG_RATIO, clip_range, masked_log_ratio, weighted_agg_loss
-from dovetail.algorithms.registry import register_policy_loss
+from dovetail.algorithms.losses.ratio import (
+    MAX_LOG_RATIO,
+    TokenLosses,
+    clip_range,
+    masked_log_ratio,
+    register_token_loss,
+)
 
 
-@register_policy_loss("vanilla")
+@register_token_loss("vanilla")
 def compute_policy_loss_vanilla(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    loss_agg_mode: str = "token-mean",
-    counts: BatchCounts | None = None,
-    loss_scale_factor: float | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
     clip_ratio: float = 0.2,
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
     clip_ratio_c: float = 3.0,
-    **_other_losses: object,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> TokenLosses:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 never more than -A c (dual clip)."""
     if clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c={clip_ratio_c} must exceed 1: it bounds the ratio of tokens that got worse.")
@@ -38,14 +37,8 @@ def compute_policy_loss_vanilla(
     pessimistic = torch.maximum(unclipped, clipped)
     ceiling = -advantages * clip_ratio_c
     losses = torch.where(advantages < 0, torch.minimum(pessimistic, ceiling), pessimistic)
-
-    loss = weighted_agg_loss(losses, response_mask, loss_agg_mode, rollout_is_weights, counts, loss_scale_factor)
-    with torch.no_grad():
-        metrics = {
-            "actor/pg_clipfrac": token_share((clipped > unclipped).to(ratio.dtype), response_mask, counts),
-            "actor/ppo_kl": token_share(-log_ratio, response_mask, counts),
-            "actor/pg_clipfrac_lower": token_share(
-                ((pessimistic > ceiling) & (advantages < 0)).to(ratio.dtype), response_mask, counts
-            ),
-        }
-    return loss, metrics
+    return losses, {
+        "actor/pg_clipfrac": clipped > unclipped,
+        "actor/ppo_kl": -log_ratio,
+        "actor/pg_clipfrac_lower": (pessimistic > ceiling) & (advantages < 0),
+    }
