@@ -4,6 +4,8 @@ Importing this package registers every estimator and loss. Losses and their metr
 `dovetail.algorithms.aggregate`.
 """
 
+# ruff: noqa: F401 (what is imported here is the public interface)
+
 from __future__ import annotations
 
 from dovetail.algorithms.advantages.gae import compute_gae_advantage_return
@@ -27,7 +29,6 @@ from dovetail.algorithms.kl import KL_PENALTIES, apply_kl_penalty, kl_penalty
 from dovetail.algorithms.kl_control import (
     AdaptiveKLController,
     FixedKLController,
-    KLController,
     get_kl_controller,
 )
 from dovetail.algorithms.losses.cispo import compute_policy_loss_cispo
@@ -44,7 +45,6 @@ from dovetail.algorithms.losses.value import compute_value_loss
 from dovetail.algorithms.losses.vanilla import compute_policy_loss_vanilla
 from dovetail.algorithms.masked import (
     compute_response_mask,
-    entropy_from_logits,
     masked_mean,
     masked_sum,
     masked_var,
@@ -55,17 +55,15 @@ from dovetail.algorithms.off_policy_metrics import (
     compute_offpolicy_metrics,
     compute_probs_diff_metrics,
 )
-from dovetail.algorithms.overlong import apply_overlong_penalty, compute_overlong_penalty
+from dovetail.algorithms.overlong import compute_overlong_penalty
 from dovetail.algorithms.registry import (
     adv_estimator_names,
-    get_adv_estimator_columns,
     get_adv_estimator_fn,
     get_policy_loss_columns,
     get_policy_loss_fn,
     get_policy_loss_selector,
     policy_loss_names,
     register_adv_est,
-    register_adv_estimator,
     register_policy_loss,
 )
 from dovetail.algorithms.rejection import REJECTION_RULES, compute_rollout_rejection_mask
@@ -74,68 +72,3 @@ from dovetail.algorithms.rollout_correction import (
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,
 )
-
-__all__ = [
-    "KL_PENALTIES",
-    "LOSS_AGG_MODES",
-    "REJECTION_RULES",
-    "AdaptiveKLController",
-    "BatchCounts",
-    "FixedKLController",
-    "KLController",
-    "RolloutCorrection",
-    "adv_estimator_names",
-    "agg_loss",
-    "apply_kl_penalty",
-    "apply_overlong_penalty",
-    "compute_gae_advantage_return",
-    "compute_gdpo_outcome_advantage",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_is_metrics",
-    "compute_multi_turn_optimal_token_baseline_advantage",
-    "compute_offpolicy_metrics",
-    "compute_opo_outcome_advantage",
-    "compute_optimal_token_baseline_advantage",
-    "compute_overlong_penalty",
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_dppo_kl",
-    "compute_policy_loss_dppo_tv",
-    "compute_policy_loss_dro",
-    "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kl_cov",
-    "compute_policy_loss_reinforce",
-    "compute_policy_loss_sapo",
-    "compute_policy_loss_vanilla",
-    "compute_probs_diff_metrics",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_response_mask",
-    "compute_rloo_outcome_advantage",
-    "compute_rollout_correction_and_rejection_mask",
-    "compute_rollout_correction_weights",
-    "compute_rollout_rejection_mask",
-    "compute_value_loss",
-    "count_batch",
-    "entropy_from_logits",
-    "get_adv_estimator_columns",
-    "get_adv_estimator_fn",
-    "get_kl_controller",
-    "get_policy_loss_columns",
-    "get_policy_loss_fn",
-    "get_policy_loss_selector",
-    "kl_penalty",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "policy_loss_names",
-    "register_adv_est",
-    "register_adv_estimator",
-    "register_policy_loss",
-]

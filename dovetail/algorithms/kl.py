@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.kl_control import KLController
+from dovetail.algorithms.kl_control import FixedKLController
 from dovetail.algorithms.masked import at_least_float32, masked_mean
 
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -42,7 +42,7 @@ def apply_kl_penalty(
     old_log_probs: torch.Tensor,
     ref_log_prob: torch.Tensor,
     response_mask: torch.Tensor,
-    kl_ctrl: KLController,
+    kl_ctrl: FixedKLController,
     kl_penalty: str = "kl",
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Rewards = scores - coefficient x KL on kept tokens; then the controller is updated with this batch's KL.

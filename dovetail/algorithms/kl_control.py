@@ -2,30 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-
-class KLController(Protocol):
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
-class KLControlSettings(Protocol):
-    """The section `algorithm.kl_ctrl`."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def kl_coef(self) -> float: ...
-    @property
-    def horizon(self) -> float: ...
-    @property
-    def target_kl(self) -> float: ...
+from dovetail.config.algorithm import KLControlConfig
 
 
 class FixedKLController:
@@ -58,7 +35,7 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1.0 + error * n_steps / self.horizon
 
 
-def get_kl_controller(kl_ctrl: KLControlSettings) -> KLController:
+def get_kl_controller(kl_ctrl: KLControlConfig) -> FixedKLController:
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_coef=kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":

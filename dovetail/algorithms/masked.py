@@ -33,12 +33,6 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     return whitened if shift_mean else whitened + mean
 
 
-def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of the categorical distribution in the last dimension."""
-    logits = at_least_float32(logits)
-    return torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
-
-
 def compute_response_mask(responses: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     """The part of `attention_mask` (prompt and response) that covers the right-aligned response columns."""
     return attention_mask[:, attention_mask.shape[1] - responses.shape[1] :]

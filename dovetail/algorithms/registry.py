@@ -6,7 +6,6 @@ An unknown name is an error that lists the known ones and the nearest; a name is
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
@@ -39,9 +38,6 @@ def register_adv_est(*names: str | Enum) -> Callable[[_Fn], _Fn]:
         return fn
 
     return decorate
-
-
-register_adv_estimator = register_adv_est
 
 
 def register_policy_loss(
@@ -86,13 +82,6 @@ def get_policy_loss_columns(name: str | Enum) -> tuple[str, ...]:
     """Columns of the batch that a loss asked for when it was registered."""
     get_policy_loss_fn(name)
     return _LOSS_COLUMNS.get(_text(name), ())
-
-
-def get_adv_estimator_columns(name: str | Enum) -> tuple[str, ...]:
-    """Names of the columns an estimator cannot do without, e.g. `("token_level_rewards", "response_mask", "uid")`."""
-    parameters = inspect.signature(get_adv_estimator_fn(name)).parameters.values()
-    named = (p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
-    return tuple(p.name for p in named if p.default is p.empty)
 
 
 def adv_estimator_names() -> list[str]:

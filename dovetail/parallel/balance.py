@@ -50,23 +50,6 @@ def inverse_order(order: Sequence[int]) -> list[int]:
     return inverse
 
 
-def log_seqlen_unbalance(
-    lengths: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str = "global_seqlen"
-) -> dict[str, float]:
-    """How uneven the work is: in batch order (consecutive parts of equal count) and as partitioned."""
-    tokens = np.asarray(lengths, dtype=np.float64)
-    before = np.array([part.sum() for part in np.array_split(tokens, len(partitions))])
-    after = np.array([tokens[list(part)].sum() for part in partitions])
-    return {
-        f"{prefix}/min": float(before.min()),
-        f"{prefix}/max": float(before.max()),
-        f"{prefix}/minmax_diff": float(before.max() - before.min()),
-        f"{prefix}/balanced_min": float(after.min()),
-        f"{prefix}/balanced_max": float(after.max()),
-        f"{prefix}/mean": float(after.mean()),
-    }
-
-
 def _karmarkar_karp(weights: np.ndarray, num_partitions: int, equal_size: bool) -> list[list[int]]:
     """Largest differencing method for k sets.
 

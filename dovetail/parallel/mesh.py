@@ -49,10 +49,6 @@ class ParallelMesh:
         """Ranks that share my rows; `None` without sequence parallelism, which is how callers ask."""
         return self.batch.get_group("sp") if self.sp_size > 1 else None
 
-    @property
-    def shard_group(self) -> dist.ProcessGroup:
-        return self.fsdp.get_group("shard")
-
 
 def create_parallel_mesh(
     device_type: str = "cpu", *, fsdp_size: int = -1, sp_size: int = 1, world_size: int | None = None

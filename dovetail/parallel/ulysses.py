@@ -35,20 +35,10 @@ def ulysses_group(group: dist.ProcessGroup | None) -> Iterator[None]:
         _GROUP.reset(token)
 
 
-def set_ulysses_group(group: dist.ProcessGroup | None) -> None:
-    """Set the group for the rest of this thread. Prefer `with ulysses_group(group)`, which cannot be forgotten."""
-    _GROUP.set(group)
-
-
 def get_ulysses_group() -> dist.ProcessGroup | None:
     """The active group, or `None` when there is nothing to split."""
     group = _GROUP.get()
     return group if group is not None and dist.get_world_size(group) > 1 else None
-
-
-def get_ulysses_size(group: dist.ProcessGroup | None = None) -> int:
-    group = group if group is not None else get_ulysses_group()
-    return 1 if group is None else dist.get_world_size(group)
 
 
 def gather_seq_scatter_heads(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dovetail.algorithms import (
-    KLController,
+    FixedKLController,
     apply_kl_penalty,
     compute_offpolicy_metrics,
     compute_probs_diff_metrics,
@@ -28,7 +28,7 @@ Metrics = dict[str, float]
 _WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
 
 
-def add_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl_ctrl: KLController) -> tuple[DataProto, Metrics]:
+def add_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl_ctrl: FixedKLController) -> tuple[DataProto, Metrics]:
     """`token_level_rewards`: the scores, less the KL to the reference when it is part of the reward."""
     columns = batch.tensors
     if not algorithm.use_kl_in_reward:

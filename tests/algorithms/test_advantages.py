@@ -19,7 +19,6 @@ from dovetail.algorithms import (
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
-    get_adv_estimator_columns,
     get_adv_estimator_fn,
     masked_whiten,
 )
@@ -229,9 +228,3 @@ def test_bfloat16_rewards_are_computed_in_float32_and_inputs_are_left_alone(name
 def test_one_id_too_few_is_refused() -> None:
     with pytest.raises(ValueError, match="3 ids for 4 rows"):
         compute_grpo_outcome_advantage(**_outcome([1, 0, 1, 0]), uid=_uid(0, 0, 1))
-
-
-def test_needed_columns_are_known() -> None:
-    assert get_adv_estimator_columns("gae") == ("token_level_rewards", "values", "response_mask")
-    assert get_adv_estimator_columns("remax") == ("token_level_rewards", "reward_baselines", "response_mask")
-    assert get_adv_estimator_columns("grpo") == ("token_level_rewards", "response_mask", "uid")

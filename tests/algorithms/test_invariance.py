@@ -14,7 +14,6 @@ from dovetail.algorithms import (
     agg_loss,
     compute_value_loss,
     count_batch,
-    entropy_from_logits,
     get_policy_loss_fn,
     get_policy_loss_selector,
     kl_penalty,
@@ -168,7 +167,7 @@ def test_entropy_term_does_not_depend_on_the_split(loss_agg_mode: str) -> None:
     vocabulary = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def share(rows: dict[str, torch.Tensor], counts: BatchCounts | None) -> tuple[torch.Tensor, dict[str, Any]]:
-        entropy = entropy_from_logits(rows["log_prob"].unsqueeze(-1) * vocabulary)
+        entropy = torch.distributions.Categorical(logits=rows["log_prob"].unsqueeze(-1) * vocabulary).entropy()
         return agg_loss(entropy, rows["response_mask"], loss_agg_mode, counts=counts), {}
 
     _assert_invariant(_batch(), "log_prob", share)

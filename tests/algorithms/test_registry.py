@@ -21,7 +21,6 @@ from dovetail.algorithms import (
     masked_whiten,
     policy_loss_names,
     register_adv_est,
-    register_adv_estimator,
     register_policy_loss,
 )
 from dovetail.algorithms import registry as tables
@@ -80,7 +79,6 @@ def test_users_register_their_own_by_name_or_enum() -> None:
     assert get_adv_estimator_fn("my_estimator") is get_adv_estimator_fn(Mine.ESTIMATOR) is estimator
     assert get_policy_loss_fn("my_loss") is loss
     assert get_policy_loss_selector("my_loss") is select
-    assert register_adv_estimator is register_adv_est
 
 
 def test_a_taken_name_is_refused() -> None:

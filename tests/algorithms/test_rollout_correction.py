@@ -9,7 +9,6 @@ import torch
 
 from dovetail.algorithms import (
     REJECTION_RULES,
-    apply_overlong_penalty,
     compute_is_metrics,
     compute_offpolicy_metrics,
     compute_overlong_penalty,
@@ -209,12 +208,5 @@ def test_without_settings_only_metrics_come_back() -> None:
 def test_overlong_penalty_by_hand() -> None:
     penalties = compute_overlong_penalty(torch.tensor([5, 6, 8, 10]), 10, buffer_length=4, penalty_factor=2.0)
     assert penalties.tolist() == [0.0, 0.0, -1.0, -2.0]
-
-
-def test_overlong_penalty_lands_on_the_last_token() -> None:
-    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
-    scores, penalties = apply_overlong_penalty(torch.ones(3, 4), mask, max_response_length=4, buffer_length=2)
-    assert penalties.tolist() == [-1.0, 0.0, 0.0]
-    assert scores.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
     with pytest.raises(ValueError, match="between 1 and the longest response 4"):
         compute_overlong_penalty(torch.tensor([1]), 4, buffer_length=5)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from dovetail.parallel.balance import (
     get_seqlen_balanced_partitions,
     inverse_order,
-    log_seqlen_unbalance,
     sequence_workload,
 )
 from dovetail.parallel.micro_batches import plan_by_size, plan_by_tokens
@@ -89,12 +88,6 @@ def test_workload_counts_attention_only_when_given_a_hidden_size() -> None:
 def test_inverse_order_undoes_an_order(order: list[int]) -> None:
     items = torch.arange(20) * 3
     assert torch.equal(items[torch.tensor(order)][torch.tensor(inverse_order(order))], items)
-
-
-def test_unbalance_metrics_compare_batch_order_with_partitions() -> None:
-    metrics = log_seqlen_unbalance([10, 10, 1, 1], [[0, 2], [1, 3]], prefix="seq")
-    assert metrics["seq/minmax_diff"] == 18
-    assert metrics["seq/balanced_min"] == metrics["seq/balanced_max"] == metrics["seq/mean"] == 11
 
 
 @settings(max_examples=60, deadline=None)

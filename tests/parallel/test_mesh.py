@@ -18,7 +18,7 @@ def _place(rank: int, size: int, fsdp_size: int, sp_size: int) -> tuple:
         (mesh.dp_rank, mesh.dp_size, mesh.sp_rank, mesh.sp_size),
         mesh.is_hybrid,
         mesh.fsdp.mesh_dim_names,
-        dist.get_process_group_ranks(mesh.shard_group),
+        dist.get_process_group_ranks(mesh.fsdp.get_group("shard")),
         dist.get_process_group_ranks(mesh.dp_group),
         sp_ranks,
     )

@@ -14,7 +14,6 @@ from dovetail.parallel.ulysses import (
     num_kv_repeats,
     pad_to_multiple,
     scatter_qkv_heads,
-    set_ulysses_group,
     slice_inputs,
     ulysses_group,
 )
@@ -116,8 +115,7 @@ def _context(rank: int, size: int) -> None:
         with ulysses_group(None):
             assert get_ulysses_group() is None
         assert get_ulysses_group() is dist.group.WORLD
-    set_ulysses_group(dist.group.WORLD)
-    assert get_ulysses_group() is dist.group.WORLD
+    assert get_ulysses_group() is None
 
 
 def test_the_group_is_active_inside_its_block_only() -> None:

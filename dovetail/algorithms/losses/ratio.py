@@ -1,4 +1,4 @@
-"""What policy losses share: the log-ratio of new to old policy, clip ranges, and the sum of token losses to a scalar."""
+"""What policy losses share: log-ratios of new to old policy, clip ranges, and the way from token losses to a loss."""
 
 from __future__ import annotations
 

@@ -18,10 +18,6 @@ class HostCopies:
     def __init__(self) -> None:
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 
-    @property
-    def is_away(self) -> bool:
-        return bool(self._away)
-
     def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy to the host and free the device's memory. A second call changes nothing."""
         if self._away:

@@ -9,7 +9,6 @@ from dovetail.rewards.rules.boxed import last_boxed
 
 _STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b\s*(?:is|:|=)*\s*[*\"'(\[]*\s*([A-J])\b(?!['\u2019])")
 _ALONE = re.compile(r"(?<![\w'\u2019])\(?([A-J])\)?(?![\w'\u2019])")
-_BRACES = re.compile(r"\\text|[{}]")
 
 
 def compute_score(solution_str: str, ground_truth: Any, *, score: float = 1.0) -> dict[str, Any]:
