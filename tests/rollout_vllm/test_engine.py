@@ -172,6 +172,15 @@ def test_tokens_read_from_the_core_are_those_that_vllm_hands_to_its_users(
     assert not processor.request_states, "vLLM forgets a request at its end"
 
 
+def test_an_engine_leaves_the_trainers_settings_of_float32_sums_alone(folders: dict[str, Path]) -> None:
+    torch.set_float32_matmul_precision("high")
+    with VLLMEngine(small_settings(folders["llama"])) as engine:
+        engine.generate(_requests(PROMPTS, GREEDY))
+        engine.update_weights(tiny_model("llama").named_parameters(), 1)
+    settings = (torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled, torch.get_num_threads())
+    assert settings == ("high", True, 1)
+
+
 def test_generating_leaves_the_trainers_random_numbers_alone(tiny: tuple[VLLMEngine, Any]) -> None:
     engine, _ = tiny
     torch.manual_seed(21)

@@ -1,7 +1,8 @@
 """Start vLLM's engine inside this process and take it down again without pulling the rest of the process along.
 
-vLLM takes for granted that the process is its own: it seeds every random generator, and its shutdown destroys the
-default process group, whoever made it. Here it shares the process with a trainer, and with other engines.
+vLLM takes for granted that the process is its own: it seeds every random generator, sets the precision of float32
+products, and its shutdown destroys the default process group, whoever made it. Here it shares the process with a
+trainer, and with other engines.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def start_engine(settings: VLLMSettings, *, cpu: bool) -> Any:
             # vLLM takes `cuda:LOCAL_RANK` for its device: the one that the trainer in this process computes on.
             os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
     _process.groups_are_vllms |= not dist.is_initialized()
-    with _random_state_kept(), starting_processes(cpu=cpu), without_compiling(cpu=cpu):
+    with _torch_state_kept(), starting_processes(cpu=cpu), without_compiling(cpu=cpu):
         config = EngineArgs(**settings.vllm_arguments(cpu=cpu, **placement)).create_engine_config()
         executor_class = Executor.get_class(config)
         if placement:
@@ -87,10 +88,12 @@ _process = _Process()
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """vLLM seeds python, numpy and torch when it starts; they belong to the trainer it shares the process with."""
-    python, array = random.getstate(), np.random.get_state()
+def _torch_state_kept() -> Iterator[None]:
+    """vLLM seeds python, numpy and torch when it starts, and its CUDA and CPU workers set torch's float32 precision
+    (VLLM_FLOAT32_MATMUL_PRECISION). Both belong to the trainer it shares the process with."""
+    python, array, precision = random.getstate(), np.random.get_state(), torch.get_float32_matmul_precision()
     with torch.random.fork_rng():
         yield
+    torch.set_float32_matmul_precision(precision)
     random.setstate(python)
     np.random.set_state(array)
