@@ -71,6 +71,11 @@ def load_config(
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{folder / 'config.json'} names code of its own (auto_map), which would run here. If you trust "
+                "it, set actor_rollout_ref.model.trust_remote_code=True."
+            ) from error
         raise ModelError(f"{folder / 'config.json'} cannot be used: {_first_line(error)}") from error
     _override(config, override_config or {}, "override_config")
     return config

@@ -79,10 +79,22 @@ class _Writer:
         self.tensors: dict[str, torch.Tensor] = {}
         # Keeps what it has seen alive: the id of a dead object may come back as another's.
         self._seen: dict[int, tuple[Any, Any]] = {}
+        self._around: set[int] = set()  # ids of the containers that the current value lies in
 
     def encode(self, value: Any) -> Any:
         if type(value) in _PLAIN:
             return value
+        if id(value) in self._around:
+            raise ValueError(
+                f"a {type(value).__name__} that contains itself cannot be written to a file; replace the entry."
+            )
+        self._around.add(id(value))
+        try:
+            return self._encode(value)
+        finally:
+            self._around.discard(id(value))
+
+    def _encode(self, value: Any) -> Any:
         if type(value) is list:
             return [self.encode(entry) for entry in value]
         if type(value) is dict:

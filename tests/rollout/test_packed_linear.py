@@ -28,6 +28,9 @@ def plain_engine(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> Nat
         return NativeEngine(model)
 
 
+@pytest.mark.skipif(
+    not pack_linears(tiny_model("llama").to(torch.bfloat16), CPU), reason="this CPU has no instructions for bfloat16"
+)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_packed_products_give_the_samples_and_log_probs_of_plain_ones(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -70,7 +70,8 @@ def ending_everywhere(toy: Toy, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"], ids=["shared", "apart"])
+# Products in half precision take minutes on a CPU without instructions for them.
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)], ids=["shared", "apart"])
 def test_tokens_that_end_an_answer_end_it_in_training_and_after_export(toy: Toy, tmp_path: Path, dtype: str) -> None:
     model = ending_everywhere(toy, tmp_path / "model")
     keys = {
@@ -79,7 +80,6 @@ def test_tokens_that_end_an_answer_end_it_in_training_and_after_export(toy: Toy,
         "actor_rollout_ref.model.path": str(model),
         # The engine shares the trainer's weights where both have one precision.
         "actor_rollout_ref.rollout.dtype": dtype,
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "bfloat16",
     }
     train(toy.config(tmp_path / "run", keys))
     lines = (tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines()

@@ -118,7 +118,7 @@ def running(toy: Toy, folder: Path, changes: dict[str, Any], *flags: str) -> Ite
             kill_processes(tagged_processes(tag))
 
 
-@pytest.mark.parametrize("phase", ["gen", "update_actor"])
+@pytest.mark.parametrize("phase", ["gen", pytest.param("update_actor", marks=pytest.mark.slow)])
 def test_a_stopped_worker_is_named_and_the_run_ends_with_its_checkpoint(toy: Toy, tmp_path: Path, phase: str) -> None:
     with running(toy, tmp_path, TWO) as run:
         run.wait_for(lambda: run.is_in(phase, from_step=3))
