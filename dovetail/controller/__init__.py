@@ -20,7 +20,7 @@ from dovetail.controller.registration import (
     register_dispatch_mode,
     registered_methods,
 )
-from dovetail.controller.resource_pool import RayResourcePool, merge_resource_pool, split_resource_pool
+from dovetail.controller.resource_pool import RayResourcePool
 from dovetail.controller.worker import Worker
 from dovetail.controller.worker_classes import ClassWithInitArgs, RayClassWithInitArgs, create_colocated_worker_cls
 from dovetail.controller.worker_group import GroupMethod, WorkerGroup
@@ -49,11 +49,9 @@ __all__ = [
     "WorkerHungError",
     "create_colocated_worker_cls",
     "make_nd_compute_dataproto_dispatch_fn",
-    "merge_resource_pool",
     "register",
     "register_dispatch_mode",
     "registered_methods",
-    "split_resource_pool",
     "start_ray",
     "stop_ray",
 ]

@@ -75,15 +75,14 @@ class BatchFuture(GroupFuture, DataProtoFuture):
         *,
         lazy: bool,
     ) -> None:
-        GroupFuture.__init__(self, pending, collect)
-        DataProtoFuture.__init__(self, collect_fn=DataProto.concat, futures=[part.batch for part in parts])
+        super().__init__(pending, collect)
         self.parts = tuple(parts)
         self.lazy = lazy
 
     def get(self, timeout: float | None = None) -> DataProto:
         return GroupFuture.get(self, timeout)
 
-    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+    def chunk(self, chunks: int) -> list[BatchSlice]:
         """One slice per data-parallel rank, each for its equal share of the rows. Waits for nothing."""
         if not self.lazy:
             raise ValueError("this future holds padding rows or is not in Ray: it cannot be chunked; call get() first.")
@@ -94,7 +93,6 @@ class BatchSlice(DataProtoFuture):
     """The ``index``-th of ``chunks`` equal shares of a batch whose parts are on their way. Pickles as references."""
 
     def __init__(self, parts: Sequence[BatchPart], index: int, chunks: int) -> None:
-        super().__init__(collect_fn=DataProto.concat, futures=[part.batch for part in parts])
         self.parts = tuple(parts)
         self.index = index
         self.chunks = chunks

@@ -82,11 +82,6 @@ class RayWorkerGroup(WorkerGroup):
         return self._processes.actors
 
     @property
-    def worker_names(self) -> list[str]:
-        """The names of the actors in Ray, by rank."""
-        return self._processes.names
-
-    @property
     def identities(self) -> list[ProcessIdentity]:
         """Pid and node of every rank."""
         return self._processes.identities

@@ -163,23 +163,6 @@ class RayResourcePool:
                 )
 
 
-def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:
-    """See `RayResourcePool.split`."""
-    return resource_pool.split(split_size)
-
-
-def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayResourcePool:
-    """One pool over the slots of both."""
-    for setting in ("use_gpu", "max_colocate_count", "cpus_per_slot", "accelerator"):
-        if getattr(first, setting) != getattr(second, setting):
-            raise ValueError(
-                f"{first.name_prefix} has {setting}={getattr(first, setting)!r} and {second.name_prefix} "
-                f"{getattr(second, setting)!r}; pools that are merged must agree."
-            )
-    slots = sorted([*first.slots(), *second.slots()], key=_node_order)
-    return first._over(slots, f"{first.name_prefix}+{second.name_prefix}")
-
-
 def _sorted_slots(groups: Sequence[PlacementGroup]) -> list[Slot]:
     import ray
 

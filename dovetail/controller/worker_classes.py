@@ -31,10 +31,6 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         super().__init__(cls, *args, **kwargs)
         self.options: dict[str, Any] = {}
 
-    def update_options(self, options: Mapping[str, Any]) -> None:
-        """Options of ``ray.remote`` for the process, e.g. ``{"num_cpus": 2, "runtime_env": ...}``."""
-        self.options.update(options)
-
 
 class ColocatedClasses(RayClassWithInitArgs):
     """Several roles for one process. Made by `create_colocated_worker_cls`."""

@@ -26,9 +26,6 @@ class StepConsole(Protocol):
     def phase(self, name: str | None) -> None:
         """A phase begins; None: no phase is running. Fits `PhaseTimers(on_phase=...)`."""
 
-    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None:
-        """How far the phase is; `tokens` counts those of this phase so far."""
-
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is over."""
 
@@ -61,9 +58,6 @@ class PlainConsole:
 
     def phase(self, name: str | None) -> None:
         self._state.phase(name)
-
-    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None:
-        self._state.progress(done, total, tokens, unit)
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.end_step(step, metrics)
@@ -103,10 +97,6 @@ class LiveConsole:
     def phase(self, name: str | None) -> None:
         with self._lock:
             self._state.phase(name)
-
-    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None:
-        with self._lock:
-            self._state.progress(done, total, tokens, unit)
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:

@@ -31,10 +31,6 @@ class ConsoleState:
     events: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     phase_name: str | None = None
     phase_start: float = 0.0
-    done: int = 0
-    total: int = 0
-    tokens: int = 0
-    unit: str = ""
 
     def __post_init__(self) -> None:
         self.started = self.step_end = self.phase_start = self.clock()
@@ -43,10 +39,6 @@ class ConsoleState:
     def phase(self, name: str | None) -> None:
         self.phase_name = name
         self.phase_start = self.clock()
-        self.done = self.total = self.tokens = 0
-
-    def progress(self, done: int, total: int, tokens: int, unit: str) -> None:
-        self.done, self.total, self.tokens, self.unit = done, total, tokens, unit
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step, self.step_end = step, self.clock()

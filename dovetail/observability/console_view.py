@@ -112,17 +112,12 @@ def _phase(state: ConsoleState, now: float, inner: int) -> RenderableType:
     name = Text(state.phase_name.replace("_", " "), style="cyan")
     name.append(f"  {seconds:.1f} s", style="dim")
     usual = state.metrics.get(f"timing_s/{state.phase_name}", 0.0)
-    if not state.total and usual > 0:
-        # Nobody counts here; the time the phase took in the last step is what can be said of its end.
-        name.append(f" of about {usual:.1f} s", style="dim")
-        bar = ProgressBar(usual, min(seconds, usual), complete_style="cyan", finished_style="cyan")
-        return Group(_labelled("phase", name), _row("", "", bar, inner))
-    if not state.total:
+    if usual <= 0:
         # The empty line is the place of the bar: nothing below moves when a phase has none.
         return Group(_labelled("phase", name), Text())
-    speed = f"{state.tokens / seconds:,.0f} tokens/s" if seconds > 0 and state.tokens else ""
-    name.append(f"  {state.done}/{state.total} {state.unit}  {speed}", style="dim")
-    bar = ProgressBar(state.total, state.done, complete_style="cyan", finished_style="cyan")
+    # The time that the phase took in the last step is the best estimate of its end.
+    name.append(f" of about {usual:.1f} s", style="dim")
+    bar = ProgressBar(usual, min(seconds, usual), complete_style="cyan", finished_style="cyan")
     return Group(_labelled("phase", name), _row("", "", bar, inner))
 
 

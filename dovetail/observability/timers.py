@@ -49,10 +49,6 @@ class PhaseTimers:
         if self._after_phase is not None:  # not after an exception, which it could hide
             self._after_phase(name)
 
-    def add(self, name: str, seconds: float) -> None:
-        """Count time that was measured elsewhere, by a worker for instance."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-
     def seconds(self) -> dict[str, float]:
         """Seconds by phase since the last `take`, in the order the phases ended."""
         return dict(self._seconds)

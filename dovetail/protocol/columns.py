@@ -53,12 +53,6 @@ def describe_column(column: Column) -> str:
     return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
 
 
-def describe_size(column: Column) -> str:
-    """``float32[8, 512] on cpu, 0.02 MiB``; numpy columns without a device."""
-    where = f" on {column.device}" if isinstance(column, torch.Tensor) else ""
-    return f"{describe_column(column)}{where}, {column.nbytes / 2**20:.2f} MiB"
-
-
 def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
     """Raise ``KeyError`` unless ``what`` has every wanted key."""
     there = set(known)

@@ -8,8 +8,6 @@ views; picking rows by index copies. It refuses columns of unequal length, neste
 from __future__ import annotations
 
 import copy
-import functools
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +28,6 @@ from dovetail.protocol.plain_file import PlainFileError, load_plain, save_plain
 from dovetail.protocol.readonly import is_readonly
 from dovetail.protocol.serialization import pack_objects, pack_tensor
 from dovetail.protocol.widths import PAD_TOKEN_ID
-
-logger = logging.getLogger(__name__)
 
 AUTO_PADDING = "auto_padding"
 """Key of meta_info: ``chunk`` may pad. Set by ``from_dict(auto_padding=True)``."""
@@ -113,20 +109,6 @@ class DataProto:
         """
         return tensordicts.put_together(self.tensors, self.non_tensor_batch, self.meta_info, len(self))
 
-    @classmethod
-    def from_items(cls, items: Sequence[DataProtoItem]) -> DataProto:
-        """Stack rows into a batch; their meta_info is united and must not clash."""
-        rows = [
-            cls(
-                batch=None if item.batch is None else item.batch.unsqueeze(0),
-                non_tensor_batch=item.numpy_columns(),
-            )
-            for item in items
-        ]
-        batch = cls.concat(rows)
-        batch.meta_info = functools.reduce(unite_meta_info, (item.meta_info for item in items), {})
-        return batch
-
     # ---- looking ----
 
     def __len__(self) -> int:
@@ -169,19 +151,6 @@ class DataProto:
         """Whether both batches hold the same columns, rows and meta_info."""
         return self.difference(other) is None
 
-    def get_data_info(self) -> str:
-        """A table of the columns: name, dtype, shape, megabytes; and the keys of meta_info."""
-        lines = [f"{len(self)} rows, {self.nbytes / 2**20:.1f} MiB of numbers"]
-        lines += [f"  {name}: {col.describe_size(column)}" for name, column in self.columns.items()]
-        lines.append(f"  meta_info: {sorted(map(str, self.meta_info))}")
-        return "\n".join(lines)
-
-    def print_size(self, prefix: str = "") -> str:
-        """Log the size table at info level, and return it."""
-        text = f"{prefix}: {self.get_data_info()}" if prefix else self.get_data_info()
-        logger.info("%s", text)
-        return text
-
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors and numpy columns. Objects count as pointers."""
@@ -221,10 +190,6 @@ class DataProto:
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Repeat all rows: ``a a b b`` when interleaved, else ``a b a b``."""
         return self.select_idxs(row_numbers.repeated(len(self), repeat_times, interleave))
-
-    def sample_level_repeat(self, repeat_times: Any) -> DataProto:
-        """Repeat row ``i`` ``repeat_times[i]`` times; 0 drops it."""
-        return self.select_idxs(row_numbers.repeated_each(len(self), repeat_times))
 
     def reorder(self, indices: Any) -> None:
         """Permute the rows of every column, in place: row ``i`` becomes what row ``indices[i]`` was."""

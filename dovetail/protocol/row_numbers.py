@@ -50,18 +50,6 @@ def repeated(num_rows: int, times: int, interleave: bool) -> torch.Tensor:
     return index.repeat_interleave(times) if interleave else index.repeat(times)
 
 
-def repeated_each(num_rows: int, counts: Any) -> torch.Tensor:
-    """Row ``i`` ``counts[i]`` times, side by side."""
-    times = torch.as_tensor(np.asarray(counts)) if not torch.is_tensor(counts) else counts.cpu()
-    if times.shape != (num_rows,):
-        raise ValueError(
-            f"repeat_times has shape {tuple(times.shape)}; it needs one count for each of {num_rows} rows."
-        )
-    if len(times) and int(times.min()) < 0:
-        raise ValueError(f"repeat_times has {int(times.min())}; counts are 0 or more.")
-    return torch.arange(num_rows).repeat_interleave(times.to(torch.int64))
-
-
 def filled_up(num_rows: int, added: int) -> torch.Tensor:
     """All rows, then ``added`` more that repeat them from the first on."""
     return torch.arange(num_rows + added) % num_rows

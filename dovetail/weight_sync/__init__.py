@@ -1,4 +1,4 @@
-"""How weights reach an engine: a `WeightSource` streams full tensors, a `WeightSink` takes them."""
+"""How weights reach an engine: a training backend streams full tensors, the engine takes them."""
 
 from dovetail.weight_sync.account import ExpectedWeights, WeightAccount
 from dovetail.weight_sync.adapter import LoraAdapter, write_peft_folder
@@ -23,15 +23,13 @@ from dovetail.weight_sync.checksum import (
 from dovetail.weight_sync.device_memory import Ticket, borrow, lend
 from dovetail.weight_sync.disk import DiskVersion, DiskWeights
 from dovetail.weight_sync.group import GroupFailedError
-from dovetail.weight_sync.protocols import NamedTensors, SleepingSink, WeightSink, WeightSource
 from dovetail.weight_sync.sharding_manager import (
     FSDPSGLangShardingManager,
     FSDPVLLMShardingManager,
     MegatronVLLMShardingManager,
-    ShardingManager,
 )
 from dovetail.weight_sync.shared_memory import SharedMemoryBuckets, read_bucket_file
-from dovetail.weight_sync.stream import GatheredWeights, in_engine_dtype
+from dovetail.weight_sync.stream import GatheredWeights, NamedTensors, in_engine_dtype
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -52,16 +50,12 @@ __all__ = [
     "MegatronVLLMShardingManager",
     "NamedTensors",
     "SampledWeights",
-    "ShardingManager",
     "SharedMemoryBuckets",
-    "SleepingSink",
     "Ticket",
     "WeightAccount",
     "WeightMismatchError",
     "WeightReceiver",
     "WeightSender",
-    "WeightSink",
-    "WeightSource",
     "borrow",
     "cancel_broadcast",
     "choose_sample",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from dovetail.weight_sync.protocols import NamedTensors
+from dovetail.weight_sync.stream import NamedTensors
 
 _PEFT_PREFIX = "base_model.model."
 

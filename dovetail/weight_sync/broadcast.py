@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
 from dovetail.weight_sync.group import GroupBackend, GroupPlace, TransferGroup
-from dovetail.weight_sync.protocols import NamedTensors
+from dovetail.weight_sync.stream import NamedTensors
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from dovetail.weight_sync.protocols import NamedTensors
+from dovetail.weight_sync.stream import NamedTensors
 
 MIB = 1024**2
 DEFAULT_BUCKET_BYTES = 512 * MIB

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dovetail.weight_sync.protocols import NamedTensors
+from dovetail.weight_sync.stream import NamedTensors
 
 _MAX_NAMED = 8
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, iter_buckets
-from dovetail.weight_sync.protocols import NamedTensors
+from dovetail.weight_sync.stream import NamedTensors
 
 _VERSION_FILE = "VERSION"
 _INDEX = "model.safetensors.index.json"
@@ -36,7 +36,7 @@ class DiskVersion:
     folder: Path
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in turn: a folder of weights is a WeightSource too."""
+        """Every tensor in turn, as a training backend streams them."""
         files = json.loads((self.folder / _INDEX).read_text())["weight_map"]
         for file in sorted(set(files.values())):
             with safe_open(self.folder / file, framework="pt", device="cpu") as handle:

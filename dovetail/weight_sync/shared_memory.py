@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, iter_buckets
-from dovetail.weight_sync.protocols import NamedTensors
+from dovetail.weight_sync.stream import NamedTensors
 
 
 class SharedMemoryBuckets:

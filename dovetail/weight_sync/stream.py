@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from dovetail.weight_sync.protocols import NamedTensors
+NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
+"""Full tensors under Hugging Face names, in any order. A tensor is valid until the next one is asked for."""
 
 # Matrices that engines keep in float32 beside half-precision weights: routers of experts, state-space decays.
 _FULL_PRECISION = re.compile(r"(?:^|[._])(?:gate|router|A_log)(?:\.weight)?$")

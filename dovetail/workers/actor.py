@@ -26,7 +26,6 @@ from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import RolloutCorrectionConfig
 from dovetail.config.view import ConfigView
 from dovetail.protocol import DataProto
-from dovetail.workers.base import BasePPOActor
 from dovetail.workers.bypass import bypass_terms
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
 from dovetail.workers.mini_batches import mini_batches
@@ -40,7 +39,7 @@ from dovetail.workers.response_columns import (
 from dovetail.workers.shares import StepLog, add_shares, global_counts
 
 
-class DataParallelPPOActor(BasePPOActor):
+class DataParallelPPOActor:
     """Log-probs and updates of one policy.
 
     `mini_batch_rows` is what this rank holds of one mini-batch, in sequences; `loss_scale_factor` divides
@@ -82,6 +81,7 @@ class DataParallelPPOActor(BasePPOActor):
         """Updates so far; part of a checkpoint, because the order of a shuffle follows from it."""
 
     def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of the responses (and entropies) by the current weights, rows in the order given, on the CPU."""
         log_probs, entropy, _ = self.score_responses(data, entropy=calculate_entropy)
         return log_probs, entropy
 

@@ -11,14 +11,13 @@ from dovetail.algorithms.aggregate import token_share
 from dovetail.backends.base import LossFn, TokenOutput, TrainBackend
 from dovetail.config.critic import CriticConfig
 from dovetail.protocol import DataProto
-from dovetail.workers.base import BasePPOCritic
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
 from dovetail.workers.mini_batches import mini_batches
 from dovetail.workers.response_columns import MODEL_INPUTS, at_responses, response_width, take_columns
 from dovetail.workers.shares import StepLog, add_shares, global_counts
 
 
-class DataParallelPPOCritic(BasePPOCritic):
+class DataParallelPPOCritic:
     """Values and updates of one value network. `mini_batch_rows` is this rank's part of a mini-batch, in sequences."""
 
     def __init__(
@@ -48,6 +47,7 @@ class DataParallelPPOCritic(BasePPOCritic):
         """Updates so far; part of a checkpoint, because the order of a shuffle follows from it."""
 
     def compute_values(self, data: DataProto) -> Tensor:
+        """The value before each response token, 0 outside the response mask, rows in the order given, on the CPU."""
         batch = take_columns(data, MODEL_INPUTS)
         plan = plan_micro_batches(batch, self._forward_limit, self.backend)
         outputs = self.backend.forward(cut(batch, plan))
@@ -57,6 +57,7 @@ class DataParallelPPOCritic(BasePPOCritic):
         return values * mask.to(values)
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
+        """Epochs over mini-batches, one optimizer step each; metrics over all data-parallel ranks."""
         batch = take_columns(data, [*MODEL_INPUTS, "response_mask", "values", "returns"])
         log = StepLog("critic")
         steps = list(self._optimizer_steps(batch))

@@ -83,11 +83,6 @@ class ParityReport:
         return max(self.tokens, key=lambda token: max(token.gap, token.regret))
 
     @property
-    def num_other_choices(self) -> int:
-        """Greedy tokens that are not the trainer's favourite by more than the mark allows."""
-        return sum(token.regret > self.mark.largest for token in self.tokens)
-
-    @property
     def passed(self) -> bool:
         worst = self.worst
         finite = all(token.gap == token.gap for token in self.tokens)

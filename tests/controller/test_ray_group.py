@@ -14,8 +14,6 @@ from dovetail.controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
-    merge_resource_pool,
-    split_resource_pool,
 )
 from dovetail.protocol import DataProto, DataProtoFuture
 from tests.controller.conftest import Roles
@@ -148,13 +146,6 @@ def test_process_groups_of_colocated_roles_reduce_over_all_ranks(roles: Roles) -
     for role in ("actor", "critic"):
         roles[role].init_model()
         assert roles[role].all_reduce() == [6.0] * 4
-
-
-def test_pools_split_and_merge_over_the_same_slots(pool: RayResourcePool) -> None:
-    left, right = split_resource_pool(pool, 2)
-    assert merge_resource_pool(left, right).slots() == pool.slots()
-    with pytest.raises(ValueError, match=r"sizes=\[1, 2\] must add up to its 4 slots"):
-        pool.split([1, 2])
 
 
 def test_a_pool_larger_than_the_cluster_is_refused(ray_cluster: None) -> None:

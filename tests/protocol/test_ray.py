@@ -14,18 +14,14 @@ import ray
 import torch
 
 from dovetail.controller import start_ray, stop_ray
-from dovetail.protocol import DataProto, DataProtoFuture, is_readonly
+from dovetail.protocol import DataProto, is_readonly
 from tests.protocol.batches import assert_same, make_batch
 
 pytestmark = pytest.mark.distributed
 
 
-class Doubler:
-    """A worker that gets a batch, or a future of one, and returns a new column."""
-
-    def double(self, data: Any) -> DataProto:
-        batch = data.get() if isinstance(data, DataProtoFuture) else data
-        return DataProto.from_dict({"doubled": batch.batch["row"] * 2}, meta_info={"metrics": {"rows": len(batch)}})
+class Scribbler:
+    """A worker that tries to write into the batch it gets."""
 
     def scribble(self, batch: DataProto) -> str:
         try:
@@ -41,7 +37,7 @@ def workers() -> Iterator[list[Any]]:
     owns_ray = not ray.is_initialized()
     start_ray(num_cpus=2, object_store_memory=256 * 2**20, log_to_driver=False)
     try:
-        yield [ray.remote(num_cpus=0)(Doubler).remote() for _ in range(2)]
+        yield [ray.remote(num_cpus=0)(Scribbler).remote() for _ in range(2)]
     finally:
         if owns_ray:
             stop_ray()
@@ -71,13 +67,3 @@ def test_no_worker_can_write_what_another_reads(workers: list[Any]) -> None:
     messages = ray.get([worker.scribble.remote(reference) for worker in workers])
     assert all("'zero_' would write into a column that other processes share" in message for message in messages)
     assert_same(ray.get(reference), batch)
-
-
-def test_futures_chain_from_group_to_group_without_the_driver(workers: list[Any]) -> None:
-    batch = make_batch(8)
-    parts = [ray.put(part) for part in batch.chunk(2)]
-    waiting = DataProtoFuture.concat(parts).chunk(2)
-    outputs = [worker.double.remote(part) for worker, part in zip(workers, waiting, strict=True)]
-    result = DataProtoFuture.concat(outputs).get()
-    assert result.batch["doubled"].tolist() == [2 * row for row in range(8)]
-    assert result.meta_info == {"metrics": {"rows": [4, 4]}}

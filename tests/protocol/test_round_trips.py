@@ -59,7 +59,6 @@ def test_unpad_undoes_pad(batch: DataProto, divisor: int) -> None:
 def test_interleaved_repeat_keeps_copies_together(batch: DataProto, times: int) -> None:
     expected = [row for row in range(len(batch)) for _ in range(times)]
     assert_same(batch.repeat(times, interleave=True), batch.select_idxs(expected))
-    assert_same(batch.sample_level_repeat([times] * len(batch)), batch.select_idxs(expected))
 
 
 @quick

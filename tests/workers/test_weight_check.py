@@ -101,7 +101,7 @@ def test_a_sound_engine_passes_at_the_start_and_after_a_step(worker: ActorRollou
     assert report.passed
     assert len(report.tokens) == 4 * 8
     assert report.mean_gap <= 1e-5
-    assert report.num_other_choices == 0
+    assert all(token.regret <= report.mark.largest for token in report.tokens)
 
 
 def test_an_engine_of_its_own_weights_wakes_after_torch_gave_its_spare_memory_back(
