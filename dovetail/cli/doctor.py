@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 from dovetail.config.arguments import split_arguments
 from dovetail.config.checks import check_config
+from dovetail.config.effects import unsupported_in_runs
 from dovetail.config.errors import ConfigError
 from dovetail.config.load import load_config
 from dovetail.config.root import DovetailConfig
-from dovetail.config.runnable import unsupported_in_runs
 
 if TYPE_CHECKING:
     from dovetail.cli.show_doctor import DoctorView

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from dovetail.config.base import Section
+from dovetail.config.base import Rule, Section, key, read_with, section, unused, when_is
 from dovetail.config.checkpoint import CheckpointConfig
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
+from dovetail.config.names import POLICY_LOSSES
 from dovetail.config.optim import OptimConfig
 
 Strategy = Literal["single", "fsdp", "fsdp2", "megatron"]
@@ -21,67 +20,108 @@ KLEstimator = Literal[
 ]  # fmt: skip
 
 
+_CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
+
+
+def _of_loss(*names: str) -> Rule:
+    """Read by these built-in losses. One that a user registers may read any key."""
+    return read_with("loss_mode_in_force", *names, known=POLICY_LOSSES)
+
+
 class PolicyLossConfig(Section):
     """Which policy loss, and the numbers only that loss uses."""
 
-    loss_mode: str = Field(
+    loss_mode: str = key(
         "vanilla",
-        description="vanilla, reinforce, gspo, cispo, geo_mean, sapo, gpg, dro, clip_cov, kl_cov, dppo_tv or dppo_kl; "
+        "vanilla, reinforce, gspo, cispo, geo_mean, sapo, gpg, dro, clip_cov, kl_cov, dppo_tv or dppo_kl; "
         "other names need `trainer.import_modules`.",
     )
-    clip_cov_ratio: float = Field(0.0002, ge=0, le=1, description="Share of tokens clipped by `clip_cov`.")
-    clip_cov_lb: float = Field(1.0, description="Lower covariance bound of `clip_cov`.")
-    clip_cov_ub: float = Field(5.0, description="Upper covariance bound of `clip_cov`.")
-    kl_cov_ratio: float = Field(0.0002, ge=0, le=1, description="Share of tokens penalised by `kl_cov`.")
-    ppo_kl_coef: float = Field(0.1, ge=0, description="Weight of the penalty of `kl_cov`.")
-    dro_beta: float = Field(0.1, ge=0, description="Weight of the quadratic penalty of `dro`.")
+    clip_cov_ratio: float = key(
+        0.0002, "Share of tokens clipped by `clip_cov`.", ge=0, le=1, rules=_of_loss("clip_cov")
+    )
+    clip_cov_lb: float = key(1.0, "Lower covariance bound of `clip_cov`.", rules=_of_loss("clip_cov"))
+    clip_cov_ub: float = key(5.0, "Upper covariance bound of `clip_cov`.", rules=_of_loss("clip_cov"))
+    kl_cov_ratio: float = key(0.0002, "Share of tokens penalised by `kl_cov`.", ge=0, le=1, rules=_of_loss("kl_cov"))
+    ppo_kl_coef: float = key(0.1, "Weight of the penalty of `kl_cov`.", ge=0, rules=_of_loss("kl_cov"))
+    dro_beta: float = key(0.1, "Weight of the quadratic penalty of `dro`.", ge=0, rules=_of_loss("dro"))
 
 
 class ActorConfig(Section):
     """Policy update."""
 
-    strategy: Strategy = Field("fsdp2", description="Training backend: single (one process), fsdp, fsdp2, megatron.")
-    ppo_mini_batch_size: int = Field(256, ge=1, description="Prompts per optimizer step, over all devices.")
-    ppo_micro_batch_size_per_gpu: int | None = Field(
-        None, ge=1, description="Sequences per forward and backward on one device. Null needs `use_dynamic_bsz`."
+    rules: ClassVar[tuple[Rule, ...]] = (
+        read_with(".use_kl_loss", True, only="kl_loss_coef kl_loss_type", unless=(0,)),
+        unused("strategy=megatron trains models of text", when_is("strategy", "megatron"), only="freeze_vision_tower"),
+        unused(
+            "the head of strategy=megatron keeps nothing for the entropy; model.use_fused_kernels=True goes in chunks",
+            when_is("strategy", "megatron"),
+            only="entropy_from_logits_with_chunking entropy_checkpointing",
+        ),
+        unused(
+            "actor_rollout_ref.model.use_fused_kernels=True keeps nothing for the entropy",
+            when_is("actor_rollout_ref.model.use_fused_kernels", True),
+            only="entropy_checkpointing",
+        ),
+        unused(
+            "the update computes no entropy without {section}.entropy_coeff or calculate_entropy",
+            when_is("needs_entropy", False),
+            only="entropy_checkpointing",
+        ),
     )
-    use_dynamic_bsz: bool = Field(False, description="Cut micro-batches by token count instead of sequence count.")
-    ppo_max_token_len_per_gpu: int = Field(16384, ge=1, description="Tokens per micro-batch with `use_dynamic_bsz`.")
-    min_num_micro_batch: int = Field(
-        1, ge=1, description="Micro-batches of an update with `use_dynamic_bsz` at least, e.g. to fill a pipeline."
+
+    strategy: Strategy = key("fsdp2", "Training backend: single (one process), fsdp, fsdp2, megatron.")
+    ppo_mini_batch_size: int = key(256, "Prompts per optimizer step, over all devices.", ge=1)
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None, "Sequences per forward and backward on one device. Null needs `use_dynamic_bsz`.", ge=1
     )
-    ppo_epochs: int = Field(1, ge=1, description="Passes over a batch.")
-    shuffle: bool = Field(False, description="Shuffle the mini-batches of a batch.")
-    grad_clip: float = Field(1.0, gt=0, description="Largest gradient norm.")
-    clip_ratio: float = Field(0.2, ge=0, description="PPO clip range when the two below are null.")
-    clip_ratio_low: float | None = Field(None, ge=0, description="Lower clip range. Null: `clip_ratio`.")
-    clip_ratio_high: float | None = Field(None, ge=0, description="Upper clip range. Null: `clip_ratio`.")
-    clip_ratio_c: float = Field(3.0, gt=1, description="Bound of dual-clip PPO for negative advantages.")
-    tau_pos: float = Field(1.0, gt=0, description="Temperature of `sapo` for positive advantages.")
-    tau_neg: float = Field(1.05, gt=0, description="Temperature of `sapo` for negative advantages.")
-    loss_agg_mode: LossAggMode = Field("token-mean", description="How token losses become one number.")
-    loss_scale_factor: float | None = Field(
-        None, gt=0, description="Divisor of `seq-mean-token-sum-norm`. Null: `data.max_response_length`."
+    use_dynamic_bsz: bool = key(False, "Cut micro-batches by token count instead of sequence count.")
+    ppo_max_token_len_per_gpu: int = key(16384, "Tokens per micro-batch with `use_dynamic_bsz`.", ge=1)
+    min_num_micro_batch: int = key(
+        1,
+        "Micro-batches of an update with `use_dynamic_bsz` at least, e.g. to fill a pipeline.",
+        ge=1,
+        rules=read_with(".use_dynamic_bsz", True),
     )
-    calculate_sum_pi_squared: bool = Field(
-        False,
-        description="Add the column `sum_pi_squared` for an estimator of yours; the built-in ones get it anyway.",
+    ppo_epochs: int = key(1, "Passes over a batch.", ge=1)
+    shuffle: bool = key(False, "Shuffle the mini-batches of a batch.")
+    grad_clip: float = key(1.0, "Largest gradient norm.", gt=0)
+    clip_ratio: float = key(0.2, "PPO clip range when the two below are null.", ge=0, rules=_of_loss(*_CLIPPED))
+    clip_ratio_low: float | None = key(None, "Lower clip range. Null: `clip_ratio`.", ge=0, rules=_of_loss(*_CLIPPED))
+    clip_ratio_high: float | None = key(None, "Upper clip range. Null: `clip_ratio`.", ge=0, rules=_of_loss(*_CLIPPED))
+    clip_ratio_c: float = key(
+        3.0, "Bound of dual-clip PPO for negative advantages.", gt=1, rules=_of_loss("vanilla", "dppo_tv", "dppo_kl")
     )
-    entropy_coeff: float = Field(0.0, description="Weight of the entropy bonus.")
-    calculate_entropy: bool = Field(False, description="Report the entropy even when its weight is 0.")
-    use_kl_loss: bool = Field(False, description="Add the KL to the reference model to the loss (GRPO).")
-    kl_loss_coef: float = Field(0.001, ge=0, description="Weight of that KL.")
-    kl_loss_type: KLEstimator = Field("low_var_kl", description="Estimator of that KL.")
-    policy_loss: PolicyLossConfig = Field(PolicyLossConfig.model_construct(), description="Policy loss.")
-    ulysses_sequence_parallel_size: int = Field(1, ge=1, description="Devices that share each sequence (Ulysses).")
-    entropy_from_logits_with_chunking: bool = Field(False, description="Compute the entropy chunk by chunk.")
-    entropy_checkpointing: bool = Field(False, description="Recompute the entropy in the backward pass.")
-    use_torch_compile: bool = Field(True, description="Compile the decoder layers (CUDA only; a CPU run ignores it).")
-    freeze_vision_tower: bool = Field(False, description="Do not train the vision tower.")
-    optim: OptimConfig = Field(OptimConfig.model_construct(), description="Optimizer.")
-    checkpoint: CheckpointConfig = Field(CheckpointConfig.model_construct(), description="Checkpoint contents.")
-    fsdp_config: FSDPConfig = Field(FSDPConfig.model_construct(), description="Sharding with fsdp and fsdp2.")
-    megatron: MegatronConfig = Field(MegatronConfig.model_construct(), description="Parallelism with megatron.")
+    tau_pos: float = key(1.0, "Temperature of `sapo` for positive advantages.", gt=0, rules=_of_loss("sapo"))
+    tau_neg: float = key(1.05, "Temperature of `sapo` for negative advantages.", gt=0, rules=_of_loss("sapo"))
+    loss_agg_mode: LossAggMode = key(
+        "token-mean",
+        "How token losses become one number.",
+        rules=unused(
+            "this loss_mode has its own aggregation; the mode is that of the entropy and the KL alone",
+            when_is("loss_mode_in_force", "geo_mean", "sapo"),
+        ),
+    )
+    loss_scale_factor: float | None = key(
+        None, "Divisor of `seq-mean-token-sum-norm`. Null: `data.max_response_length`.", gt=0
+    )
+    calculate_sum_pi_squared: bool = key(
+        False, "Add the column `sum_pi_squared` for an estimator of yours; the built-in ones get it anyway."
+    )
+    entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
+    calculate_entropy: bool = key(False, "Report the entropy even when its weight is 0.")
+    use_kl_loss: bool = key(False, "Add the KL to the reference model to the loss (GRPO).")
+    kl_loss_coef: float = key(0.001, "Weight of that KL.", ge=0)
+    kl_loss_type: KLEstimator = key("low_var_kl", "Estimator of that KL.")
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Policy loss.")
+    ulysses_sequence_parallel_size: int = key(1, "Devices that share each sequence (Ulysses).", ge=1)
+    entropy_from_logits_with_chunking: bool = key(False, "Compute the entropy chunk by chunk.")
+    entropy_checkpointing: bool = key(False, "Recompute the entropy in the backward pass.")
+    use_torch_compile: bool = key(True, "Compile the decoder layers (CUDA only; a CPU run ignores it).")
+    freeze_vision_tower: bool = key(False, "Do not train the vision tower.")
+    optim: OptimConfig = section(OptimConfig, "Optimizer.")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "Checkpoint contents.")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding with fsdp and fsdp2.")
+    megatron: MegatronConfig = section(MegatronConfig, "Parallelism with megatron.")
 
     @property
     def clip_low(self) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from dovetail.config.actor import KLEstimator
-from dovetail.config.base import Section
+from dovetail.config.base import Rule, Section, all_of, key, read_with, section, unsupported, unused, when_is, when_not
+from dovetail.config.names import ADV_ESTIMATORS
 
 REJECTION_RULES = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -17,56 +18,97 @@ ESTIMATORS_WITH_CRITIC = frozenset({"gae"})
 OPTIMAL_TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 
 
+_KL_IN_REWARD = read_with("algorithm.use_kl_in_reward", True, unless=(0,))
+
+
+def _of_estimator(*names: str) -> Rule:
+    """Read by these built-in estimators. One that a user registers may read any key."""
+    return read_with("algorithm.adv_estimator", *names, known=ADV_ESTIMATORS)
+
+
 class KLControlConfig(Section):
     """Coefficient of the KL in the reward."""
 
-    type: Literal["fixed", "adaptive"] = Field("fixed", description="Constant, or steered towards `target_kl`.")
-    kl_coef: float = Field(0.001, ge=0, description="First value of the coefficient.")
-    horizon: int = Field(10000, ge=1, description="Speed of the adaptive controller, in sequences.")
-    target_kl: float = Field(0.1, gt=0, description="KL that the adaptive controller aims at.")
+    rules: ClassVar[tuple[Rule, ...]] = (read_with(".type", "adaptive", only="horizon target_kl"),)
+
+    type: Literal["fixed", "adaptive"] = key("fixed", "Constant, or steered towards `target_kl`.")
+    kl_coef: float = key(0.001, "First value of the coefficient.", ge=0)
+    horizon: int = key(10000, "Speed of the adaptive controller, in sequences.", ge=1)
+    target_kl: float = key(0.1, "KL that the adaptive controller aims at.", gt=0)
 
 
 class FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO): drop prompts whose answers all score the same."""
 
-    enable: bool = Field(False, description="Filter groups and generate until the batch is full.")
-    metric: str | None = Field(None, description="Score compared in a group: acc, score, seq_reward, seq_final_reward.")
-    max_num_gen_batches: int = Field(0, ge=0, description="Generation batches per step before it stops; 0: no limit.")
+    rules: ClassVar[tuple[Rule, ...]] = (read_with(".enable", True, only="metric max_num_gen_batches"),)
+
+    enable: bool = key(False, "Filter groups and generate until the batch is full.")
+    metric: str | None = key(None, "Score compared in a group: acc, score, seq_reward, seq_final_reward.")
+    max_num_gen_batches: int = key(0, "Generation batches per step before it stops; 0: no limit.", ge=0)
 
 
 class PFPPOConfig(Section):
     """Policy filtration: how the batch is drawn again by score."""
 
-    reweight_method: Literal["pow", "max_min", "max_random"] = Field(
-        "pow", description="Chance of a row: a power of its score, only the best and worst, or the best four times."
+    reweight_method: Literal["pow", "max_min", "max_random"] = key(
+        "pow", "Chance of a row: a power of its score, only the best and worst, or the best four times."
     )
-    weight_pow: float = Field(2.0, ge=0, description="Exponent of `pow`.")
+    weight_pow: float = key(2.0, "Exponent of `pow`.", ge=0, rules=read_with(".reweight_method", "pow"))
 
 
 class RolloutCorrectionConfig(Section):
     """Correction of the gap between the engine's and the trainer's log-probs."""
 
-    rollout_is: Literal["token", "sequence"] | None = Field(
-        None, description="Importance weights per token or per sequence. Null: none."
+    rules: ClassVar[tuple[Rule, ...]] = (
+        unused("{section}.rollout_is makes no weights", when_is("rollout_is", None), only="rollout_is_threshold*"),
+        unused(
+            "{section}.rollout_is makes no weights",
+            all_of(when_is("rollout_is", None), when_is("bypass_mode", False)),
+            only="rollout_is_batch_normalize",
+        ),
     )
-    rollout_is_threshold: float = Field(2.0, gt=0, description="Weights are cut at this value.")
-    rollout_is_threshold_lower: float | None = Field(
-        None, gt=0, description="Drop weights below this and above `rollout_is_threshold` instead. Null: cut only."
+
+    rollout_is: Literal["token", "sequence"] | None = key(
+        None, "Importance weights per token or per sequence. Null: none."
     )
-    rollout_is_batch_normalize: bool = Field(False, description="Scale the weights to a mean of 1 over the batch.")
-    rollout_rs: str | None = Field(
+    rollout_is_threshold: float = key(2.0, "Weights are cut at this value.", gt=0)
+    rollout_is_threshold_lower: float | None = key(
+        None, "Drop weights below this and above `rollout_is_threshold` instead. Null: cut only.", gt=0
+    )
+    rollout_is_batch_normalize: bool = key(
+        False,
+        "Scale the weights to a mean of 1 over the batch.",
+        rules=unsupported(
+            "bypass mode makes weights micro-batch by micro-batch and knows no mean over the batch; use False",
+            when=when_is("bypass_mode", True),
+        ),
+    )
+    rollout_rs: str | None = key(
+        None, "Rejection: comma-separated token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3. Null: none."
+    )
+    rollout_rs_threshold: float | str | None = key(
         None,
-        description="Rejection: comma-separated token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3. "
-        "Null: none.",
+        "Bounds of the rejection, one per rule, comma-separated: `upper` or `lower_upper`.",
+        rules=unused("{section}.rollout_rs names no rule", when_is("rollout_rs", None)),
     )
-    rollout_rs_threshold: float | str | None = Field(
-        None, description="Bounds of the rejection, one per rule, comma-separated: `upper` or `lower_upper`."
-    )
-    bypass_mode: bool = Field(False, description="Take the engine's log-probs as the old log-probs.")
-    loss_type: Literal["ppo_clip", "reinforce"] = Field(
+    bypass_mode: bool = key(False, "Take the engine's log-probs as the old log-probs.")
+    loss_type: Literal["ppo_clip", "reinforce"] = key(
         "ppo_clip",
-        description="Loss with `bypass_mode`: ppo_clip is `actor.policy_loss.loss_mode` with the engine as the old "
+        "Loss with `bypass_mode`: ppo_clip is `actor.policy_loss.loss_mode` with the engine as the old "
         "policy; reinforce has no ratio, and weights it by `rollout_is`.",
+        rules=(
+            unused(
+                "without `bypass_mode` `actor_rollout_ref.actor.policy_loss.loss_mode` chooses the loss",
+                when_is("bypass_mode", False),
+            ),
+            unsupported(
+                "it asks for another loss than "
+                "actor_rollout_ref.actor.policy_loss.loss_mode={actor_rollout_ref.actor.policy_loss.loss_mode}; set "
+                "one of the two",
+                "reinforce",
+                when=when_not("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla", "reinforce"),
+            ),
+        ),
     )
 
     @field_validator("rollout_rs")
@@ -97,29 +139,35 @@ class RolloutCorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Advantages and rewards."""
 
-    adv_estimator: str = Field(
+    adv_estimator: str = key(
         "gae",
-        description="gae, grpo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, opo, gpg, "
+        "gae, grpo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, opo, gpg, "
         "gdpo, optimal_token_baseline, tir_optimal_token_baseline; other names need `trainer.import_modules`.",
     )
-    gamma: float = Field(1.0, ge=0, le=1, description="Discount of future rewards.")
-    lam: float = Field(1.0, ge=0, le=1, description="Lambda of GAE.")
-    norm_adv_by_std_in_grpo: bool = Field(True, description="Divide by the group's standard deviation (not Dr. GRPO).")
-    gdpo_reward_keys: list[str] = Field(
-        [], description="Numbers of the reward function's result that `gdpo` normalises one by one. Empty: the score."
+    gamma: float = key(
+        1.0, "Discount of future rewards.", ge=0, le=1, rules=_of_estimator("gae", "reinforce_plus_plus")
     )
-    gdpo_reward_weights: list[float] | None = Field(None, description="One weight for each of them. Null: all 1.")
-    use_kl_in_reward: bool = Field(False, description="Subtract the KL to the reference model from the reward.")
-    kl_penalty: KLEstimator = Field("kl", description="Estimator of that KL.")
-    kl_ctrl: KLControlConfig = Field(KLControlConfig.model_construct(), description="Coefficient of that KL.")
-    use_pf_ppo: bool = Field(
-        False, description="PF-PPO: after the advantages, draw the batch again with chances by score."
+    lam: float = key(1.0, "Lambda of GAE.", ge=0, le=1, rules=_of_estimator("gae"))
+    norm_adv_by_std_in_grpo: bool = key(
+        True,
+        "Divide by the group's standard deviation (not Dr. GRPO).",
+        rules=_of_estimator("grpo", "grpo_vectorized", "grpo_passk", "gdpo"),
     )
-    pf_ppo: PFPPOConfig = Field(PFPPOConfig.model_construct(), description="How that is drawn.")
-    filter_groups: FilterGroupsConfig = Field(FilterGroupsConfig.model_construct(), description="Dynamic sampling.")
-    filter_truncated: bool = Field(
-        False, description="Leave answers that hit the length limit out of the loss (overlong filtering)."
+    gdpo_reward_keys: list[str] = key(
+        [],
+        "Numbers of the reward function's result that `gdpo` normalises one by one. Empty: the score.",
+        rules=read_with("algorithm.adv_estimator", "gdpo"),
     )
-    rollout_correction: RolloutCorrectionConfig = Field(
-        RolloutCorrectionConfig.model_construct(), description="Correction of the engine's log-probs."
+    gdpo_reward_weights: list[float] | None = key(
+        None, "One weight for each of them. Null: all 1.", rules=_of_estimator("gdpo")
+    )
+    use_kl_in_reward: bool = key(False, "Subtract the KL to the reference model from the reward.")
+    kl_penalty: KLEstimator = key("kl", "Estimator of that KL.", rules=_KL_IN_REWARD)
+    kl_ctrl: KLControlConfig = section(KLControlConfig, "Coefficient of that KL.", rules=_KL_IN_REWARD)
+    use_pf_ppo: bool = key(False, "PF-PPO: after the advantages, draw the batch again with chances by score.")
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, "How that is drawn.", rules=read_with("algorithm.use_pf_ppo", True))
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "Dynamic sampling.")
+    filter_truncated: bool = key(False, "Leave answers that hit the length limit out of the loss (overlong filtering).")
+    rollout_correction: RolloutCorrectionConfig = section(
+        RolloutCorrectionConfig, "Correction of the engine's log-probs."
     )

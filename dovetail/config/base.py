@@ -1,17 +1,72 @@
-"""The base of every configuration section, and fields whose default is another field. Knows no key of its own."""
+"""The base of every section, and how a field says all there is to say about its key.
+
+`key` gives the default, the range, the words for the documents, and what a run does with the key beside reading it:
+`unused` (no effect: a notice), `unsupported` (cannot run: an error when a run starts). `section` and `inherits` are the
+same for groups of keys and for keys that take the value of another. Knows no key of its own.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
-INHERITS = "inherits"
-KEEPS_NULL = "keeps_null"
+ANY = object()
+"""Stands for whatever value a key may have."""
+
+
+When = Callable[[Any, str], bool]
+"""A condition on the whole configuration, for the key with this name."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens to a key that is set, while `when` holds and the value is not one of `unless`.
+
+    With `values` it is for these alone. A rule of a section is for the keys below that match `only` and not `but`.
+    """
+
+    outcome: Literal["unused", "unsupported"]
+    why: str
+    when: When | None = None
+    values: tuple[Any, ...] | None = None
+    unless: tuple[Any, ...] = ()
+    only: tuple[str, ...] = ("*",)
+    but: tuple[str, ...] = ()
+
+    def words(self, config: Any, key: str) -> str:
+        """`why`, with `{section}` as the section of the key and any other `{name}` as its value."""
+
+        def filled(match: re.Match[str]) -> str:
+            name = match[1]
+            return key.rpartition(".")[0] if name == "section" else str(look_up(config, key, name))
+
+        return re.sub(r"\{([\w.]+)\}", filled, self.why)
+
+    def covers(self, name: str) -> bool:
+        """Whether the rule is for the key that is called `name` below the rule's section."""
+        matches = any(fnmatchcase(name, pattern) for pattern in self.only)
+        return matches and not any(fnmatchcase(name, pattern) for pattern in self.but)
+
+    def applies(self, config: Any, key: str, value: Any) -> bool:
+        """Whether it holds for this key, set to this value, in this configuration."""
+        if value is not ANY and (value in self.unless or (self.values is not None and value not in self.values)):
+            return False
+        return self.when is None or self.when(config, key)
 
 
 class Section(BaseModel):
-    """A frozen group of keys. Unknown keys are refused; every field documents itself."""
+    """A frozen group of keys. Unknown keys are refused; every field documents itself.
+
+    `rules` is the section's table: what holds for several of its keys.
+    """
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
 
     model_config = ConfigDict(
         frozen=True,
@@ -25,33 +80,108 @@ class Section(BaseModel):
     )
 
 
-def inherits(
-    source: str,
-    section: type[Section],
-    name: str,
-    *,
-    description: str,
-    keeps_null: bool = False,
-    **constraints: Any,
-) -> Any:
-    """A field that takes the value of the key `source` when it is unset or null; with `keeps_null` only when unset.
+def unused(why: str, when: When | None = None, *, unless: tuple = (), only: str = "*", but: str = "") -> Rule:
+    """The key has no effect while `when` holds (always without it). `unless` are values that ask for no more."""
+    return Rule("unused", why, when, None, unless, tuple(only.split()), tuple(but.split()))
 
-    `section` and `name` say where the default of that key is written, so that a section built alone has it too.
-    The root resolves the real value (see `dovetail.config.inherit`).
+
+def unsupported(why: str, *values: Any, when: When | None = None, unless: tuple = (), only: str = "*") -> Rule:
+    """A run with one of `values` (any but the default without them) is refused while `when` holds."""
+    return Rule("unsupported", why, when, values or None, unless, tuple(only.split()))
+
+
+@dataclass(frozen=True)
+class ReadWith:
+    """Holds while the key `name` has none of `values`. With `known`, names that are not in it may do anything."""
+
+    name: str
+    values: tuple[Any, ...]
+    known: tuple[Any, ...] = ()
+
+    def __call__(self, config: Any, key: str) -> bool:
+        value = look_up(config, key, self.name)
+        return value not in self.values and (not self.known or value in self.known)
+
+
+def read_with(name: str, *values: Any, known: tuple[Any, ...] = (), unless: tuple = (), only: str = "*") -> Rule:
+    """The key has an effect only where the key `name` has one of `values`; `.name` is in the same section."""
+    words = " or ".join(str(value) for value in values)
+    setting = f"{{section}}{name}" if name.startswith(".") else name
+    why = (
+        f"{name.rpartition('.')[2].removesuffix('_in_force')} {words} reads it"
+        if known
+        else f"{setting}={words} reads it"
+    )
+    return Rule("unused", why, ReadWith(name.removeprefix("."), values, known), None, unless, tuple(only.split()))
+
+
+def when_is(name: str, *values: Any) -> When:
+    """Holds while the key `name` has one of `values`. A name that is not one of the root is looked for upwards."""
+    return lambda config, key: look_up(config, key, name) in values
+
+
+def when_not(name: str, *values: Any) -> When:
+    """Holds while the key `name` has none of `values`."""
+    return lambda config, key: look_up(config, key, name) not in values
+
+
+def all_of(*conditions: When) -> When:
+    """Holds while all conditions do."""
+    return lambda config, key: all(condition(config, key) for condition in conditions)
+
+
+def look_up(config: Any, key: str, name: str) -> Any:
+    """The value of `name`: of the root, or of the nearest section around `key` that has it. None where none has."""
+    first = name.partition(".")[0]
+    sections = [config]
+    for part in key.split(".")[:-1]:
+        sections.append(getattr(sections[-1], part))
+    for node in (config, *reversed(sections)):
+        if hasattr(node, first):
+            for part in name.split("."):
+                node = getattr(node, part)
+            return node
+    return None
+
+
+Rules = Rule | tuple[Rule, ...]
+
+
+def key(default: Any, words: str, *, rules: Rules = (), **constraints: Any) -> Any:
+    """A key with its default, its words for the documents, its rules and its range (`ge`, `gt`, `le`, `lt`)."""
+    return Field(default, description=words, json_schema_extra=_extra(rules), **constraints)
+
+
+def section(kind: type[Section], words: str, *, rules: Rules = ()) -> Any:
+    """A section below this one, with rules for all of its keys."""
+    return Field(kind.model_construct(), description=words, json_schema_extra=_extra(rules))
+
+
+def inherits(source: str, kind: type[Section], words: str = "", *, keeps_null: bool = False, rules: Rules = ()) -> Any:
+    """A key that takes the value of `source` when it is unset or null; with `keeps_null` only when unset.
+
+    Range and words are those of the field of `kind`. The root resolves the value (see `dovetail.config.inherit`).
     """
+    field = kind.model_fields[source.rpartition(".")[2]]
+    bounds = {
+        name: bound
+        for constraint in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if (bound := getattr(constraint, name, None)) is not None
+    }
     return Field(
-        default=section.model_fields[name].default,
-        description=f"{description} {'Unset' if keeps_null else 'Null'}: same as `{source}`.",
-        json_schema_extra={INHERITS: source, KEEPS_NULL: keeps_null},
-        **constraints,
+        field.default,
+        description=f"{words or field.description} {'Unset' if keeps_null else 'Null'}: same as `{source}`.",
+        json_schema_extra=_extra(rules, inherits=source, keeps_null=keeps_null),
+        **bounds,
     )
 
 
-def inherited_from(extra: object) -> str | None:
-    """The key a field inherits from, given its `json_schema_extra`."""
-    return extra.get(INHERITS) if isinstance(extra, dict) else None
+def _extra(rules: Rules, **more: Any) -> Any:
+    return {"rules": (rules,) if isinstance(rules, Rule) else rules, **more}
 
 
-def keeps_null(extra: object) -> bool:
-    """Whether null is a value of its own for an inheriting field, given its `json_schema_extra`."""
-    return isinstance(extra, dict) and bool(extra.get(KEEPS_NULL))
+def extra_of(field: FieldInfo, name: str) -> Any:
+    """What the helpers above wrote beside a field: `rules`, `inherits` or `keeps_null`."""
+    extra = field.json_schema_extra
+    return extra.get(name) if isinstance(extra, dict) else None

@@ -14,13 +14,17 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dovetail.config.idle import IDLE
+from dovetail.config.base import Rule
 from dovetail.config.keys import Key, catalogue, sections
-from dovetail.config.no_effect import NO_EFFECT, UNUSED_BY_ROLE
-from dovetail.config.pending import PENDING
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate import TRANSLATIONS, VALUE_SPELLINGS
-from dovetail.config.translate_groups import FLAT_KEYS, GLOBAL_MICRO_BATCHES
+from dovetail.config.translate import (
+    FLAT_KEYS,
+    FOREIGN_KEYS,
+    GLOBAL_MICRO_BATCHES,
+    GROUP_SPELLINGS,
+    TRANSLATIONS,
+    VALUE_SPELLINGS,
+)
 
 _INTRODUCTION = """\
 # Configuration
@@ -48,7 +52,7 @@ def document() -> str:
     parts = [_INTRODUCTION]
     for name, section in sections(DovetailConfig).items():
         parts.append(_section(name, section))
-    parts += [_translated(), _respelled_values(), _pending(), _switched_off(), _idle()]
+    parts += [_translated(), _respelled_values(), _unused(), _unsupported(), _foreign()]
     return "\n".join(parts)
 
 
@@ -96,45 +100,9 @@ def _translated() -> str:
         (f"`algorithm.{old}`", f"`{correction}.{new}`", _cell(meaning or "the same value"))
         for old, new, meaning in FLAT_KEYS
     ]
-    rows += [(f"`{old}`", f"`{new}`", why) for old, new, why in _BY_RULE]
+    rows += [(f"`{old}`", f"`{new}`", why) for old, new, why in GROUP_SPELLINGS]
     title = "## Other spellings\n\nEach use prints a notice. Two spellings that disagree are an error.\n"
     return title + _table(("written as", "read as", "why"), rows)
-
-
-_BY_RULE = (
-    (
-        "actor_rollout_ref.actor.tis_imp_ratio_cap",
-        "algorithm.rollout_correction.rollout_is_threshold",
-        "with `rollout_is=token`; not positive: no weights",
-    ),
-    (
-        "algorithm.rollout_correction.rollout_rs=token, sequence, geometric",
-        "algorithm.rollout_correction.rollout_rs=token_k1, seq_sum_k1, seq_mean_k1",
-        "",
-    ),
-    (
-        "algorithm.rollout_correction.rollout_rs_threshold_lower",
-        "algorithm.rollout_correction.rollout_rs_threshold=lower_upper",
-        "",
-    ),
-    (
-        "algorithm.rollout_correction.rollout_token_veto_threshold",
-        "algorithm.rollout_correction.rollout_rs",
-        "one more rule, seq_max_k2 with the threshold 0.5 x log(veto)^2",
-    ),
-    (
-        "algorithm.rollout_correction.use_policy_gradient",
-        "algorithm.rollout_correction.loss_type=reinforce",
-        "",
-    ),
-    ("actor_rollout_ref.actor.megatron.*", "actor_rollout_ref.actor.strategy=megatron", "when no strategy is set"),
-    ("model_engine=megatron", "actor_rollout_ref.actor.strategy=megatron", "when no strategy is set"),
-    (
-        "data.train_batch_size=0",
-        "data.train_batch_size",
-        "`async_training.require_batches` mini-batches",
-    ),
-)
 
 
 def _respelled_values() -> str:
@@ -146,30 +114,48 @@ def _respelled_values() -> str:
     return "## Other spellings of values\n" + _table(("key", "written as", "read as"), rows)
 
 
-def _pending() -> str:
-    rows = [(f"`{entry.pattern}`", _cell(entry.instead)) for entry in PENDING]
+def _unused() -> str:
     title = (
-        "## Accepted and planned with, not acted on in this version\n\n"
-        "Setting one to something else than what happens anyway prints a notice. What would make a run wrong when "
-        "passed over is refused when the run starts.\n"
+        "## When a key has no effect\n\n"
+        "Setting one while its reason holds prints a notice; setting it to its default does not.\n"
     )
-    return title + _table(("key", "what happens instead"), rows)
+    return title + _table(("key", "why it has no effect"), _rule_rows("unused"))
 
 
-def _switched_off() -> str:
-    rows = [(", ".join(f"`{pattern}`" for pattern in entry.patterns), _cell(entry.reason)) for entry in IDLE]
+def _unsupported() -> str:
     title = (
-        "## Keys that other keys switch off\n\n"
-        "Setting one that the rest of the configuration does not read prints a notice with the reason.\n"
+        "## What cannot be run in this version\n\n"
+        "Accepted and planned with (a notice says so), and refused when a run starts.\n"
     )
-    return title + _table(("key", "why it is not read"), rows)
+    return title + _table(("key", "why, and what to use"), _rule_rows("unsupported"))
 
 
-def _idle() -> str:
-    rows = [(f"`{entry.pattern}`", _cell(entry.reason)) for entry in NO_EFFECT]
-    rows += [(f"`{key}`", _cell(reason)) for key, reason in UNUSED_BY_ROLE.items()]
-    title = "## Keys without effect\n\nUsed elsewhere; here each use prints a notice. `*` stands for anything.\n"
+def _rule_rows(outcome: str) -> list[tuple[str, str]]:
+    """Keys by reason, in the order of declaration; a role's copy of a shared section is named by its place in it."""
+    rows: dict[tuple[str, str], None] = {}
+    for key in catalogue(DovetailConfig).values():
+        for rule in key.rules:
+            if rule.outcome == outcome:
+                values = "" if rule.values is None else "=" + ", ".join(str(value) for value in rule.values)
+                why = rule.why.replace("{section}", key.name.rpartition(".")[0]).replace("{", "").replace("}", "")
+                rows[f"`{key.name}{values}`", _cell(why)] = None
+    by_reason: dict[str, list[str]] = {}
+    for name, why in rows:
+        by_reason.setdefault(why, []).append(name)
+    return [(", ".join(names), why) for why, names in by_reason.items()]
+
+
+def _foreign() -> str:
+    rows = [(", ".join(f"`{name}`" for name in rule.only), _foreign_reason(rule)) for rule in FOREIGN_KEYS]
+    title = "## Keys of other systems\n\nAccepted without effect; each use prints a notice. `*` stands for anything.\n"
     return title + _table(("key", "reason"), rows)
+
+
+def _foreign_reason(rule: Rule) -> str:
+    if rule.outcome == "unused":
+        return _cell(rule.why)
+    harmless = ", ".join(f"`{_written(value)}`" for value in rule.unless) or "null"
+    return f"{_cell(rule.why)}; anything but {harmless} is refused"
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from dovetail.config.base import Section
+from dovetail.config.base import Rule, Section, key, section, unused, when_is
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
 
@@ -18,33 +16,50 @@ def full_dtype(name: str) -> str:
     return _FULL_NAMES.get(name, name)
 
 
+# Said before any other reason: it follows from the role alone.
+NO_OPTIMIZER = unused("the role has no optimizer", when_is("optim", None))
+
+
 class WrapPolicyConfig(Section):
     """Which modules become a sharding unit."""
 
-    min_num_params: int = Field(0, ge=0, description="Shard modules with at least this many parameters; 0: by class.")
-    transformer_layer_cls_to_wrap: list[str] | None = Field(
-        None, description="Module classes to shard. Null: the decoder layers that the model declares."
+    min_num_params: int = key(0, "Shard modules with at least this many parameters; 0: by class.", ge=0)
+    transformer_layer_cls_to_wrap: list[str] | None = key(
+        None, "Module classes to shard. Null: the decoder layers that the model declares."
     )
-    disable: bool = Field(False, description="One sharding unit for the whole model.")
+    disable: bool = key(False, "One sharding unit for the whole model.")
 
 
 class MixedPrecisionConfig(Section):
     """Dtypes during forward and backward."""
 
-    param_dtype: Dtype = Field("bfloat16", description="Dtype of weights and activations in forward and backward.")
-    reduce_dtype: Dtype = Field("float32", description="Dtype in which gradients are summed over devices.")
-    buffer_dtype: Dtype = Field("float32", description="Dtype of buffers such as rotary tables.")
+    param_dtype: Dtype = key("bfloat16", "Dtype of weights and activations in forward and backward.")
+    reduce_dtype: Dtype = key("float32", "Dtype in which gradients are summed over devices.")
+    buffer_dtype: Dtype = key(
+        "float32",
+        "Dtype of buffers such as rotary tables.",
+        rules=unused("buffers keep the dtype the model gives them, rotary tables float32"),
+    )
 
 
 class FSDPConfig(Section):
     """Sharding, offload and precision of one role."""
 
-    fsdp_size: int = Field(-1, ge=-1, description="Devices in one sharding group; -1: all. Smaller: hybrid sharding.")
-    param_offload: bool = Field(False, description="Keep the weights in host memory between phases.")
-    optimizer_offload: bool = Field(False, description="Keep the optimizer state in host memory between updates.")
-    offload_policy: bool = Field(False, description="FSDP2's own CPU offload during forward and backward too.")
-    reshard_after_forward: bool = Field(True, description="Free gathered weights after forward (FSDP2).")
-    forward_prefetch: bool = Field(False, description="Gather the next layer during the current forward.")
-    model_dtype: Dtype = Field("float32", description="Dtype of the master weights.")
-    mixed_precision: MixedPrecisionConfig = Field(MixedPrecisionConfig.model_construct(), description="Compute dtypes.")
-    wrap_policy: WrapPolicyConfig = Field(WrapPolicyConfig.model_construct(), description="Sharding units.")
+    rules: ClassVar[tuple[Rule, ...]] = (
+        unused("strategy=megatron shards as the role's section `megatron` says", when_is("strategy", "megatron")),
+        unused(
+            "one device holds the whole model",
+            when_is("trainer.world_size", 1),
+            only="fsdp_size reshard_after_forward forward_prefetch wrap_policy.* mixed_precision.reduce_dtype",
+        ),
+    )
+
+    fsdp_size: int = key(-1, "Devices in one sharding group; -1: all. Smaller: hybrid sharding.", ge=-1)
+    param_offload: bool = key(False, "Keep the weights in host memory between phases.")
+    optimizer_offload: bool = key(False, "Keep the optimizer state in host memory between updates.", rules=NO_OPTIMIZER)
+    offload_policy: bool = key(False, "FSDP2's own CPU offload during forward and backward too.")
+    reshard_after_forward: bool = key(True, "Free gathered weights after forward (FSDP2).")
+    forward_prefetch: bool = key(False, "Gather the next layer during the current forward.")
+    model_dtype: Dtype = key("float32", "Dtype of the master weights.")
+    mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "Compute dtypes.")
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "Sharding units.")

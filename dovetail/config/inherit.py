@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dovetail.config.base import inherited_from, keeps_null
+from dovetail.config.base import extra_of
 
 
 def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:
@@ -35,19 +35,19 @@ def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any
 @cache
 def inheritance(root: type[BaseModel]) -> dict[str, str]:
     """Every inheriting key of `root` with the key that it inherits from."""
-    sources = ((key, inherited_from(field.json_schema_extra)) for key, field in _walk(root, ""))
+    sources = ((key, extra_of(field, "inherits")) for key, field in _walk(root, ""))
     return {key: source for key, source in sources if source is not None}
 
 
 @cache
 def _own_nulls(root: type[BaseModel]) -> frozenset[str]:
-    return frozenset(key for key, field in _walk(root, "") if keeps_null(field.json_schema_extra))
+    return frozenset(key for key, field in _walk(root, "") if extra_of(field, "keeps_null"))
 
 
 def _walk(section: type[BaseModel], prefix: str) -> list[tuple[str, FieldInfo]]:
     found: list[tuple[str, FieldInfo]] = []
     for name, field in section.model_fields.items():
-        if inherited_from(field.json_schema_extra) is not None:
+        if extra_of(field, "inherits") is not None:
             found.append((prefix + name, field))
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found.extend(_walk(field.annotation, f"{prefix}{name}."))

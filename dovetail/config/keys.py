@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from dovetail.config.base import inherited_from
+from dovetail.config.base import Rule, extra_of
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,14 @@ class Key:
 
     name: str
     field: FieldInfo
+    rules: tuple[Rule, ...] = ()
+    """What a run does with it beside reading it: the field's own rules, then those of the sections around it,
+    the outermost first."""
 
     @property
     def inherits(self) -> str | None:
         """The key whose value stands in for null, if any."""
-        return inherited_from(self.field.json_schema_extra)
+        return extra_of(self.field, "inherits")
 
     @property
     def free_form(self) -> bool:
@@ -122,13 +125,18 @@ def _ratio(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def _walk(section: type[BaseModel], prefix: str) -> Iterator[Key]:
+def _walk(section: type[BaseModel], prefix: str, around: tuple[tuple[str, Rule], ...] = ()) -> Iterator[Key]:
+    """`around` are the rules of the sections outside of this one, the outermost first, with the places they are for."""
+    around = (*around, *((prefix, rule) for rule in getattr(section, "rules", ())))
     for name, field in section.model_fields.items():
-        inner = section_of(field)
+        inner, rules = section_of(field), extra_of(field, "rules") or ()
         if inner is None:
-            yield Key(prefix + name, field)
+            key = prefix + name
+            covering = (rule for place, rule in around if rule.covers(key.removeprefix(place)))
+            yield Key(key, field, (*rules, *covering))
         else:
-            yield from _walk(inner, f"{prefix}{name}.")
+            place = f"{prefix}{name}."
+            yield from _walk(inner, place, (*around, *((place, rule) for rule in rules)))
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:

@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.config.base import Rule
+from dovetail.config.effects import effect_notices, is_unused
 from dovetail.config.errors import ConfigError, Notice, Problem, name_some
 from dovetail.config.files import read_yaml, resolve_interpolations
-from dovetail.config.idle import idle_notices, is_unread
 from dovetail.config.keys import catalogue, find_key, sections
-from dovetail.config.no_effect import UNUSED_BY_ROLE, NoEffect, no_effect
 from dovetail.config.overrides import Override, parse_overrides, read_overrides_file
-from dovetail.config.pending import pending_notices
 from dovetail.config.root import DovetailConfig
-from dovetail.config.runnable import unsupported_in_runs
-from dovetail.config.translate import translate
+from dovetail.config.translate import foreign_key, translate
 from dovetail.config.tree import Tree, leaves, merge, put, remove
 from dovetail.config.validate import build, default_tree, suggestion, unknown_keys
 
@@ -99,7 +97,7 @@ class _Draft:
         translated = translate(values)
         self.notices += translated.notices
         self.problems += translated.problems
-        kept = self._without_nulls(self._without_idle(translated.leaves))
+        kept = self._without_nulls(self._without_foreign(translated.leaves))
         unknown = unknown_keys(kept)
         self.problems += unknown
         wrong = {problem.key for problem in unknown}
@@ -107,7 +105,7 @@ class _Draft:
         self.problems += [*problems, *self._left_open(config)]
         if config is None or self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
-        self._note_values(config, kept)
+        self.notices += effect_notices(config, kept)
         tree: Tree = {}
         for key, value in kept.items():
             put(tree, key, value)
@@ -119,8 +117,8 @@ class _Draft:
         problems: list[Problem] = []
         for key, file in self.unset.items():
             names = list(translate({key: None}).leaves) or [key]
-            if all(no_effect(name) for name in (key, *names)) or (
-                config is not None and all(is_unread(config, name) for name in names)
+            if all(foreign_key(name) for name in (key, *names)) or (
+                config is not None and all(is_unused(config, name) for name in names)
             ):
                 continue
             problems.append(Problem(key, f"{key} is ??? in {file}: it must be set."))
@@ -158,20 +156,20 @@ class _Draft:
             del values[key]
         return values
 
-    def _without_idle(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Drop the keys that have no effect here, with one notice for each reason."""
+    def _without_foreign(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Drop the keys of other systems, with one notice for each reason."""
         kept: dict[str, Any] = {}
-        idle: dict[NoEffect, list[str]] = {}
+        unused: dict[Rule, list[str]] = {}
         for key, value in values.items():
-            entry = None if find_key(DovetailConfig, key) else no_effect(key)
-            if entry is None:
+            rule = None if find_key(DovetailConfig, key) else foreign_key(key)
+            if rule is None:
                 kept[key] = value
-            elif entry.refuses(value):
-                self.problems.append(Problem(key, f"{key}={value} is not supported: {entry.reason}; take the key out."))
+            elif rule.outcome == "unsupported" and value is not None and value not in rule.unless:
+                self.problems.append(Problem(key, f"{key}={value} is not supported: {rule.why}; take the key out."))
             elif value is not None:
-                idle.setdefault(entry, []).append(f"{key}={value}")
-        for entry, keys in idle.items():
-            message = f"{name_some(keys)}: no effect here, because {entry.reason}."
+                unused.setdefault(rule, []).append(f"{key}={value}")
+        for rule, keys in unused.items():
+            message = f"{name_some(keys)}: no effect here, because {rule.why}."
             self.notices.append(Notice(keys[0].partition("=")[0], message))
         return kept
 
@@ -187,19 +185,6 @@ class _Draft:
             else:
                 self.notices.append(Notice(key, f"{key}=null is read as its default, {known.default}."))
         return kept
-
-    def _note_values(self, config: DovetailConfig, values: dict[str, Any]) -> None:
-        for key, reason in UNUSED_BY_ROLE.items():
-            # A file that resolves a whole run writes every key: only a wish that is not fulfilled is worth a notice.
-            default = catalogue(DovetailConfig)[key].default
-            if values.get(key, default) not in (None, default):
-                self.notices.append(Notice(key, f"{key}={values[key]} has no effect here, because {reason}."))
-        refused = unsupported_in_runs(config)
-        for problem in refused:
-            self.notices.append(Notice(problem.key, f"{problem.message} It is planned all the same."))
-        told = {problem.key for problem in refused} | UNUSED_BY_ROLE.keys()
-        self.notices += pending_notices(config, values, told=told)
-        self.notices += idle_notices(config, values, told=told)
 
     def _source(self, key: str) -> str:
         parts = key.split(".")

@@ -2,46 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import Field
-
-from dovetail.config.base import Section
-from dovetail.config.fsdp import Dtype
+from dovetail.config.base import Rule, Section, key, read_with, unused, when_is, when_not
+from dovetail.config.fsdp import NO_OPTIMIZER, Dtype
 from dovetail.config.home import HomePath
 
 
 class MegatronConfig(Section):
     """Tensor, pipeline, expert and context parallelism of one role."""
 
-    tensor_model_parallel_size: int = Field(1, ge=1, description="Devices that share each layer.")
-    pipeline_model_parallel_size: int = Field(1, ge=1, description="Pipeline stages.")
-    virtual_pipeline_model_parallel_size: int | None = Field(
-        None, ge=1, description="Model chunks per stage (interleaved schedule). Null: one."
+    rules: ClassVar[tuple[Rule, ...]] = (
+        unused("it is read with `strategy=megatron` only", when_not("strategy", "megatron")),
+        unused("the role has no gradients", when_is("optim", None), only="override_ddp_config"),
+        read_with(".use_dist_checkpointing", True, only="dist_checkpointing_*"),
     )
-    context_parallel_size: int = Field(1, ge=1, description="Devices that share each sequence.")
-    expert_model_parallel_size: int = Field(1, ge=1, description="Devices that share the experts of a layer.")
-    expert_tensor_parallel_size: int | None = Field(
-        None, ge=1, description="Devices that share one expert. Null: `tensor_model_parallel_size`."
+
+    tensor_model_parallel_size: int = key(1, "Devices that share each layer.", ge=1)
+    pipeline_model_parallel_size: int = key(1, "Pipeline stages.", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = key(
+        None, "Model chunks per stage (interleaved schedule). Null: one.", ge=1
     )
-    sequence_parallel: bool = Field(True, description="Split norms and dropouts along the sequence (needs TP > 1).")
-    param_offload: bool = Field(False, description="Keep the weights in host memory between phases.")
-    grad_offload: bool = Field(False, description="Keep the gradient buffers in host memory between updates.")
-    optimizer_offload: bool = Field(False, description="Keep the optimizer state in host memory between updates.")
-    use_distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
-    dtype: Dtype = Field("bfloat16", description="Dtype of weights and activations; master weights are float32.")
-    use_dist_checkpointing: bool = Field(False, description="Load the start weights from a Megatron checkpoint.")
-    dist_checkpointing_path: HomePath | None = Field(None, description="Folder of that Megatron checkpoint.")
-    dist_checkpointing_prefix: str = Field("", description="Prefix of the weight names in that checkpoint.")
-    override_transformer_config: dict[str, Any] = Field(
-        {}, description="Extra fields of Megatron's `TransformerConfig` (free-form)."
+    context_parallel_size: int = key(1, "Devices that share each sequence.", ge=1)
+    expert_model_parallel_size: int = key(1, "Devices that share the experts of a layer.", ge=1)
+    expert_tensor_parallel_size: int | None = key(
+        None, "Devices that share one expert. Null: `tensor_model_parallel_size`.", ge=1
     )
-    override_ddp_config: dict[str, Any] = Field(
-        {}, description="Extra fields of Megatron's `DistributedDataParallelConfig` (free-form)."
+    sequence_parallel: bool = key(True, "Split norms and dropouts along the sequence (needs TP > 1).")
+    param_offload: bool = key(False, "Keep the weights in host memory between phases.")
+    grad_offload: bool = key(False, "Keep the gradient buffers in host memory between updates.", rules=NO_OPTIMIZER)
+    optimizer_offload: bool = key(False, "Keep the optimizer state in host memory between updates.", rules=NO_OPTIMIZER)
+    use_distributed_optimizer: bool = key(
+        True, "Shard the optimizer state over data-parallel ranks.", rules=NO_OPTIMIZER
     )
-    override_mcore_model_config: dict[str, Any] = Field(
-        {}, description="Extra arguments of Megatron's `GPTModel` (free-form)."
+    dtype: Dtype = key("bfloat16", "Dtype of weights and activations; master weights are float32.")
+    use_dist_checkpointing: bool = key(False, "Load the start weights from a Megatron checkpoint.")
+    dist_checkpointing_path: HomePath | None = key(None, "Folder of that Megatron checkpoint.")
+    dist_checkpointing_prefix: str = key("", "Prefix of the weight names in that checkpoint.")
+    override_transformer_config: dict[str, Any] = key({}, "Extra fields of Megatron's `TransformerConfig` (free-form).")
+    override_ddp_config: dict[str, Any] = key(
+        {}, "Extra fields of Megatron's `DistributedDataParallelConfig` (free-form)."
     )
+    override_mcore_model_config: dict[str, Any] = key({}, "Extra arguments of Megatron's `GPTModel` (free-form).")
 
     @property
     def expert_tensor_size(self) -> int:

@@ -2,50 +2,97 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
-from dovetail.config.base import Section, inherits
+from dovetail.config.base import Rule, Section, inherits, key, look_up, section, unsupported, unused, when_is
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.home import HomePath
+
+
+def _is_megatron(config: Any, key: str) -> bool:
+    """The policy's network has its backend in the actor's section, the others around them."""
+    return (look_up(config, key, "strategy") or config.actor_rollout_ref.actor.strategy) == "megatron"
+
+
+def _has_other_config(config: Any, key: str) -> bool:
+    return look_up(config, key, "hf_config_path") != look_up(config, key, "path")
+
+
+_ON_MEGATRON = (
+    unused("strategy=megatron always packs sequences", _is_megatron, only="use_remove_padding"),
+    unused(
+        "strategy=megatron reads override_transformer_config instead", _is_megatron, only="enable_activation_offload"
+    ),
+)
 
 
 class FusedKernelConfig(Section):
     """Which kernel computes log-probs from hidden states."""
 
-    impl_backend: Literal["auto", "torch", "triton"] = Field(
-        "auto", description="torch: chunked PyTorch; triton: a Triton kernel (CUDA); auto: triton on CUDA, else torch."
+    impl_backend: Literal["auto", "torch", "triton"] = key(
+        "auto", "torch: chunked PyTorch; triton: a Triton kernel (CUDA); auto: triton on CUDA, else torch."
     )
 
 
 class ModelConfig(Section):
     """The policy network."""
 
-    path: HomePath = Field(
-        "", description="Hugging Face folder of the weights, or a name on the hub (`org/name`). Must be set."
+    rules: ClassVar[tuple[Rule, ...]] = (
+        unused(
+            "the engine gets merged weights; vllm with mode=sync on the trainer's devices takes adapters",
+            when_is("actor_rollout_ref.takes_adapters", False),
+            only="lora_merge",
+        ),
+        unused(
+            "{section}.lora_rank=0 trains no adapter",
+            when_is("uses_lora", False),
+            only="lora_alpha lora_dropout target_modules exclude_modules",
+        ),
+        # impl_backend=triton has a check of its own.
+        unused(
+            "actor_rollout_ref.model.use_fused_kernels=True reads it",
+            when_is("use_fused_kernels", False),
+            unless=("triton",),
+            only="fused_kernel_options.*",
+        ),
+        *_ON_MEGATRON,
     )
-    hf_config_path: HomePath | None = Field(None, description="Folder of `config.json`. Null: `path`.")
-    tokenizer_path: HomePath | None = Field(None, description="Folder of the tokenizer. Null: `path`.")
-    custom_chat_template: str | None = Field(None, description="Jinja chat template. Null: the tokenizer's.")
-    trust_remote_code: bool = Field(False, description="Run code that comes with the model.")
-    external_lib: str | None = Field(None, description="Python module imported before the model is built.")
-    override_config: dict[str, Any] = Field({}, description="Fields to change in the model's config (free-form).")
-    use_shm: bool = Field(False, description="Copy the weights to shared memory once per node before loading.")
-    enable_gradient_checkpointing: bool = Field(True, description="Recompute activations in the backward pass.")
-    enable_activation_offload: bool = Field(False, description="Keep checkpointed activations in host memory.")
-    use_remove_padding: bool = Field(True, description="Pack sequences without padding.")
-    use_fused_kernels: bool = Field(False, description="Log-probs and entropy without ever holding the full logits.")
-    fused_kernel_options: FusedKernelConfig = Field(
-        FusedKernelConfig.model_construct(), description="Options of the fused head."
+
+    path: HomePath = key("", "Hugging Face folder of the weights, or a name on the hub (`org/name`). Must be set.")
+    hf_config_path: HomePath | None = key(
+        None,
+        "Folder of `config.json`. Null: `path`.",
+        rules=unsupported(
+            "the config.json beside the weights is read; change fields with {section}.override_config",
+            when=_has_other_config,
+        ),
     )
-    lora_rank: int = Field(0, ge=0, description="Rank of LoRA adapters; 0 trains all weights.")
-    lora_alpha: float = Field(16, ge=0, description="LoRA scale is `lora_alpha / lora_rank`.")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the adapters.")
-    target_modules: str | list[str] = Field("all-linear", description="Modules that get an adapter.")
-    exclude_modules: str | list[str] | None = Field(None, description="Modules that get none (names or one pattern).")
-    lora_adapter_path: HomePath | None = Field(None, description="Adapter folder to start from. Null: fresh adapters.")
-    lora_merge: bool = Field(True, description="Send merged weights to the engine instead of adapters.")
+    tokenizer_path: HomePath | None = key(None, "Folder of the tokenizer. Null: `path`.")
+    custom_chat_template: str | None = key(None, "Jinja chat template. Null: the tokenizer's.")
+    trust_remote_code: bool = key(False, "Run code that comes with the model.")
+    external_lib: str | None = key(None, "Python module imported before the model is built.")
+    override_config: dict[str, Any] = key({}, "Fields to change in the model's config (free-form).")
+    use_shm: bool = key(
+        False,
+        "Copy the weights to shared memory once per node before loading.",
+        rules=unused("every process reads the weights from the folder"),
+    )
+    enable_gradient_checkpointing: bool = key(True, "Recompute activations in the backward pass.")
+    enable_activation_offload: bool = key(False, "Keep checkpointed activations in host memory.")
+    use_remove_padding: bool = key(True, "Pack sequences without padding.")
+    use_fused_kernels: bool = key(False, "Log-probs and entropy without ever holding the full logits.")
+    fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig, "Options of the fused head.")
+    lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains all weights.", ge=0)
+    lora_alpha: float = key(16, "LoRA scale is `lora_alpha / lora_rank`.", ge=0)
+    lora_dropout: float = key(0.0, "Dropout before the adapters.", ge=0, lt=1)
+    target_modules: str | list[str] = key("all-linear", "Modules that get an adapter.")
+    exclude_modules: str | list[str] | None = key(None, "Modules that get none (names or one pattern).")
+    lora_adapter_path: HomePath | None = key(
+        None,
+        "Adapter folder to start from. Null: fresh adapters.",
+        rules=unsupported("adapters start fresh; merge the adapter into the weights of model.path first"),
+    )
+    lora_merge: bool = key(True, "Send merged weights to the engine instead of adapters.")
 
     @property
     def config_path(self) -> str:
@@ -69,45 +116,48 @@ _POLICY = "actor_rollout_ref.model"
 class CriticModelConfig(ModelConfig):
     """The value network: by default the policy's backbone with a value head."""
 
-    path: HomePath = inherits(f"{_POLICY}.path", ModelConfig, "path", description="Folder of the weights.")
-    tokenizer_path: HomePath | None = inherits(
-        f"{_POLICY}.tokenizer_path", ModelConfig, "tokenizer_path", description="Folder of the tokenizer."
+    lora_rank: int = key(
+        0, "Rank of LoRA adapters; 0 trains all weights.", ge=0, rules=unsupported("the critic is trained whole; use 0")
     )
-    trust_remote_code: bool = inherits(
-        f"{_POLICY}.trust_remote_code", ModelConfig, "trust_remote_code", description="Run code of the model."
+    rules: ClassVar[tuple[Rule, ...]] = (
+        unused("a value network has no vocabulary head", only="use_fused_kernels fused_kernel_options.*"),
+        unused("only the policy's weights go to the engine", only="lora_merge"),
+        unused("only the policy's tokenizer renders prompts", only="custom_chat_template"),
+        unused("the critic reads the policy's tokens", only="tokenizer_path"),
+        unused(
+            "the critic is trained whole, without adapters",
+            only="lora_alpha lora_dropout target_modules exclude_modules",
+        ),
+        *_ON_MEGATRON,
     )
-    external_lib: str | None = inherits(
-        f"{_POLICY}.external_lib", ModelConfig, "external_lib", description="Module imported before building."
-    )
-    override_config: dict[str, Any] = inherits(
-        f"{_POLICY}.override_config",
-        ModelConfig,
-        "override_config",
-        description="Fields to change in the model's config (free-form).",
-    )
-    use_remove_padding: bool = inherits(
-        f"{_POLICY}.use_remove_padding", ModelConfig, "use_remove_padding", description="Pack sequences."
-    )
+
+    path: HomePath = inherits(f"{_POLICY}.path", ModelConfig)
+    tokenizer_path: HomePath | None = inherits(f"{_POLICY}.tokenizer_path", ModelConfig)
+    trust_remote_code: bool = inherits(f"{_POLICY}.trust_remote_code", ModelConfig)
+    external_lib: str | None = inherits(f"{_POLICY}.external_lib", ModelConfig)
+    override_config: dict[str, Any] = inherits(f"{_POLICY}.override_config", ModelConfig)
+    use_remove_padding: bool = inherits(f"{_POLICY}.use_remove_padding", ModelConfig)
 
 
 class RewardNetworkConfig(Section):
     """A sequence classifier that scores answers."""
 
-    path: HomePath | None = Field(None, description="Hugging Face folder of the reward model, or a name on the hub.")
+    rules: ClassVar[tuple[Rule, ...]] = (_ON_MEGATRON[0],)
+
+    path: HomePath | None = key(None, "Hugging Face folder of the reward model, or a name on the hub.")
     input_tokenizer: HomePath | None = inherits(
         f"{_POLICY}.path",
         ModelConfig,
-        "path",
-        description="Tokenizer that wrote the responses. Null: the network reads the policy's token ids as they are.",
+        "Tokenizer that wrote the responses. Null: the network reads the policy's token ids as they are.",
         keeps_null=True,
     )
-    trust_remote_code: bool = Field(False, description="Run code that comes with the model.")
-    external_lib: str | None = inherits(
-        f"{_POLICY}.external_lib", ModelConfig, "external_lib", description="Module imported before building."
+    trust_remote_code: bool = key(False, "Run code that comes with the model.")
+    external_lib: str | None = inherits(f"{_POLICY}.external_lib", ModelConfig)
+    override_config: dict[str, Any] = key({}, "Fields to change in the model's config (free-form).")
+    use_shm: bool = key(
+        False,
+        "Copy the weights to shared memory once per node before loading.",
+        rules=unused("every process reads the weights from the folder"),
     )
-    override_config: dict[str, Any] = Field({}, description="Fields to change in the model's config (free-form).")
-    use_shm: bool = Field(False, description="Copy the weights to shared memory once per node before loading.")
-    use_remove_padding: bool = inherits(
-        f"{_POLICY}.use_remove_padding", ModelConfig, "use_remove_padding", description="Pack sequences."
-    )
-    fsdp_config: FSDPConfig = Field(FSDPConfig.model_construct(), description="Sharding of the reward model.")
+    use_remove_padding: bool = inherits(f"{_POLICY}.use_remove_padding", ModelConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding of the reward model.")

@@ -2,50 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
-from dovetail.config.base import Section
+from dovetail.config.base import Rule, Section, key, read_with, unsupported, unused, when_is
 
 
 class OptimConfig(Section):
     """Optimizer of the actor; the critic has its own learning rate."""
 
-    optimizer: Literal["AdamW", "Adam", "SGD", "Muon"] = Field(
-        "AdamW", description="Optimizer. Muon is for the matrices of the layers (single, fsdp2), AdamW steps the rest."
+    rules: ClassVar[tuple[Rule, ...]] = (
+        read_with(".optimizer", "SGD", only="momentum"),
+        read_with(".optimizer", "Muon", only="muon_*"),
+        unused("{section}.optimizer=SGD has none", when_is("optimizer", "SGD"), only="betas eps"),
+        read_with(".lr_scheduler_type", "wsd", only="lr_wsd_*"),
+        read_with(".lr_scheduler_type", "cosine", only="num_cycles"),
+        unused(
+            "{section}.lr_scheduler_type=constant does not decay",
+            when_is("lr_scheduler_type", "constant"),
+            only="min_lr min_lr_ratio lr_decay_steps",
+        ),
+        unused("{section}.lr_warmup_steps asks for no warm-up", when_is("has_warmup", False), only="lr_warmup_init"),
     )
-    lr: float = Field(1e-6, ge=0, description="Peak learning rate.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of the two Adam moments.")
-    eps: float = Field(1e-8, gt=0, le=1, description="Adam's epsilon.")
-    momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of SGD.")
-    muon_momentum: float = Field(0.95, ge=0, lt=1, description="Momentum of Muon.")
-    muon_nesterov: bool = Field(True, description="Nesterov's momentum in Muon.")
-    muon_num_ns_steps: int = Field(5, ge=1, le=20, description="Newton-Schulz steps of Muon.")
-    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
-        "original",
-        description="Step size of Muon: by the matrix's shape, or as large as AdamW's, so that its learning rates fit.",
+
+    optimizer: Literal["AdamW", "Adam", "SGD", "Muon"] = key(
+        "AdamW",
+        "Optimizer. Muon is for the matrices of the layers (single, fsdp2), AdamW steps the rest.",
+        rules=unsupported(
+            "fsdp and megatron flatten or split the matrices that Muon needs whole; use strategy=fsdp2, or AdamW",
+            "Muon",
+            when=when_is("strategy", "megatron", "fsdp"),
+        ),
     )
-    weight_decay: float = Field(0.01, ge=0, le=1000, description="Decoupled weight decay.")
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = Field(
-        "constant", description="Shape of the schedule after the warm-up."
+    lr: float = key(1e-6, "Peak learning rate.", ge=0)
+    betas: tuple[float, float] = key((0.9, 0.999), "Decay of the two Adam moments.")
+    eps: float = key(1e-8, "Adam's epsilon.", gt=0, le=1)
+    momentum: float = key(0.0, "Momentum of SGD.", ge=0, lt=1)
+    muon_momentum: float = key(0.95, "Momentum of Muon.", ge=0, lt=1)
+    muon_nesterov: bool = key(True, "Nesterov's momentum in Muon.")
+    muon_num_ns_steps: int = key(5, "Newton-Schulz steps of Muon.", ge=1, le=20)
+    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] = key(
+        "original", "Step size of Muon: by the matrix's shape, or as large as AdamW's, so that its learning rates fit."
     )
-    lr_warmup_steps: int = Field(-1, ge=-1, description="Warm-up in training steps; -1: `lr_warmup_steps_ratio`.")
-    lr_warmup_steps_ratio: float = Field(0.0, ge=0, le=1, description="Warm-up as a share of all training steps.")
-    lr_warmup_init: float = Field(0.0, ge=0, description="Learning rate at the first step of the warm-up.")
-    min_lr: float | None = Field(None, ge=0, description="Lowest learning rate. Null: `lr` x `min_lr_ratio`.")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Lowest learning rate as a share of `lr`.")
-    num_cycles: float = Field(0.5, gt=0, description="Cosine cycles until the end; 0.5 goes down once.")
-    lr_decay_steps: int | None = Field(
-        None, ge=1, description="Step at which the schedule ends. Null: `total_training_steps`."
+    weight_decay: float = key(0.01, "Decoupled weight decay.", ge=0, le=1000)
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = key(
+        "constant", "Shape of the schedule after the warm-up."
     )
-    lr_wsd_decay_steps: int | None = Field(None, ge=1, description="Length of the final decay of `wsd`, in steps.")
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine"] = Field(
-        "exponential", description="Shape of the final decay of `wsd`."
+    lr_warmup_steps: int = key(-1, "Warm-up in training steps; -1: `lr_warmup_steps_ratio`.", ge=-1)
+    lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all training steps.", ge=0, le=1)
+    lr_warmup_init: float = key(0.0, "Learning rate at the first step of the warm-up.", ge=0)
+    min_lr: float | None = key(None, "Lowest learning rate. Null: `lr` x `min_lr_ratio`.", ge=0)
+    min_lr_ratio: float = key(0.0, "Lowest learning rate as a share of `lr`.", ge=0, le=1)
+    num_cycles: float = key(0.5, "Cosine cycles until the end; 0.5 goes down once.", gt=0)
+    lr_decay_steps: int | None = key(None, "Step at which the schedule ends. Null: `total_training_steps`.", ge=1)
+    lr_wsd_decay_steps: int | None = key(None, "Length of the final decay of `wsd`, in steps.", ge=1)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine"] = key(
+        "exponential", "Shape of the final decay of `wsd`."
     )
-    total_training_steps: int = Field(-1, ge=-1, description="Length of the schedule; -1: filled in by the trainer.")
-    override_optimizer_config: dict[str, Any] | None = Field(
-        None, description="Extra arguments of the optimizer's constructor (free-form)."
+    total_training_steps: int = key(-1, "Length of the schedule; -1: filled in by the trainer.", ge=-1)
+    override_optimizer_config: dict[str, Any] | None = key(
+        None, "Extra arguments of the optimizer's constructor (free-form)."
     )
 
     @field_validator("betas")
@@ -60,6 +77,11 @@ class OptimConfig(Section):
         return self.lr_warmup_steps if self.lr_warmup_steps >= 0 else int(self.lr_warmup_steps_ratio * total_steps)
 
     @property
+    def has_warmup(self) -> bool:
+        """Whether a long run warms up."""
+        return self.warmup_steps(1_000_000) > 0
+
+    @property
     def lowest_lr(self) -> float:
         """Learning rate that the schedule ends at."""
         return self.lr * self.min_lr_ratio if self.min_lr is None else self.min_lr
@@ -68,4 +90,4 @@ class OptimConfig(Section):
 class CriticOptimConfig(OptimConfig):
     """Optimizer of the critic: the same keys with a larger learning rate."""
 
-    lr: float = Field(1e-5, ge=0, description="Peak learning rate.")
+    lr: float = key(1e-5, "Peak learning rate.", ge=0)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from dovetail.config.base import Section
+from dovetail.config.base import Rule, Section, key, unused, when_is
 
 
 class ProfilerConfig(Section):
     """`torch.profiler` around whole training steps, in the trainer's processes."""
 
-    tool: Literal["torch", "nsys", "npu", "torch_memory", "precision_debugger"] | None = Field(
-        "torch", description="torch writes a trace for Perfetto; with the others, or null, nothing is profiled."
+    rules: ClassVar[tuple[Rule, ...]] = (
+        unused("{section}.steps names none", when_is("chosen_steps", frozenset()), only="save_path ranks all_ranks"),
     )
-    steps: list[int] | None = Field(None, description="Training steps that are profiled, e.g. [3]. Null: none.")
-    save_path: str | None = Field(None, description="Folder of the traces. Null: `profile` in the run folder.")
-    ranks: list[int] = Field([0], description="Processes that write a trace.")
-    all_ranks: bool = Field(False, description="Every process writes one.")
+
+    tool: Literal["torch", "nsys", "npu", "torch_memory", "precision_debugger"] | None = key(
+        "torch",
+        "torch writes a trace for Perfetto; with the others, or null, nothing is profiled.",
+        rules=unused("only `torch` is built in; no profile is written", unless=("torch",)),
+    )
+    steps: list[int] | None = key(None, "Training steps that are profiled, e.g. [3]. Null: none.")
+    save_path: str | None = key(None, "Folder of the traces. Null: `profile` in the run folder.")
+    ranks: list[int] = key([0], "Processes that write a trace.")
+    all_ranks: bool = key(False, "Every process writes one.")
 
     @property
     def chosen_steps(self) -> frozenset[int]:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import ConfigDict, Field, field_serializer, field_validator
+from pydantic import ConfigDict, field_serializer, field_validator
 
-from dovetail.config.base import Section
+from dovetail.config.base import Section, key, unused
 
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|(API|ACCESS|SECRET)_?KEY)(_|$)")
 
@@ -34,12 +34,14 @@ class RayInitConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    address: str | None = Field(None, description="Address of a running cluster. Null: RAY_ADDRESS, else a local Ray.")
-    num_cpus: int | None = Field(None, ge=1, description="CPUs of a local Ray. Null: all.")
-    timeline_json_file: str | None = Field(None, description="Write Ray's timeline here at the end. Null: no.")
-    runtime_env: dict[str, Any] = Field(
-        {}, description="Ray's `runtime_env` (free-form). Merged with what the driver forwards."
+    address: str | None = key(None, "Address of a running cluster. Null: RAY_ADDRESS, else a local Ray.")
+    num_cpus: int | None = key(None, "CPUs of a local Ray. Null: all.", ge=1)
+    timeline_json_file: str | None = key(
+        None,
+        "Write Ray's timeline here at the end. Null: no.",
+        rules=unused("Ray's timeline is not written; phases are timed in metrics.jsonl"),
     )
+    runtime_env: dict[str, Any] = key({}, "Ray's `runtime_env` (free-form). Merged with what the driver forwards.")
 
     @field_serializer("runtime_env", when_used="json")
     def _without_secrets(self, runtime_env: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Any, ClassVar, Literal
 
 from dovetail.config.actor import ActorConfig, Strategy
-from dovetail.config.base import Section, inherits
+from dovetail.config.base import Rule, Section, inherits, key, read_with, section, unsupported, unused, when_is
 from dovetail.config.critic import CriticConfig
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.home import HomePath
@@ -18,110 +16,123 @@ from dovetail.config.model import RewardNetworkConfig
 class CustomRewardFunctionConfig(Section):
     """A user's reward function, by file and name."""
 
-    path: HomePath | None = Field(None, description="Python file (or `pkg://module`). Null: the built-in rules.")
-    name: str = Field("compute_score", description="Name of the function in that file.")
-    reward_kwargs: dict[str, Any] = Field({}, description="Extra arguments of the function (free-form).")
+    path: HomePath | None = key(None, "Python file (or `pkg://module`). Null: the built-in rules.")
+    name: str = key("compute_score", "Name of the function in that file.")
+    reward_kwargs: dict[str, Any] = key({}, "Extra arguments of the function (free-form).")
 
 
 class RewardManagerModuleConfig(Section):
     """A user's reward manager, by file and name."""
 
-    path: HomePath | None = Field(None, description="Python file of the manager. Null: a registered one.")
-    name: str | None = Field(None, description="Name of the class in that file.")
+    path: HomePath | None = key(None, "Python file of the manager. Null: a registered one.")
+    name: str | None = key(
+        None, "Name of the class in that file.", rules=unused("{section}.path names no file", when_is("path", None))
+    )
 
 
 class OverlongBufferConfig(Section):
     """Soft punishment of long answers (DAPO)."""
 
-    enable: bool = Field(False, description="Lower the score of answers that run into the buffer.")
-    len: int = Field(0, ge=0, description="Tokens before the longest response in which the penalty grows.")
-    penalty_factor: float = Field(1.0, ge=0, description="Penalty at the end of the buffer.")
-    log: bool = Field(False, description="Report the penalty as a metric.")
+    rules: ClassVar[tuple[Rule, ...]] = (read_with(".enable", True, only="len penalty_factor log"),)
+
+    enable: bool = key(False, "Lower the score of answers that run into the buffer.")
+    len: int = key(0, "Tokens before the longest response in which the penalty grows.", ge=0)
+    penalty_factor: float = key(1.0, "Penalty at the end of the buffer.", ge=0)
+    log: bool = key(False, "Report the penalty as a metric.")
 
 
 class SandboxFusionConfig(Section):
     """A remote sandbox that runs code answers."""
 
-    url: str | None = Field(None, description="Address of the sandbox. Null: no remote sandbox.")
-    max_concurrent: int = Field(
-        64, ge=1, description="Programs at a time in the remote sandbox, over all scoring processes."
+    url: str | None = key(None, "Address of the sandbox. Null: no remote sandbox.")
+    max_concurrent: int = key(
+        64,
+        "Programs at a time in the remote sandbox, over all scoring processes.",
+        ge=1,
+        rules=unused(
+            "without `sandbox_fusion.url` each of the `reward_model.num_workers` processes runs one program at a time",
+            when_is("url", None),
+        ),
     )
-    memory_limit_mb: int = Field(1024, ge=1, description="Memory of one program, in MiB.")
+    memory_limit_mb: int = key(1024, "Memory of one program, in MiB.", ge=1)
 
 
 class RewardModelConfig(Section):
     """Reward rules, manager and network."""
 
-    reward_manager: str = Field(
+    rules: ClassVar[tuple[Rule, ...]] = (
+        unused(
+            "no reward network is built without reward_model.enable=True",
+            when_is("reward_model.enable", False),
+            only="model.* megatron.* strategy micro_batch_size_per_gpu use_dynamic_bsz max_length "
+            "forward_max_token_len_per_gpu ulysses_sequence_parallel_size nccl_timeout",
+        ),
+        unused("the reward network runs on the trainer's devices", only="nnodes n_gpus_per_node"),
+        read_with(
+            "reward_model.reward_manager",
+            "rate_limited",
+            only="max_concurrent max_rpm max_tpm estimated_tokens_per_request timeout",
+        ),
+    )
+
+    reward_manager: str = key(
         "naive",
-        description="naive, dapo, batch, prime or rate_limited; other names need `trainer.import_modules` or "
+        "naive, dapo, batch, prime or rate_limited; other names need `trainer.import_modules` or "
         "`reward_model.reward_manager_module`.",
     )
-    reward_manager_module: RewardManagerModuleConfig = Field(
-        RewardManagerModuleConfig.model_construct(), description="A user's manager."
+    reward_manager_module: RewardManagerModuleConfig = section(RewardManagerModuleConfig, "A user's manager.")
+    reward_kwargs: dict[str, Any] = key({}, "Extra arguments of the manager (free-form).")
+    max_resp_len: int | None = key(
+        None,
+        "Response length at which the penalty is full. Null: `data.max_response_length`.",
+        ge=1,
+        rules=read_with("reward_model.overlong_buffer.enable", True),
     )
-    reward_kwargs: dict[str, Any] = Field({}, description="Extra arguments of the manager (free-form).")
-    max_resp_len: int | None = Field(
-        None, ge=1, description="Response length at which the penalty is full. Null: `data.max_response_length`."
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Punishment of long answers.")
+    num_workers: int = key(2, "Processes that score answers, on each node.", ge=1)
+    score_on: Literal["every_node", "driver_node"] = key(
+        "every_node", "Where they run on a Ray cluster: on all its nodes, or on the driver's alone."
     )
-    overlong_buffer: OverlongBufferConfig = Field(
-        OverlongBufferConfig.model_construct(), description="Punishment of long answers."
+    max_concurrent: int = key(
+        1, "Calls at a time with `reward_manager=rate_limited`, over all scoring processes.", ge=1
     )
-    num_workers: int = Field(2, ge=1, description="Processes that score answers, on each node.")
-    score_on: Literal["every_node", "driver_node"] = Field(
-        "every_node", description="Where they run on a Ray cluster: on all its nodes, or on the driver's alone."
+    max_rpm: int | None = key(None, "Calls per minute with `rate_limited`. Null: no limit.", ge=1)
+    max_tpm: int | None = key(None, "Tokens per minute with `rate_limited`. Null: no limit.", ge=1)
+    estimated_tokens_per_request: int = key(2000, "Tokens that one call counts for against `max_tpm`.", ge=1)
+    timeout: float | None = key(None, "Time for one score with `rate_limited`. Null: `timeout_seconds`.", gt=0)
+    max_failed_share: float = key(
+        0.2, "Share of a batch that may stay without a score before the run stops.", ge=0, lt=1
     )
-    max_concurrent: int = Field(
-        1, ge=1, description="Calls at a time with `reward_manager=rate_limited`, over all scoring processes."
-    )
-    max_rpm: int | None = Field(None, ge=1, description="Calls per minute with `rate_limited`. Null: no limit.")
-    max_tpm: int | None = Field(None, ge=1, description="Tokens per minute with `rate_limited`. Null: no limit.")
-    estimated_tokens_per_request: int = Field(
-        2000, ge=1, description="Tokens that one call counts for against `max_tpm`."
-    )
-    timeout: float | None = Field(
-        None, gt=0, description="Time for one score with `rate_limited`. Null: `timeout_seconds`."
-    )
-    max_failed_share: float = Field(
-        0.2, ge=0, lt=1, description="Share of a batch that may stay without a score before the run stops."
-    )
-    timeout_seconds: float = Field(300.0, gt=0, description="Time for one score; then the worker is killed.")
-    code_isolation: Literal["auto", "required"] = Field(
+    timeout_seconds: float = key(300.0, "Time for one score; then the worker is killed.", gt=0)
+    code_isolation: Literal["auto", "required"] = key(
         "auto",
-        description="Programs in answers run in a sandbox where the machine allows namespaces. Elsewhere `auto` "
+        "Programs in answers run in a sandbox where the machine allows namespaces. Elsewhere `auto` "
         "warns and runs them all the same, `required` stops the run.",
     )
-    sandbox_fusion: SandboxFusionConfig = Field(SandboxFusionConfig.model_construct(), description="Code sandbox.")
-    enable: bool = Field(False, description="Score with a reward network as well.")
-    enable_resource_pool: bool = Field(False, description="Give the reward network its own devices.")
-    nnodes: int = Field(0, ge=0, description="Nodes of those devices.")
-    n_gpus_per_node: int = Field(8, ge=0, description="Devices per such node.")
-    strategy: Strategy = inherits(
-        "actor_rollout_ref.actor.strategy", ActorConfig, "strategy", description="Training backend."
+    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, "Code sandbox.")
+    enable: bool = key(False, "Score with a reward network as well.")
+    enable_resource_pool: bool = key(
+        False,
+        "Give the reward network its own devices.",
+        rules=(
+            unused(
+                "no reward network is built without reward_model.enable=True", when_is("reward_model.enable", False)
+            ),
+            unsupported("the reward network runs on the trainer's devices; use False"),
+        ),
     )
-    model: RewardNetworkConfig = Field(RewardNetworkConfig.model_construct(), description="Network.")
-    megatron: MegatronConfig = Field(MegatronConfig.model_construct(), description="Parallelism with megatron.")
-    micro_batch_size_per_gpu: int | None = inherits(
-        "critic.forward_micro_batch_size_per_gpu",
-        CriticConfig,
-        "forward_micro_batch_size_per_gpu",
-        description="Sequences per forward on one device.",
-        ge=1,
-    )
-    use_dynamic_bsz: bool = inherits(
-        "critic.use_dynamic_bsz", CriticConfig, "use_dynamic_bsz", description="Cut forwards by token count."
-    )
-    forward_max_token_len_per_gpu: int | None = inherits(
-        "critic.forward_max_token_len_per_gpu",
-        CriticConfig,
-        "forward_max_token_len_per_gpu",
-        description="Tokens per forward.",
-        ge=1,
-    )
-    max_length: int | None = Field(None, ge=1, description="Longest input of the network. Null: its context.")
-    ulysses_sequence_parallel_size: int = Field(1, ge=1, description="Devices that share each sequence (Ulysses).")
-    nccl_timeout: int | None = Field(
-        None, ge=1, description="Seconds before a stuck collective fails. Null: `actor_rollout_ref.nccl_timeout`."
+    nnodes: int = key(0, "Nodes of those devices.", ge=0)
+    n_gpus_per_node: int = key(8, "Devices per such node.", ge=0)
+    strategy: Strategy = inherits("actor_rollout_ref.actor.strategy", ActorConfig)
+    model: RewardNetworkConfig = section(RewardNetworkConfig, "Network.")
+    megatron: MegatronConfig = section(MegatronConfig, "Parallelism with megatron.")
+    micro_batch_size_per_gpu: int | None = inherits("critic.forward_micro_batch_size_per_gpu", CriticConfig)
+    use_dynamic_bsz: bool = inherits("critic.use_dynamic_bsz", CriticConfig)
+    forward_max_token_len_per_gpu: int | None = inherits("critic.forward_max_token_len_per_gpu", CriticConfig)
+    max_length: int | None = key(None, "Longest input of the network. Null: its context.", ge=1)
+    ulysses_sequence_parallel_size: int = key(1, "Devices that share each sequence (Ulysses).", ge=1)
+    nccl_timeout: int | None = key(
+        None, "Seconds before a stuck collective fails. Null: `actor_rollout_ref.nccl_timeout`.", ge=1
     )
 
     @property

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from dovetail.config.actor import ActorConfig
-from dovetail.config.base import Section, inherits
+from dovetail.config.base import (
+    Rule,
+    Section,
+    all_of,
+    inherits,
+    key,
+    look_up,
+    read_with,
+    section,
+    unsupported,
+    unused,
+    when_is,
+    when_not,
+)
 from dovetail.config.data import DataConfig
 from dovetail.config.fsdp import Dtype, full_dtype
 from dovetail.config.home import HomePath
@@ -16,138 +29,245 @@ from dovetail.config.multi_turn import AgentLoopConfig, MultiTurnConfig
 _ACTOR = "actor_rollout_ref.actor"
 
 
+_native, _shared_devices = when_is("name", "native"), when_is("actor_rollout_ref.hybrid_engine", True)
+_served, _not_served = when_is("served", True), when_is("served", False)
+_NOT_NATIVE = "the native engine has no such setting; it is read by `rollout.name=vllm`"
+_WHOLE_ENGINE = "each process has a whole engine; use 1 (only vllm with mode=sync is tensor parallel over processes)"
+_STARTED_SERVERS = unused(
+    "only `rollout.name=sglang` with mode=server and no server_urls starts servers", when_is("starts_servers", False)
+)
+_ENGINE_SETTINGS = (
+    "enable_chunked_prefill enable_prefix_caching load_format scheduling_policy disable_log_stats skip_tokenizer_init"
+)
+
+
 class ValSamplingConfig(Section):
     """Sampling during validation: greedy by default."""
 
-    do_sample: bool = Field(False, description="Sample; false takes the most likely token.")
-    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus size.")
-    top_k: int = Field(-1, ge=-1, description="Candidates per token; -1 for all.")
-    min_p: float = Field(0.0, ge=0, le=1, description="Smallest probability relative to the best token.")
-    n: int = Field(1, ge=1, description="Responses per validation prompt.")
+    rules: ClassVar[tuple[Rule, ...]] = (
+        unused("{section}.do_sample=False does not sample", when_is("do_sample", False), only="top_p top_k min_p"),
+    )
+
+    do_sample: bool = key(False, "Sample; false takes the most likely token.")
+    temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0)
+    top_p: float = key(1.0, "Nucleus size.", gt=0, le=1)
+    top_k: int = key(-1, "Candidates per token; -1 for all.", ge=-1)
+    min_p: float = key(0.0, "Smallest probability relative to the best token.", ge=0, le=1)
+    n: int = key(1, "Responses per validation prompt.", ge=1)
 
 
 class EngineKwargsConfig(Section):
     """Arguments handed to the engine as they are."""
 
-    vllm: dict[str, Any] = Field({}, description="Extra arguments of vLLM's engine (free-form).")
-    sglang: dict[str, Any] = Field({}, description="Extra arguments of SGLang's engine (free-form).")
+    vllm: dict[str, Any] = key(
+        {},
+        "Extra arguments of vLLM's engine (free-form).",
+        rules=(unused(_NOT_NATIVE, _native), read_with("actor_rollout_ref.rollout.name", "vllm")),
+    )
+    sglang: dict[str, Any] = key(
+        {},
+        "Extra arguments of SGLang's engine (free-form).",
+        rules=unused("only `rollout.name=sglang` reads it", when_not("name", "sglang")),
+    )
 
 
 class RolloutConfig(Section):
     """Generation engine and sampling."""
 
-    name: Literal["native", "vllm", "sglang"] = Field(
+    rules: ClassVar[tuple[Rule, ...]] = (
+        unused(
+            "no server is used without `rollout.mode=server` and `rollout.server_urls`",
+            _not_served,
+            only="server_* weights_folder",
+        ),
+        unused(
+            _NOT_NATIVE,
+            _native,
+            only=f"{_ENGINE_SETTINGS} cudagraph_capture_sizes limit_images update_weights_bucket_megabytes "
+            f"expert_parallel_size",
+        ),
+        unused(
+            "the native engine reads it on CUDA only",
+            all_of(_native, when_is("trainer.device", "cpu")),
+            only="gpu_memory_utilization enforce_eager",
+        ),
+        unused(
+            "the servers of actor_rollout_ref.rollout.server_urls run already, with settings of their own",
+            _served,
+            only=f"{_ENGINE_SETTINGS} gpu_memory_utilization enforce_eager cudagraph_capture_sizes "
+            f"expert_parallel_size max_num_batched_tokens max_num_seqs free_cache_engine kv_cache_dtype "
+            f"engine_kwargs.*",
+        ),
+        read_with(".name", "vllm", only="scheduling_policy limit_images"),
+    )
+
+    name: Literal["native", "vllm", "sglang"] = key(
         "native",
-        description="Engine: native (embedded, no extra install), vllm or sglang; with server_urls, what the servers "
-        "are: vllm or sglang.",
+        "Engine: native (embedded, no extra install), vllm or sglang; with server_urls, what the servers are: vllm or "
+        "sglang.",
+        rules=unsupported(
+            "it runs in the trainer's process; say what the servers are: vllm or sglang", "native", when=_served
+        ),
     )
-    mode: Literal["sync", "async", "server"] = Field(
-        "sync", description="sync: one call per batch; async: requests per sample; server: over HTTP."
+    mode: Literal["sync", "async", "server"] = key(
+        "sync",
+        "sync: one call per batch; async: requests per sample; server: over HTTP.",
+        rules=(
+            unused(
+                "the native engine takes the requests of a batch together in its own process",
+                _native,
+                unless=("server",),
+            ),
+            unsupported(
+                "no server is started; give rollout.server_urls, or use sync",
+                "server",
+                when=all_of(_not_served, when_is("name", "native", "vllm")),
+            ),
+        ),
     )
-    server_urls: list[str] = Field(
-        [], description="With mode=server: servers that run already, here or elsewhere, as http://host:port."
+    server_urls: list[str] = key(
+        [], "With mode=server: servers that run already, here or elsewhere, as http://host:port."
     )
-    server_timeout_s: float = Field(
-        30.0, gt=0, description="A server that has answered nothing for so long is given up; its requests move on."
+    server_timeout_s: float = key(
+        30.0, "A server that has answered nothing for so long is given up; its requests move on.", gt=0
     )
-    num_servers: int = Field(
-        1, ge=1, description="With name=sglang, mode=server and no server_urls: servers that one engine starts here."
+    num_servers: int = key(
+        1,
+        "With name=sglang, mode=server and no server_urls: servers that one engine starts here.",
+        ge=1,
+        rules=_STARTED_SERVERS,
     )
-    sglang_python: HomePath | None = Field(
+    sglang_python: HomePath | None = key(
         None,
-        description="Python that starts those servers, where SGLang is installed apart. Null: $DOVETAIL_SGLANG_PYTHON, "
+        "Python that starts those servers, where SGLang is installed apart. Null: $DOVETAIL_SGLANG_PYTHON, "
         "else the run's own.",
+        rules=_STARTED_SERVERS,
     )
-    server_api_key_env: str | None = Field(
-        None, description="Environment variable with the key that the servers ask for (Authorization: Bearer)."
+    server_api_key_env: str | None = key(
+        None, "Environment variable with the key that the servers ask for (Authorization: Bearer)."
     )
-    n: int = Field(1, ge=1, description="Responses per training prompt (the group of GRPO).")
-    do_sample: bool = Field(True, description="Sample; false takes the most likely token.")
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus size.")
-    top_k: int = Field(-1, ge=-1, description="Candidates per token; -1 for all.")
-    min_p: float = Field(0.0, ge=0, le=1, description="Smallest probability relative to the best token.")
-    repetition_penalty: float = Field(1.0, gt=0, description="Above 1 makes repeated tokens less likely.")
-    ignore_eos: bool = Field(False, description="Generate on after the end-of-sequence token.")
-    prompt_length: int = inherits(
-        "data.max_prompt_length", DataConfig, "max_prompt_length", description="Longest prompt.", ge=1
+    n: int = key(1, "Responses per training prompt (the group of GRPO).", ge=1)
+    do_sample: bool = key(True, "Sample; false takes the most likely token.")
+    temperature: float = key(1.0, "Sampling temperature.", ge=0)
+    top_p: float = key(1.0, "Nucleus size.", gt=0, le=1)
+    top_k: int = key(-1, "Candidates per token; -1 for all.", ge=-1)
+    min_p: float = key(0.0, "Smallest probability relative to the best token.", ge=0, le=1)
+    repetition_penalty: float = key(
+        1.0, "Above 1 makes repeated tokens less likely.", gt=0, rules=unsupported("no engine here applies it; use 1.0")
     )
-    response_length: int = inherits(
-        "data.max_response_length", DataConfig, "max_response_length", description="Longest response.", ge=1
+    ignore_eos: bool = key(False, "Generate on after the end-of-sequence token.")
+    prompt_length: int = inherits("data.max_prompt_length", DataConfig)
+    response_length: int = inherits("data.max_response_length", DataConfig)
+    calculate_log_probs: bool = key(
+        False,
+        "Keep the engine's log-probs of the sampled tokens.",
+        rules=unused("the engine's log-probs are always kept", unless=(True,)),
     )
-    calculate_log_probs: bool = Field(False, description="Keep the engine's log-probs of the sampled tokens.")
-    val_kwargs: ValSamplingConfig = Field(ValSamplingConfig.model_construct(), description="Sampling in validation.")
-    nnodes: int = Field(0, ge=0, description="Nodes of generation alone; 0: on the trainer's devices.")
-    n_gpus_per_node: int = Field(8, ge=1, description="Devices per such node.")
-    tensor_model_parallel_size: int = Field(1, ge=1, description="Devices that share each layer of one engine.")
-    pipeline_model_parallel_size: int = Field(1, ge=1, description="Pipeline stages of one engine.")
-    data_parallel_size: int = Field(1, ge=1, description="Replicas inside one engine.")
-    expert_parallel_size: int = Field(1, ge=1, description="Devices that share the experts of one engine.")
-    dtype: Dtype = Field("bfloat16", description="Dtype of the engine's weights.")
-    quantization: str | None = Field(None, description="Quantisation of the engine's weights, e.g. fp8.")
-    kv_cache_dtype: Literal["auto", "fp8"] = Field(
-        "auto", description="Dtype of the engine's KV cache: auto is that of the weights; fp8 takes half, on CUDA only."
+    val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "Sampling in validation.")
+    nnodes: int = key(0, "Nodes of generation alone; 0: on the trainer's devices.", ge=0)
+    n_gpus_per_node: int = key(
+        8,
+        "Devices per such node.",
+        ge=1,
+        rules=unused("the engine runs on the trainer's devices, one engine in each process", _shared_devices),
     )
-    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="Share of device memory that the engine takes.")
-    max_model_len: int | None = Field(None, ge=1, description="Longest prompt + response. Null: their sum.")
-    max_num_batched_tokens: int = Field(8192, ge=1, description="Tokens per engine step.")
-    max_num_seqs: int = Field(256, ge=1, description="Sequences per engine step.")
-    enforce_eager: bool = Field(False, description="No CUDA graphs.")
-    cudagraph_capture_sizes: list[int] | None = Field(None, description="Batch sizes captured as CUDA graphs.")
-    free_cache_engine: bool | None = Field(
+    tensor_model_parallel_size: int = key(
+        1,
+        "Devices that share each layer of one engine.",
+        ge=1,
+        rules=unsupported(
+            _WHOLE_ENGINE,
+            when=lambda config, key: (look_up(config, key, "name"), look_up(config, key, "mode")) != ("vllm", "sync"),
+        ),
+    )
+    pipeline_model_parallel_size: int = key(1, "Pipeline stages of one engine.", ge=1, rules=unsupported(_WHOLE_ENGINE))
+    data_parallel_size: int = key(1, "Replicas inside one engine.", ge=1, rules=unsupported(_WHOLE_ENGINE))
+    expert_parallel_size: int = key(1, "Devices that share the experts of one engine.", ge=1)
+    dtype: Dtype = key("bfloat16", "Dtype of the engine's weights.")
+    quantization: str | None = key(
         None,
-        description="Give the KV cache back while training. Null: yes, but not where the embedded engine reads the "
+        "Quantisation of the engine's weights, e.g. fp8.",
+        rules=unsupported("weights that change after every step are not quantised again; use null"),
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = key(
+        "auto", "Dtype of the engine's KV cache: auto is that of the weights; fp8 takes half, on CUDA only."
+    )
+    gpu_memory_utilization: float = key(0.5, "Share of device memory that the engine takes.", gt=0, le=1)
+    max_model_len: int | None = key(None, "Longest prompt + response. Null: their sum.", ge=1)
+    max_num_batched_tokens: int = key(8192, "Tokens per engine step.", ge=1)
+    max_num_seqs: int = key(256, "Sequences per engine step.", ge=1)
+    enforce_eager: bool = key(False, "No CUDA graphs.")
+    cudagraph_capture_sizes: list[int] | None = key(None, "Batch sizes captured as CUDA graphs.")
+    free_cache_engine: bool | None = key(
+        None,
+        "Give the KV cache back while training. Null: yes, but not where the embedded engine reads the "
         "trainer's weights on a GPU and the plan has room for both.",
     )
-    enable_chunked_prefill: bool = Field(True, description="Mix prefill chunks and decoding.")
-    enable_prefix_caching: bool = Field(True, description="Share the KV cache of equal prefixes.")
-    limit_images: int | None = Field(None, ge=0, description="Most images per prompt. Null: the engine's limit.")
-    load_format: str = Field("dummy", description="What the engine loads at start; dummy: the trainer sends weights.")
-    logprobs_mode: Literal["temperature", "processed_logprobs", "raw_logprobs"] = Field(
+    enable_chunked_prefill: bool = key(True, "Mix prefill chunks and decoding.")
+    enable_prefix_caching: bool = key(True, "Share the KV cache of equal prefixes.")
+    limit_images: int | None = key(None, "Most images per prompt. Null: the engine's limit.", ge=0)
+    load_format: str = key("dummy", "What the engine loads at start; dummy: the trainer sends weights.")
+    logprobs_mode: Literal["temperature", "processed_logprobs", "raw_logprobs"] = key(
         "temperature",
-        description="Log-probs of sampled tokens: under the temperature before top-p / top-k cut anything (what the "
+        "Log-probs of sampled tokens: under the temperature before top-p / top-k cut anything (what the "
         "trainer recomputes), after the cut, or under temperature 1.",
+        rules=(
+            unused(_NOT_NATIVE, _native, unless=("raw_logprobs",)),
+            unsupported(
+                "the native engine reports log-probs under the temperature; use temperature",
+                "raw_logprobs",
+                when=_native,
+            ),
+        ),
     )
-    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order in which requests are served.")
-    disable_log_stats: bool = Field(True, description="Silence the engine's own statistics.")
-    skip_tokenizer_init: bool = Field(True, description="Start the engine without a tokenizer: ids in, ids out.")
-    engine_kwargs: EngineKwargsConfig = Field(EngineKwargsConfig.model_construct(), description="Engine arguments.")
-    weight_sync: Literal["auto", "colocated", "broadcast", "disk"] = Field(
+    scheduling_policy: Literal["fcfs", "priority"] = key("fcfs", "Order in which requests are served.")
+    disable_log_stats: bool = key(True, "Silence the engine's own statistics.")
+    skip_tokenizer_init: bool = key(True, "Start the engine without a tokenizer: ids in, ids out.")
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "Engine arguments.")
+    weight_sync: Literal["auto", "colocated", "broadcast", "disk"] = key(
         "auto",
-        description="How weights reach the engine; auto: colocated on shared devices, else through weights_folder "
+        "How weights reach the engine; auto: colocated on shared devices, else through weights_folder "
         "where that is set, else broadcast.",
+        rules=(
+            unused(
+                "weights go to the engine of the same process",
+                all_of(_not_served, _shared_devices),
+                unless=("colocated",),
+            ),
+            unsupported("servers have memory of their own; use auto, disk or broadcast", "colocated", when=_served),
+            unsupported(
+                "it needs a folder that all servers see: {section}.weights_folder",
+                "disk",
+                when=all_of(_served, when_is("weights_folder", None)),
+            ),
+            unsupported(
+                "engines on devices of their own get weights from the trainer's processes; use broadcast",
+                "disk",
+                when=when_is("actor_rollout_ref.hybrid_engine", False),
+            ),
+        ),
     )
-    weights_folder: HomePath | None = Field(
-        None, description="Folder that trainer and servers both see under this path, for weight_sync=disk."
+    weights_folder: HomePath | None = key(
+        None, "Folder that trainer and servers both see under this path, for weight_sync=disk."
     )
-    update_weights_bucket_megabytes: int = Field(512, ge=1, description="Size of one transfer of weights, in MiB.")
-    verify_start: bool = Field(
-        True, description="Prove at the start that engine and trainer agree: checksums, and a greedy probe."
+    update_weights_bucket_megabytes: int = key(512, "Size of one transfer of weights, in MiB.", ge=1)
+    verify_start: bool = key(True, "Prove at the start that engine and trainer agree: checksums, and a greedy probe.")
+    verify_weights: bool = key(False, "Prove it again after every weight update.")
+    restart_engine: int | bool = key(
+        0,
+        "How often a dead engine is started again before the run stops; true: once.",
+        ge=0,
+        rules=unused(
+            "an engine in the trainer's own process ends with it; vllm with mode=async, sglang, and engines on devices "
+            "of their own (`hybrid_engine=False`), are started again",
+            all_of(_shared_devices, when_not("restarts", True)),
+        ),
     )
-    verify_weights: bool = Field(False, description="Prove it again after every weight update.")
-    restart_engine: int | bool = Field(
-        0, ge=0, description="How often a dead engine is started again before the run stops; true: once."
-    )
-    log_prob_micro_batch_size_per_gpu: int | None = inherits(
-        f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-        ActorConfig,
-        "ppo_micro_batch_size_per_gpu",
-        description="Sequences per forward on one device when old log-probs are computed.",
-        ge=1,
-    )
-    log_prob_use_dynamic_bsz: bool = inherits(
-        f"{_ACTOR}.use_dynamic_bsz", ActorConfig, "use_dynamic_bsz", description="Cut those forwards by tokens."
-    )
-    log_prob_max_token_len_per_gpu: int = inherits(
-        f"{_ACTOR}.ppo_max_token_len_per_gpu",
-        ActorConfig,
-        "ppo_max_token_len_per_gpu",
-        description="Tokens per such forward.",
-        ge=1,
-    )
-    multi_turn: MultiTurnConfig = Field(MultiTurnConfig.model_construct(), description="Tools and several turns.")
-    agent: AgentLoopConfig = Field(AgentLoopConfig.model_construct(), description="Loops that drive a conversation.")
+    log_prob_micro_batch_size_per_gpu: int | None = inherits(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", ActorConfig)
+    log_prob_use_dynamic_bsz: bool = inherits(f"{_ACTOR}.use_dynamic_bsz", ActorConfig)
+    log_prob_max_token_len_per_gpu: int = inherits(f"{_ACTOR}.ppo_max_token_len_per_gpu", ActorConfig)
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Tools and several turns.")
+    agent: AgentLoopConfig = section(AgentLoopConfig, "Loops that drive a conversation.")
 
     @field_validator("restart_engine", mode="before")
     @classmethod
@@ -158,6 +278,21 @@ class RolloutConfig(Section):
     def context_length(self) -> int:
         """Longest prompt + response that the engine must hold."""
         return self.max_model_len or self.prompt_length + self.response_length
+
+    @property
+    def served(self) -> bool:
+        """Whether servers that run already generate."""
+        return self.mode == "server" and bool(self.server_urls)
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether the run starts servers of its own."""
+        return self.name == "sglang" and self.mode == "server" and not self.server_urls
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the engine is a process beside the trainer's, that can be started again."""
+        return self.name == "sglang" or (self.name, self.mode) == ("vllm", "async")
 
     def reads_images(self, *, on_cuda: bool) -> bool:
         """Whether the engine takes prompts with images: the embedded one on CPU, and vLLM unless it is elsewhere."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import ESTIMATORS_WITH_CRITIC, OPTIMAL_TOKEN_BASELINES, AlgorithmConfig
 from dovetail.config.async_training import AsyncTrainingConfig
-from dovetail.config.base import Section
+from dovetail.config.base import Section, key, section
 from dovetail.config.critic import CriticConfig
 from dovetail.config.data import DataConfig
 from dovetail.config.inherit import fill_inherited
@@ -26,31 +26,34 @@ from dovetail.config.trainer import TrainerConfig
 class ActorRolloutRefConfig(Section):
     """The policy in its three roles."""
 
-    hybrid_engine: bool = Field(True, description="Engine and trainer take turns on the same devices.")
-    nccl_timeout: int = Field(600, ge=1, description="Seconds before a stuck collective fails.")
-    model: ModelConfig = Field(ModelConfig.model_construct(), description="Policy network.")
-    actor: ActorConfig = Field(ActorConfig.model_construct(), description="Policy update.")
-    rollout: RolloutConfig = Field(RolloutConfig.model_construct(), description="Generation.")
-    ref: RefConfig = Field(RefConfig.model_construct(), description="Reference policy.")
+    hybrid_engine: bool = key(True, "Engine and trainer take turns on the same devices.")
+    nccl_timeout: int = key(600, "Seconds before a stuck collective fails.", ge=1)
+    model: ModelConfig = section(ModelConfig, "Policy network.")
+    actor: ActorConfig = section(ActorConfig, "Policy update.")
+    rollout: RolloutConfig = section(RolloutConfig, "Generation.")
+    ref: RefConfig = section(RefConfig, "Reference policy.")
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the engine can take LoRA adapters beside the weights they change."""
+        return (self.rollout.name, self.rollout.mode) == ("vllm", "sync") and self.hybrid_engine
 
 
 class DovetailConfig(Section):
     """Everything that can be set. Build it with keyword dicts or with `dovetail.config.load_config`."""
 
-    data: DataConfig = Field(DataConfig.model_construct(), description="Prompts.")
-    actor_rollout_ref: ActorRolloutRefConfig = Field(ActorRolloutRefConfig.model_construct(), description="Policy.")
-    critic: CriticConfig = Field(CriticConfig.model_construct(), description="Value network.")
-    reward_model: RewardModelConfig = Field(RewardModelConfig.model_construct(), description="Scores.")
-    custom_reward_function: CustomRewardFunctionConfig = Field(
-        CustomRewardFunctionConfig.model_construct(), description="A user's reward function."
+    data: DataConfig = section(DataConfig, "Prompts.")
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "Policy.")
+    critic: CriticConfig = section(CriticConfig, "Value network.")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "Scores.")
+    custom_reward_function: CustomRewardFunctionConfig = section(
+        CustomRewardFunctionConfig, "A user's reward function."
     )
-    algorithm: AlgorithmConfig = Field(AlgorithmConfig.model_construct(), description="Advantages and rewards.")
-    trainer: TrainerConfig = Field(TrainerConfig.model_construct(), description="The driver's loop.")
-    async_training: AsyncTrainingConfig = Field(
-        AsyncTrainingConfig.model_construct(), description="Training while other devices generate."
-    )
-    global_profiler: ProfilerConfig = Field(ProfilerConfig.model_construct(), description="Traces of chosen steps.")
-    ray_init: RayInitConfig = Field(RayInitConfig.model_construct(), description="Ray.")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and rewards.")
+    trainer: TrainerConfig = section(TrainerConfig, "The driver's loop.")
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, "Training while other devices generate.")
+    global_profiler: ProfilerConfig = section(ProfilerConfig, "Traces of chosen steps.")
+    ray_init: RayInitConfig = section(RayInitConfig, "Ray.")
 
     @model_validator(mode="before")
     @classmethod
@@ -71,6 +74,13 @@ class DovetailConfig(Section):
         if messages:
             raise ValueError(" ".join(messages.values()))
         return self
+
+    @property
+    def loss_mode_in_force(self) -> str:
+        """The policy loss that is computed: in bypass mode the correction may ask for another."""
+        correction = self.algorithm.rollout_correction
+        reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
+        return "reinforce" if reinforce else self.actor_rollout_ref.actor.policy_loss.loss_mode
 
     @property
     def uses_critic(self) -> bool:

@@ -5,73 +5,77 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
-from dovetail.config.base import Section
+from dovetail.config.base import Section, key, unsupported, unused
 from dovetail.config.home import HomePath
 
 
 class TrainerConfig(Section):
     """The driver's loop."""
 
-    project_name: str = Field("dovetail", description="Project, for the trackers and the run folder.")
-    experiment_name: str = Field("run", description="Run, for the trackers and the run folder.")
-    default_local_dir: HomePath | None = Field(
-        None, description="Run folder. Null: `runs/<project_name>/<experiment_name>`."
+    project_name: str = key("dovetail", "Project, for the trackers and the run folder.")
+    experiment_name: str = key("run", "Run, for the trackers and the run folder.")
+    default_local_dir: HomePath | None = key(None, "Run folder. Null: `runs/<project_name>/<experiment_name>`.")
+    total_epochs: int = key(30, "Passes over the training prompts.", ge=1)
+    total_training_steps: int | None = key(None, "Steps of the run. Null: from the epochs.", ge=1)
+    nnodes: int = key(1, "Nodes.", ge=1)
+    n_gpus_per_node: int = key(8, "Devices (or CPU ranks) per node.", ge=1)
+    device: Literal["auto", "cuda", "cpu", "npu"] = key(
+        "auto",
+        "Device; auto: CUDA when there is one, else CPU. npu resolves, but no backend runs on it.",
+        rules=unsupported("no backend here runs on it; use cuda, cpu or auto", "npu"),
     )
-    total_epochs: int = Field(30, ge=1, description="Passes over the training prompts.")
-    total_training_steps: int | None = Field(None, ge=1, description="Steps of the run. Null: from the epochs.")
-    nnodes: int = Field(1, ge=1, description="Nodes.")
-    n_gpus_per_node: int = Field(8, ge=1, description="Devices (or CPU ranks) per node.")
-    device: Literal["auto", "cuda", "cpu", "npu"] = Field(
-        "auto", description="Device; auto: CUDA when there is one, else CPU. npu resolves, but no backend runs on it."
-    )
-    seed: int = Field(42, ge=0, description="Seed of everything: data order, sampling, weights, dropout.")
-    full_determinism: bool = Field(False, description="Deterministic kernels, slower.")
-    float32_matmul_precision: Literal["highest", "high", "medium"] = Field(
+    seed: int = key(42, "Seed of everything: data order, sampling, weights, dropout.", ge=0)
+    full_determinism: bool = key(False, "Deterministic kernels, slower.")
+    float32_matmul_precision: Literal["highest", "high", "medium"] = key(
         "highest",
-        description="How float32 matrix products are computed: exactly, with TF32 (high), or with bfloat16 (medium). "
+        "How float32 matrix products are computed: exactly, with TF32 (high), or with bfloat16 (medium). "
         "On a CPU with bfloat16 units medium doubles the speed of training and generation alike.",
     )
-    device_peak_tflops: float | None = Field(
+    device_peak_tflops: float | None = key(
         None,
-        gt=0,
-        description="Peak of one device in tera-FLOP/s, for `perf/mfu/*`. Null: published for known GPUs, measured on "
+        "Peak of one device in tera-FLOP/s, for `perf/mfu/*`. Null: published for known GPUs, measured on "
         "a CPU, otherwise not reported.",
-    )
-    balance_batch: bool = Field(True, description="Give each data-parallel rank the same number of tokens.")
-    critic_warmup: int = Field(0, ge=0, description="Steps that train the critic only.")
-    val_before_train: bool = Field(True, description="Validate before the first step.")
-    val_only: bool = Field(False, description="Validate (the checkpoint that `resume_mode` finds, if any) and stop.")
-    test_freq: int = Field(-1, ge=-1, description="Steps between validations; -1: at the end only.")
-    save_freq: int = Field(-1, ge=-1, description="Steps between checkpoints; -1: none.")
-    resume_mode: Literal["auto", "disable", "resume_path"] = Field(
-        "auto", description="Continue the newest checkpoint of the run folder, start anew, or take `resume_from_path`."
-    )
-    resume_from_path: HomePath | None = Field(None, description="Checkpoint folder for `resume_mode=resume_path`.")
-    max_actor_ckpt_to_keep: int | None = Field(None, ge=1, description="Actor checkpoints kept. Null: all.")
-    max_critic_ckpt_to_keep: int | None = Field(None, ge=1, description="Critic checkpoints kept. Null: all.")
-    logger: list[str] | str = Field(
-        ["console"], description="Trackers: console, file, wandb, tensorboard, mlflow, swanlab, clearml, ..."
-    )
-    log_val_generations: int = Field(
-        0, ge=-1, description="Validation answers shown in the trackers, or without one in the console; -1: all."
-    )
-    rollout_data_dir: HomePath | None = Field(
-        None, description="Folder that gets `<step>.jsonl` with all training answers, beside `rollouts/` of the run."
-    )
-    validation_data_dir: HomePath | None = Field(
-        None,
-        description="Folder that gets `<step>.jsonl` with all validation answers, beside `validation/` of the run.",
-    )
-    worker_timeout_s: float = Field(
-        7200.0,
         gt=0,
-        description="A call on the workers that runs longer ends the run and names the rank that hangs. A method "
-        "that has run before has less time: ten times the longest call so far, at least ten minutes.",
     )
-    import_modules: list[str] = Field(
-        [], description="Python modules imported at start. They may register estimators, losses and reward managers."
+    balance_batch: bool = key(True, "Give each data-parallel rank the same number of tokens.")
+    critic_warmup: int = key(0, "Steps that train the critic only.", ge=0)
+    val_before_train: bool = key(True, "Validate before the first step.")
+    val_only: bool = key(False, "Validate (the checkpoint that `resume_mode` finds, if any) and stop.")
+    test_freq: int = key(-1, "Steps between validations; -1: at the end only.", ge=-1)
+    save_freq: int = key(-1, "Steps between checkpoints; -1: none.", ge=-1)
+    resume_mode: Literal["auto", "disable", "resume_path"] = key(
+        "auto", "Continue the newest checkpoint of the run folder, start anew, or take `resume_from_path`."
+    )
+    resume_from_path: HomePath | None = key(None, "Checkpoint folder for `resume_mode=resume_path`.")
+    max_actor_ckpt_to_keep: int | None = key(None, "Actor checkpoints kept. Null: all.", ge=1)
+    max_critic_ckpt_to_keep: int | None = key(
+        None,
+        "Critic checkpoints kept. Null: all.",
+        ge=1,
+        rules=unused("a checkpoint holds actor and critic together, and `trainer.max_actor_ckpt_to_keep` counts it"),
+    )
+    logger: list[str] | str = key(
+        ["console"], "Trackers: console, file, wandb, tensorboard, mlflow, swanlab, clearml, ..."
+    )
+    log_val_generations: int = key(
+        0, "Validation answers shown in the trackers, or without one in the console; -1: all.", ge=-1
+    )
+    rollout_data_dir: HomePath | None = key(
+        None, "Folder that gets `<step>.jsonl` with all training answers, beside `rollouts/` of the run."
+    )
+    validation_data_dir: HomePath | None = key(
+        None, "Folder that gets `<step>.jsonl` with all validation answers, beside `validation/` of the run."
+    )
+    worker_timeout_s: float = key(
+        7200.0,
+        "A call on the workers that runs longer ends the run and names the rank that hangs. A method "
+        "that has run before has less time: ten times the longest call so far, at least ten minutes.",
+        gt=0,
+    )
+    import_modules: list[str] = key(
+        [], "Python modules imported at start. They may register estimators, losses and reward managers."
     )
 
     @field_validator("project_name", "experiment_name")

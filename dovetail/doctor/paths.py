@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.config.effects import refuse_unsupported
 from dovetail.config.errors import ConfigError
-from dovetail.config.runnable import refuse_unsupported
 from dovetail.doctor.site import Site
 
 Stage = Callable[[str], None]

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from dovetail.config.checks import check_config, refuse_errors
+from dovetail.config.effects import refuse_unsupported
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
-from dovetail.config.runnable import refuse_unsupported
 from dovetail.controller import stop_ray
 from dovetail.observability.timers import PhaseTimers
 from dovetail.protocol import DataProto

@@ -13,10 +13,10 @@ from typing import Any
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
+from dovetail.config.effects import refuse_unsupported
 from dovetail.config.errors import Problem
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
-from dovetail.config.runnable import refuse_unsupported
 from dovetail.config.user_code import UserCodeError, import_user_modules
 from dovetail.controller import WorkerError, stop_ray
 from dovetail.data.build import build_train_loader, build_val_loader

@@ -8,7 +8,7 @@ import pytest
 
 from dovetail.config import load_config
 from dovetail.config.checks import check_config
-from dovetail.config.runnable import unsupported_in_runs
+from dovetail.config.effects import unsupported_in_runs
 
 pytestmark = pytest.mark.unit
 

@@ -6,9 +6,14 @@ import pytest
 
 from dovetail.config import ConfigError, DovetailConfig, LoadedConfig, load_config
 from dovetail.config.keys import catalogue, find_key, sections
-from dovetail.config.no_effect import NO_EFFECT, UNUSED_BY_ROLE, no_effect
-from dovetail.config.translate import TRANSLATIONS, VALUE_SPELLINGS, canonical
-from dovetail.config.translate_groups import GLOBAL_MICRO_BATCHES
+from dovetail.config.translate import (
+    FOREIGN_KEYS,
+    GLOBAL_MICRO_BATCHES,
+    TRANSLATIONS,
+    VALUE_SPELLINGS,
+    canonical,
+    foreign_key,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -204,7 +209,7 @@ def test_no_old_spelling_and_no_key_without_effect_is_also_a_typed_key() -> None
     typed = catalogue_keys()
     assert [rule.old for rule in TRANSLATIONS if rule.old in typed] == []
     assert [key for key in typed if canonical(key)[0] != key] == []
-    assert [key for key in typed if no_effect(key) is not None] == []
+    assert [key for key in typed if foreign_key(key) is not None] == []
 
 
 def test_a_key_without_effect_prints_its_reason() -> None:
@@ -213,7 +218,7 @@ def test_a_key_without_effect_prints_its_reason() -> None:
     assert "layered_summon" in str(notice)
     assert "never as a whole model" in str(notice)
     assert "layered_summon" not in str(loaded.tree)
-    assert all(entry.reason for entry in NO_EFFECT)
+    assert all(rule.why for rule in FOREIGN_KEYS)
 
 
 def test_many_keys_without_effect_for_one_reason_make_one_notice() -> None:
@@ -225,7 +230,6 @@ def test_many_keys_without_effect_for_one_reason_make_one_notice() -> None:
 def test_a_key_that_roles_share_and_this_role_does_not_use_says_so() -> None:
     (notice,) = load("actor_rollout_ref.ref.fsdp_config.optimizer_offload=True").notices
     assert "no optimizer" in str(notice)
-    assert set(UNUSED_BY_ROLE) <= catalogue_keys()
     assert load("actor_rollout_ref.ref.fsdp_config.optimizer_offload=False").notices == ()
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.config.effects import unsupported_in_runs
 from dovetail.config.rollout import RolloutConfig
 from dovetail.config.root import DovetailConfig
-from dovetail.config.runnable import unsupported_in_runs
 from dovetail.rollout.registry import engine_class_for
 from dovetail.rollout.remote.engine import RemoteRollout
 

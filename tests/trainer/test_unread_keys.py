@@ -20,14 +20,14 @@ import pytest
 from dovetail.config import ConfigError, DovetailConfig, load_config
 from dovetail.config.base import Section
 from dovetail.config.checks import check_config
+from dovetail.config.effects import unsupported_in_runs
 from dovetail.config.keys import Key, catalogue
-from dovetail.config.runnable import unsupported_in_runs
 from tests.trainer.toy_run import DAPO, Toy, train
 
 pytestmark = pytest.mark.e2e
 
 # Reads in here decide nothing in a run.
-LOOKING_ON = tuple(f"/dovetail/config/{name}" for name in ("checks", "plan", "runnable", "pending", "idle", "load"))
+LOOKING_ON = tuple(f"/dovetail/config/{name}" for name in ("checks", "plan", "effects", "load"))
 
 # What acts, or not, by something else than other keys: it cannot be known before the run.
 DEPENDS = {
@@ -71,7 +71,7 @@ def test_a_key_that_no_part_of_a_run_reads_says_so(toy: Toy, tmp_path: Path, nam
     assert {"data.train_batch_size", "actor_rollout_ref.actor.clip_ratio", "trainer.save_freq"} <= read, "it watches"
     unread = [key for key in catalogue(DovetailConfig).values() if key.name not in read and key.name not in keys]
     silent = [key.name for key in unread if not _depends(key.name) and not says_so(base, key)]
-    assert silent == [], "make a part read these keys, or say in dovetail/config/idle.py what switches them off"
+    assert silent == [], "make a part read these keys, or say at their field what switches them off"
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import pytest
 
 from dovetail.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from dovetail.config import DovetailConfig, load_config
-from dovetail.config.idle import ESTIMATORS_THAT_READ, IDLE, LOSSES_THAT_READ
-from dovetail.config.keys import catalogue
+from dovetail.config.base import ReadWith
+from dovetail.config.keys import catalogue, sections
 from dovetail.config.names import ADV_ESTIMATORS, POLICY_LOSSES
 
 pytestmark = pytest.mark.unit
@@ -95,7 +95,21 @@ SWITCHED_OFF: list[tuple[list[str], str, str, list[str]]] = [
 ]
 
 
-def told(overrides: list[str], key: str) -> list[str]:
+def readers(name: str, section: str) -> dict[str, tuple[str, ...]]:
+    """Keys below `section` that only some values of the key `name` read, with these values."""
+    return {
+        key.name.removeprefix(f"{section}."): rule.when.values
+        for key in catalogue(DovetailConfig).values()
+        for rule in key.rules
+        if isinstance(rule.when, ReadWith) and rule.when.name == name and rule.when.known
+    }
+
+
+LOSSES_THAT_READ = readers("loss_mode_in_force", A)
+ESTIMATORS_THAT_READ = readers("algorithm.adv_estimator", "algorithm")
+
+
+def reported(overrides: list[str], key: str) -> list[str]:
     notices = (str(notice) for notice in load_config(overrides=overrides).notices)
     return [notice for notice in notices if "no effect in this run" in notice and f"{key}=" in notice]
 
@@ -105,9 +119,9 @@ def test_a_key_that_is_switched_off_says_why_and_one_that_acts_says_nothing(
     others: list[str], override: str, words: str, switch: list[str]
 ) -> None:
     key = override.partition("=")[0]
-    (notice,) = told([*others, override], key)
+    (notice,) = reported([*others, override], key)
     assert words in notice
-    assert told([*others, *switch, override], key) == []
+    assert reported([*others, *switch, override], key) == []
 
 
 def test_a_weight_of_zero_asks_for_nothing() -> None:
@@ -118,7 +132,7 @@ def test_a_weight_of_zero_asks_for_nothing() -> None:
 def test_a_loss_or_an_estimator_that_a_user_registers_may_read_any_key() -> None:
     own = ["trainer.import_modules=[mine]", f"{A}.policy_loss.loss_mode=mine", "algorithm.adv_estimator=mine"]
     for override in (f"{A}.policy_loss.dro_beta=1", f"{A}.clip_ratio_c=9", "algorithm.lam=0.9"):
-        assert told([*own, override], override.partition("=")[0]) == []
+        assert reported([*own, override], override.partition("=")[0]) == []
 
 
 def test_many_keys_of_one_role_are_one_notice(tmp_path: Path) -> None:
@@ -134,21 +148,32 @@ def test_many_keys_of_one_role_are_one_notice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", POLICY_LOSSES)
 def test_the_table_of_losses_is_what_they_take(mode: str) -> None:
     taken = inspect.signature(get_policy_loss_fn(mode)).parameters
-    for key, readers in LOSSES_THAT_READ.items():
-        assert (key.rpartition(".")[2] in taken) == (mode in readers), key
+    assert len(LOSSES_THAT_READ) == 12
+    for key, modes in LOSSES_THAT_READ.items():
+        assert (key.rpartition(".")[2] in taken) == (mode in modes), key
 
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_the_table_of_estimators_is_what_they_take(name: str) -> None:
     taken = inspect.signature(get_adv_estimator_fn(name)).parameters
-    for key, readers in ESTIMATORS_THAT_READ.items():
-        assert (key in taken) == (name in readers), key
+    assert len(ESTIMATORS_THAT_READ) == 4
+    for key, estimators in ESTIMATORS_THAT_READ.items():
+        assert (key in taken) == (name in estimators), key
 
 
-def test_every_entry_is_for_keys_that_exist_and_asks_for_keys_that_exist() -> None:
-    keys, config = catalogue(DovetailConfig), DovetailConfig()
-    for entry in IDLE:
-        entry.when(config)
-        for pattern in entry.patterns:
-            below = pattern.removesuffix(".*")  # of a free-form key
-            assert any(fnmatchcase(key, pattern) for key in keys) or keys[below].free_form, pattern
+def test_every_rule_asks_for_keys_that_exist() -> None:
+    config = DovetailConfig()
+    for key in catalogue(DovetailConfig).values():
+        for rule in key.rules:
+            assert rule.when is None or rule.when(config, key.name) in (True, False), key.name
+            assert "{" not in rule.words(config, key.name)
+
+
+def test_every_pattern_of_a_section_is_for_a_key_that_exists() -> None:
+    covered = {rule for key in catalogue(DovetailConfig).values() for rule in key.rules}
+    for name, section in sections(DovetailConfig).items():
+        below = [key.removeprefix(f"{name}.") for key in catalogue(DovetailConfig) if key.startswith(f"{name}.")]
+        for rule in section.rules:
+            assert rule in covered
+            for pattern in (*rule.only, *rule.but):
+                assert any(fnmatchcase(key, pattern) for key in below), f"{name}: {pattern}"

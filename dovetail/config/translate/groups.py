@@ -232,6 +232,23 @@ FLAT_KEYS = (
 )
 
 
+# What the other rules do, for the documents: written as, read as, why.
+GROUP_SPELLINGS = (
+    (_RATIO_CAPS[0], f"{_CORRECTION}.rollout_is_threshold", "with `rollout_is=token`; not positive: no weights"),
+    (
+        f"{_CORRECTION}.rollout_rs=token, sequence, geometric",
+        f"{_CORRECTION}.rollout_rs=token_k1, seq_sum_k1, seq_mean_k1",
+        "",
+    ),
+    (f"{_CORRECTION}.rollout_rs_threshold_lower", f"{_CORRECTION}.rollout_rs_threshold=lower_upper", ""),
+    (_VETOES[0], f"{_CORRECTION}.rollout_rs", "one more rule, seq_max_k2 with the threshold 0.5 x log(veto)^2"),
+    (f"{_CORRECTION}.use_policy_gradient", f"{_CORRECTION}.loss_type=reinforce", ""),
+    (f"{_ACTOR}.megatron.*", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
+    ("model_engine=megatron", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
+    ("data.train_batch_size=0", "data.train_batch_size", "`async_training.require_batches` mini-batches"),
+)
+
+
 def _check_flat(level: object, mode: object) -> Problem | None:
     if level not in _REJECTION:
         return Problem(

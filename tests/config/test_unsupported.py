@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.config import ConfigError, load_config
-from dovetail.config.runnable import refuse_unsupported, unsupported_in_runs
+from dovetail.config.effects import refuse_unsupported, unsupported_in_runs
 
 pytestmark = pytest.mark.unit
 
@@ -103,7 +103,7 @@ def test_megatron_keys_of_a_run_without_megatron_are_told() -> None:
 )
 def test_a_key_that_is_not_acted_on_says_so_with_its_value(override: str, words: str) -> None:
     notices = [str(notice) for notice in load_config(overrides=[override]).notices]
-    (notice,) = [notice for notice in notices if "not acted on in this version" in notice]
+    (notice,) = [notice for notice in notices if "no effect in this" in notice]
     assert override.split("=")[0] in notice
     assert words in notice
 

@@ -1,6 +1,6 @@
 """One table from older and other spellings to the one typed key, with a notice for each use.
 
-A spelling that needs arithmetic or several keys at once is in `dovetail.config.translate_groups`.
+A spelling that needs arithmetic or several keys at once is in `dovetail.config.translate.groups`.
 Two spellings of one key that disagree are a problem that names both. Null in an old spelling means "not set".
 """
 
@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from dovetail.config.errors import Notice, Problem
-from dovetail.config.translate_groups import GROUP_RULES, GroupResult
+from dovetail.config.translate.groups import GROUP_RULES, GroupResult
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,9 @@ def _moved_from_fsdp() -> Iterator[Translation]:
 def _optimizers() -> Iterator[Translation]:
     for role in (_ACTOR, "critic"):
         yield Translation(f"{role}.optim.clip_grad", f"{role}.grad_clip", "one clip for every backend")
+        schedule = f"{role}.optim.lr_scheduler_type"
         for old in ("warmup_style", "lr_decay_style", "lr_scheduler"):
-            yield Translation(
-                f"{role}.optim.{old}", f"{role}.optim.lr_scheduler_type", "one schedule for every backend"
-            )
+            yield Translation(f"{role}.optim.{old}", schedule, "one schedule for every backend")
         yield Translation(f"{role}.optim.min_lr_factor", f"{role}.optim.min_lr_ratio")
         yield Translation(f"{role}.optim.lr_warmup_ratio", f"{role}.optim.lr_warmup_steps_ratio")
         yield Translation(f"{role}.checkpoint.contents", f"{role}.checkpoint.save_contents")
@@ -71,16 +70,10 @@ def _optimizers() -> Iterator[Translation]:
 def _adapters() -> Iterator[Translation]:
     for model in (_MODEL, "critic.model"):
         why = "adapters have the same keys for every backend"
-        for old, new in (
-            ("rank", "lora_rank"),
-            ("alpha", "lora_alpha"),
-            ("dropout", "lora_dropout"),
-            ("merge", "lora_merge"),
-            ("target_modules", "target_modules"),
-            ("exclude_modules", "exclude_modules"),
-            ("adapter_path", "lora_adapter_path"),
-        ):
-            yield Translation(f"{model}.lora.{old}", f"{model}.{new}", why)
+        for name in ("rank", "alpha", "dropout", "merge", "adapter_path"):
+            yield Translation(f"{model}.lora.{name}", f"{model}.lora_{name}", why)
+        for name in ("target_modules", "exclude_modules"):
+            yield Translation(f"{model}.lora.{name}", f"{model}.{name}", why)
 
 
 TRANSLATIONS: tuple[Translation, ...] = (
@@ -187,22 +180,22 @@ class Translated:
 def translate(leaves: Mapping[str, Any]) -> Translated:
     """Bring every leaf key to its one spelling."""
     done = Translated()
-    pending = _without_unused_adapters(leaves)
-    for key in list(pending):
+    remaining = _without_unused_adapters(leaves)
+    for key in list(remaining):
         new, why = canonical(key)
         if new == key:
             continue
-        value = pending.pop(key)
+        value = remaining.pop(key)
         if value is not None:
             message = f"{key} is read as {new}" + (f": {why}." if why else ".")
             done.notices.append(Notice(key, message))
-            _settle(done, pending, new, value, key)
+            _assign(done, remaining, new, value, key)
     for rule in GROUP_RULES:
-        result = rule({**pending, **done.leaves})
+        result = rule({**remaining, **done.leaves})
         done.notices += result.notices
         done.problems += result.problems
-        _settle_group(done, pending, result)
-    for key, value in pending.items():
+        _assign_group(done, remaining, result)
+    for key, value in remaining.items():
         done.leaves.setdefault(key, value)
     _respell_values(done)
     return done
@@ -228,9 +221,9 @@ def canonical(key: str) -> tuple[str, str]:
     return key, "; ".join(reasons)
 
 
-def _settle(done: Translated, pending: dict[str, Any], new: str, value: Any, old: str) -> None:
+def _assign(done: Translated, remaining: dict[str, Any], new: str, value: Any, old: str) -> None:
     """Give `new` its value unless another spelling already gave it a different one."""
-    for given, where in ((pending.get(new), new), (done.leaves.get(new), done.spelling.get(new, new))):
+    for given, where in ((remaining.get(new), new), (done.leaves.get(new), done.spelling.get(new, new))):
         if given is not None and given != value:
             done.problems.append(
                 Problem(
@@ -239,18 +232,18 @@ def _settle(done: Translated, pending: dict[str, Any], new: str, value: Any, old
                 )
             )
             return
-    pending.pop(new, None)
+    remaining.pop(new, None)
     done.leaves[new] = value
     done.spelling[new] = old
 
 
-def _settle_group(done: Translated, pending: dict[str, Any], result: GroupResult) -> None:
+def _assign_group(done: Translated, remaining: dict[str, Any], result: GroupResult) -> None:
     for key in result.consumed:
-        pending.pop(key, None)
+        remaining.pop(key, None)
         done.leaves.pop(key, None)
     for new, (value, old) in result.values.items():
         if value is not None:
-            _settle(done, pending, new, value, old)
+            _assign(done, remaining, new, value, old)
 
 
 def _respell_values(done: Translated) -> None:

@@ -1,0 +1,215 @@
+"""Keys that other systems use and that do not exist here, each with its reason: the same rules as those of fields.
+
+Most have no effect, which is a notice. A value that would change the algorithm is refused.
+"""
+
+from __future__ import annotations
+
+from dovetail.config.base import Rule, unsupported, unused
+
+# The reason, patterns of keys (`*` stands for anything, `ROLLOUT` for the section), values that ask for no more.
+_REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
+    ("prompts are not generated during training; write them to a file first", "data.datagen.path", ()),
+    (
+        "multi-token-prediction heads are neither trained nor used to generate",
+        "*.model.mtp.enable *.model.mtp.enable_train",
+        (False,),
+    ),
+    ("adapters are plain LoRA, initialised as PEFT does", "*.model.lora.type", ("lora", "canonical_lora")),
+    ("weight decay is constant", "*.optim.weight_decay_incr_style", ("constant",)),
+    ("weights are always loaded from `model.path`", "*.load_weight", (True,)),
+    (
+        "the trainer routes tokens to experts itself; routing is not recorded or replayed",
+        "*.router_replay.mode",
+        ("disabled",),
+    ),
+    (
+        "the trainer routes tokens to experts itself; routing is not recorded or replayed",
+        "ROLLOUT.enable_rollout_routing_replay",
+        (False,),
+    ),
+    (
+        "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn",
+        "*.optim.muon_split_qkv *.optim.muon_extra_scale_factor",
+        (True,),
+    ),
+    (
+        "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn",
+        "*.optim.muon_scale_mode",
+        ("spectral",),
+    ),
+    (
+        "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn",
+        "*.optim.muon_coefficient_type",
+        ("quintic",),
+    ),
+    (
+        "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn",
+        "*.optim.muon_scalar_optimizer",
+        ("adam",),
+    ),
+    ("`muon_adjust_lr_fn=match_rms_adamw` does that", "*.optim.muon_match_adamw_update_rms", (False,)),
+    ("there is no distillation from a teacher", "distillation.enabled", (False,)),
+    ("`actor_rollout_ref.actor.loss_scale_factor` is that of both losses", "critic.loss_scale_factor", ()),
+    ("weights are trained in full precision; only the engine may be quantised", "*.qat.enable", (False,)),
+    (
+        "responses are never replayed from an earlier run",
+        "skip.enable ROLLOUT.skip_rollout ROLLOUT.skip.enable",
+        (False,),
+    ),
+    ("a response ends where the model ends it", "data.min_response_length", (0,)),
+    ("the first token is sampled like the others", "ROLLOUT.use_fire_sampling", (False,)),
+)
+
+_UNUSED: tuple[tuple[str, str], ...] = (
+    ("it belongs to another launcher; here every default is in the schema", "hydra.* defaults"),
+    (
+        "`global_profiler` chooses tool (torch), steps and ranks for all roles; phases are in metrics.jsonl",
+        "global_profiler._target_ global_profiler.profile_continuous_steps global_profiler.relocate_results "
+        "global_profiler.finish_hook_* global_profiler.global_tool_config* profiler.* trainer.npu_profile.* "
+        "trainer.controller_nsight_options.* trainer.worker_nsight_options.* *.profiler.* *.profile.*",
+    ),
+    ("batches travel through Ray's object store", "transfer_queue.* trainer.num_global_batch trainer.num_data_*"),
+    ("data files are read where they are", "data.use_shm"),
+    ("prompts are not generated during training; write them to a file first", "data.datagen.*"),
+    ("tool arguments are kept whenever a row has them", "data.need_tools_kwargs"),
+    ("`data.filter_overlong_prompts` decides", "data.filter_prompts"),
+    ("dovetail has its own fused head; other Liger kernels are not used", "*.model.use_liger"),
+    ("feed-forward layers are not tiled; use gradient checkpointing or a longer SP", "*.model.tiled_mlp.*"),
+    ("multi-token-prediction heads are neither trained nor used to generate", "*.model.mtp.* ROLLOUT.mtp.*"),
+    ("gradient checkpointing has one, non-reentrant, form", "*.model.gradient_checkpointing_kwargs.*"),
+    ("`fsdp_config.model_dtype` is the dtype of the weights", "*.model.torch_dtype"),
+    ("adapters are plain LoRA, initialised as PEFT does", "*.model.lora.*"),
+    ("FSDP2 always keeps the original parameters, and fsdp is told to", "*.fsdp_config.use_orig_params"),
+    ("the role decides: reference and reward model are forward only", "*.fsdp_config.forward_only"),
+    ("`trainer.seed` seeds every role", "*.fsdp_config.seed *.megatron.seed *.data_loader_seed"),
+    ("only the actor computes an entropy", "*.fsdp_config.entropy_* actor_rollout_ref.ref.entropy_*"),
+    ("only the actor's and the reference's heads are compiled", "*.fsdp_config.use_torch_compile"),
+    ("use `param_offload`, or `offload_policy` with fsdp2", "*.fsdp_config.cpu_offload"),
+    ("gradients live only during an update", "*.fsdp_config.grad_offload"),
+    (
+        "weights are always converted between Hugging Face and Megatron names by dovetail itself",
+        "*.megatron.use_mbridge *.megatron.vanilla_mbridge *.checkpoint.mbridge_config*",
+    ),
+    ("`model.use_remove_padding` decides for every backend", "*.megatron.use_remove_padding"),
+    ("the role decides", "*.megatron.forward_only"),
+    ("use `override_transformer_config`", "*.megatron.extra.*"),
+    ("Megatron's own FSDP is not used; choose strategy fsdp2", "*.megatron.use_megatron_fsdp"),
+    ("optimizers come from torch.optim", "*.optim.optimizer_impl"),
+    ("a resumed run always continues its schedule", "*.optim.use_checkpoint_opt_param_scheduler"),
+    ("the first step is step 1 of the schedule", "*.optim.zero_indexed_step"),
+    ("`actor_rollout_ref.rollout.n` is the one place", "*.rollout_n"),
+    ("equal prompts are not merged; results are the same", "actor_rollout_ref.actor.use_prefix_grouper"),
+    ("it is computed without gradients, in chunks", "actor_rollout_ref.actor.sum_pi_squared_checkpointing"),
+    (
+        "the trainer routes tokens to experts itself; routing is not recorded or replayed",
+        "actor_rollout_ref.actor.router_replay.* actor_rollout_ref.ref.router_replay.* *.megatron.router_replay.*",
+    ),
+    ("`actor_rollout_ref.model.use_fused_kernels` decides", "actor_rollout_ref.ref.use_fused_kernels"),
+    ("the reference is the policy's starting point", "actor_rollout_ref.ref.model.*"),
+    (
+        "there is no such backend; choose fsdp2 or megatron",
+        "*.veomni.* *.veomni_config.* *.torchtitan.* *.fsdp_config.turbo_config.*",
+    ),
+    ("a checkpoint that does not fit the model is always refused", "*.checkpoint.strict"),
+    ("the reference is not trained", "actor_rollout_ref.ref.optim.*"),
+    (
+        "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn",
+        "*.optim.muon_tp_mode *.optim.muon_fp32_matmul_prec *.optim.use_layer_wise_distributed_optimizer",
+    ),
+    ("write it in `override_optimizer_config`", "*.optim.use_precision_aware_optimizer *.optim.*_dtype"),
+    (
+        "`context_parallel_size` holds for every batch",
+        "*.megatron.dynamic_context_parallel *.megatron.max_seqlen_per_dp_cp_rank",
+    ),
+    ("checkpoints can always be loaded by another number of devices", "*.megatron.dist*_optim_*"),
+    ("the keys of the role decide for every backend", "*.megatron.entropy_*"),
+    ("there is no Ascend backend", "*.mindspeed.*"),
+    ("sequences are packed, or padded to the longest of the micro-batch", "*.pad_to_length* *.megatron.pad_*"),
+    ("the chunk size follows from the vocabulary", "*.entropy_from_logits_chunk_size"),
+    ("tools are described by `multi_turn.tool_config_path`", "*.function_tool_path"),
+    ("the engine's expert load is not recorded", "ROLLOUT.moe_load_balance_metrics_interval"),
+    ("pass it through `actor_rollout_ref.rollout.engine_kwargs`", "ROLLOUT.moe_tensor_parallel_size"),
+    ("one engine does prefill and decoding", "ROLLOUT.disaggregation.*"),
+    ("`actor_rollout_ref.rollout.gpu_memory_utilization` decides", "ROLLOUT.standalone_gpu_memory_utilization"),
+    (
+        "devices keep their role for the whole run",
+        "async_training.dynamic_schedule_* async_training.use_dynamic_resource_scheduling",
+    ),
+    ("the engine schedules its own requests", "async_training.concurrent_samples_per_replica"),
+    (
+        "scores are always computed asynchronously",
+        "async_training.enable_reward_queue reward_model.use_reward_loop reward_model.launch_reward_fn_async",
+    ),
+    ("there is no distillation from a teacher", "distillation.*"),
+    ("prompts hold text, images and videos", "data.audio_key"),
+    ("the processor runs with the model's own settings", "data.mm_processor_kwargs*"),
+    ("there is one trainer", "trainer.use_v1"),
+    ("there is one trainer; `async_training` holds what runs ahead", "trainer.v1.*"),
+    ("generation batches run one after the other", "algorithm.filter_groups.max_inflight_gen_batches"),
+    ("weights are trained in full precision; only the engine may be quantised", "*.qat.*"),
+    (
+        "responses are never replayed from an earlier run",
+        "skip.* ROLLOUT.skip_dump_dir ROLLOUT.skip.* ROLLOUT.skip_use_default_dir",
+    ),
+    ("turns share `data.max_response_length`", "ROLLOUT.single_turn_response_length"),
+    ("`actor_rollout_ref.rollout.free_cache_engine` decides", "ROLLOUT.enable_sleep_mode ROLLOUT.enable_memory_saver"),
+    ("`model.use_fused_kernels` is the fused head", "*.use_gemm_fusion"),
+    ("weights always travel in buckets, never as a whole model", "ROLLOUT.layered_summon"),
+    ("weights travel under their Hugging Face names", "ROLLOUT.layer_name_map.*"),
+    ("the engine always wakes its weights first and its cache last", "ROLLOUT.multi_stage_wake_up"),
+    ("every started answer is finished and used", "ROLLOUT.over_sample_rate"),
+    ("metrics go to the run folder and the trackers", "ROLLOUT.prometheus.*"),
+    ("responses are recorded by `trainer.rollout_data_dir`", "ROLLOUT.trace.*"),
+    (
+        "`actor_rollout_ref.rollout.weight_sync` chooses the transfer",
+        "ROLLOUT.checkpoint_engine.* actor_rollout_ref.checkpoint_engine.* async_training.checkpoint_engine.*",
+    ),
+    ("pass quantisation through `actor_rollout_ref.rollout.engine_kwargs`", "ROLLOUT.quantization_config_file"),
+    ("TensorRT-LLM is not an engine here; use native, vllm or sglang", "ROLLOUT.engine_kwargs.trtllm.*"),
+    ("time-outs and retries of the engine's server are dovetail's own", "ROLLOUT.server.*"),
+    ("the engine forms its own batches", "ROLLOUT.micro_batch_size"),
+    (
+        "`actor_rollout_ref.rollout.agent` drives conversations",
+        "ROLLOUT.chat_scheduler ROLLOUT.multi_turn.completion_callback",
+    ),
+    ("engines never log requests", "ROLLOUT.disable_log_requests"),
+    (
+        "token ids are kept and never re-tokenised",
+        "ROLLOUT.multi_turn.tokenization_sanity_check_mode ROLLOUT.multi_turn.enable_tokenization_sanity_check",
+    ),
+    ("engines are chosen by `rollout.name`", "ROLLOUT.agent.custom_async_server.*"),
+    ("conversations are driven by the built-in manager", "ROLLOUT.agent.agent_loop_manager_class"),
+    ("a module path is enough to find a manager", "reward_model.reward_loop_source reward_model.reward_manager.source"),
+    ("reward networks are computed by the training backend; no engine is started for them", "reward_model.rollout.*"),
+    ("a reward network has no vocabulary head", "reward_model.model.use_fused_kernels"),
+    ("a reward network has no backward pass", "reward_model.model.enable_gradient_checkpointing"),
+    ("parallelism is in `reward_model.megatron`", "reward_model.model.megatron.*"),
+    ("there is one implementation of each role", "trainer.use_legacy_worker_impl"),
+    ("checkpoints follow `trainer.save_freq` only", "trainer.esi_redundant_time"),
+    ("workers are found without a register centre", "trainer.ray_wait_register_center_timeout"),
+    ("checkpoints stay in the run folder; mount or copy it", "trainer.default_hdfs_dir"),
+    ("checkpoints are never deleted by loading them", "trainer.del_local_ckpt_after_load"),
+    ("`trainer.max_actor_ckpt_to_keep` decides", "trainer.remove_previous_ckpt_in_save"),
+    ("`rollout_corr/probs_diff_*` metrics report the difference", "trainer.dump_high_diff_*"),
+    ("trackers write below the run folder", "trainer.tensorboard_dir"),
+    ("`trainer.rollout_data_dir` records the responses", "trainer.rl_logging_board_dir"),
+    ("set HTTPS_PROXY in the environment", "trainer.wandb_proxy"),
+    ("`actor_rollout_ref.hybrid_engine` decides who generates where", "trainer.scheduler"),
+)
+
+
+def _patterns(text: str) -> str:
+    return text.replace("ROLLOUT.", "actor_rollout_ref.rollout.")
+
+
+# A switch is asked before the section that it is in.
+FOREIGN_KEYS: tuple[Rule, ...] = (
+    *(unsupported(why, only=_patterns(keys), unless=harmless) for why, keys, harmless in _REFUSED),
+    *(unused(why, only=_patterns(keys)) for why, keys in _UNUSED),
+)
+
+
+def foreign_key(key: str) -> Rule | None:
+    """The rule for a key of another system, if it is one. `section.*` is the section itself too."""
+    return next((rule for rule in FOREIGN_KEYS if rule.covers(key) or rule.covers(f"{key}.")), None)
