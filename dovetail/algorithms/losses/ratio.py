@@ -76,6 +76,7 @@ def register_token_loss(
 
         for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(policy_loss, attribute, getattr(token_loss, attribute))
+        vars(policy_loss)["token_loss"] = token_loss  # whose signature names the settings that it reads
         return register_policy_loss(name, select=select)(policy_loss)
 
     return decorate
