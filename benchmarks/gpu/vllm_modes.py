@@ -1,7 +1,7 @@
 """vLLM as dovetail's engine on one GPU, in the trainer's process (`mode=sync`) and in one of its own (`mode=async`).
 
-Workload W at 512 sequences: how long generation takes, and how long new weights take to arrive, in place, through lent
-device memory and through the host's shared memory. Every mode starts in a process of its own.
+Workload W at 512 sequences: how long generation takes, and how long new weights take to arrive, in place, through
+shared device memory and through the host's shared memory. Every mode starts in a process of its own.
 
     python -m benchmarks.gpu.vllm_modes
 """
@@ -68,19 +68,19 @@ def measure(mode: str, model: Path, work: Workload, repeats: int) -> dict[str, A
 
     device = torch.device("cuda", torch.cuda.current_device())
     start_ray(num_cpus=2, object_store_memory=256 << 20)
-    with RayVLLMEngine(settings, lends=device, **beside_this_process(device)) as actor:
+    with RayVLLMEngine(settings, shares=device, **beside_this_process(device)) as actor:
         found = measure_engine(
-            actor, weights, work, repeats, paths={"lent device memory": actor._lends, "shared memory": None}
+            actor, weights, work, repeats, paths={"shared device memory": actor._shares, "shared memory": None}
         )
     stop_ray()
     return found
 
 
 def measure_engine(engine: Any, weights: Any, work: Workload, repeats: int, *, paths: dict[str, Any]) -> dict[str, Any]:
-    """`paths`: what weights go through, and the device that is lent for it."""
+    """`paths`: what weights go through, and the device whose memory is shared for it."""
     found: dict[str, Any] = {"weights_gb": round(sum(tensor.nbytes for _, tensor in weights) / 1e9, 2)}
-    for path, lends in paths.items():
-        engine._lends = lends
+    for path, shares in paths.items():
+        engine._shares = shares
         times, _ = timed(lambda: engine.update_weights(weights, 1), repeats + 1)
         found[f"weights_s, {path}"] = [round(value, 3) for value in times[1:]]
     engine.generate(work.requests("warm", limit=32))

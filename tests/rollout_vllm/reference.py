@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from dovetail.rollout.base import GenerationResult
 from dovetail.rollout.vllm.requests import Sample
 
 
@@ -43,6 +45,17 @@ def top_k_top_p_log_probs(
 
 def mean_gap(left: torch.Tensor, right: list[float]) -> float:
     return (left - torch.tensor(right)).abs().mean().item()
+
+
+def check_versions(
+    models: Mapping[int, Any], prompt: list[int], result: GenerationResult, *, temperature: float, within: float = 1e-5
+) -> None:
+    """Every token has the log-prob that the model of its version gives it after all tokens before it."""
+    assert result.weight_versions == sorted(result.weight_versions)
+    for version in set(result.weight_versions):
+        wanted = log_probs(models[version], prompt, result.token_ids, temperature)
+        own = torch.tensor(result.weight_versions) == version
+        assert (wanted - torch.tensor(result.log_probs))[own].abs().mean() <= within, version
 
 
 def take_user_output(sample: Sample, output: Any) -> None:

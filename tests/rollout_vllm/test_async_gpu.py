@@ -1,8 +1,7 @@
-"""`mode=async` on CUDA: an actor on the device of the process that drives it, which lends it the new weights."""
+"""`mode=async` on CUDA: an actor on the device of the process that drives it, which shares the new weights with it."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +10,12 @@ import torch
 
 from dovetail.controller.cluster import start_ray, stop_ray
 from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams
-from dovetail.rollout.vllm.async_engine import AsyncVLLMEngine
 from dovetail.rollout.vllm.ray_engine import RayVLLMEngine, beside_this_process
 from dovetail.weight_sync import tensor_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import gpu_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 from tests.rollout_vllm.running import Running, wait_for_tokens
-from tests.rollout_vllm.watched import check_scores, generate, generate_watched
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +30,7 @@ def engine(folders: dict[str, Path]) -> Iterator[RayVLLMEngine]:
     device = torch.device("cuda", torch.cuda.current_device())
     start_ray(num_cpus=1, object_store_memory=256 << 20)
     settings, place = gpu_settings(folders["llama_tied"]), beside_this_process(device)
-    with RayVLLMEngine(settings, bucket_bytes=BUCKET_BYTES, lends=device, **place) as built:
+    with RayVLLMEngine(settings, bucket_bytes=BUCKET_BYTES, shares=device, **place) as built:
         yield built
     stop_ray()
 
@@ -42,22 +39,24 @@ def _on_device(seed: int) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor.detach().cuda()) for name, tensor in tiny_model("llama_tied", seed=seed).named_parameters()]
 
 
-def test_lent_memory_brings_what_shared_memory_brings(engine: RayVLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine._lends is not None, "the worker could not map this process's memory"
+def test_shared_device_memory_brings_what_shared_memory_brings(
+    engine: RayVLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine._shares is not None, "the worker could not map this process's memory"
     weights = _on_device(3)
     names = [name for name, _ in weights]
     engine.update_weights(weights, 1)
-    (lent,), held = engine.generate([GenerationRequest("a", PROMPT, GREEDY)]), engine.weight_checksums(names)
+    (on_device,), held = engine.generate([GenerationRequest("a", PROMPT, GREEDY)]), engine.weight_checksums(names)
     engine.update_weights(_on_device(4), 2)
     assert engine.weight_checksums(names) != held
-    monkeypatch.setattr(engine, "_lends", None)
+    monkeypatch.setattr(engine, "_shares", None)
     engine.update_weights(weights, 1)
     (shared,) = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
-    assert lent == shared
+    assert on_device == shared
     assert engine.weight_checksums(names) == held
     own = {name: tensor_checksum(tensor) for name, tensor in weights}
     assert {name: held[name] for name in own} == own
-    assert lent.token_ids == greedy(tiny_model("llama_tied", seed=3), PROMPT, 12)
+    assert on_device.token_ids == greedy(tiny_model("llama_tied", seed=3), PROMPT, 12)
 
 
 def test_an_update_in_mid_generation_marks_every_token_with_the_version_that_wrote_it(engine: RayVLLMEngine) -> None:
@@ -97,19 +96,6 @@ def test_log_probs_under_a_cut_are_those_before_it(engine: RayVLLMEngine) -> Non
     for result in results:
         wanted = log_probs(model, PROMPT, result.token_ids, 0.7)
         assert mean_gap(wanted, result.log_probs) <= 1e-3 / 0.7
-
-
-def test_tokens_come_from_the_core_as_vllm_hands_them_to_its_users(folders: dict[str, Path]) -> None:
-    async def scenario() -> None:
-        engine = AsyncVLLMEngine(gpu_settings(folders["llama_tied"]))
-        await engine.start()
-        try:
-            check_scores(await generate(engine), 1e-3 / 0.8)
-            await generate_watched(engine)
-        finally:
-            await engine.close()
-
-    asyncio.run(scenario())
 
 
 def _check_two_versions(result: GenerationResult, *, old: int, new: int) -> None:

@@ -34,30 +34,29 @@ def test_on_a_cpu_it_is_given_no_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "num_workers", "wanted"),
+    ("read", "num_workers", "wanted"),
     [("the bytes", 1, True), ("other bytes", 1, False), (None, 1, False), ("the bytes", 2, False)],
 )
-def test_memory_is_lent_where_the_one_worker_reads_it_back(
-    found: str | None, num_workers: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
+def test_memory_is_shared_where_the_engines_process_reads_it_back(
+    read: str | None, num_workers: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_engine, "lend", lambda trial: tuple(trial.tolist()))
 
-    def read(method: str, args: tuple[tuple[int, ...]]) -> list[list[int] | None]:
-        assert method == "dovetail_read_lent"
-        return [list(args[0]) if found == "the bytes" else None if found is None else [0, *args[0]]]
+    def read_shared(handle: tuple[int, ...]) -> list[int] | None:
+        return list(handle) if read == "the bytes" else None if read is None else [0, *handle]
 
-    assert RayVLLMEngine._can_read(_engine(read, num_workers), torch.device("cpu")) is wanted
+    assert RayVLLMEngine._can_read(_engine(read_shared, num_workers), torch.device("cpu")) is wanted
 
 
-def test_an_allocator_that_cannot_lend_leaves_weights_to_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocator_that_cannot_share_leaves_weights_to_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def lend(trial: torch.Tensor) -> tuple[int, ...]:
         raise RuntimeError("expandable segments cannot be shared")
 
     monkeypatch.setattr(ray_engine, "lend", lend)
-    assert not RayVLLMEngine._can_read(_engine(lambda *call: pytest.fail("asked"), 1), torch.device("cpu"))
+    assert not RayVLLMEngine._can_read(_engine(lambda handle: pytest.fail("asked"), 1), torch.device("cpu"))
 
 
-def _engine(read: Any, num_workers: int) -> Any:
-    """A `RayVLLMEngine` whose worker answers at once."""
-    actor = SimpleNamespace(call=SimpleNamespace(remote=read))
+def _engine(read_shared: Any, num_workers: int) -> Any:
+    """A `RayVLLMEngine` whose actor answers at once."""
+    actor = SimpleNamespace(read_shared=SimpleNamespace(remote=read_shared))
     return SimpleNamespace(num_workers=num_workers, actor=actor, _get=lambda answer: answer)

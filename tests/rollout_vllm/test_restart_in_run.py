@@ -1,4 +1,4 @@
-"""A worker that trains beside an asynchronous vLLM engine in a Ray actor: the engine is killed in mid-batch."""
+"""A worker that trains beside a vLLM engine in a Ray actor: the engine is killed in mid-batch."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def play(rank: int, world_size: int, folder: Path) -> Played:
     policy.update_actor(with_old_log_probs(batch, old))
     expected = policy.generate_sequences(prompts())
     pending = policy.generate_sequences.submit(prompts())
-    kill_core(groups)
+    kill_engine(groups)
     found = pending.get()
     log_probs = policy.compute_log_prob(found).tensors["old_log_probs"]
     pending = policy.generate_sequences.submit(prompts())
-    kill_core(groups)
+    kill_engine(groups)
     with pytest.raises(WorkerError) as refused:
         pending.get(timeout=60)
     played = Played(
@@ -90,14 +90,14 @@ def play(rank: int, world_size: int, folder: Path) -> Played:
     return played
 
 
-def kill_core(groups: RoleGroups) -> None:
-    """End vLLM's own process, once it is writing."""
+def kill_engine(groups: RoleGroups) -> None:
+    """End the engine's process, once it is writing."""
     policy: Any = groups.actor_rollout
     raylet = psutil.Process(policy.identities[0].pid).parent()
     assert raylet is not None
-    cores = [child for child in raylet.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
-    wait_until_it_works(cores[-1].pid)
-    os.kill(cores[-1].pid, signal.SIGKILL)
+    engines = [child for child in raylet.children(recursive=True) if "EngineActor" in " ".join(child.cmdline())]
+    wait_until_it_works(engines[-1].pid)
+    os.kill(engines[-1].pid, signal.SIGKILL)
 
 
 def test_the_batch_is_finished_with_the_trained_weights_and_the_driver_hears_of_it(played: Played) -> None:
@@ -108,4 +108,6 @@ def test_the_batch_is_finished_with_the_trained_weights_and_the_driver_hears_of_
 
 
 def test_without_a_restart_left_the_driver_says_so(played: Played) -> None:
-    assert re.search(r"actor_rollout_ref\[rank 0\]\.generate_sequences.*engine process died", played.refusal)
+    assert re.search(
+        r"actor_rollout_ref\[rank 0\]\.generate_sequences.*process of the vLLM engine died", played.refusal
+    )

@@ -47,7 +47,7 @@ def _change(parameters: Any) -> None:
 
 def _hybrid(rank: int, world_size: int, folder: str) -> list[tuple[list[int], list[int], list[float]]]:
     backend = _backend("llama_tied")
-    engine = VLLMEngine(small_settings(folder, load_format="dummy"), verify_weights=4)
+    engine = VLLMEngine(small_settings(folder, load_format="dummy"))
     manager = FSDPVLLMShardingManager(backend, engine, version=1)
     outcome = []
     for _ in range(2):

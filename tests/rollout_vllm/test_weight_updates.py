@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from dovetail.config.rollout import RolloutConfig
-from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
+from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
 from dovetail.rollout.registry import get_engine_class
 from dovetail.rollout.vllm import VLLMEngine, weight_calls, worker_extension
-from dovetail.weight_sync import DiskWeights, WeightSender, weight_checksum
+from dovetail.weight_sync import DiskWeights, WeightSender, tensor_checksum, weight_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
-from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+from tests.rollout_vllm.reference import check_versions, greedy, log_probs, mean_gap
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
@@ -155,9 +155,67 @@ def test_reading_back_finds_a_tied_head_that_vllm_forgot_to_pack(
     engine, model = engines["llama_tied"], tiny_model("llama_tied", seed=3)
     with monkeypatch.context() as patch:
         patch.setattr(worker_extension, "_repack_heads", lambda model: None)
-        with pytest.raises(WeightUpdateError, match=r"differ in the vLLM engine.*lm_head\.weight"):
-            engine.update_weights(model.named_parameters(), 4)
+        engine.update_weights(model.named_parameters(), 4)
+    head = tensor_checksum(model.lm_head.weight)
+    assert engine.weight_checksums(["lm_head.weight"])["lm_head.weight"] != head
     engine.update_weights(model.named_parameters(), 4)
+    assert engine.weight_checksums(["lm_head.weight"])["lm_head.weight"] == head
+
+
+def test_every_token_has_the_log_prob_of_its_own_weights_whatever_comes_and_goes_meanwhile(
+    engines: dict[str, VLLMEngine],
+) -> None:
+    """Requests join and are aborted while others run; weights are staged while tokens are written, committed twice."""
+    engine, models = engines["llama"], {version: tiny_model("llama", seed=version) for version in (1, 2, 3)}
+    sampling = SamplingParams(temperature=0.9, max_new_tokens=120, n=2, seed=3, ignore_eos=True)
+    prompts = {"first": PROMPT, "second": PROMPT[:40], "cut": [7]}
+    results: list[GenerationResult] = []
+    engine.update_weights(models[1].named_parameters(), 1)
+    engine.enqueue([GenerationRequest("first", PROMPT, sampling)], results.append)
+    _write(engine, "first", 20)
+    staging = threading.Thread(target=engine.stage_weights, args=(models[2].named_parameters(), 2))
+    staging.start()
+    engine.enqueue([GenerationRequest(name, prompts[name], sampling) for name in ("second", "cut")], results.append)
+    _write(engine, "cut", 10)
+    staging.join(60)
+    assert engine.abort(["cut"]) == 2
+    assert engine.commit_weights(2) > 0
+    _write(engine, "second", 40)
+    engine.update_weights(models[3].named_parameters(), 3)
+    engine.wait(lambda: len(results) == 6)
+    for result in results:
+        check_versions(models, prompts[result.request_id], result, temperature=0.9)
+        if result.request_id == "cut":
+            assert result.finish_reason == "abort"
+            assert set(result.weight_versions) == {1}
+        else:
+            assert set(result.weight_versions) == {1, 2, 3}
+    with pytest.raises(EngineError, match="no weights of version 2 are staged"):
+        engine.commit_weights(2)
+
+
+def _write(engine: VLLMEngine, name: str, count: int) -> None:
+    """Until the request has so many tokens more."""
+    start = engine.num_tokens()[name]
+    engine.wait(lambda: engine.num_tokens()[name] >= start + count)
+
+
+def test_a_staged_update_that_does_not_fit_leaves_the_weights_in_use(engines: dict[str, VLLMEngine]) -> None:
+    engine, model = engines["llama"], tiny_model("llama", seed=2)
+    engine.update_weights(model.named_parameters(), 4)
+    taken: list[str] = []
+
+    def source() -> Any:
+        yield "model.extra", model.model.norm.weight
+        for name, tensor in tiny_model("llama").named_parameters():
+            taken.append(name)
+            yield name, tensor
+
+    with pytest.raises(WeightUpdateError, match=r"no tensor 'model\.extra'"):
+        engine.stage_weights(source(), 5)
+    assert len(taken) == len(list(model.named_parameters())), "other ranks of a sharded source wait for every tensor"
+    assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
+    assert engine.weight_version == 4
 
 
 def test_nothing_is_generated_from_dummy_weights(folders: dict[str, Path]) -> None:

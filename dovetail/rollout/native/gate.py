@@ -7,6 +7,7 @@ Control work (`between_steps`) waits for the step in flight and keeps the next o
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -44,13 +45,20 @@ class StepGate:
             self._paused = False
             self._changed.notify_all()
 
-    def drive(self, step: Callable[[], bool], finished: Callable[[], bool]) -> None:
-        """Call `step` until `finished`, or wait while another thread does. `step` says whether any result is new."""
+    def drive(self, step: Callable[[], bool], finished: Callable[[], bool], timeout: float | None = None) -> None:
+        """Call `step` until `finished`, or wait while another thread does. `step` says whether any result is new.
+
+        Returns after `timeout` seconds all the same; the step in flight is finished first.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             try:
                 while not finished():
+                    left = None if end is None else end - time.monotonic()
+                    if left is not None and left <= 0:
+                        return
                     if self._stepping or self._paused or self._num_controls:
-                        self._changed.wait()
+                        self._changed.wait(left)
                         continue
                     if self._step_unlocked(step) or self._num_controls:
                         self._changed.notify_all()

@@ -15,27 +15,12 @@ class CoreOutputs:
     """Stands where an engine of vLLM has its output processor: `take` sees what every step wrote, in the core's words.
 
     The processor itself sees the outputs that end a request, to forget it; all of them where it keeps statistics.
-    `added` is told of a new request before the core is: its name, the core's name for it, the length of its prompt.
     """
 
-    def __init__(
-        self,
-        processor: Any,
-        take: Callable[[Sequence[Any]], None],
-        *,
-        keeps_statistics: bool,
-        added: Callable[[str, str, int], None] | None = None,
-    ) -> None:
+    def __init__(self, processor: Any, take: Callable[[Sequence[Any]], None], *, keeps_statistics: bool) -> None:
         self._processor = processor
         self._take = take
         self._keeps_statistics = keeps_statistics
-        self._added = added
-
-    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        self._processor.add_request(request, *args, **kwargs)
-        if self._added is not None:
-            state = self._processor.request_states[request.request_id]
-            self._added(state.external_req_id, request.request_id, state.prompt_len)
 
     def process_outputs(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         self._take(outputs)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
     ALL_TAGS,
+    EngineDiedError,
     EngineError,
     EngineHealth,
     GenerationRequest,
@@ -23,6 +25,7 @@ from dovetail.rollout.base import (
     LogprobsMode,
     MemoryTag,
     RolloutEngine,
+    WeightUpdateError,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.native.gate import StepGate
@@ -42,32 +45,37 @@ from dovetail.rollout.vllm.core_outputs import CoreOutputs
 from dovetail.rollout.vllm.environment import prepare, without_compiling
 from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.lifetime import shut_down, start_engine
-from dovetail.rollout.vllm.live import LiveSamples
 from dovetail.rollout.vllm.requests import (
+    Deliver,
+    RunningSamples,
     Sample,
     check_logprobs,
+    ignore,
     prompt_of,
     samples_of,
     vllm_sampling_params,
 )
 from dovetail.rollout.vllm.settings import VLLMSettings
-from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress, LoraAdapter, NamedTensors
+from dovetail.weight_sync import (
+    DEFAULT_BUCKET_BYTES,
+    DiskVersion,
+    GroupAddress,
+    LoraAdapter,
+    NamedTensors,
+    WeightAccount,
+)
 
 logger = logging.getLogger(__name__)
 
 
 class VLLMEngine(RolloutEngine):
-    """`verify_weights` tensors of every update are read back and compared (0: none).
-
-    Built in a process of a larger torch.distributed world, it becomes one of vLLM's externally launched ranks: all
+    """Built in a process of a larger torch.distributed world, it becomes one of vLLM's externally launched ranks: all
     ranks of that world must build one alike.
     """
 
     name = "vllm"
 
-    def __init__(
-        self, settings: VLLMSettings, *, verify_weights: int = 0, bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    ) -> None:
+    def __init__(self, settings: VLLMSettings, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self._cpu = runs_on_cpu()
         self.vllm_version = prepare(cpu=self._cpu)
         self.settings = settings
@@ -80,17 +88,13 @@ class VLLMEngine(RolloutEngine):
         config = self._llm.vllm_config
         self._max_model_len = int(config.model_config.max_model_len)
         self._vocab_size = int(config.model_config.get_vocab_size())
-        self._dtype: torch.dtype = config.model_config.dtype
         self._in_process = hasattr(self._llm.model_executor, "driver_worker")
         self._logprobs = self._extend_sampler(settings.logprobs)
         self._kv_cache_bytes = sum(self._call("dovetail_kv_cache_bytes"))
-        self._num_verified = verify_weights if self._in_process else 0
-        if verify_weights and not self._in_process:
-            logger.warning("verify_weights is off: tensor-parallel workers hold parts of weights, none to compare.")
         self._gate = StepGate()
         self._version = 0
         self._adapter: Any = None  # vLLM's LoRARequest of the adapter in use
-        self._live = LiveSamples()
+        self._running = RunningSamples()
         self._has_ended = False
         self._llm.output_processor = CoreOutputs(
             self._llm.output_processor, self._absorb, keeps_statistics=self._llm.log_stats
@@ -99,6 +103,7 @@ class VLLMEngine(RolloutEngine):
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._broken = ""
         self._weights_gap = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
+        self._staged: tuple[int, Mapping[str, torch.Tensor]] | None = None
         self._closed = False
 
     @classmethod
@@ -113,20 +118,23 @@ class VLLMEngine(RolloutEngine):
         override_config: Mapping[str, Any] | None = None,
     ) -> RolloutEngine:
         """`mode=sync` in this process, `mode=async` in a Ray actor. vLLM always has weights of its own."""
-        if config.mode == "async":
-            from dovetail.rollout.vllm.ray_engine import RayVLLMEngine
-
-            return RayVLLMEngine.from_config(
-                config, folder, device=device, trust_remote_code=trust_remote_code, override_config=override_config
-            )
         if config.mode == "server":
             raise ValueError("rollout.mode=server is not there for rollout.name=vllm; use sync or async.")
-        return cls(
-            VLLMSettings.from_config(
-                config, folder, trust_remote_code=trust_remote_code, override_config=override_config
-            ),
-            bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
+        settings = VLLMSettings.from_config(
+            config, folder, trust_remote_code=trust_remote_code, override_config=override_config
         )
+        bucket_bytes = config.update_weights_bucket_megabytes * 1024**2
+        if config.mode == "async":
+            from dovetail.rollout.vllm.ray_engine import RayVLLMEngine, beside_this_process
+
+            return RayVLLMEngine(
+                settings,
+                bucket_bytes=bucket_bytes,
+                restarts=config.restart_engine,
+                shares=device if device.type == "cuda" else None,
+                **beside_this_process(device),
+            )
+        return cls(settings, bucket_bytes=bucket_bytes)
 
     @property
     def weight_version(self) -> int:
@@ -143,34 +151,88 @@ class VLLMEngine(RolloutEngine):
         return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        results: dict[tuple[str, int], GenerationResult] = {}
+
+        def deliver(result: GenerationResult) -> None:
+            results[result.request_id, result.sample_index] = result
+
+        self.enqueue(requests, deliver)
+        wanted = [(request.request_id, index) for request in requests for index in range(request.sampling.n)]
+        try:
+            self.wait(lambda: len(results) == len(wanted))
+        finally:
+            if len(results) < len(wanted):
+                self.abort(frozenset(request.request_id for request in requests))
+        return [results[key] for key in wanted]
+
+    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Deliver) -> None:
+        """Let the requests, all or none, join the running batch. `deliver` gets each sample as it ends, in the thread
+        that drives the steps or aborts. Nothing is written unless a thread is in `wait` or `generate`."""
         for request in requests:
             check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
             check_logprobs(request.sampling, self._logprobs)
-        ids = [request.request_id for request in requests]
-        samples = [sample for request in requests for sample in samples_of(request, next(self._serial))]
+        samples = [sample for request in requests for sample in samples_of(request, next(self._serial), deliver)]
         with self._gate.between_steps():
             self._check_usable()
-            self._live.check_new(ids)
-            for sample in samples:
-                self._submit(sample)
-        try:
-            self._gate.drive(self._step, lambda: all(sample.finish_reason is not None for sample in samples))
-        finally:
-            self.abort(frozenset(ids))  # only after a failure is anything left to abort
-        return [sample.result() for sample in samples]
+            self._running.check_new(request.request_id for request in requests)
+            for number, sample in enumerate(samples):
+                try:
+                    self._add(sample)
+                except Exception:
+                    for added in samples[:number]:
+                        added.deliver = ignore
+                    self._abort(samples[:number])
+                    raise
+
+    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
+        """Drive steps until `done`, at most `timeout` seconds. `done` is asked when samples end, and on the way."""
+        self._gate.drive(self._step, done, timeout)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples that were enqueued and have not ended."""
+        return len(self._running)
+
+    def num_tokens(self) -> dict[str, int]:
+        """Tokens written so far by each running request, all its samples together."""
+        return self._running.num_tokens()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:
             raise ValueError("update_weights(None) is for engines that share the trainer's memory; vLLM has its own.")
-        verification = None
-        if self._num_verified:
-            verification = weight_calls.Verification(self._expected, self._num_verified, self._dtype)
-            weights = verification.watch(weights)
+        self._load(weights, version)
+
+    def stage_weights(self, weights: NamedTensors, version: int, *, copy: bool = True) -> None:
+        """Copy an update while decoding goes on; `commit_weights` then loads the copy between two tokens.
+
+        The copy is kept where the tensors are, a whole set of weights beside the one in use; `copy=False` keeps the
+        tensors themselves. A misfit is named here, and the weights in use stay.
+        """
+        self._staged = None
+        account = WeightAccount(self._expected)
+        copies: dict[str, torch.Tensor] = {}
+        problem: str | None = None
+        for name, tensor in weights:  # to the end, even after a misfit: other ranks of a sharded source wait for it
+            problem = problem or account.problem_with(name, tuple(tensor.shape))
+            copies[name] = tensor.detach().clone() if copy else tensor
+        if problem := problem or account.gap():
+            raise WeightUpdateError(problem)
+        self._staged = version, copies
+
+    def commit_weights(self, version: int) -> float:
+        """Load what was staged for `version`; the seconds that generation was held."""
+        if self._staged is None or self._staged[0] != version:
+            raise EngineError(f"no weights of version {version} are staged; call stage_weights first.")
+        _, copies = self._staged
+        self._staged = None
+        return self._load(copies.items(), version, copy=False)
+
+    def _load(self, weights: NamedTensors, version: int, *, copy: bool = True) -> float:
         if self._in_process:
-            loads = weight_calls.loads_in_place(weights)
+            loads = weight_calls.loads_in_place(weights, copy=copy)
         else:
             loads = weight_calls.loads_through_shared_memory(weights, self._bucket_bytes)
-        self._update(loads, version, verification)
+        return self._update(loads, version)
 
     def update_adapter(self, adapter: LoraAdapter, version: int) -> None:
         """Needs `engine_kwargs.vllm.enable_lora`. Every request from now on is written with this adapter."""
@@ -212,7 +274,7 @@ class VLLMEngine(RolloutEngine):
         wanted = check_tags(tags)
         with self._gate.between_steps():
             self._check_open()
-            if self._live and not self._gate.paused:
+            if self._running and not self._gate.paused:
                 raise EngineError(RUNNING)
             self._settle()
             self._forget_caches()
@@ -235,13 +297,9 @@ class VLLMEngine(RolloutEngine):
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         with self._gate.between_steps():
-            cut = self._live.of(request_ids)
-            if cut:
-                self._llm.abort_request([sample.vllm_id for sample in cut], internal=True)
-            for sample in cut:
-                sample.finish_reason = "abort"
-            self._live.remove(cut)
-            return len(cut)
+            aborted = self._running.of(request_ids)
+            self._abort(aborted)
+            return len(aborted)
 
     def pause(self) -> None:
         self._gate.pause()
@@ -253,12 +311,12 @@ class VLLMEngine(RolloutEngine):
 
     def health(self) -> EngineHealth:
         reason = "the engine is closed" if self._closed else self._broken or self._weights_gap
-        num_waiting = 0 if self._closed else min(len(self._core.scheduler.waiting), len(self._live))
+        num_waiting = 0 if self._closed else min(len(self._core.scheduler.waiting), len(self._running))
         return EngineHealth(
             ok=not reason,
             reason=reason,
             weight_version=self._version,
-            num_running=len(self._live) - num_waiting,
+            num_running=len(self._running) - num_waiting,
             num_waiting=num_waiting,
             paused=self._gate.paused,
             asleep=self._asleep,
@@ -278,14 +336,20 @@ class VLLMEngine(RolloutEngine):
     def _core(self) -> Any:
         return self._llm.engine_core.engine_core
 
-    def _submit(self, sample: Sample) -> None:
+    def _abort(self, samples: Sequence[Sample]) -> None:
+        if samples:
+            self._llm.abort_request([sample.vllm_id for sample in samples], internal=True)
+        for sample in samples:
+            self._running.finish(sample, "abort")
+
+    def _add(self, sample: Sample) -> None:
         room = self._max_model_len - len(sample.request.prompt_token_ids)
         params = vllm_sampling_params(sample, eos_ids=self._eos_ids, room=room)
         prompt = prompt_of(sample.request)
         # The core has a name of its own for it.
         sample.vllm_id = self._llm.add_request(sample.vllm_id, prompt, params, lora_request=self._adapter)
         sample.num_prompt_tokens = self._llm.output_processor.request_states[sample.vllm_id].prompt_len
-        self._live.add(sample)
+        self._running.add(sample)
 
     def _step(self) -> bool:
         self._check_usable()
@@ -300,11 +364,11 @@ class VLLMEngine(RolloutEngine):
                 self._llm.step()
         except Exception as error:
             self._broken = f"a step failed with {type(error).__name__}: {error}"
-            raise EngineError(f"the vLLM engine died: {self._broken}") from error
+            raise EngineDiedError(f"the vLLM engine died: {self._broken}") from error
         return self._has_ended
 
     def _absorb(self, outputs: Sequence[Any]) -> None:
-        self._has_ended = self._live.absorb(outputs, self._version)
+        self._has_ended = self._running.absorb(outputs, self._version)
 
     def _settle(self) -> None:
         """Take in what is in flight: with asynchronous scheduling (CUDA) vLLM is a step ahead of what it returned."""
@@ -315,10 +379,10 @@ class VLLMEngine(RolloutEngine):
             self._step_once()
         self._core.resume_scheduler()
 
-    def _update(
-        self, loads: Iterable[weight_calls.Call], version: int, verification: weight_calls.Verification | None = None
-    ) -> None:
+    def _update(self, loads: Iterable[weight_calls.Call], version: int) -> float:
+        """Load, between two steps; the seconds that took."""
         with self._gate.between_steps():
+            start = time.perf_counter()
             self._check_open()
             require_weights_awake(self._asleep)
             self._settle()
@@ -328,10 +392,9 @@ class VLLMEngine(RolloutEngine):
                 weight_calls.run_calls(weight_calls.update_calls(self._expected, loads), self._call)
             finally:
                 self._forget_caches()
-            if verification is not None:
-                verification.compare(self._call(*verification.call())[0])
             self._weights_gap = ""
             self._version = version
+            return time.perf_counter() - start
 
     def _forget_caches(self) -> None:
         self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -363,7 +426,7 @@ class VLLMEngine(RolloutEngine):
         if self._closed:
             raise EngineError(CLOSED)
         if self._broken:
-            raise EngineError(f"the vLLM engine is dead: {self._broken}")
+            raise EngineDiedError(f"the vLLM engine is dead: {self._broken}")
 
     def _check_usable(self) -> None:
         self._check_open()

@@ -1,4 +1,4 @@
-"""An asynchronous vLLM engine in a Ray actor, driven from here as a `RolloutEngine`.
+"""`VLLMEngine` in a Ray actor (`mode=async`), driven from here as a `RolloutEngine`.
 
 An engine that dies is started again as often as `restarts` allows: what it had finished is kept, what it was writing
 is written anew, and nothing is counted twice.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from dovetail.config.rollout import RolloutConfig
-from dovetail.observability.waits import Wait
-from dovetail.observability.waits import waiting as named_wait
+from dovetail.observability.waits import waiting
 from dovetail.rollout.base import (
     ALL_TAGS,
     EngineDiedError,
@@ -30,27 +31,108 @@ from dovetail.rollout.base import (
 from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.readiness import CLOSED
 from dovetail.rollout.request_rules import check_different_ids
-from dovetail.rollout.vllm import weight_calls
-from dovetail.rollout.vllm.async_engine import AsyncVLLMEngine
+from dovetail.rollout.vllm.engine import VLLMEngine
 from dovetail.rollout.vllm.environment import environment
 from dovetail.rollout.vllm.settings import VLLMSettings
-from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, ExpectedWeights, GroupAddress, lend
+from dovetail.weight_sync import (
+    DEFAULT_BUCKET_BYTES,
+    Bucket,
+    DiskVersion,
+    GroupAddress,
+    NamedTensors,
+    SharedMemoryBuckets,
+    Ticket,
+    borrow,
+    entries_of,
+    iter_buckets,
+    lend,
+    read_bucket_file,
+)
 
 logger = logging.getLogger(__name__)
 
-MAX_CONCURRENCY = 1024
 START_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 1800.0
 """Of a call that does not generate: the longest is a load of all weights from disk."""
 SILENCE_S = 600.0
 """An engine that is not paused and writes no token for this long hangs."""
-_LOOK_S = 10.0
+_TAKE_S = 10.0
+_BATCH_S = 0.05
+"""Results of this long come in one answer: the engine makes no step between two answers."""
 
 
-def vllm_actor_class(
+class Progress(NamedTuple):
+    results: list[GenerationResult]
+    num_tokens: int
+    paused: bool
+
+
+class EngineActor:
+    """Lives in the actor. One thread drives the steps (`take`); others submit, receive weights and answer meanwhile."""
+
+    def __init__(self, settings: VLLMSettings, bucket_bytes: int) -> None:
+        self._settings = settings
+        self._bucket_bytes = bucket_bytes
+        self._results: queue.SimpleQueue[GenerationResult] = queue.SimpleQueue()
+        self._arrived: list[tuple[str, torch.Tensor]] = []
+
+    def start(self) -> None:
+        """Not in `__init__`: what that raises reaches the caller without its type."""
+        self._engine = VLLMEngine(self._settings, bucket_bytes=self._bucket_bytes)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """A method of the engine."""
+        return getattr(self._engine, method)(*args)
+
+    def enqueue(self, requests: Sequence[GenerationRequest]) -> None:
+        self._engine.enqueue(requests, self._results.put)
+
+    def take(self, seconds: float) -> Progress:
+        """Drive steps until something has ended, at most so long."""
+        engine, begin = self._engine, time.monotonic()
+        engine.wait(
+            lambda: not engine.num_unfinished or (not self._results.empty() and time.monotonic() - begin >= _BATCH_S),
+            seconds,
+        )
+        results = [self._results.get() for _ in range(self._results.qsize())]
+        return Progress(results, sum(engine.num_tokens().values()), engine.health().paused)
+
+    def read_shared(self, ticket: Ticket) -> list[int] | None:
+        """Bytes of device memory that another process shares; None if this one cannot map it."""
+        try:
+            return borrow(ticket, torch.device("cuda")).tolist()
+        except RuntimeError as error:
+            logger.info("device memory that another process shares cannot be mapped here: %s", error)
+            return None
+
+    def receive_file(self, path: str) -> None:
+        self._arrived += [(name, tensor.clone()) for name, tensor in read_bucket_file(path)]
+
+    def receive_shared(self, ticket: Ticket, header: bytes) -> None:
+        """A bucket in shared device memory, which the sender fills again after this call."""
+        bucket = Bucket(entries_of(header), borrow(ticket, torch.device("cuda")))
+        copied = Bucket(bucket.entries, bucket.buffer[: bucket.num_bytes].clone())
+        torch.cuda.current_stream().synchronize()
+        self._arrived += list(copied.tensors())
+
+    def forget_received(self) -> None:
+        self._arrived = []
+
+    def stage(self, version: int) -> None:
+        arrived, self._arrived = self._arrived, []
+        self._engine.stage_weights(arrived, version, copy=False)
+
+    def commit(self, version: int) -> float:
+        seconds = self._engine.commit_weights(version)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the staged copy: its memory is wanted for the KV cache
+        return seconds
+
+
+def actor_class(
     *, num_cpus: float = 1, num_gpus: float = 0, env_vars: Mapping[str, str] | None = None, **options: Any
 ) -> Any:
-    """`AsyncVLLMEngine` as a Ray actor class: one event loop, up to `MAX_CONCURRENCY` calls at once.
+    """`EngineActor` as a Ray actor class: a thread that generates, and a few for everything else.
 
     The environment variables vLLM needs are set for the actor, where the driver's own do not say otherwise; `env_vars`
     go with them.
@@ -60,9 +142,10 @@ def vllm_actor_class(
     env = {
         name: os.environ.get(name, value) for name, value in environment(cpu=runs_on_cpu(), own_process=True).items()
     }
-    env |= env_vars or {}
-    actor: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MAX_CONCURRENCY}
-    return ray.remote(**actor, runtime_env={"env_vars": env}, **options)(AsyncVLLMEngine)
+    threads: dict[str, Any] = {"max_concurrency": 4, "concurrency_groups": {"generate": 1}}
+    return ray.remote(
+        num_cpus=num_cpus, num_gpus=num_gpus, runtime_env={"env_vars": env | dict(env_vars or {})}, **threads, **options
+    )(EngineActor)
 
 
 def beside_this_process(device: torch.device) -> dict[str, Any]:
@@ -87,7 +170,7 @@ def beside_this_process(device: torch.device) -> dict[str, Any]:
 
 class RayVLLMEngine(RolloutEngine):
     """One actor on this machine or another; weights from this process reach it only on this machine, from elsewhere
-    use a group or a folder. With `lends`, a GPU that both processes are on, they stay on it if the driver allows that.
+    use a group or a folder. With `shares`, a GPU that both processes are on, they stay on it if the driver allows that.
 
     `reload_weights` is called with the engine after a restart and must bring it to the current version; without it an
     engine whose weights have been updated cannot be restarted. `on_device` are options of the actor: num_cpus,
@@ -103,7 +186,7 @@ class RayVLLMEngine(RolloutEngine):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         restarts: int = 0,
         reload_weights: Callable[[RayVLLMEngine], None] | None = None,
-        lends: torch.device | None = None,
+        shares: torch.device | None = None,
         **on_device: Any,
     ) -> None:
         import ray
@@ -116,29 +199,12 @@ class RayVLLMEngine(RolloutEngine):
         self._on_device = on_device
         self._closed = False
         self._version = 0
-        self._expected = self._start()
-        self._lends = lends if lends is not None and self._can_read(lends) else None
+        self._results: dict[str, list[GenerationResult]] = {}  # of the requests that run, by their id
+        self._taking = threading.Lock()
+        self._start()
+        self._shares = shares if shares is not None and self._can_read(shares) else None
 
-    @classmethod
-    def from_config(
-        cls,
-        config: RolloutConfig,
-        folder: str,
-        *,
-        device: torch.device,
-        shared: torch.nn.Module | None = None,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
-    ) -> RolloutEngine:
-        return cls(
-            VLLMSettings.from_config(
-                config, folder, trust_remote_code=trust_remote_code, override_config=override_config
-            ),
-            bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
-            restarts=config.restart_engine,
-            lends=device if device.type == "cuda" else None,
-            **beside_this_process(device),
-        )
+    from_config = VLLMEngine.from_config  # which builds one of these for `mode=async`
 
     @property
     def weight_version(self) -> int:
@@ -164,59 +230,61 @@ class RayVLLMEngine(RolloutEngine):
 
     def num_tokens(self) -> dict[str, int]:
         """Tokens written so far by each running request."""
-        return self._get(self.actor.num_tokens.remote())
+        return self._call("num_tokens")
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:
             raise ValueError("update_weights(None) is for engines that share the trainer's memory; vLLM has its own.")
-        if self._lends is not None:
-            loads = weight_calls.loads_on_device(weights, self._bucket_bytes, self._lends)
-        else:
-            loads = weight_calls.loads_through_shared_memory(weights, self._bucket_bytes)
-        self._get(self.actor.enter_update.remote())
-        done = None
-        try:
-            calls = weight_calls.update_calls(self._expected, loads)
-            weight_calls.run_calls(calls, lambda method, args: self._get(self.actor.call.remote(method, args)))
-            done = version
-        finally:
-            self._get(self.actor.leave_update.remote(done))
+        self.stage_weights(weights, version)
+        self.commit_weights(version)
+
+    def stage_weights(self, weights: NamedTensors, version: int) -> None:
+        """Bring an update into the actor while it generates. A misfit is named, and the weights in use stay."""
+        self._get(self.actor.forget_received.remote())
+        for received in self._send(weights):
+            self._get(received)
+        self._get(self.actor.stage.remote(version))
+
+    def commit_weights(self, version: int) -> float:
+        """Load what was staged, between two tokens; the seconds that generation was held."""
+        seconds = self._get(self.actor.commit.remote(version))
         self._version = version
+        return seconds
 
     def update_weights_from_disk(self, found: DiskVersion) -> None:
-        self._get(self.actor.update_weights_from_disk.remote(found))
+        self._call("update_weights_from_disk", found)
         self._version = found.version
 
     def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
-        self._get(self.actor.join_weight_group.remote(address, first_rank))
+        self._call("join_weight_group", address, first_rank)
 
     def receive_weights(self, version: int) -> None:
-        self._get(self.actor.receive_weights.remote(version))
+        self._call("receive_weights", version)
         self._version = version
 
     def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
-        return self._get(self.actor.call.remote(*weight_calls.checksum_call(names, dtype)))[0]
+        return self._call("weight_checksums", list(names), dtype)
 
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        self._get(self.actor.sleep.remote(list(tags)))
+        self._call("sleep", list(tags))
 
     def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        self._get(self.actor.wake.remote(list(tags)))
+        self._call("wake", list(tags))
         self._version = self.health().weight_version
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
-        return self._get(self.actor.abort.remote(None if request_ids is None else list(request_ids)))
+        return self._call("abort", None if request_ids is None else list(request_ids))
 
     def pause(self) -> None:
-        self._get(self.actor.pause.remote())
+        self._call("pause")
 
     def continue_(self) -> None:
-        self._get(self.actor.continue_.remote())
+        self._call("continue_")
 
     def health(self) -> EngineHealth:
         """Never raises: a dead actor is a health too."""
         try:
-            return self._get(self.actor.health.remote())
+            return self._call("health")
         except EngineError as error:
             return EngineHealth(False, str(error), self._version, 0, 0, False, frozenset(), 0)
 
@@ -233,27 +301,38 @@ class RayVLLMEngine(RolloutEngine):
         if self._closed:
             return
         try:
-            self._get(self.actor.close.remote())
+            self._call("close")
         except EngineError as error:
             logger.info("the engine was gone before it was closed: %s", error)
         self._ray.kill(self.actor)
         self._closed = True
 
-    def _start(self) -> ExpectedWeights:
-        self.actor = vllm_actor_class(**self._on_device).remote(self.settings, bucket_bytes=self._bucket_bytes)
-        return self._get(self.actor.start.remote(), timeout=START_TIMEOUT_S)
+    def _start(self) -> None:
+        self.actor = actor_class(**self._on_device).remote(self.settings, self._bucket_bytes)
+        self._get(self.actor.start.remote(), timeout=START_TIMEOUT_S)
 
     def _can_read(self, device: torch.device) -> bool:
-        """Whether the one worker of the engine reads memory of `device` that this process lends."""
+        """Whether the engine's process reads memory of `device` that this process shares."""
         if self.num_workers > 1:
             return False
         trial = torch.randint(256, (64,), dtype=torch.uint8, device=device)
         try:
-            call = weight_calls.trial_call(lend(trial))
+            handle = lend(trial)
         except RuntimeError as error:  # of an allocator whose memory no other process can map
-            logger.info("weights go through shared memory, because memory of %s cannot be lent: %s", device, error)
+            logger.info("weights go through shared memory, because memory of %s cannot be shared: %s", device, error)
             return False
-        return self._get(self.actor.call.remote(*call)) == [trial.tolist()]
+        return self._get(self.actor.read_shared.remote(handle)) == trial.tolist()
+
+    def _send(self, weights: NamedTensors) -> Iterator[Any]:
+        """Send bucket by bucket; each must have been received before the next is asked for."""
+        if self._shares is not None:
+            for bucket in iter_buckets(weights, self._bucket_bytes):
+                memory = bucket.buffer.to(self._shares)
+                yield self.actor.receive_shared.remote(lend(memory), bucket.header())
+            return
+        with SharedMemoryBuckets(self._bucket_bytes) as files:
+            for path in files.write(weights):
+                yield self.actor.receive_file.remote(str(path))
 
     @property
     def _needs_weights(self) -> bool:
@@ -266,42 +345,46 @@ class RayVLLMEngine(RolloutEngine):
 
     def _generate(self, requests: Sequence[GenerationRequest], finished: dict[str, list[GenerationResult]]) -> None:
         """Add to `finished` what gets finished, also when the engine dies; any other failure ends the rest."""
-        ids = [request.request_id for request in requests]
-        check_different_ids(ids)
-        waiting = {self.actor.generate.remote(request): request.request_id for request in requests}
-        death: EngineDiedError | None = None
-        progress = 0
+        counts = {request.request_id: request.sampling.n for request in requests}
+        check_different_ids([request.request_id for request in requests])
+        if repeated := counts.keys() & self._results:
+            raise ValueError(f"request_id {min(repeated)!r} is in use; ids of running requests must be unique.")
+        self._results |= {name: [] for name in counts}
         try:
-            with named_wait("this worker", f"{len(waiting)} requests of the vLLM engine", limit_s=SILENCE_S) as wait:
-                while waiting:
-                    ready, _ = self._ray.wait(list(waiting), num_returns=1, timeout=_LOOK_S)
-                    if not ready:
-                        before, progress = progress, self._progress(wait)
-                        if before != progress:
-                            wait.restart()
-                        elif wait.is_over():
-                            raise EngineDiedError(f"the vLLM engine hangs: {wait}, and no token was written.")
-                        continue
-                    request_id = waiting.pop(ready[0])
-                    wait.restart()
-                    try:
-                        finished[request_id] = self._get(ready[0])
-                    except EngineDiedError as error:
-                        death = error
+            self._get(self.actor.enqueue.remote(list(requests)))
+            self._take_until(lambda: all(len(self._results[name]) == n for name, n in counts.items()), len(counts))
         except EngineDiedError:
             raise
         except BaseException:
-            if waiting:
-                self.abort(waiting.values())
+            self.abort(counts)
             raise
-        if death is not None:
-            raise death
+        finally:
+            for name, n in counts.items():
+                results = self._results.pop(name)
+                if len(results) == n:
+                    finished[name] = sorted(results, key=lambda result: result.sample_index)
 
-    def _progress(self, wait: Wait) -> int:
-        """Tokens that the running requests have; a paused engine owes none, so the wait begins anew."""
-        if self._get(self.actor.health.remote(), timeout=wait.left() + _LOOK_S).paused:
-            wait.restart()
-        return sum(self._get(self.actor.num_tokens.remote(), timeout=wait.left() + _LOOK_S).values())
+    def _take_until(self, done: Callable[[], bool], num_requests: int) -> None:
+        """Let the engine generate. One thread at a time asks for results, and hands out those of all."""
+        before = 0
+        with waiting("this worker", f"{num_requests} requests of the vLLM engine", limit_s=SILENCE_S) as wait:
+            while True:
+                with self._taking:
+                    if done():
+                        return
+                    take = self.actor.take.options(concurrency_group="generate")
+                    progress: Progress = self._get(take.remote(_TAKE_S), timeout=SILENCE_S)
+                    for result in progress.results:
+                        if result.request_id in self._results:
+                            self._results[result.request_id].append(result)
+                if progress.results or progress.paused or progress.num_tokens != before:
+                    wait.restart()
+                elif wait.is_over():
+                    raise EngineDiedError(f"the vLLM engine hangs: {wait}, and no token was written.")
+                before = progress.num_tokens
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._get(self.actor.call.remote(method, *args))
 
     def _get(self, references: Any, timeout: float = CALL_TIMEOUT_S) -> Any:
         """Ray's errors as ours: what the engine raised with its own type, a lost or silent actor as EngineDiedError."""

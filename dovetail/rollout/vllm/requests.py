@@ -1,25 +1,40 @@
-"""One sample of a request on its way through vLLM, and the translation of sampling parameters. Runs nothing."""
+"""The samples that a vLLM engine is writing, and the translation of requests into vLLM's words. Runs nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-from dovetail.rollout.base import FinishReason, GenerationRequest, LogprobsMode, SamplingParams, derive_seed
+from dovetail.rollout.base import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    LogprobsMode,
+    SamplingParams,
+    derive_seed,
+)
 from dovetail.rollout.request_rules import base_seed, same_meaning, stop_tokens
 from dovetail.rollout.response import GrowingResponse
 
 _MAX_SEED = 2**63 - 1
 
 
+Deliver: TypeAlias = Callable[[GenerationResult], None]
+
+
+def ignore(result: GenerationResult) -> None:
+    """Deliver to nobody."""
+
+
 @dataclass(slots=True)
 class Sample(GrowingResponse):
-    """`vllm_id` is unique in the engine, `core_id` what vLLM's core calls it."""
+    """`vllm_id` is unique in the engine; `deliver` is called once, with the result."""
 
     vllm_id: str
     seed: int
-    core_id: str = field(default="", kw_only=True)
+    deliver: Deliver = field(default=ignore, kw_only=True)
 
     def absorb(self, output: Any, version: int) -> None:
         """Take the new tokens of an `EngineCoreOutput`, written under `version`."""
@@ -32,14 +47,67 @@ class Sample(GrowingResponse):
     def finish(self, reason: str) -> None:
         """End for what vLLM calls `reason`."""
         self.finish_reason = _finish_reason(reason)
+        self.deliver(self.result())
 
 
-def samples_of(request: GenerationRequest, serial: int) -> list[Sample]:
+class RunningSamples:
+    """The samples in the engine, by their id in it."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, Sample] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, sample: Sample) -> None:
+        self._samples[sample.vllm_id] = sample
+
+    def check_new(self, request_ids: Iterable[str]) -> None:
+        """ValueError for an id that comes twice, or that a running request has."""
+        running = {sample.request.request_id for sample in self.of(None)}
+        repeated = [name for name, count in Counter(request_ids).items() if count > 1 or name in running]
+        if repeated:
+            raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
+
+    def of(self, request_ids: Collection[str] | None) -> list[Sample]:
+        """The samples of these requests; None: of all."""
+        return [
+            sample
+            for sample in list(self._samples.values())  # other threads add and remove
+            if request_ids is None or sample.request.request_id in request_ids
+        ]
+
+    def absorb(self, outputs: Iterable[Any], version: int) -> bool:
+        """Take the core's outputs of one step, and deliver what is complete; whether anything is."""
+        finished = False
+        for output in outputs:
+            sample = self._samples.get(output.request_id)
+            if sample is None:
+                continue  # aborted while the step ran
+            sample.absorb(output, version)
+            if output.finish_reason is not None:
+                self.finish(sample, str(output.finish_reason))
+                finished = True
+        return finished
+
+    def finish(self, sample: Sample, reason: str) -> None:
+        del self._samples[sample.vllm_id]
+        sample.finish(reason)
+
+    def num_tokens(self) -> dict[str, int]:
+        """Tokens written so far by each request, all its samples together."""
+        counts: Counter[str] = Counter()
+        for sample in self.of(None):
+            counts[sample.request.request_id] += len(sample.token_ids)
+        return dict(counts)
+
+
+def samples_of(request: GenerationRequest, serial: int, deliver: Deliver) -> list[Sample]:
     """The n samples, each a vLLM request of its own: the prefix cache shares the prompt. Without a seed one is drawn,
     so that vLLM never takes random numbers from the process it shares with a trainer."""
     seed = base_seed(request.sampling)
     return [
-        Sample(request, index, f"{serial}/{request.request_id}/{index}", derive_seed(seed, index))
+        Sample(request, index, f"{serial}/{request.request_id}/{index}", derive_seed(seed, index), deliver=deliver)
         for index in range(request.sampling.n)
     ]
 

@@ -11,18 +11,11 @@ from torch import Tensor
 
 from dovetail.rollout.base import WeightUpdateError
 from dovetail.weight_sync import (
-    ChecksummedWeights,
     DiskVersion,
     ExpectedWeights,
     GroupAddress,
     NamedTensors,
     SharedMemoryBuckets,
-    Ticket,
-    WeightMismatchError,
-    choose_sample,
-    iter_buckets,
-    lend,
-    require_equal,
 )
 
 Call: TypeAlias = tuple[str, tuple[Any, ...]]
@@ -64,12 +57,13 @@ def run_calls(calls: Calls, call_workers: Callable[[str, tuple[Any, ...]], list[
         return
 
 
-def loads_in_place(weights: NamedTensors) -> Iterator[Call]:
-    """For a worker in this process. Copies: vLLM keeps tensors until their layer is complete, a source reuses them."""
+def loads_in_place(weights: NamedTensors, *, copy: bool = True) -> Iterator[Call]:
+    """For a worker in this process. Copies, unless the tensors are the engine's own: vLLM keeps tensors until their
+    layer is complete, a source reuses them."""
     batch: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
-        batch.append((name, tensor.detach().clone()))
+        batch.append((name, tensor.detach().clone() if copy else tensor))
         size += tensor.nbytes
         if size >= _IN_PLACE_BYTES:
             yield "dovetail_load", (batch,)
@@ -83,18 +77,6 @@ def loads_through_shared_memory(weights: NamedTensors, bucket_bytes: int) -> Ite
     with SharedMemoryBuckets(bucket_bytes) as shared:
         for path in shared.write(weights):
             yield "dovetail_load_file", (str(path),)
-
-
-def loads_on_device(weights: NamedTensors, bucket_bytes: int, device: torch.device) -> Iterator[Call]:
-    """For one worker in another process on `device`, which has been seen to read what this process lends."""
-    for bucket in iter_buckets(weights, bucket_bytes):
-        memory = bucket.buffer.to(device)  # kept until the worker has answered
-        yield "dovetail_load_lent", (lend(memory), bucket.header())
-
-
-def trial_call(trial: Ticket) -> Call:
-    """Whether workers can read what this process lends: each gives the bytes it found, or None."""
-    return "dovetail_read_lent", (trial,)
 
 
 def loads_from_disk(version: DiskVersion) -> Iterator[Call]:
@@ -115,34 +97,6 @@ def join_call(address: GroupAddress, first_rank: int) -> Call:
 def checksum_call(names: Iterable[str], dtype: torch.dtype | None = None) -> Call:
     """Checksums of these tensors, rounded to `dtype` first; dtypes travel by name."""
     return "dovetail_checksums", (list(names), None if dtype is None else str(dtype).removeprefix("torch."))
-
-
-class Verification:
-    """Compares a sample of an update with what the model computes with afterwards (`rollout.verify_weights`)."""
-
-    def __init__(self, expected: ExpectedWeights, count: int, dtype: Any) -> None:
-        own = [name for name in expected.shapes if name not in expected.ties]
-        # A tied head has to be in every sample: it is the one that goes stale unseen.
-        self.names = sorted({*choose_sample(own, count), *expected.ties.values()})
-        self._ties = expected.ties
-        self._dtype = dtype
-        self._stream: ChecksummedWeights | None = None
-
-    def watch(self, weights: NamedTensors) -> NamedTensors:
-        self._stream = ChecksummedWeights(weights, self.names, self._dtype)
-        return self._stream
-
-    def call(self) -> Call:
-        return checksum_call(self.names)
-
-    def compare(self, held: dict[str, str]) -> None:
-        assert self._stream is not None, "watch() comes first"
-        sent = dict(self._stream.checksums)
-        sent |= {name: sent[own] for name, own in self._ties.items() if own in sent}
-        try:
-            require_equal(sent, held, where="the vLLM engine after a weight update")
-        except WeightMismatchError as error:
-            raise WeightUpdateError(str(error)) from error
 
 
 def _first(problems: Iterator[str | None]) -> str | None:

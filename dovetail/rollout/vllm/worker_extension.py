@@ -7,8 +7,7 @@ because they share a namespace with vLLM's own.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,18 +15,13 @@ from torch import Tensor, nn
 
 from dovetail.weight_sync import (
     BroadcastFailedError,
-    Bucket,
     ExpectedWeights,
     GroupAddress,
     WeightAccount,
     WeightReceiver,
-    borrow,
-    entries_of,
     read_bucket_file,
     tensor_checksum,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class WeightUpdateExtension:
@@ -96,21 +90,6 @@ class WeightUpdateExtension:
 
     def dovetail_load_file(self, path: str) -> str | None:
         return self.dovetail_load(read_bucket_file(path))
-
-    def dovetail_read_lent(self, ticket: Sequence[Any]) -> list[int] | None:
-        """Bytes of memory on this device that another process lends; None if this one cannot map it."""
-        try:
-            return borrow(ticket, self.device).tolist()
-        except RuntimeError as error:
-            logger.info("memory that another process lends cannot be mapped here: %s", error)
-            return None
-
-    def dovetail_load_lent(self, ticket: Sequence[Any], header: bytes) -> str | None:
-        """A bucket in lent memory. The lender fills it again after this call, so what is loaded is a copy."""
-        bucket = Bucket(entries_of(header), borrow(ticket, self.device))
-        copied = Bucket(bucket.entries, bucket.buffer[: bucket.num_bytes].clone())
-        torch.cuda.current_stream(self.device).synchronize()
-        return self.dovetail_load(list(copied.tensors()))
 
     def dovetail_receive(self) -> str | None:
         """Load everything the sender of the group sends. Drains the stream even after a misfit: others still read."""
