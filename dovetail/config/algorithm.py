@@ -38,7 +38,7 @@ class KLControlConfig(Section):
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling (DAPO): drop prompts whose answers all score the same."""
+    """Dynamic sampling (DAPO): drop prompts whose responses all score the same."""
 
     rules: ClassVar[tuple[Rule, ...]] = (read_with(".enable", True, only="metric max_num_gen_batches"),)
 
@@ -167,7 +167,9 @@ class AlgorithmConfig(Section):
     use_pf_ppo: bool = key(False, "PF-PPO: after the advantages, draw the batch again with chances by score.")
     pf_ppo: PFPPOConfig = section(PFPPOConfig, "How that is drawn.", rules=read_with("algorithm.use_pf_ppo", True))
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "Dynamic sampling.")
-    filter_truncated: bool = key(False, "Leave answers that hit the length limit out of the loss (overlong filtering).")
+    filter_truncated: bool = key(
+        False, "Leave responses that hit the length limit out of the loss (overlong filtering)."
+    )
     rollout_correction: RolloutCorrectionConfig = section(
         RolloutCorrectionConfig, "Correction of the engine's log-probs."
     )

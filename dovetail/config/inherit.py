@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dovetail.config.base import extra_of
+from dovetail.config.tree import merge, put, remove
 
 
 def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:
@@ -18,7 +19,8 @@ def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any
 
     A source that is not set either leaves the key out: its default is the source's default already.
     """
-    filled = _copy_sections(tree)
+    filled: dict[str, Any] = {}
+    merge(filled, tree)
     for key, source in inheritance(root).items():
         if _get(tree, key) is not None or _blocked(filled, key):
             continue
@@ -26,9 +28,9 @@ def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any
             continue
         value = _follow(root, tree, source)
         if value is None:
-            _remove(filled, key)
+            remove(filled, key)
         else:
-            _put(filled, key, value)
+            put(filled, key, value)
     return filled
 
 
@@ -45,13 +47,13 @@ def _own_nulls(root: type[BaseModel]) -> frozenset[str]:
 
 
 def _walk(section: type[BaseModel], prefix: str) -> list[tuple[str, FieldInfo]]:
-    found: list[tuple[str, FieldInfo]] = []
+    inheriting: list[tuple[str, FieldInfo]] = []
     for name, field in section.model_fields.items():
         if extra_of(field, "inherits") is not None:
-            found.append((prefix + name, field))
+            inheriting.append((prefix + name, field))
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found.extend(_walk(field.annotation, f"{prefix}{name}."))
-    return found
+            inheriting.extend(_walk(field.annotation, f"{prefix}{name}."))
+    return inheriting
 
 
 def _follow(root: type[BaseModel], tree: dict[str, Any], key: str) -> Any:
@@ -62,10 +64,6 @@ def _follow(root: type[BaseModel], tree: dict[str, Any], key: str) -> Any:
         key = sources[key]
         value = _get(tree, key)
     return value
-
-
-def _copy_sections(tree: dict[str, Any]) -> dict[str, Any]:
-    return {name: _copy_sections(value) if isinstance(value, dict) else value for name, value in tree.items()}
 
 
 def _get(tree: Any, key: str) -> Any:
@@ -92,17 +90,3 @@ def _blocked(tree: dict[str, Any], key: str) -> bool:
             return True
         node = node.get(part, {})
     return not isinstance(node, dict)
-
-
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    *parents, leaf = key.split(".")
-    for part in parents:
-        tree = tree.setdefault(part, {})
-    tree[leaf] = value
-
-
-def _remove(tree: dict[str, Any], key: str) -> None:
-    *parents, leaf = key.split(".")
-    for part in parents:
-        tree = tree.get(part, {})
-    tree.pop(leaf, None)

@@ -62,12 +62,12 @@ def catalogue(root: type[BaseModel]) -> dict[str, Key]:
 @cache
 def sections(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """Every section of `root` by its key."""
-    found: dict[str, type[BaseModel]] = {}
+    known: dict[str, type[BaseModel]] = {}
     for name, field in root.model_fields.items():
         if (section := section_of(field)) is not None:
-            found[name] = section
-            found |= {f"{name}.{below}": inner for below, inner in sections(section).items()}
-    return found
+            known[name] = section
+            known |= {f"{name}.{below}": inner for below, inner in sections(section).items()}
+    return known
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

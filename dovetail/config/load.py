@@ -44,10 +44,10 @@ def load_config(
     """Build the configuration. Raises `ConfigError` with every problem found."""
     draft = _Draft()
     for file in files:
-        draft.lay_file(Path(file))
+        draft.add_file(Path(file))
     for file in overrides_files:
-        draft.lay_overrides_file(Path(file))
-    draft.lay_overrides(overrides)
+        draft.add_overrides_file(Path(file))
+    draft.add_overrides(overrides)
     return draft.finish()
 
 
@@ -62,7 +62,7 @@ class _Draft:
         self.unset: dict[str, str] = {}
         """Keys that a file leaves open (`???`), with the file."""
 
-    def lay_file(self, path: Path) -> None:
+    def add_file(self, path: Path) -> None:
         path = Path(os.path.expanduser(path))
         try:
             loaded = read_yaml(path)
@@ -72,7 +72,7 @@ class _Draft:
         merge(self.tree, loaded)
         self.sources |= {key: str(path) for key, _ in leaves(loaded)}
 
-    def lay_overrides_file(self, path: Path) -> None:
+    def add_overrides_file(self, path: Path) -> None:
         path = Path(os.path.expanduser(path))
         if not path.is_file():
             self.problems.append(Problem(str(path), f"{path} is not a file; pass the path of a launch list."))
@@ -82,13 +82,13 @@ class _Draft:
         except (OSError, UnicodeDecodeError) as error:
             self.problems.append(Problem(str(path), f"{path} cannot be read as a launch list: {error}."))
             return
-        self._lay(parsed.overrides)
+        self._add(parsed.overrides)
         self.problems += parsed.problems
         self.notices += parsed.notices
 
-    def lay_overrides(self, texts: Sequence[str]) -> None:
+    def add_overrides(self, texts: Sequence[str]) -> None:
         parsed = parse_overrides(texts, source="override")
-        self._lay(parsed.overrides)
+        self._add(parsed.overrides)
         self.problems += parsed.problems
         self.notices += parsed.notices
 
@@ -124,7 +124,7 @@ class _Draft:
             problems.append(Problem(key, f"{key} is ??? in {file}: it must be set."))
         return problems
 
-    def _lay(self, overrides: Sequence[Override]) -> None:
+    def _add(self, overrides: Sequence[Override]) -> None:
         for override in overrides:
             if override.delete:
                 self._delete(override.key)

@@ -140,7 +140,7 @@ class CriticModelConfig(ModelConfig):
 
 
 class RewardNetworkConfig(Section):
-    """A sequence classifier that scores answers."""
+    """A sequence classifier that scores responses."""
 
     rules: ClassVar[tuple[Rule, ...]] = (_ON_MEGATRON[0],)
 

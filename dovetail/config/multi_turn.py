@@ -21,9 +21,9 @@ class MultiTurnConfig(Section):
     max_assistant_turns: int | None = key(None, "Most turns of the model. Null: by length only.", ge=1)
     max_user_turns: int | None = key(None, "Most turns of tools or user. Null: by length only.", ge=1)
     max_parallel_calls: int = key(1, "Tool calls of one turn that run at the same time.", ge=1)
-    max_tool_response_length: int = key(256, "Longest tool answer, in characters.", ge=1)
+    max_tool_response_length: int = key(256, "Longest tool response, in characters.", ge=1)
     tool_response_truncate_side: Literal["left", "middle", "right"] = key(
-        "middle", "Side at which a longer tool answer is cut."
+        "middle", "Side at which a longer tool response is cut."
     )
     tool_config_path: HomePath | None = key(None, "YAML file of the tools.")
     interaction_config_path: HomePath | None = key(None, "YAML file of the simulated user.")

@@ -40,15 +40,15 @@ def unknown_names(values: Mapping[str, object]) -> dict[str, str]:
     """What is wrong with the registered names among `values`, by key. Values are full keys; missing ones are fine."""
     if values.get("trainer.import_modules"):
         return {}
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for key in REGISTERED:
         own_module = key == _MANAGER and values.get("reward_model.reward_manager_module.path")
         value = values.get(key)
         # A number is read as a name, as everywhere.
         is_name = isinstance(value, str | int | float) and not isinstance(value, bool)
         if is_name and not own_module and (message := unknown_name(key, str(value))) is not None:
-            found[key] = message
-    return found
+            messages[key] = message
+    return messages
 
 
 def unknown_name(key: str, value: str) -> str | None:

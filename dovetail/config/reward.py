@@ -1,4 +1,4 @@
-"""`reward_model.*` and `custom_reward_function.*`: how an answer is scored."""
+"""`reward_model.*` and `custom_reward_function.*`: how a response is scored."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class RewardManagerModuleConfig(Section):
 
 
 class OverlongBufferConfig(Section):
-    """Soft punishment of long answers (DAPO)."""
+    """Soft punishment of long responses (DAPO)."""
 
     rules: ClassVar[tuple[Rule, ...]] = (read_with(".enable", True, only="len penalty_factor log"),)
 
-    enable: bool = key(False, "Lower the score of answers that run into the buffer.")
+    enable: bool = key(False, "Lower the score of responses that run into the buffer.")
     len: int = key(0, "Tokens before the longest response in which the penalty grows.", ge=0)
     penalty_factor: float = key(1.0, "Penalty at the end of the buffer.", ge=0)
     log: bool = key(False, "Report the penalty as a metric.")
 
 
 class SandboxFusionConfig(Section):
-    """A remote sandbox that runs code answers."""
+    """A remote sandbox that runs code responses."""
 
     url: str | None = key(None, "Address of the sandbox. Null: no remote sandbox.")
     max_concurrent: int = key(
@@ -88,8 +88,8 @@ class RewardModelConfig(Section):
         ge=1,
         rules=read_with("reward_model.overlong_buffer.enable", True),
     )
-    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Punishment of long answers.")
-    num_workers: int = key(2, "Processes that score answers, on each node.", ge=1)
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Punishment of long responses.")
+    num_workers: int = key(2, "Processes that score responses, on each node.", ge=1)
     score_on: Literal["every_node", "driver_node"] = key(
         "every_node", "Where they run on a Ray cluster: on all its nodes, or on the driver's alone."
     )
@@ -106,7 +106,7 @@ class RewardModelConfig(Section):
     timeout_seconds: float = key(300.0, "Time for one score; then the worker is killed.", gt=0)
     code_isolation: Literal["auto", "required"] = key(
         "auto",
-        "Programs in answers run in a sandbox where the machine allows namespaces. Elsewhere `auto` "
+        "Programs in responses run in a sandbox where the machine allows namespaces. Elsewhere `auto` "
         "warns and runs them all the same, `required` stops the run.",
     )
     sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, "Code sandbox.")

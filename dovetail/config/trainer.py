@@ -60,13 +60,13 @@ class TrainerConfig(Section):
         ["console"], "Trackers: console, file, wandb, tensorboard, mlflow, swanlab, clearml, ..."
     )
     log_val_generations: int = key(
-        0, "Validation answers shown in the trackers, or without one in the console; -1: all.", ge=-1
+        0, "Validation responses shown in the trackers, or without one in the console; -1: all.", ge=-1
     )
     rollout_data_dir: HomePath | None = key(
-        None, "Folder that gets `<step>.jsonl` with all training answers, beside `rollouts/` of the run."
+        None, "Folder that gets `<step>.jsonl` with all training responses, beside `rollouts/` of the run."
     )
     validation_data_dir: HomePath | None = key(
-        None, "Folder that gets `<step>.jsonl` with all validation answers, beside `validation/` of the run."
+        None, "Folder that gets `<step>.jsonl` with all validation responses, beside `validation/` of the run."
     )
     worker_timeout_s: float = key(
         7200.0,

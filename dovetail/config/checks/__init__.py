@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+
 from dovetail.config.checks import algorithm, batches, lengths, networks, parallelism, rollout, schedule
 from dovetail.config.checks.finding import Check, Checked, Finding
 from dovetail.config.errors import ConfigError
 from dovetail.config.plan.model_shape import ModelShape
 from dovetail.config.root import DovetailConfig
 
-CHECKS: tuple[Check, ...] = (
-    *parallelism.CHECKS,
-    *batches.CHECKS,
-    *algorithm.CHECKS,
-    *rollout.CHECKS,
-    *lengths.CHECKS,
-    *networks.CHECKS,
-    *schedule.CHECKS,
+# Every public function of these modules is a check.
+CHECKS: tuple[Check, ...] = tuple(
+    function
+    for module in (parallelism, batches, algorithm, rollout, lengths, networks, schedule)
+    for name, function in vars(module).items()
+    if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
 )
 
 __all__ = ["CHECKS", "Finding", "check_config", "refuse_errors"]

@@ -67,7 +67,8 @@ def groups_have_several_answers(run: Checked) -> Iterator[Finding]:
     elif estimator in GROUP_ESTIMATORS:
         yield warning(
             key,
-            f"{key}=1 leaves algorithm.adv_estimator={estimator} nothing to compare an answer with (it needs groups of "
+            f"{key}=1 leaves algorithm.adv_estimator={estimator} nothing to compare a response with (it needs groups "
+            f"of "
             f"2 or more), so the score itself is the advantage; use {key}=8, or "
             "algorithm.adv_estimator=reinforce_plus_plus.",
         )
@@ -78,7 +79,7 @@ def filtered_groups_have_a_metric(run: Checked) -> Iterator[Finding]:
     if filters.enable and not filters.metric:
         yield warning(
             "algorithm.filter_groups.metric",
-            "algorithm.filter_groups.enable=True compares the answers of a group and "
+            "algorithm.filter_groups.enable=True compares the responses of a group and "
             "algorithm.filter_groups.metric is not set, so their scores are compared; use acc, score, seq_reward or "
             "seq_final_reward.",
         )
@@ -264,21 +265,3 @@ def rejection_has_one_bound_per_rule(run: Checked) -> Iterator[Finding]:
             f"{key}={correction.rollout_rs_threshold} has {len(bounds)} bounds for the {len(rules)} rules of "
             f"{CORRECTION}.rollout_rs={correction.rollout_rs}; give one, or one per rule.",
         )
-
-
-CHECKS = (
-    estimator_has_its_critic,
-    critic_warmup_has_a_critic,
-    groups_have_several_answers,
-    filtered_groups_have_a_metric,
-    kl_is_applied_once_and_with_weight,
-    kl_controller_can_move,
-    clip_range_is_plausible,
-    loss_scale_is_used,
-    correction_has_log_probs,
-    correction_is_consistent,
-    rejection_has_one_bound_per_rule,
-    squares_have_a_log_prob_pass,
-    gdpo_has_one_weight_per_reward,
-    filtration_has_values,
-)

@@ -276,17 +276,3 @@ def _micro_problem(prefix: str, micro: int, mini: int, n: int, layout: RoleLayou
             "micro-batch is "
             f"smaller; use {nearest_divisor(per_rank, micro)} for equal ones.",
         )
-
-
-CHECKS = (
-    sequences_divide_over_data_parallel_ranks,
-    mini_batches_fit_in_the_batch,
-    micro_batches_fit_in_a_mini_batch,
-    every_pass_knows_how_to_cut,
-    one_way_of_cutting_is_set,
-    token_budgets_hold_the_longest_sequence,
-    generation_batches_can_fill_a_training_batch,
-    pipelines_have_enough_micro_batches,
-    micro_batches_have_sequences,
-    samples_fill_a_batch,
-)

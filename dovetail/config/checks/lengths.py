@@ -33,7 +33,7 @@ def engine_holds_prompt_and_response(run: Checked) -> Iterator[Finding]:
         yield error(
             key,
             f"{key}={rollout.max_model_len} is less than data.max_prompt_length + data.max_response_length = "
-            f"{run.longest}, so answers would be cut short; use {run.longest}, or null.",
+            f"{run.longest}, so responses would be cut short; use {run.longest}, or null.",
         )
 
 
@@ -91,13 +91,13 @@ def overlong_buffer_is_inside_the_response(run: Checked) -> Iterator[Finding]:
         yield warning(
             "reward_model.overlong_buffer.len",
             f"reward_model.overlong_buffer.len={buffer.len} is the longest response of {limit} tokens, so every "
-            f"answer is punished for its length; use {max(1, limit // 5)} or so to punish the long ones.",
+            f"response is punished for its length; use {max(1, limit // 5)} or so to punish the long ones.",
         )
     elif limit != response:
         yield warning(
             "reward_model.max_resp_len",
             f"reward_model.max_resp_len={limit} differs from data.max_response_length={response}, so the penalty ends "
-            f"elsewhere than the answers do; use {response}.",
+            f"elsewhere than the responses do; use {response}.",
         )
     if reward.reward_manager not in ("dapo",) and reward.reward_manager_module.path is None:
         yield warning(
@@ -105,12 +105,3 @@ def overlong_buffer_is_inside_the_response(run: Checked) -> Iterator[Finding]:
             f"reward_model.overlong_buffer.enable=True is read by reward_manager=dapo, here {reward.reward_manager}; "
             "set reward_model.reward_manager=dapo.",
         )
-
-
-CHECKS = (
-    sequences_fit_in_the_context,
-    engine_holds_prompt_and_response,
-    lengths_agree,
-    engine_steps_hold_a_prefill,
-    overlong_buffer_is_inside_the_response,
-)

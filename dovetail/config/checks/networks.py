@@ -108,14 +108,3 @@ def frozen_tower_exists(run: Checked) -> Iterator[Finding]:
     if run.config.actor_rollout_ref.actor.freeze_vision_tower and run.shape is not None and not run.shape.vision:
         key = f"{ACTOR}.freeze_vision_tower"
         yield warning(key, f"{key}=True, but {run.shape.model_type} has no vision tower; take it out.")
-
-
-CHECKS = (
-    policy_has_weights,
-    adapters_are_trainable,
-    head_runs_on_the_device,
-    activations_are_checkpointed_before_they_are_offloaded,
-    token_budgets_count_real_tokens,
-    reward_network_is_complete,
-    frozen_tower_exists,
-)

@@ -327,21 +327,3 @@ def _fsdp_roles(run: Checked) -> list[tuple[RoleLayout, str, FSDPConfig]]:
         for name, prefix in SECTIONS.items()
         if name in run.layouts and run.layouts[name].backend in ("fsdp", "fsdp2")
     ]
-
-
-CHECKS = (
-    single_process_has_one_device,
-    model_parallel_sizes_divide_the_world,
-    expert_parallel_sizes_fit,
-    pipeline_stages_share_the_layers,
-    pipeline_splits_are_understood,
-    megatron_roles_share_one_layout,
-    tensor_parallel_sizes_divide_the_widths,
-    tensor_parallel_size_divides_the_heads,
-    sequence_parallel_size_fits,
-    sequence_parallel_needs_packing,
-    sharding_group_divides_the_world,
-    strategy_matches_its_sections,
-    reference_shares_the_actor_backend,
-    offload_has_an_effect,
-)

@@ -98,11 +98,11 @@ def training_answers_differ(run: Checked) -> Iterator[Finding]:
     if rollout.n > 1:
         yield error(
             key,
-            f"{ROLLOUT}.{greedy} makes the {ROLLOUT}.n={rollout.n} answers to a prompt identical, so nothing can be "
+            f"{ROLLOUT}.{greedy} makes the {ROLLOUT}.n={rollout.n} responses to a prompt identical, so nothing can be "
             f"learned from comparing them; {fix}.",
         )
     else:
-        yield error(key, f"{ROLLOUT}.{greedy} never explores: training needs sampled answers; {fix}.")
+        yield error(key, f"{ROLLOUT}.{greedy} never explores: training needs sampled responses; {fix}.")
 
 
 def trained_distribution_is_the_sampled_one(run: Checked) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def validation_sampling_is_consistent(run: Checked) -> Iterator[Finding]:
         how = "do_sample=False" if not val.do_sample else "temperature=0"
         yield warning(
             f"{key}.n",
-            f"{key}.n={val.n} with {how} gives {val.n} identical greedy answers; "
+            f"{key}.n={val.n} with {how} gives {val.n} identical greedy responses; "
             f"use {key}.do_sample=True and {key}.temperature=1.0, or n=1.",
         )
     elif val.do_sample and val.temperature == 0:
@@ -151,7 +151,7 @@ def conversations_have_an_async_engine(run: Checked) -> Iterator[Finding]:
     if turns.enable and rollout.mode == "sync":
         yield error(
             f"{ROLLOUT}.mode",
-            f"{ROLLOUT}.multi_turn.enable=True needs an answer at a time and {ROLLOUT}.mode=sync generates whole "
+            f"{ROLLOUT}.multi_turn.enable=True needs a response at a time and {ROLLOUT}.mode=sync generates whole "
             f"batches; use {ROLLOUT}.mode=async.",
         )
     elif not turns.enable and (turns.tool_config_path or turns.interaction_config_path):
@@ -176,18 +176,3 @@ def cache_dtype_is_known_to_the_device(run: Checked) -> Iterator[Finding]:
     if run.config.actor_rollout_ref.rollout.kv_cache_dtype == "fp8" and run.config.trainer.device == "cpu":
         key = f"{ROLLOUT}.kv_cache_dtype"
         yield error(key, f"{key}=fp8 needs CUDA and trainer.device=cpu; use {key}=auto.")
-
-
-CHECKS = (
-    engines_divide_the_world,
-    engine_splits_the_heads,
-    engine_stays_on_a_node,
-    expert_parallel_engine_is_whole,
-    generation_has_its_devices,
-    training_answers_differ,
-    trained_distribution_is_the_sampled_one,
-    validation_sampling_is_consistent,
-    conversations_have_an_async_engine,
-    captured_sizes_are_used,
-    cache_dtype_is_known_to_the_device,
-)

@@ -127,16 +127,3 @@ def validation_answers_have_prompts(run: Checked) -> Iterator[Finding]:
                 f"trainer.{name}",
                 f"trainer.{name}={value} has nothing to show: data.val_files is empty; name a validation file.",
             )
-
-
-CHECKS = (
-    there_are_prompts,
-    validation_has_prompts,
-    frequencies_are_not_zero,
-    checkpoints_fall_inside_the_run,
-    resumed_checkpoint_is_named,
-    learning_rates_do_something,
-    trackers_are_known,
-    dumps_have_folders_of_their_own,
-    validation_answers_have_prompts,
-)

@@ -165,7 +165,7 @@ def _stages(
     engine: EngineMemory,
     device: Device,
 ) -> list[StageMemory]:
-    found: list[StageMemory] = []
+    stages: list[StageMemory] = []
     for batch in batches.passes:
         active = roles.get(batch.role)
         if active is None or not batch.trains or not active.layout.is_megatron:
@@ -173,8 +173,8 @@ def _stages(
         mates = {name: mate for name, mate in roles.items() if mate.layout.pool == active.layout.pool}
         shares = active.layout.pool == layouts["rollout"].pool
         rest = _left_by_engine(config, engine, device) if shares else 0.0
-        found.extend(stage_memory(active, training_stages(batch.name, batch.role, mates, batch, rest, device)))
-    return found
+        stages.extend(stage_memory(active, training_stages(batch.name, batch.role, mates, batch, rest, device)))
+    return stages
 
 
 def _left_by_engine(config: DovetailConfig, engine: EngineMemory, device: Device) -> float:

@@ -158,7 +158,7 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("weights always travel in buckets, never as a whole model", "ROLLOUT.layered_summon"),
     ("weights travel under their Hugging Face names", "ROLLOUT.layer_name_map.*"),
     ("the engine always wakes its weights first and its cache last", "ROLLOUT.multi_stage_wake_up"),
-    ("every started answer is finished and used", "ROLLOUT.over_sample_rate"),
+    ("every started response is finished and used", "ROLLOUT.over_sample_rate"),
     ("metrics go to the run folder and the trackers", "ROLLOUT.prometheus.*"),
     ("responses are recorded by `trainer.rollout_data_dir`", "ROLLOUT.trace.*"),
     (
