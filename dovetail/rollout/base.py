@@ -12,6 +12,7 @@ really drawn from) or `"raw"` (temperature 1, nothing cut). The first is what a 
 from __future__ import annotations
 
 import hashlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,11 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from dovetail.config.rollout import RolloutConfig
+from dovetail.rollout.stream import EngineStream
 from dovetail.weight_sync import GroupAddress, LoraAdapter
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "running"]
+"""`running` is for what `partial` shows of a response that is not finished."""
 LogprobsMode = Literal["temperature", "processed", "raw"]
 MemoryTag = Literal["weights", "kv_cache"]
 
@@ -102,6 +105,11 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     multi_modal: Mapping[str, Any] | None = None
     """What the prompt holds beside text, in the form that the engine takes: docs/rollout.md, Images."""
+    sample_index: int = 0
+    """Number of the first sample. A sample that is continued alone, with its tokens as part of the prompt, keeps its
+    number and its seed, and so the random numbers it would have drawn."""
+    session: str | None = None
+    """Requests of one session, such as the turns of a conversation, share a prefix cache where the engine has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +141,9 @@ class EngineHealth:
 class RolloutEngine(ABC):
     """Generates token ids from token ids.
 
-    `generate` blocks; every other method may be called from another thread while it runs, takes effect between two
-    tokens, and has taken effect when it returns.
+    Requests come and go through streams (`open_stream`); `generate` is a stream that waits for all of its requests.
+    Any number of threads may use an engine. Control calls (weights, abort, pause, sleep) take effect between two
+    tokens, and have taken effect when they return.
     """
 
     name: ClassVar[str]
@@ -144,6 +153,7 @@ class RolloutEngine(ABC):
     """Set by the owner of the weights: called with an engine that was restarted, to bring it up to date."""
     num_restarts: int = 0
     """How often the engine has died and been started again."""
+    _staged: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
     @property
     def num_weight_ranks(self) -> int:
@@ -175,9 +185,33 @@ class RolloutEngine(ABC):
     def weight_version(self) -> int:
         """Version given with the last weight update; 0 for the weights the engine started with."""
 
-    @abstractmethod
+    def open_stream(self) -> EngineStream:
+        """Requests in, results as they finish. Streams share the engine; each gets the results of its own requests."""
+        return EngineStream(self)
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Finish every request. Results keep the order of the requests, the n samples of one request side by side."""
+        with self.open_stream() as stream:
+            stream.submit(*requests)
+            results = stream.drain()
+        place = {request.request_id: number for number, request in enumerate(requests)}
+        return sorted(results, key=lambda result: (place[result.request_id], result.sample_index))
+
+    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
+        """Add requests to the running batch; they join it at the next step. For `EngineStream`, which users call.
+
+        All requests are checked before any is added. `deliver` is called once for each sample when it has finished,
+        from whatever thread finishes it; it must return at once and must not call the engine.
+        """
+        raise EngineError(f"the {self.name} engine takes closed batches only; use generate.")
+
+    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
+        """Return when `done()`, or after `timeout` seconds. An engine in this process is stepped here."""
+        raise EngineError(f"the {self.name} engine takes closed batches only; use generate.")
+
+    def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
+        """What these requests (all when None) have generated so far, with finish reason `running`; they go on."""
+        raise EngineError(f"the {self.name} engine takes closed batches only; use generate.")
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
@@ -187,6 +221,23 @@ class RolloutEngine(ABC):
         Requests that are running go on under the new weights; their tokens carry the version that wrote them.
         `None` says the weights have already changed in place (engines that share the trainer's memory only).
         """
+
+    def stage_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Receive new weights while generation goes on with the old ones; `commit_weights` swaps them in.
+
+        Here: into host memory, in full. Weights that were staged before and not committed are replaced.
+        """
+        self._staged = version, {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
+
+    def commit_weights(self, version: int) -> float:
+        """Change to the staged weights between two tokens; returns the seconds during which nothing was generated."""
+        if self._staged is None or self._staged[0] != version:
+            staged = "no weights are staged" if self._staged is None else f"version {self._staged[0]} is staged"
+            raise EngineError(f"commit_weights({version}): {staged}; call stage_weights first.")
+        weights, self._staged = self._staged[1], None
+        start = time.perf_counter()
+        self.update_weights(weights.items(), version)
+        return time.perf_counter() - start
 
     def update_adapter(self, adapter: LoraAdapter, version: int) -> None:
         """Take a new LoRA adapter over base weights that stay, and forget every cache computed with the old one."""

@@ -6,8 +6,7 @@ Reads the trainer's weights in place when given its module. Reads no text, and n
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +26,8 @@ from dovetail.rollout.base import (
     RolloutEngine,
     UnsupportedPromptError,
 )
+from dovetail.rollout.gate import StepGate
 from dovetail.rollout.native.batch import Batch, BatchStats, RunningBatch
-from dovetail.rollout.native.gate import StepGate
 from dovetail.rollout.native.images import check_images, prompt_positions
 from dovetail.rollout.native.model import load_model, num_embeddings, share_model, stop_ids_of
 from dovetail.rollout.native.packed_linear import pack_linears
@@ -120,7 +119,8 @@ class NativeEngine(RolloutEngine):
         self._weights_gap = ""  # why the weights cannot be used; empty when they can
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._closed = False
-        self._live_ids: set[str] = set()
+        self._running: dict[Sample, Callable[[GenerationResult], None]] = {}
+        """Unfinished samples, and who wants their results."""
         self._group_numbers = itertools.count()
 
     @classmethod
@@ -156,24 +156,35 @@ class NativeEngine(RolloutEngine):
     def stats(self) -> BatchStats:
         return self._batch.stats
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
         samples = [sample for request in requests for sample in self._samples_of(request)]
-        ids = Counter(request.request_id for request in requests)
         with self._gate.between_steps():
             self._check_usable()
-            repeated = [name for name, count in ids.items() if count > 1 or name in self._live_ids]
-            if repeated:
-                raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
-            self._live_ids.update(ids)
+            running = {sample.request.request_id for sample in self._running}
+            taken = [request.request_id for request in requests if request.request_id in running]
+            if taken:
+                raise ValueError(f"request_id {taken[0]!r} is in use; ids of running requests must be unique.")
+            self._running.update((sample, deliver) for sample in samples)
             self._batch.add(samples)
-        try:
-            self._gate.drive(self._step, lambda: all(sample.finish_reason is not None for sample in samples))
-        finally:
-            # Only after a failure is anything left to abort.
-            self.abort(ids)
-            with self._gate.between_steps():
-                self._live_ids.difference_update(ids)
-        return [_result(sample) for sample in samples]
+
+    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
+        self._gate.drive(self._step, done, timeout)
+
+    def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
+        with self._gate.between_steps():
+            self._batch.settle()
+            self._deliver_finished()
+            return [
+                _result(sample)
+                for sample in self._running
+                if request_ids is None or sample.request.request_id in request_ids
+            ]
+
+    def stage_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Into a second set on the engine's device: the swap is a copy within it."""
+        if self._folder is None:
+            raise EngineError("this engine reads the trainer's weights in place; there is nothing to stage.")
+        self._staged = version, WeightLoader(self._model).stage(weights)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         with self._gate.between_steps():
@@ -230,12 +241,15 @@ class NativeEngine(RolloutEngine):
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         with self._gate.between_steps():
-            return self._batch.abort(request_ids)
+            count = self._batch.abort(request_ids)
+            self._deliver_finished()
+            return count
 
     def pause(self) -> None:
         self._gate.pause()
         with self._gate.between_steps():
             self._batch.settle()
+            self._deliver_finished()
 
     def continue_(self) -> None:
         self._gate.continue_()
@@ -262,7 +276,14 @@ class NativeEngine(RolloutEngine):
 
     def _step(self) -> bool:
         self._check_usable()
-        return self._batch.step(self._version)
+        if not self._batch.step(self._version):
+            return False
+        self._deliver_finished()
+        return True
+
+    def _deliver_finished(self) -> None:
+        for sample in [sample for sample in self._running if sample.finish_reason is not None]:
+            self._running.pop(sample)(_result(sample))
 
     def _samples_of(self, request: GenerationRequest) -> list[Sample]:
         self._check_prompt(request)
@@ -274,7 +295,7 @@ class NativeEngine(RolloutEngine):
         max_length = min(len(prompt) + sampling.max_new_tokens, self._max_model_len)
         return [
             Sample(request, index, seed, stop_ids, max_length, group, sequence=prompt.copy(), positions=positions)
-            for index in range(sampling.n)
+            for index in range(request.sample_index, request.sample_index + sampling.n)
         ]
 
     def _check_prompt(self, request: GenerationRequest) -> None:
@@ -314,12 +335,11 @@ class NativeEngine(RolloutEngine):
 
 
 def _result(sample: Sample) -> GenerationResult:
-    assert sample.finish_reason is not None, "a result is made of a finished sample"
     return GenerationResult(
         request_id=sample.request.request_id,
         sample_index=sample.index,
         token_ids=sample.sequence[sample.num_prompt :],
-        log_probs=sample.log_probs,
-        finish_reason=sample.finish_reason,
-        weight_versions=sample.versions,
+        log_probs=list(sample.log_probs),
+        finish_reason=sample.finish_reason or "running",
+        weight_versions=list(sample.versions),
     )

@@ -40,6 +40,22 @@ class WeightLoader:
         for place, tensor in self._accounted(weights):
             place.target.copy_(tensor)
 
+    @torch.no_grad()
+    def stage(self, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Copies beside the model, on its device and in its dtypes, to be loaded later. Raises as `load` does."""
+        staged = {}
+
+        def copied() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                place = self._places.get(name)
+                like = tensor if place is None else place.target
+                staged[name] = tensor.to(device=like.device, dtype=like.dtype, copy=True)
+                yield name, tensor
+
+        for _ in self._accounted(copied()):
+            pass
+        return staged
+
     def check_shared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """For a model that reads the trainer's memory: every tensor must be the one in place. Copies nothing.
 

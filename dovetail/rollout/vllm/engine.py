@@ -28,7 +28,7 @@ from dovetail.rollout.base import (
     WeightUpdateError,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
-from dovetail.rollout.native.gate import StepGate
+from dovetail.rollout.gate import StepGate
 from dovetail.rollout.readiness import (
     CLOSED,
     DROPPED_BY_SLEEP,

@@ -1,0 +1,110 @@
+"""Requests in, results as they finish: one consumer's view of an engine. Knows no engine."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Collection
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
+
+
+class EngineStream:
+    """Requests of one consumer. `submit` and `results` may be called from different threads.
+
+    An engine that lives in this process makes progress while some thread waits in `results` or `drain`, of this stream
+    or of another one.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._left: dict[str, int] = {}  # samples of each request that have not finished
+        self._finished: deque[GenerationResult] = deque()
+        self._lock = threading.Lock()  # of the two above
+        self._closed = False
+
+    @property
+    def num_running(self) -> int:
+        """Samples that were submitted and have not finished."""
+        with self._lock:
+            return sum(self._left.values())
+
+    def submit(self, *requests: GenerationRequest) -> None:
+        """Join the running batch at the next step. All requests are checked before any is added."""
+        if self._closed:
+            raise ValueError("this stream is closed; open a new one.")
+        ids = Counter(request.request_id for request in requests)
+        with self._lock:
+            repeated = [name for name, count in ids.items() if count > 1 or name in self._left]
+            if repeated:
+                raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
+            self._left.update((request.request_id, request.sampling.n) for request in requests)
+        try:
+            self._engine.enqueue(requests, self._deliver)
+        except BaseException:
+            with self._lock:
+                for name in ids:
+                    self._left.pop(name, None)
+            raise
+
+    def results(self, timeout: float | None = None) -> list[GenerationResult]:
+        """What has finished since the last call; waits for at least one result while any request is running.
+
+        Empty after `timeout` seconds, or when nothing is running.
+        """
+        self._engine.wait(lambda: bool(self._finished) or not self._left, timeout)
+        return self._take()
+
+    def drain(self, timeout: float | None = None) -> list[GenerationResult]:
+        """Wait for every request, then everything that `results` has not returned yet."""
+        self._engine.wait(lambda: not self._left, timeout)
+        with self._lock:
+            unfinished = sorted(self._left)
+        if unfinished:
+            raise TimeoutError(
+                f"{len(unfinished)} requests did not finish in {timeout} s, the first of them {unfinished[0]!r}."
+            )
+        return self._take()
+
+    def partial(self) -> list[GenerationResult]:
+        """What the running requests of this stream have generated so far; they go on."""
+        return self._engine.partial(self._running_ids())
+
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
+        """End these requests of this stream (all when None) with what they have; their results are delivered."""
+        mine = self._running_ids() if request_ids is None else self._running_ids() & set(request_ids)
+        return self._engine.abort(mine) if mine else 0
+
+    def close(self) -> None:
+        """Abort what is running. Results that were not taken are dropped."""
+        self._closed = True
+        self.abort()
+        self._finished.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _running_ids(self) -> set[str]:
+        with self._lock:
+            return set(self._left)
+
+    def _deliver(self, result: GenerationResult) -> None:
+        with self._lock:
+            self._finished.append(result)
+            self._left[result.request_id] -= 1
+            if not self._left[result.request_id]:
+                del self._left[result.request_id]
+
+    def _take(self) -> list[GenerationResult]:
+        with self._lock:
+            taken = list(self._finished)
+            self._finished.clear()
+        return taken

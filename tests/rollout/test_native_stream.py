@@ -1,0 +1,151 @@
+"""Requests that come and go on the embedded engine: every token has the log-prob of the weights that wrote it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams
+from dovetail.rollout.base import EngineError, WeightUpdateError
+from dovetail.rollout.native.engine import NativeEngine
+from tests.models.tiny import tiny_model
+from tests.rollout.test_native_engine import plain_log_probs, prompts
+
+pytestmark = pytest.mark.unit
+
+LONG = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=7)
+SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True, seed=9)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def changed(model: Any, factor: float) -> Any:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(factor)
+    return other
+
+
+def check_log_probs(result: GenerationResult, prompt: list[int], models: dict[int, Any]) -> None:
+    """Against a plain forward over the whole sequence, of the model that wrote each token."""
+    assert result.weight_versions == sorted(result.weight_versions)
+    for version, model in models.items():
+        want = plain_log_probs(model, prompt, result.token_ids)
+        for place, (got, wrote) in enumerate(zip(result.log_probs, result.weight_versions, strict=True)):
+            if wrote == version:
+                assert got == pytest.approx(want[place].item(), abs=1e-5)
+
+
+def step_until(engine: NativeEngine, tokens: int) -> None:
+    """An engine in this process goes on while some thread waits for it."""
+    engine.wait(lambda: engine.stats.decode_tokens >= tokens)
+
+
+def test_requests_join_are_aborted_and_outlive_two_updates(folder: Path) -> None:
+    engine = NativeEngine(folder)
+    first = tiny_model("llama")
+    models = {0: first, 1: changed(first, 1.2), 2: changed(first, 0.8)}
+    rows = prompts(3, seed=2)
+    with engine.open_stream() as stream:
+        stream.submit(GenerationRequest("long", rows[0], LONG))
+        step_until(engine, 5)
+        stream.submit(GenerationRequest("cut", rows[1], LONG), GenerationRequest("short", rows[2], SHORT))
+        engine.stage_weights(models[1].named_parameters(), 1)
+        assert engine.weight_version == 0
+        step_until(engine, 8)
+        assert engine.commit_weights(1) > 0
+        (early,) = stream.results()
+        so_far = {result.request_id: result for result in stream.partial()}
+        assert stream.abort(["cut"]) == 1
+        engine.update_weights(models[2].named_parameters(), 2)
+        late = {result.request_id: result for result in stream.drain()}
+    assert (early.request_id, early.finish_reason, len(early.token_ids)) == ("short", "length", 4)
+    assert {name: part.finish_reason for name, part in so_far.items()} == {"long": "running", "cut": "running"}
+    assert (late["cut"].finish_reason, late["long"].finish_reason) == ("abort", "length")
+    assert late["cut"].token_ids == so_far["cut"].token_ids
+    assert late["long"].token_ids[: len(so_far["long"].token_ids)] == so_far["long"].token_ids
+    assert set(late["long"].weight_versions) == {0, 1, 2}
+    for result, row in ((late["long"], rows[0]), (late["cut"], rows[1]), (early, rows[2])):
+        check_log_probs(result, row, models)
+
+
+def test_a_sample_continued_alone_draws_the_numbers_it_would_have_drawn() -> None:
+    engine = NativeEngine(tiny_model("llama"))
+    (row,) = prompts(1)
+    sampling = SamplingParams(n=3, max_new_tokens=12, ignore_eos=True, seed=5)
+    whole = engine.generate([GenerationRequest("all", row, sampling)])
+    for index, result in enumerate(whole):
+        rest = SamplingParams(max_new_tokens=7, ignore_eos=True, seed=5)
+        prompt = [*row, *result.token_ids[:5]]
+        (alone,) = engine.generate([GenerationRequest("one", prompt, rest, sample_index=index)])
+        assert alone.sample_index == index
+        assert alone.token_ids == result.token_ids[5:]
+
+
+def test_two_streams_share_an_engine_and_each_gets_its_own_results() -> None:
+    engine = NativeEngine(tiny_model("llama"))
+    rows = prompts(6, seed=4)
+    requests = [GenerationRequest(str(i), row, LONG) for i, row in enumerate(rows)]
+    alone = [engine.generate([request])[0] for request in requests]
+    halves: list[list[GenerationResult]] = [[], []]
+
+    def consume(half: int) -> None:
+        with engine.open_stream() as stream:
+            stream.submit(*requests[half::2])
+            while stream.num_running:
+                halves[half] += stream.results(timeout=60)
+
+    threads = [threading.Thread(target=consume, args=(half,)) for half in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for half in (0, 1):
+        seen = sorted(halves[half], key=lambda result: result.request_id)
+        assert [result.token_ids for result in seen] == [result.token_ids for result in alone[half::2]]
+
+
+def test_what_is_refused_leaves_the_stream_and_the_weights_as_they_were(folder: Path) -> None:
+    engine = NativeEngine(folder)
+    (row,) = prompts(1)
+    with engine.open_stream() as stream:
+        with pytest.raises(ValueError, match="'bad' has 0 prompt tokens"):
+            stream.submit(GenerationRequest("good", row, SHORT), GenerationRequest("bad", [], SHORT))
+        assert stream.num_running == 0
+        assert stream.results() == []
+        with pytest.raises(ValueError, match="request_id 'a' is in use"):
+            stream.submit(GenerationRequest("a", row, SHORT), GenerationRequest("a", row, SHORT))
+        stream.submit(GenerationRequest("a", row, SHORT))
+        with pytest.raises(ValueError, match="request_id 'a' is in use"):
+            engine.generate([GenerationRequest("a", row, SHORT)])
+        before = stream.drain()
+    with pytest.raises(WeightUpdateError, match="no tensor was given for"):
+        engine.stage_weights([], 1)
+    with pytest.raises(EngineError, match=r"commit_weights\(1\): no weights are staged"):
+        engine.commit_weights(1)
+    assert engine.generate([GenerationRequest("a", row, SHORT)]) == before
+    with pytest.raises(ValueError, match="this stream is closed"):
+        stream.submit(GenerationRequest("a", row, SHORT))
+
+
+def test_a_wait_with_a_timeout_ends_while_the_engine_is_paused() -> None:
+    engine = NativeEngine(tiny_model("llama"))
+    (row,) = prompts(1)
+    with engine.open_stream() as stream:
+        stream.submit(GenerationRequest("a", row, SHORT))
+        engine.pause()
+        assert stream.results(timeout=0.05) == []
+        with pytest.raises(TimeoutError, match="1 requests did not finish"):
+            stream.drain(timeout=0.05)
+        engine.continue_()
+        assert len(stream.drain()) == 1
