@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts
-from dovetail.algorithms.losses.covariance import check_whole_batch, token_covariance
+from dovetail.algorithms.losses.covariance import token_covariance
 from dovetail.algorithms.losses.ratio import (
     MAX_LOG_RATIO,
     TokenLosses,
+    Tokens,
     clip_range,
     masked_log_ratio,
     register_token_loss,
@@ -53,39 +53,11 @@ def select_clip_cov(
 
 @register_token_loss("clip_cov", select=select_clip_cov)
 def compute_policy_loss_clip_cov(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    counts: BatchCounts | None = None,
-    loss_selection: torch.Tensor | None = None,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
-    clip_cov_ratio: float = 0.0002,
-    clip_cov_lb: float = 1.0,
-    clip_cov_ub: float = 5.0,
-    seed: int | None = None,
+    tokens: Tokens, *, low: float, high: float, loss_selection: torch.Tensor
 ) -> TokenLosses:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), and 0 for selected tokens."""
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
-    if loss_selection is None:
-        check_whole_batch("clip_cov", response_mask, counts)
-        loss_selection = select_clip_cov(
-            old_log_prob,
-            log_prob,
-            advantages,
-            response_mask,
-            clip_ratio_low=low,
-            clip_ratio_high=high,
-            clip_cov_ratio=clip_cov_ratio,
-            clip_cov_lb=clip_cov_lb,
-            clip_cov_ub=clip_cov_ub,
-            seed=seed,
-        )
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
-    losses = torch.maximum(*_surrogates(log_ratio, advantages, low, high))
+    log_ratio = tokens.log_ratio()
+    losses = torch.maximum(*_surrogates(log_ratio, tokens.advantages, low, high))
     losses = torch.where(loss_selection, 0.0, losses)
     return losses, {"actor/pg_clipfrac": loss_selection, "actor/ppo_kl": -log_ratio}
 

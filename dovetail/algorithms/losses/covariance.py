@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts
 from dovetail.algorithms.masked import at_least_float32, masked_mean
 
 
@@ -18,12 +17,3 @@ def token_covariance(log_prob: torch.Tensor, advantages: torch.Tensor, response_
     centered_advantages = advantages - masked_mean(advantages, response_mask)
     centered_log_prob = log_prob - masked_mean(log_prob, response_mask)
     return torch.where(response_mask.bool(), centered_advantages * centered_log_prob, -torch.inf)
-
-
-def check_whole_batch(loss_mode: str, response_mask: torch.Tensor, counts: BatchCounts | None) -> None:
-    """Refuse to choose tokens from a part of the mini-batch: the choice would depend on how it was cut."""
-    if counts is not None and counts.num_rows != response_mask.shape[0]:
-        raise ValueError(
-            f"{loss_mode}: these {response_mask.shape[0]} rows are part of a mini-batch of {counts.num_rows}; compute "
-            f"get_policy_loss_selector({loss_mode!r}) on the whole mini-batch and pass its rows as loss_selection."
-        )

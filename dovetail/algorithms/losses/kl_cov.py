@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.aggregate import BatchCounts
-from dovetail.algorithms.losses.covariance import check_whole_batch, token_covariance
-from dovetail.algorithms.losses.ratio import MAX_LOG_RATIO, TokenLosses, masked_log_ratio, register_token_loss
+from dovetail.algorithms.losses.covariance import token_covariance
+from dovetail.algorithms.losses.ratio import TokenLosses, Tokens, register_token_loss
 
 
 @torch.no_grad()
@@ -32,21 +31,9 @@ def select_kl_cov(
 
 @register_token_loss("kl_cov", select=select_kl_cov)
 def compute_policy_loss_kl_cov(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    counts: BatchCounts | None = None,
-    loss_selection: torch.Tensor | None = None,
-    kl_cov_ratio: float = 0.0002,
-    ppo_kl_coef: float = 0.1,
+    tokens: Tokens, *, loss_selection: torch.Tensor, ppo_kl_coef: float = 0.1
 ) -> TokenLosses:
     """-A r, plus coef |log r| for selected tokens. `actor/ppo_kl` is the mean of |log r| here."""
-    if loss_selection is None:
-        check_whole_batch("kl_cov", response_mask, counts)
-        loss_selection = select_kl_cov(old_log_prob, log_prob, advantages, response_mask, kl_cov_ratio=kl_cov_ratio)
-    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    losses = -advantages * ratio + torch.where(loss_selection, ppo_kl_coef * log_ratio.abs(), 0.0)
-    return losses, {"actor/ppo_kl": log_ratio.abs()}
+    ratio, distance = tokens.log_ratio(limited=True).exp(), tokens.log_ratio().abs()
+    losses = -tokens.advantages * ratio + torch.where(loss_selection, ppo_kl_coef * distance, 0.0)
+    return losses, {"actor/ppo_kl": distance}

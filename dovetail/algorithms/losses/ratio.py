@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,25 @@ def clip_range(clip_ratio: float, low: float | None, high: float | None) -> tupl
     return low, high
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """What every policy loss looks at, all of shape (rows, response width)."""
+
+    old_log_prob: torch.Tensor
+    log_prob: torch.Tensor
+    advantages: torch.Tensor
+    response_mask: torch.Tensor
+
+    @property
+    def kept_log_prob(self) -> torch.Tensor:
+        return masked_log_prob(self.log_prob, self.response_mask)
+
+    def log_ratio(self, *, limited: bool = False) -> torch.Tensor:
+        """See `masked_log_ratio`. `limited`: within +-MAX_LOG_RATIO, so that its exp is finite."""
+        log_ratio = masked_log_ratio(self.log_prob, self.old_log_prob, self.response_mask)
+        return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) if limited else log_ratio
+
+
 TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The loss of every token, and metrics of every token, all of shape (rows, response width)."""
 
@@ -43,10 +63,10 @@ TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
 def register_token_loss(
     name: str, *, default_agg_mode: str = "token-mean", select: SelectorFn | None = None
 ) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
-    """Decorator: register a function that gives token losses as a policy loss, which aggregates them to a scalar.
+    """Decorator: make a policy loss, with `policy_loss`'s signature, of a function `(tokens, ...) -> TokenLosses`.
 
-    The function takes `(old_log_prob, log_prob, advantages, response_mask)` and, by keyword, those settings that it
-    names. Token losses are weighted by training policy / rollout policy where `rollout_is_weights` are given.
+    The function gets, by keyword, those settings that it names, and `low` and `high`, the clip range, where it names
+    them. `select` is that of `register_policy_loss`; its result arrives as `loss_selection`.
     """
 
     def decorate(token_loss: Callable[..., TokenLosses]) -> PolicyLossFn:
@@ -62,10 +82,22 @@ def register_token_loss(
             counts: BatchCounts | None = None,
             loss_scale_factor: float | None = None,
             rollout_is_weights: torch.Tensor | None = None,
+            clip_ratio: float = 0.2,
+            clip_ratio_low: float | None = None,
+            clip_ratio_high: float | None = None,
             **settings: Any,
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            own = {key: value for key, value in {"counts": counts, **settings}.items() if key in known}
-            losses, metrics = token_loss(old_log_prob, log_prob, advantages, response_mask, **own)
+            tokens = Tokens(old_log_prob, log_prob, advantages, response_mask)
+            if "low" in known:
+                settings["low"], settings["high"] = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
+            if select is not None and settings.get("loss_selection") is None:
+                check_whole_batch(name, response_mask, counts)
+                clip = {"clip_ratio": clip_ratio, "clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
+                settings["loss_selection"] = select(
+                    old_log_prob, log_prob, advantages, response_mask, **clip, **settings
+                )
+            losses, metrics = token_loss(tokens, **{key: value for key, value in settings.items() if key in known})
+            # The weight of a token is its probability under the training policy / under the rollout policy.
             if rollout_is_weights is not None:
                 losses = losses * rollout_is_weights
             loss = agg_loss(losses, response_mask, loss_agg_mode, counts=counts, loss_scale_factor=loss_scale_factor)
@@ -80,3 +112,12 @@ def register_token_loss(
         return register_policy_loss(name, select=select)(policy_loss)
 
     return decorate
+
+
+def check_whole_batch(loss_mode: str, response_mask: torch.Tensor, counts: BatchCounts | None) -> None:
+    """Refuse to choose tokens from a part of the mini-batch: the choice would depend on how it was cut."""
+    if counts is not None and counts.num_rows != response_mask.shape[0]:
+        raise ValueError(
+            f"{loss_mode}: these {response_mask.shape[0]} rows are part of a mini-batch of {counts.num_rows}; compute "
+            f"get_policy_loss_selector({loss_mode!r}) on the whole mini-batch and pass its rows as loss_selection."
+        )

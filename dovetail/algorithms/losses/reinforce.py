@@ -6,18 +6,10 @@ truncated importance sampling and no separate old-policy pass.
 
 from __future__ import annotations
 
-import torch
-
-from dovetail.algorithms.losses.ratio import TokenLosses, masked_log_prob, masked_log_ratio, register_token_loss
+from dovetail.algorithms.losses.ratio import TokenLosses, Tokens, register_token_loss
 
 
 @register_token_loss("reinforce", default_agg_mode="seq-mean-token-sum")
-def compute_policy_loss_reinforce(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-) -> TokenLosses:
+def compute_policy_loss_reinforce(tokens: Tokens) -> TokenLosses:
     """-A log p, weighted by `rollout_is_weights` when given."""
-    losses = -advantages * masked_log_prob(log_prob, response_mask)
-    return losses, {"actor/ppo_kl": -masked_log_ratio(log_prob, old_log_prob, response_mask)}
+    return -tokens.advantages * tokens.kept_log_prob, {"actor/ppo_kl": -tokens.log_ratio()}
