@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from dovetail.backends.base import BackendPlace
 from dovetail.backends.muon import muon_names
@@ -19,7 +18,12 @@ from dovetail.config.optim import OptimConfig
 from dovetail.models.backbone import TransformerBackbone
 from dovetail.parallel.mesh import ParallelMesh, create_parallel_mesh
 
-_Shard = Callable[[nn.Module, Precision, torch.device, ParallelMesh | None, FSDPConfig], Sharding]
+SHARDINGS: dict[str, str] = {
+    "single": "dovetail.backends.single:SingleProcess",
+    "fsdp": "dovetail.backends.fsdp1:Fsdp1Sharding",
+    "fsdp2": "dovetail.backends.fsdp2:Fsdp2Sharding",
+}
+"""By strategy: a class called with `(network, precision, device, mesh, fsdp)`, imported when it is asked for."""
 
 
 def build_backend(
@@ -53,7 +57,8 @@ def build_backend(
     for parameter in network.parameters():  # not network.to(): rotary frequencies must stay in float32
         parameter.data = parameter.data.to(precision.master)
     decayed, matrices = decayed_names(network), muon_names(network)
-    sharding = SHARDINGS[strategy](network, precision, device, mesh, fsdp)
+    module, _, name = SHARDINGS[strategy].partition(":")
+    sharding: Sharding = getattr(importlib.import_module(module), name)(network, precision, device, mesh, fsdp)
     if weights is not None:
         sharding.load_weights(weights)
     optimizer = schedule = None
@@ -95,32 +100,3 @@ def place_of(mesh: ParallelMesh) -> BackendPlace:
         sp_size=mesh.sp_size,
         answers=mesh.sp_rank == 0,
     )
-
-
-def _single(
-    network: nn.Module, precision: Precision, device: torch.device, mesh: ParallelMesh | None, fsdp: FSDPConfig
-) -> Sharding:
-    from dovetail.backends.single import SingleProcess
-
-    return SingleProcess(network, precision, device)
-
-
-def _fsdp(
-    network: nn.Module, precision: Precision, device: torch.device, mesh: ParallelMesh | None, fsdp: FSDPConfig
-) -> Sharding:
-    from dovetail.backends.fsdp1 import Fsdp1Sharding
-
-    assert mesh is not None, "fsdp needs a mesh"
-    return Fsdp1Sharding(network, precision, device, mesh, fsdp)
-
-
-def _fsdp2(
-    network: nn.Module, precision: Precision, device: torch.device, mesh: ParallelMesh | None, fsdp: FSDPConfig
-) -> Sharding:
-    from dovetail.backends.fsdp2 import Fsdp2Sharding
-
-    assert mesh is not None, "fsdp2 needs a mesh"
-    return Fsdp2Sharding(network, precision, device, mesh, fsdp)
-
-
-SHARDINGS: dict[str, _Shard] = {"single": _single, "fsdp": _fsdp, "fsdp2": _fsdp2}

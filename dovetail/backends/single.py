@@ -25,7 +25,9 @@ class SingleProcess:
     reduce_factor = 1
     is_whole = True
 
-    def __init__(self, module: nn.Module, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, precision: Precision, device: torch.device, mesh: None = None, config: object = None
+    ) -> None:
         if is_meta(module):
             materialize(module, device)
         self.module = self.state_module = module.to(device)

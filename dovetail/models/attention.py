@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,14 @@ def without_masks() -> Iterator[None]:
         _NO_MASKS.reset(token)
 
 
+class _Options(NamedTuple):
+    """What a kernel is told beside the tensors; `window` is how many tokens one sees, itself included."""
+
+    scale: float
+    dropout: float
+    window: int | None
+
+
 # Its host-side segment lengths differ in every micro-batch: traced, each would compile the layer anew.
 @torch.compiler.disable
 def packed_attention(
@@ -89,8 +97,7 @@ def packed_attention(
     if segments.sp_group is not None:
         query, key, value = scatter_qkv_heads(query, key, value, seq_dim=2, head_dim=1, group=segments.sp_group)
     scale = scaling if scaling is not None else query.size(-1) ** -0.5
-    kernel = _kernel_for(query, dropout)
-    out = kernel(query, key, value, segments, scale=scale, dropout=dropout, window=sliding_window)
+    out = _kernel_for(query, dropout)(query, key, value, segments, _Options(scale, dropout, sliding_window))
     if segments.sp_group is not None:
         out = gather_heads_scatter_seq(out, head_dim=2, seq_dim=1, group=segments.sp_group)
     return out, None
@@ -111,7 +118,7 @@ def _same_dtype(*tensors: Tensor) -> Iterator[Tensor]:
 
 def _kernel_for(query: Tensor, dropout: float) -> Callable[..., Tensor]:
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
-        return _sdpa_per_sequence
+        return _sdpa_by_sequence
     if _flash_attn_is_here():
         return _flash_attn
     if dropout:
@@ -126,23 +133,22 @@ def _flash_attn_is_here() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def _sdpa_per_sequence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: PackedSegments,
-    *,
-    scale: float,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
+def _sdpa_by_sequence(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, options: _Options) -> Tensor:
     outs = []
     lengths = list(segments.lengths)
     parts = zip(lengths, query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     for length, q, k, v in parts:
+        window = options.window
         mask = _window_mask(length, window, query.device) if window is not None and window < length else None
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale, enable_gqa=True
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=options.dropout,
+            scale=options.scale,
+            enable_gqa=True,
         )
         outs.append(out)
     return torch.cat(outs, 2).transpose(1, 2).contiguous()
@@ -155,21 +161,12 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def _torch_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: PackedSegments,
-    *,
-    scale: float,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
+def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, options: _Options) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [N, heads, D]
     cu, longest = segments.cu_seqlens, segments.max_length
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, **varlen_options(window))
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=options.scale, **varlen_options(options.window))
     assert isinstance(out, Tensor), "only a request for the normaliser makes varlen_attn return a pair"
     return out.unsqueeze(0)
 
@@ -186,20 +183,10 @@ def varlen_options(window: int | None) -> dict[str, Any]:
     return options
 
 
-def _flash_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: PackedSegments,
-    *,
-    scale: float,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, options: _Options) -> Tensor:
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     cu, longest = segments.cu_seqlens, segments.max_length
-    size = (-1, -1) if window is None else (window - 1, 0)
-    out = importlib.import_module("flash_attn").flash_attn_varlen_func(
-        q, k, v, cu, cu, longest, longest, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=size
-    )
+    size = (-1, -1) if options.window is None else (options.window - 1, 0)
+    sums = {"dropout_p": options.dropout, "softmax_scale": options.scale, "causal": True, "window_size": size}
+    out = importlib.import_module("flash_attn").flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **sums)
     return out.unsqueeze(0)

@@ -28,14 +28,15 @@ class _ScalarHeadModel(TransformerBackbone):
             size = hf_model.config.get_text_config().hidden_size
             self.score = nn.Linear(size, 1, bias=head_bias, device=reference.device, dtype=reference.dtype)
 
-    def _scores(
+    def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
-        position_ids: Tensor | None,
-        multi_modal_inputs: Mapping[str, Tensor] | None,
+        position_ids: Tensor | None = None,
+        *,
+        multi_modal_inputs: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """`[B, T]` float32: the head at every token, 0 on padding."""
+        """What the subclass reads, in float32, from the head at every token, which is 0 on padding."""
         hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
         layer = checked_layer(self.score) if self.score is not None else self.output_layer(*_HEAD_NAMES)
         scores = layer(hidden)
@@ -44,37 +45,25 @@ class _ScalarHeadModel(TransformerBackbone):
                 f"{type(self.hf_model).__name__} gives {scores.size(-1)} numbers a token, a scalar head gives one; "
                 "load it with num_labels=1."
             )
-        return layout.unpack(scores.squeeze(-1).float()) * attention_mask
+        return self._read(layout.unpack(scores.squeeze(-1).float()) * attention_mask, attention_mask)
+
+    def _read(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 class ValueModel(_ScalarHeadModel):
     """State values of a critic."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor | None = None,
-        *,
-        multi_modal_inputs: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """`[B, T]` float32: the value of the state before token t, so that responses are `values[:, -R:]`."""
-        return align_to_tokens(self._scores(input_ids, attention_mask, position_ids, multi_modal_inputs))
+    def _read(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+        """`[B, T]`: the value of the state before token t, so that responses are `values[:, -R:]`."""
+        return align_to_tokens(scores)
 
 
 class RewardModel(_ScalarHeadModel):
     """Scores of whole sequences, read at their last token."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor | None = None,
-        *,
-        multi_modal_inputs: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """`[B]` float32."""
-        scores = self._scores(input_ids, attention_mask, position_ids, multi_modal_inputs)
-        places = torch.arange(attention_mask.size(1), device=attention_mask.device)
-        last = (places * attention_mask.bool()).argmax(dim=1, keepdim=True)
+    def _read(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+        """`[B]`."""
+        positions = torch.arange(attention_mask.size(1), device=attention_mask.device)
+        last = (positions * attention_mask.bool()).argmax(dim=1, keepdim=True)
         return scores.gather(1, last).squeeze(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.models.activations import activation_offload, enable_gradient_checkpointing
-from dovetail.models.attention import _sdpa_per_sequence, _torch_varlen
+from dovetail.models.attention import _Options, _sdpa_by_sequence, _torch_varlen
 from dovetail.models.head import fused_linear_log_prob, plain_log_prob_entropy
 from dovetail.models.packing import PackedSegments
 from dovetail.models.policy import PolicyModel
@@ -71,7 +71,7 @@ def test_half_precision_heads_agree_and_are_closer_to_exact_than_the_plain_one()
         assert error < 0.1 * (plain.log_probs - exact.log_probs).abs().mean()
 
 
-def test_varlen_kernel_equals_sdpa_per_sequence_with_grouped_heads_and_windows() -> None:
+def test_varlen_kernel_equals_sdpa_by_sequence_with_grouped_heads_and_windows() -> None:
     lengths = (5, 130, 1, 64)
     cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
     segments = PackedSegments(lengths, cu)
@@ -80,8 +80,8 @@ def test_varlen_kernel_equals_sdpa_per_sequence_with_grouped_heads_and_windows()
     inputs = [torch.randn(*s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in shapes]
     for window in (None, 40):
         results = []
-        for kernel in (_torch_varlen, _sdpa_per_sequence):
-            out = kernel(*inputs, segments, scale=0.125, dropout=0.0, window=window)
+        for kernel in (_torch_varlen, _sdpa_by_sequence):
+            out = kernel(*inputs, segments, _Options(scale=0.125, dropout=0.0, window=window))
             out_grad = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).bfloat16()
             results.append((out, *torch.autograd.grad(out, inputs, out_grad)))
         for got, want in zip(*results, strict=True):  # bfloat16 keeps 8 bits: relative to the tensor's size
