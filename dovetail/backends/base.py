@@ -78,7 +78,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class BackendPlace:
+class RankInfo:
     """Where this process stands. ``dp``: who reads different rows; ``sp``: who shares the tokens of the same rows."""
 
     rank: int = 0
@@ -87,28 +87,28 @@ class BackendPlace:
     dp_size: int = 1
     sp_rank: int = 0
     sp_size: int = 1
-    answers: bool = True
+    is_collected: bool = True
     """True on one of the ranks that read the same rows: its results are the ones collected."""
 
 
 class TrainBackend(ABC):
     """Trains one model spread over the processes of a group. Every method is collective: all ranks call it alike."""
 
-    def __init__(self, place: BackendPlace, device: torch.device) -> None:
-        self.place = place
+    def __init__(self, rank_info: RankInfo, device: torch.device) -> None:
+        self.rank_info = rank_info
         self.device = device
 
     def check_equal_count(self, count: int) -> None:
         """Raise on every rank unless all of them have as many micro-batches: a rank with fewer would leave the others
         waiting, for its weights, its stage or its tokens."""
-        if self.place.world_size == 1:
+        if self.rank_info.world_size == 1:
             return
         bounds = torch.tensor([count, -count], device=self.device)
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
         most, fewest = int(bounds[0]), -int(bounds[1])
         if most != fewest:
             raise ValueError(
-                f"rank {self.place.rank} has {count} micro-batches, other ranks from {fewest} to {most}; "
+                f"rank {self.rank_info.rank} has {count} micro-batches, other ranks from {fewest} to {most}; "
                 "plan them with the data-parallel group so that all ranks have as many"
             )
 
@@ -123,7 +123,7 @@ class TrainBackend(ABC):
         """The transformers configuration of the network."""
 
     @abstractmethod
-    def whole_model(self, dtype: torch.dtype) -> torch.nn.Module | None:
+    def unsharded_model(self, dtype: torch.dtype) -> torch.nn.Module | None:
         """The transformers model itself when an engine may read its weights in place: whole in this process, in
         ``dtype``, without adapters. None otherwise: stream ``named_weights`` then."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dovetail.backends.base import BackendPlace
+from dovetail.backends.base import RankInfo
 from dovetail.backends.muon import muon_names
 from dovetail.backends.optimizer import build_optimizer, decayed_names
 from dovetail.backends.schedule import LearningRateSchedule, learning_rate
@@ -69,7 +69,7 @@ def build_backend(
         sharding,
         network,
         device=device,
-        place=BackendPlace() if mesh is None else place_of(mesh),
+        rank_info=RankInfo() if mesh is None else rank_info_of(mesh),
         dp_group=None if mesh is None else mesh.dp_group,
         sp_group=None if mesh is None else mesh.sp_group,
         optimizer=optimizer,
@@ -90,13 +90,13 @@ def precision_of(fsdp: FSDPConfig, *, trains: bool) -> Precision:
     return Precision(master=master if trains else compute, compute=compute, reduce=reduce)
 
 
-def place_of(mesh: ParallelMesh) -> BackendPlace:
-    return BackendPlace(
+def rank_info_of(mesh: ParallelMesh) -> RankInfo:
+    return RankInfo(
         rank=mesh.rank,
         world_size=mesh.world_size,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         sp_rank=mesh.sp_rank,
         sp_size=mesh.sp_size,
-        answers=mesh.sp_rank == 0,
+        is_collected=mesh.sp_rank == 0,
     )

@@ -15,16 +15,16 @@ _DRIVERS_SHARE = 0.1
 
 def memory_in_use(device: torch.device) -> dict[str, float]:
     """GiB. Peaks are since the process began: over all phases, though each of them has a peak of its own."""
-    found = {"memory/host_peak_gib": peak_resident_gib()}
+    memory = {"memory/host_peak_gib": peak_resident_gib()}
     if device.type == "cuda":
         peaks = _peaks(device).of_run()
-        found |= {
+        memory |= {
             "memory/allocated_gib": torch.cuda.memory_allocated(device) / _GIB,
             "memory/reserved_gib": torch.cuda.memory_reserved(device) / _GIB,
             "memory/peak_allocated_gib": peaks.allocated_gib,
             "memory/peak_reserved_gib": peaks.reserved_gib,
         }
-    return found
+    return memory
 
 
 def free_device_cache(device: torch.device) -> None:

@@ -28,7 +28,7 @@ def export_hf_folder(
 
     def write() -> None:
         try:
-            if backend.place.rank == 0:
+            if backend.rank_info.rank == 0:
                 save_hf_folder(weights, backend.hf_config, tokenizer, out, dtype=dtype, source=source)
         finally:
             # Gathering is collective: a writer that fails half-way must not leave the other ranks waiting for it.

@@ -65,7 +65,7 @@ class Fsdp1Sharding:
             initialize_buffers(module)
         self.module = FSDP(module, **self._settings)
         self.reduce_factor = mesh.world_size
-        self.is_whole = False
+        self.is_unsharded = False
 
     @torch.no_grad()
     def load_weights(self, path: Path) -> None:

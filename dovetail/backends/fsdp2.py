@@ -105,7 +105,7 @@ class Fsdp2Sharding:
         # The reduction averages over all ranks of the mesh, also over those that share a sequence: each of them holds
         # the gradient of its own tokens only, so the sum over all ranks is what is wanted.
         self.reduce_factor = mesh.world_size
-        self.is_whole = False
+        self.is_unsharded = False
         self._device = device
         self._offloads = config.offload_policy
 
@@ -165,12 +165,12 @@ class Fsdp2Sharding:
 
 def _by_shard_groups(grads: Collection[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
     """Local gradients by the process groups they are split over; the empty tuple holds whole ones."""
-    found: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for grad in grads:
         if isinstance(grad, DTensor):
             mesh, placements = grad.device_mesh, grad.placements
             groups = tuple(mesh.get_group(axis) for axis, kind in enumerate(placements) if isinstance(kind, Shard))
-            found.setdefault(groups, []).append(grad.to_local())
+            by_groups.setdefault(groups, []).append(grad.to_local())
         else:
-            found.setdefault((), []).append(grad)
-    return found
+            by_groups.setdefault((), []).append(grad)
+    return by_groups

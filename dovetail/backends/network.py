@@ -32,7 +32,7 @@ def network_call(network: nn.Module) -> NetworkCall:
 
 
 def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
-    found = module(
+    out = module(
         **_inputs(module, micro_batch),
         token_mask=last_columns(micro_batch.tensors["attention_mask"], options.last_tokens),
         temperature=options.temperature,
@@ -40,7 +40,7 @@ def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOpti
         need_best=options.best,
         need_sum_squares=options.sum_squares,
     )
-    return TokenOutput(log_probs=found.log_probs, entropy=found.entropy, best=found.best, sum_squares=found.sum_squares)
+    return TokenOutput(log_probs=out.log_probs, entropy=out.entropy, best=out.best, sum_squares=out.sum_squares)
 
 
 def _call_value(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:

@@ -49,7 +49,7 @@ class Sharding(Protocol):
         ...
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether this process holds every parameter whole, as plain tensors."""
         ...
 

@@ -23,7 +23,7 @@ class SingleProcess:
     """The module as it is, or two of it in mixed precision."""
 
     reduce_factor = 1
-    is_whole = True
+    is_unsharded = True
 
     def __init__(
         self, module: nn.Module, precision: Precision, device: torch.device, mesh: None = None, config: object = None

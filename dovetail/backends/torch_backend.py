@@ -18,17 +18,17 @@ from torch import Tensor
 
 from dovetail.backends.base import (
     PLAIN_FORWARD,
-    BackendPlace,
     ForwardOptions,
     LossFn,
+    RankInfo,
     StepResult,
     TokenOutput,
     TrainBackend,
 )
 from dovetail.backends.device_memory import free_device_cache
 from dovetail.backends.network import network_call
+from dovetail.backends.offload_state import OffloadState
 from dovetail.backends.progress import NOT_TRAINABLE, TrainingProgress
-from dovetail.backends.residence import Residence
 from dovetail.backends.schedule import LearningRateSchedule
 from dovetail.backends.sharding import Sharding
 from dovetail.checkpoint.background import BackgroundSave
@@ -50,7 +50,7 @@ class TorchBackend(TrainBackend):
         network: TransformerBackbone,
         *,
         device: torch.device,
-        place: BackendPlace,
+        rank_info: RankInfo,
         dp_group: dist.ProcessGroup | None = None,
         sp_group: dist.ProcessGroup | None = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -58,7 +58,7 @@ class TorchBackend(TrainBackend):
         max_grad_norm: float = 1.0,
         offload_activations: bool = False,
     ) -> None:
-        super().__init__(place, device)
+        super().__init__(rank_info, device)
         self._sharding = sharding
         self._call = network_call(network)
         self._hf_model = network.hf_model
@@ -68,7 +68,7 @@ class TorchBackend(TrainBackend):
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm
         self._progress = TrainingProgress(schedule)
-        self._residence = Residence()
+        self._offloaded = OffloadState()
         self._background = BackgroundSave()
 
     @property
@@ -84,8 +84,8 @@ class TorchBackend(TrainBackend):
     def dp_group(self) -> dist.ProcessGroup | None:
         return self._dp_group
 
-    def whole_model(self, dtype: torch.dtype) -> torch.nn.Module | None:
-        if not self._sharding.is_whole or has_lora(self.module) or self._hf_model.dtype != dtype:
+    def unsharded_model(self, dtype: torch.dtype) -> torch.nn.Module | None:
+        if not self._sharding.is_unsharded or has_lora(self.module) or self._hf_model.dtype != dtype:
             return None
         return self._hf_model
 
@@ -102,9 +102,9 @@ class TorchBackend(TrainBackend):
             with nullcontext() if is_last else self._sharding.accumulating():
                 micro_batch = self.on_device(micro_batch)
                 with activation_offload() if self._offloads_activations else nullcontext():
-                    loss, found = loss_fn(self._run(micro_batch, options), micro_batch)
+                    loss, loss_metrics = loss_fn(self._run(micro_batch, options), micro_batch)
                 (loss * self._sharding.reduce_factor).backward()
-            metrics.append(found)
+            metrics.append(loss_metrics)
         return metrics
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class TorchBackend(TrainBackend):
 
     def optim_step(self, *, advance_schedule: bool = True) -> StepResult:
         optimizer = self._require_optimizer()
-        self._residence.require("params", "optimizer")
+        self._offloaded.require("params", "optimizer")
         # The norm is reduced over all ranks, so all of them take the same decision.
         norm = float(self._sharding.clip_grad_norm(self._max_grad_norm))
         if math.isfinite(norm):
@@ -155,26 +155,26 @@ class TorchBackend(TrainBackend):
 
     def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
         self._move(torch.device("cpu"), params=params, optimizer=optimizer)
-        self._residence.leave(params=params, optimizer=optimizer)
+        self._offloaded.mark_offloaded(params=params, optimizer=optimizer)
         if params or optimizer:
             free_device_cache(self.device)
 
     def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
         self._move(self.device, params=params, optimizer=optimizer)
-        self._residence.come_back(params=params, optimizer=optimizer)
+        self._offloaded.mark_onloaded(params=params, optimizer=optimizer)
 
     def save_state(
         self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
     ) -> None:
         module = self._sharding.state_module
-        with self._residence.everything_here(self):
+        with self._offloaded.all_onloaded(self):
             save_sharded(folder, module, self._optimizer, extra=self._progress.pack(extra), contents=contents)
 
     def start_save(
         self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
     ) -> None:
         module = self._sharding.state_module
-        with self._residence.everything_here(self):
+        with self._offloaded.all_onloaded(self):
             snapshot = take_snapshot(
                 module, self._optimizer, extra=self._progress.pack(extra), contents=contents, copied=True
             )
@@ -187,13 +187,13 @@ class TorchBackend(TrainBackend):
         self._background.finish()
 
     def load_state(self, folder: Path, *, contents: Collection[str] = CONTENTS) -> dict[str, Any]:
-        with self._residence.everything_here(self):
+        with self._offloaded.all_onloaded(self):
             saved = load_sharded(folder, self._sharding.state_module, self._optimizer, contents=contents)
             self._sharding.state_changed()
         return self._progress.unpack(saved)
 
     def _run(self, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
-        self._residence.require("params")
+        self._offloaded.require("params")
         with ulysses_group(self._sp_group), self._sharding.compute_context():
             return self._call(self.module, micro_batch, options)
 

@@ -116,7 +116,9 @@ def _is_sound(config: DovetailConfig, view: DoctorView) -> bool:
     """Whether the configuration as it was given could run at all."""
     from dovetail.config.plan import read_shapes
 
-    errors = [str(found) for found in check_config(config, read_shapes(config).policy) if found.severity == "error"]
+    errors = [
+        str(finding) for finding in check_config(config, read_shapes(config).policy) if finding.severity == "error"
+    ]
     errors += [problem.message for problem in unsupported_in_runs(config)]
     if errors:
         view.problems("The configuration cannot run", errors)
@@ -162,14 +164,14 @@ def _examined(config: DovetailConfig, view: DoctorView) -> bool:
     from dovetail.trainer.groups import create_groups
 
     use_ray = config.trainer.world_size > 1 or config.actor_rollout_ref.rollout.mode != "sync"
-    found: Examination | None = None
+    result: Examination | None = None
     groups = None
     try:
         with view.working() as on_stage:
             on_stage("start the processes")
             use_gpu = start_cluster(config) if use_ray else uses_gpu(config)
             groups = create_groups(config, use_ray=use_ray, use_gpu=use_gpu)
-            found = examine(config, groups, on_stage=on_stage)
+            result = examine(config, groups, on_stage=on_stage)
     except Exception as error:  # Whatever failed is what this command is asked to report.
         logging.getLogger(__name__).info("the check failed", exc_info=error)
         view.failure(error)
@@ -180,5 +182,5 @@ def _examined(config: DovetailConfig, view: DoctorView) -> bool:
         if use_ray:
             stop_ray()
         sys.stdout.flush()
-    view.examination(config, found)
-    return found.passed
+    view.examination(config, result)
+    return result.passed

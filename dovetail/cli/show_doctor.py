@@ -18,7 +18,7 @@ from rich.text import Text
 
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.root import DovetailConfig
-from dovetail.doctor.agreement import Examination, SampledGaps, Stage
+from dovetail.doctor.agreement import Examination, LogProbDiffs, Stage
 from dovetail.doctor.cluster import PathResult
 from dovetail.doctor.installed import Part, Status
 
@@ -91,7 +91,7 @@ class DoctorView:
         text = Text(f"{type(error).__name__}: ", style="bold red").append("\n".join(lines[:30]), style="")
         self._section(f"Failed at: {self._stage}", text, colour="red")
 
-    def examination(self, config: DovetailConfig, found: Examination) -> None:
+    def examination(self, config: DovetailConfig, result: Examination) -> None:
         policy = config.actor_rollout_ref
         self._examined = True
         processes = config.trainer.world_size
@@ -103,15 +103,15 @@ class DoctorView:
             f"{processes} process{'es' * (processes != 1)}",
             style="dim",
         )
-        self._section("Do engine and trainer agree?", Group(facts, Text(), _stages(found.stages)))
+        self._section("Do engine and trainer agree?", Group(facts, Text(), _stages(result.stages)))
         self._section(
-            "Where log-probs of sampled tokens differ", Group(_histogram(found.sampled), Text(), _worst(found))
+            "Where log-probs of sampled tokens differ", Group(_histogram(result.sampled), Text(), _worst(result))
         )
-        for report in (found.before, found.after):
+        for report in (result.before, result.after):
             if not report.passed:
                 self.problems("Greedy answers", [report.explain(policy.rollout.name)])
-        if not found.sampled.tells:
-            moved = f"the training step moved log-probs by {found.sampled.moved:.2g} only"
+        if not result.sampled.tells:
+            moved = f"the training step moved log-probs by {result.sampled.moved:.2g} only"
             self.problems("The step is too small", [f"{moved}: an engine that missed it could not be told apart."])
 
     @contextmanager
@@ -169,17 +169,17 @@ def _grid() -> Table:
 def _versions(parts: Sequence[Part]) -> Text:
     line = Text()
     for part in parts:
-        version = part.found.removeprefix(part.name).strip() or "missing"
+        version = part.version.removeprefix(part.name).strip() or "missing"
         line.append(f"{part.name} ", style="dim").append(f"{version}   ", style="red" if part.failed else "")
     return line
 
 
 def _state(part: Part) -> Text:
     if part.status == "ok":
-        return Text(part.found)
+        return Text(part.version)
     if part.status == "missing":
         return Text(part.fix, style="red" if part.failed else "dim")
-    return Text(f"{part.found}: {part.fix}", style="red" if part.failed else "yellow")
+    return Text(f"{part.version}: {part.fix}", style="red" if part.failed else "yellow")
 
 
 def _stages(stages: Sequence[Stage]) -> Table:
@@ -195,7 +195,7 @@ def _stages(stages: Sequence[Stage]) -> Table:
     return table
 
 
-def _histogram(sampled: SampledGaps) -> Group:
+def _histogram(sampled: LogProbDiffs) -> Group:
     """Tokens by the power of ten of their gap, with the pass mark among them."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(justify="right", style="dim", no_wrap=True)
@@ -221,12 +221,12 @@ def _histogram(sampled: SampledGaps) -> Group:
     return Group(table, Text(), summary, missed)
 
 
-def _worst(found: Examination) -> RenderableType:
+def _worst(result: Examination) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", padding=(0, 1))
     table.add_column("largest gaps")
     for name in ("prompt", "position", "token", "engine", "trainer", "gap"):
         table.add_column(name, justify="right")
-    for text, token in found.worst:
+    for text, token in result.worst:
         numbers = (token.prompt, token.position, token.token_id)
         table.add_row(
             Text(repr(text)), *map(str, numbers), f"{token.engine:.6f}", f"{token.trainer:.6f}", f"{token.gap:.1e}"

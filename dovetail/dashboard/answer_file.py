@@ -64,27 +64,27 @@ class AnswerFile:
 
     def head(self, entry: Entry) -> dict[str, Any]:
         """An answer without the numbers of its tokens."""
-        found = parse_head(read_at(self.path, entry.offset, entry.size))
-        if found is None:
+        row = parse_head(read_at(self.path, entry.offset, entry.size))
+        if row is None:
             raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
-        return plain_names(found)
+        return plain_names(row)
 
     def whole(self, entry: Entry) -> dict[str, Any]:
         """An answer with the numbers of its tokens, where they were recorded."""
-        found = parse_object(read_at(self.path, entry.offset, entry.size))
-        if found is None:
+        row = parse_object(read_at(self.path, entry.offset, entry.size))
+        if row is None:
             raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
-        tokens = {name: found[name] for name in _TOKEN_LISTS if isinstance(found.get(name), list)}
-        return {**plain_names(found), **tokens}
+        tokens = {name: row[name] for name in _TOKEN_LISTS if isinstance(row.get(name), list)}
+        return {**plain_names(row), **tokens}
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
     """Changes when the file does."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         raise DashboardError(f"there is no {path.parent.name}/{path.name} in this run.") from None
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def parse_head(line: bytes) -> dict[str, Any] | None:

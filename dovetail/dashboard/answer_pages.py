@@ -116,15 +116,15 @@ class AnswerFolder:
         Returns what was found and where to go on; `next` is None at the end.
         """
         steps = [step for step in self.steps() if (cursor < 0 or step < cursor) and (stop is None or step >= stop)]
-        found: list[dict[str, Any]] = []
+        matches: list[dict[str, Any]] = []
         until = time.monotonic() + seconds
         num_read = 0
-        while steps and len(found) < most and (time.monotonic() < until or num_read == 0):
+        while steps and len(matches) < most and (time.monotonic() < until or num_read == 0):
             step = steps.pop()
             num_read += 1
-            found += self._found_in(step, wish)
+            matches += self._found_in(step, wish)
             cursor = step
-        return {"found": found[: 2 * most], "next": cursor if steps else None, "left": len(steps)}
+        return {"found": matches[: 2 * most], "next": cursor if steps else None, "left": len(steps)}
 
     def steps_with_prompt(self, step: int, row: int, *, cursor: int, seconds: float) -> dict[str, Any]:
         """Other steps that answered the prompt of this answer, from the newest back, for a moment."""
@@ -133,16 +133,16 @@ class AnswerFolder:
             raise DashboardError(f"step {step} has no answer {row}.")
         needle = prompt_bytes(file.head(file.entries[row])["prompt"])
         steps = [other for other in self.steps() if cursor < 0 or other < cursor]
-        found: list[int] = []
+        matches: list[int] = []
         until = time.monotonic() + seconds
         num_read = 0
         while steps and (time.monotonic() < until or num_read == 0):
             cursor = steps.pop()
             num_read += 1
             if cursor != step and _file_has(self._resolve(self._path / f"step_{cursor}.jsonl"), needle):
-                found.append(cursor)
+                matches.append(cursor)
         key = file.entries[row].prompt_key
-        return {"key": key, "steps": found, "next": cursor if steps else None, "left": len(steps)}
+        return {"key": key, "steps": matches, "next": cursor if steps else None, "left": len(steps)}
 
     def _found_in(self, step: int, wish: Wish) -> list[dict[str, Any]]:
         path = self._resolve(self._path / f"step_{step}.jsonl")
@@ -150,14 +150,14 @@ class AnswerFolder:
             return []
         file = AnswerFile.read(path) if step not in self._files else self.file(step)
         groups = _groups(file.entries)
-        found = []
+        matches = []
         for entry in file.entries:
             if not _fits(entry, groups[entry.group], wish.filter):
                 continue
             head = file.head(entry)
             if not wish.words or _has_words(head, wish.words):
-                found.append({"step": step, **_show(entry, head)})
-        return found
+                matches.append({"step": step, **_show(entry, head)})
+        return matches
 
 
 def counts(entries: tuple[Entry, ...]) -> dict[str, int]:
@@ -176,10 +176,10 @@ def counts(entries: tuple[Entry, ...]) -> dict[str, int]:
 
 
 def _groups(entries: tuple[Entry, ...]) -> dict[str, list[Entry]]:
-    found: dict[str, list[Entry]] = {}
+    groups: dict[str, list[Entry]] = {}
     for entry in entries:
-        found.setdefault(entry.group, []).append(entry)
-    return found
+        groups.setdefault(entry.group, []).append(entry)
+    return groups
 
 
 def _fits(entry: Entry, group: list[Entry], wanted: Filter) -> bool:

@@ -119,7 +119,7 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
 
     @app.get("/api/pulse")
     async def pulse(run: Annotated[list[str], Query(max_length=20)]) -> dict[str, Any]:
-        known = {found.name: found for found in runs.find()}
+        known = {entry.name: entry for entry in runs.find()}
         return {"stamps": {name: known[name].stamp() for name in run if name in known}, "num_runs": len(known)}
 
     @app.get("/api/overview")
@@ -131,48 +131,48 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
         most: Annotated[int, Query(ge=10, le=5000)] = 500,
         extra: Annotated[list[str] | None, Query(max_length=30)] = None,
     ) -> dict[str, Any]:
-        found = runs.get(run)
-        names = found.metrics.names
+        loaded = runs.get(run)
+        names = loaded.metrics.names
         wanted = [(chart.key, chart.title, names_of(chart, names), chart.absent) for chart in OVERVIEW]
         wanted += [(name, name, [name] if name in names else [], "not recorded in this run") for name in extra or []]
         charts = []
         for key, title, shown, absent in wanted:
             lines = {
-                name: points(found.metrics, name, smoothing=smoothing, most=most, first=first, last=last)
+                name: points(loaded.metrics, name, smoothing=smoothing, most=most, first=first, last=last)
                 for name in shown
             }
             charts.append({"key": key, "title": title, "lines": lines, "absent": absent})
         return {
-            "status": found.status(),
-            "cards": _cards(found),
+            "status": loaded.status(),
+            "cards": _cards(loaded),
             "charts": charts,
-            "events": found.events.marks(),
+            "events": loaded.events.marks(),
             "names": names,
-            "warnings": found.health(),
+            "warnings": loaded.health(),
         }
 
     @app.get("/api/time")
     async def time_view(run: Name, most: Annotated[int, Query(ge=10, le=1000)] = 120) -> dict[str, Any]:
-        found = runs.get(run)
-        steps = found.timelines.steps
-        timeline = found.timelines.of(steps[-1]) if steps else None
-        rates = [name for name in found.metrics.names if name == "perf/throughput" or name.startswith("perf/mfu/")]
+        loaded = runs.get(run)
+        steps = loaded.timelines.steps
+        timeline = loaded.timelines.of(steps[-1]) if steps else None
+        rates = [name for name in loaded.metrics.names if name == "perf/throughput" or name.startswith("perf/mfu/")]
         return {
-            "status": found.status(),
-            "phases": phases(found.metrics, most),
-            "waits": what_it_waits_for(found.metrics, timeline),
-            "rates": {name: points(found.metrics, name, smoothing=0.0) for name in rates},
-            "memory": found.memory(),
+            "status": loaded.status(),
+            "phases": phases(loaded.metrics, most),
+            "waits": what_it_waits_for(loaded.metrics, timeline),
+            "rates": {name: points(loaded.metrics, name, smoothing=0.0) for name in rates},
+            "memory": loaded.memory(),
             "timeline_steps": [steps[0], steps[-1]] if steps else None,
             "words": PHASE_WORDS,
         }
 
     @app.get("/api/timeline")
     async def timeline(run: Name, step: Step) -> dict[str, Any]:
-        found = runs.get(run).timelines.of(step)
-        if found is None:
+        value = runs.get(run).timelines.of(step)
+        if value is None:
             raise DashboardError(f"step {step} has no timeline.")
-        return found
+        return value
 
 
 def _serve_answers(app: FastAPI, runs: Runs) -> None:
@@ -238,7 +238,7 @@ def _listed(run: Run) -> dict[str, Any]:
 def _cards(run: Run) -> list[dict[str, Any]]:
     """The numbers at the top of the overview."""
     table = run.metrics
-    found: list[dict[str, Any]] = []
+    cards: list[dict[str, Any]] = []
     for title, names, digits in (
         ("reward", ("critic/score/mean", "reward/score/mean"), 3),
         ("answer length", ("response_length/mean",), 4),
@@ -251,16 +251,16 @@ def _cards(run: Run) -> list[dict[str, Any]]:
         _, values = table.finite(name)
         if len(values):
             recent, first = float(values[-10:].mean()), float(values[:10].mean())
-            found.append({"title": title, "value": f"{float(values[-1]):.{digits}g}", "mean": recent, "first": first})
+            cards.append({"title": title, "value": f"{float(values[-1]):.{digits}g}", "mean": recent, "first": first})
     validated = [name for name in table.names if name.startswith("val-core/") and "/mean@" in name]
     for name in validated[:2]:
         _, values = table.finite(name)
         if len(values):
             title = f"validation {name.split('/')[-2]}"
-            found.insert(
+            cards.insert(
                 1, {"title": title, "value": f"{values[-1]:.3g}", "mean": float(values[-1]), "first": float(values[0])}
             )
-    return found
+    return cards
 
 
 def _error(message: str, status: int) -> JSONResponse:

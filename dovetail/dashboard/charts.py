@@ -55,14 +55,14 @@ OVERVIEW = (
 
 def names_of(chart: Chart, known: list[str]) -> list[str]:
     """The metrics of a run that a chart shows."""
-    found: list[str] = []
+    chosen: list[str] = []
     for pattern in chart.first_of:
-        found = [name for name in known if fnmatchcase(name, pattern)]
-        if found:
+        chosen = [name for name in known if fnmatchcase(name, pattern)]
+        if chosen:
             break
     for pattern in chart.also:
-        found += [name for name in known if fnmatchcase(name, pattern) and name not in found]
-    return found
+        chosen += [name for name in known if fnmatchcase(name, pattern) and name not in chosen]
+    return chosen
 
 
 def points(
@@ -84,8 +84,8 @@ def points(
         kept &= steps <= last
     steps, values, average = steps[kept], values[kept], average[kept]
     drawn = thinned(values, most)
-    found = {"x": steps[drawn].tolist(), "y": rounded(values[drawn])}
+    line = {"x": steps[drawn].tolist(), "y": rounded(values[drawn])}
     if smoothing > 0:
         even = spaced(len(steps), most)
-        found |= {"sx": steps[even].tolist(), "sy": rounded(average[even])}
-    return found
+        line |= {"sx": steps[even].tolist(), "sy": rounded(average[even])}
+    return line

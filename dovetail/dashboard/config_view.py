@@ -60,11 +60,11 @@ def _defaults() -> dict[str, Any]:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            found |= _flat(value, f"{key}.")
+            flat |= _flat(value, f"{key}.")
         else:
-            found[key] = value
-    return found
+            flat[key] = value
+    return flat

@@ -29,8 +29,8 @@ _MOST = 400
 
 def recorded_charts(table: MetricsTable) -> list[tuple[Chart, list[str]]]:
     """The charts this run has numbers for."""
-    found = [(chart, names_of(chart, table.names)) for chart in OVERVIEW]
-    return [(chart, names) for chart, names in found if any(len(table.finite(name)[1]) for name in names)]
+    charts = [(chart, names_of(chart, table.names)) for chart in OVERVIEW]
+    return [(chart, names) for chart, names in charts if any(len(table.finite(name)[1]) for name in names)]
 
 
 def write_png(table: MetricsTable, title: str, file: Path) -> None:
@@ -63,15 +63,15 @@ def svg(table: MetricsTable, names: list[str]) -> str:
 def _draw(axes: Axes, table: MetricsTable, names: list[str]) -> None:
     for name, colour in zip(names, _COLOURS * len(names), strict=False):
         smoothing = 0.9 if len(table) > 100 else 0.0
-        found = points(table, name, smoothing=smoothing, most=_MOST)
-        if not found["x"]:
+        line = points(table, name, smoothing=smoothing, most=_MOST)
+        if not line["x"]:
             continue
-        marker = "o" if len(found["x"]) < 60 else None
-        if smoothing and len(found["x"]) > 60:
-            axes.plot(found["x"], found["y"], color=colour, linewidth=0.6, alpha=0.3)
-            axes.plot(found["sx"], found["sy"], color=colour, linewidth=1.6, label=name)
+        marker = "o" if len(line["x"]) < 60 else None
+        if smoothing and len(line["x"]) > 60:
+            axes.plot(line["x"], line["y"], color=colour, linewidth=0.6, alpha=0.3)
+            axes.plot(line["sx"], line["sy"], color=colour, linewidth=1.6, label=name)
         else:
-            axes.plot(found["x"], found["y"], color=colour, linewidth=1.5, marker=marker, markersize=3, label=name)
+            axes.plot(line["x"], line["y"], color=colour, linewidth=1.5, marker=marker, markersize=3, label=name)
     axes.set_xlabel("step", fontsize=8, color="#5f6b7a")
     axes.tick_params(labelsize=8, colors="#5f6b7a", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))

@@ -61,10 +61,10 @@ def _number(value: Any) -> bool:
 def read_now(folder: Path) -> dict[str, Any]:
     """What the run last said it is doing; empty when it never did."""
     try:
-        found = json.loads((folder / "now.json").read_text(encoding="utf-8"))
+        value = json.loads((folder / "now.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def run_state(now: dict[str, Any], last_step: int | None, total_steps: int | None, changed: float) -> State:

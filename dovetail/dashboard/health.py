@@ -63,8 +63,8 @@ class Facts:
 
 def check_health(facts: Facts) -> list[dict[str, Any]]:
     """Every warning, the worst first."""
-    found = [warning for rule in RULES for warning in rule(facts)]
-    return [asdict(warning) for warning in sorted(found, key=lambda warning: warning.severity != "bad")]
+    warnings = [warning for rule in RULES for warning in rule(facts)]
+    return [asdict(warning) for warning in sorted(warnings, key=lambda warning: warning.severity != "bad")]
 
 
 def _stopped(facts: Facts) -> Iterator[Finding]:
@@ -128,14 +128,14 @@ def _truncation(facts: Facts) -> Iterator[Finding]:
         return
     first, recent = float(facts.first(name).mean()), float(facts.recent(name).mean())
     if recent > TRUNCATED_WARN and recent > first + TRUNCATED_RISE:
-        found = f"The share of answers cut off rose from {first:.0%} to {recent:.0%}."
+        evidence = f"The share of answers cut off rose from {first:.0%} to {recent:.0%}."
     elif recent > TRUNCATED_BAD:
-        found = f"{recent:.0%} of the answers are cut off before they end."
+        evidence = f"{recent:.0%} of the answers are cut off before they end."
     else:
         return
     yield Finding(
         "truncation", "bad" if recent > TRUNCATED_BAD and recent > first + TRUNCATED_RISE else "warn",
-        "Many answers are truncated", found,
+        "Many answers are truncated", evidence,
         "A larger data.max_response_length; a penalty on overlong answers (reward manager dapo); or "
         "algorithm.filter_truncated=True, so that cut answers teach nothing.", name,
     )  # fmt: skip

@@ -57,10 +57,10 @@ class MetricsTable:
 
     def column(self, name: str) -> np.ndarray:
         """One number per step: NaN where it was not written, infinity where it was not finite."""
-        found = self._columns.get(name)
+        numbers = self._columns.get(name)
         whole = np.full(len(self._steps), _ABSENT)
-        if found is not None:
-            whole[: len(found)] = found
+        if numbers is not None:
+            whole[: len(numbers)] = numbers
         return whole
 
     def finite(self, name: str) -> tuple[np.ndarray, np.ndarray]:

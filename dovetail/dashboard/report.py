@@ -72,13 +72,13 @@ def _head(run: Run) -> str:
 
 
 def _warnings(run: Run) -> str:
-    found = run.health()
-    if not found:
+    warnings = run.health()
+    if not warnings:
         return "<p class=ok>No rule has found anything wrong.</p>"
     rows = "".join(
-        f"<li class={escape(warning['severity'])}><b>{escape(warning['title'])}.</b> {escape(warning['found'])} "
+        f"<li class={escape(warning['severity'])}><b>{escape(warning['title'])}.</b> {escape(warning['warnings'])} "
         f"<i>Try:</i> {escape(warning['what_to_try'])}</li>"
-        for warning in found
+        for warning in warnings
     )
     return f"<h2>Warnings</h2><ul class=warnings>{rows}</ul>"
 

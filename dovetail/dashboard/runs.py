@@ -48,10 +48,10 @@ class Run:
 
     def resolve(self, path: Path) -> Path:
         """The path itself, unless it leads (by a link) out of the run folder."""
-        found = path.resolve()
-        if not found.is_relative_to(self.folder.resolve()):
+        target = path.resolve()
+        if not target.is_relative_to(self.folder.resolve()):
             raise DashboardError(f"{path.name} leads out of the run folder and is not read.", status=403)
-        return found
+        return target
 
     def answers(self, kind: Kind) -> AnswerFolder:
         return self._answers[kind]
@@ -69,10 +69,10 @@ class Run:
 
     def plan(self) -> dict[str, Any] | None:
         try:
-            found = json.loads(self.resolve(self.folder / "plan.json").read_text(encoding="utf-8"))
+            value = json.loads(self.resolve(self.folder / "plan.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return value if isinstance(value, dict) else None
 
     def memory(self) -> dict[str, Any]:
         return memory_view(self.plan(), self.timelines.peaks, self.metrics)
@@ -85,12 +85,12 @@ class Run:
         total = now["total_steps"] if "total_steps" in now else self._configured_steps()
         changed = max(_changed(self.folder / name) for name in (METRICS, EVENTS, NOW, "config.yaml")) / 1e9
         state = run_state(now, last, total, changed)
-        found = {"name": self.name, "state": state, "step": last, "total_steps": total, "changed": changed}
+        status = {"name": self.name, "state": state, "step": last, "total_steps": total, "changed": changed}
         if state == "running" and now.get("phase"):
-            found |= {"phase": now["phase"], "phase_since": now.get("time"), "now_step": now.get("step")}
-        found["message"] = self._message(state, last)
-        found["bad_lines"] = self.metrics.bad_lines
-        return found
+            status |= {"phase": now["phase"], "phase_since": now.get("time"), "now_step": now.get("step")}
+        status["message"] = self._message(state, last)
+        status["bad_lines"] = self.metrics.bad_lines
+        return status
 
     def health(self) -> list[dict[str, Any]]:
         """Warnings about this run."""
@@ -106,18 +106,18 @@ class Run:
         if not steps:
             return None
         try:
-            found = counts(self.answers("rollouts").file(steps[-1]).entries)
+            sums = counts(self.answers("rollouts").file(steps[-1]).entries)
         except DashboardError:
             return None
-        several = found["all"] > found["groups"]
-        return found["groups_without_signal"] / found["groups"] if several and found["groups"] else None
+        several = sums["all"] > sums["groups"]
+        return sums["groups_without_signal"] / sums["groups"] if several and sums["groups"] else None
 
     def _configured_steps(self) -> int | None:
         try:
-            found = self.config().get("trainer.total_training_steps")
+            steps = self.config().get("trainer.total_training_steps")
         except DashboardError:
             return None
-        return found if isinstance(found, int) else None
+        return steps if isinstance(steps, int) else None
 
     def _message(self, state: str, last: int | None) -> str | None:
         if state == "created" and not (self.folder / "config.yaml").exists():

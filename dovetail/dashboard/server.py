@@ -30,13 +30,13 @@ def serve(app: FastAPI, listening: socket.socket, *, started: Callable[[str], No
 
 
 def _bound(port: int) -> socket.socket:
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((HOST, port))
+        listener.bind((HOST, port))
         # Who reads the address may connect at once, before the server has started.
-        found.listen()
+        listener.listen()
     except OSError:
-        found.close()
+        listener.close()
         raise
-    return found
+    return listener

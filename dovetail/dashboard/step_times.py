@@ -68,12 +68,12 @@ def phases(table: MetricsTable, most: int) -> dict[str, Any]:
 
 def recent_shares(table: MetricsTable) -> tuple[dict[str, float], float]:
     """Share of each phase in the last steps, and their mean seconds per step (validation and saving included)."""
-    found = phases(table, most=10**9)
-    totals = {phase["key"]: float(np.sum(phase["seconds"][-_RECENT:])) for phase in found["phases"]}
+    by_phase = phases(table, most=10**9)
+    totals = {phase["key"]: float(np.sum(phase["seconds"][-_RECENT:])) for phase in by_phase["phases"]}
     whole = sum(totals.values())
     if whole <= 0:
         return {}, 0.0
-    return {key: total / whole for key, total in totals.items()}, whole / min(_RECENT, len(found["steps"]))
+    return {key: total / whole for key, total in totals.items()}, whole / min(_RECENT, len(by_phase["steps"]))
 
 
 def what_it_waits_for(table: MetricsTable, timeline: dict[str, Any] | None) -> dict[str, str]:
@@ -141,13 +141,13 @@ class Timelines:
 
 
 def _spans(value: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
+    spans = []
     for span in value.get("spans", []):
         if isinstance(span, list) and len(span) == 5 and all(isinstance(time, (int, float)) for time in span[2:4]):
             worker, phase, start, end, memory = span
             memory = memory if isinstance(memory, (int, float)) else None
-            found.append({"worker": str(worker), "phase": str(phase), "start": start, "end": end, "memory": memory})
-    return found
+            spans.append({"worker": str(worker), "phase": str(phase), "start": start, "end": end, "memory": memory})
+    return spans
 
 
 def _position(phase: str) -> int:

@@ -133,15 +133,15 @@ class PromptSampler:
         different = [name for name, value in self._identity().items() if state.get(name) != value]
         position = int(state["position"])
         if different:
-            found = None if set(different) - {"fingerprint", "quotas"} else self._position_after(state, digest)
-            if found is None:
+            new_position = None if set(different) - {"fingerprint", "quotas"} else self._position_after(state, digest)
+            if new_position is None:
                 raise DataError(self._refusal(state, different[0]))
             logger.warning(
                 "the rows of the data differ from the checkpoint's (%d in an epoch, it had %d), and none of those read "
                 "in this epoch does: going on at epoch %d, row %d",
-                self.num_rows, sum(state["quotas"]), int(state["epoch"]), found,
+                self.num_rows, sum(state["quotas"]), int(state["epoch"]), new_position,
             )  # fmt: skip
-            position = found
+            position = new_position
         self._begin(int(state["epoch"]))
         self._position = position
 

@@ -58,9 +58,9 @@ def scan_rows(rows: Rows, wanted: np.ndarray, rules: RowRules, *, num_workers: i
     bad: list[BadRow] = []
     started = said = time.monotonic()
     done = 0
-    for count, found in _in_order(_chunks(rows, wanted, rules), rules, num_workers):
+    for count, bad_here in _in_order(_chunks(rows, wanted, rules), rules, num_workers):
         done += count
-        bad += found
+        bad += bad_here
         if time.monotonic() - said > _SAY_EVERY_S:
             said = time.monotonic()
             sys.stderr.write(f"{rows.path}: looked at {done} of {len(wanted)} rows in {said - started:.0f} s\n")
@@ -122,9 +122,9 @@ def _look(rules: RowRules, numbers: Sequence[int], chunk: Sequence[Mapping[str, 
             to_measure[is_chat].append((number, text))
     for is_chat, texts in to_measure.items():
         ids = rules.encoder.token_ids([text for _, text in texts], is_chat=is_chat)
-        for (number, _), found in zip(texts, ids, strict=True):
-            if len(found) > (rules.limit or 0):
-                bad[number] = BadRow(number, too_long(len(found), rules.limit or 0), is_overlong=True)
+        for (number, _), tokens in zip(texts, ids, strict=True):
+            if len(tokens) > (rules.limit or 0):
+                bad[number] = BadRow(number, too_long(len(tokens), rules.limit or 0), is_overlong=True)
     return [bad[number] for number in sorted(bad)]
 
 

@@ -61,7 +61,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class SampledGaps:
+class LogProbDiffs:
     """Log-probs of sampled tokens in the engine and in the trainer, and how far the training step moved them."""
 
     gaps: Tensor
@@ -104,7 +104,7 @@ class Examination:
     stages: tuple[Stage, ...]
     before: ParityReport
     after: ParityReport
-    sampled: SampledGaps
+    sampled: LogProbDiffs
     worst: tuple[tuple[str, TokenGap], ...]
     """The tokens with the largest gaps, with their text."""
 
@@ -138,7 +138,7 @@ def examine(
     with clock("sample answers, compare"):
         new, log_probs = _answers(groups, tokenizer)
         kept = new.tensors["response_mask"].bool()
-        sampled = SampledGaps((new.tensors["rollout_log_probs"] - log_probs).abs()[kept], moved, mark)
+        sampled = LogProbDiffs((new.tensors["rollout_log_probs"] - log_probs).abs()[kept], moved, mark)
     clock.judge(sampled.passed, _gap_words(sampled.mean, sampled.gaps.numel()))
     return Examination(tuple(clock.stages), before, after, sampled, _worst_tokens(new, log_probs, tokenizer))
 
@@ -177,13 +177,13 @@ def _worst_tokens(batch: DataProto, log_probs: Tensor, tokenizer: Any) -> tuple[
     columns = batch.tensors
     gaps = ((columns["rollout_log_probs"] - log_probs).abs() * columns["response_mask"]).flatten()
     width = log_probs.shape[1]
-    found = []
+    worst = []
     for flat in gaps.topk(min(3, gaps.numel())).indices.tolist():
         row, position = divmod(flat, width)
         token = int(columns["responses"][row, position])
         engine, trainer = float(columns["rollout_log_probs"][row, position]), float(log_probs[row, position])
-        found.append((tokenizer.decode([token]), TokenGap(row // NUM_SAMPLES, position, token, engine, trainer)))
-    return tuple(found)
+        worst.append((tokenizer.decode([token]), TokenGap(row // NUM_SAMPLES, position, token, engine, trainer)))
+    return tuple(worst)
 
 
 def _gap_words(gap: float, count: int) -> str:

@@ -61,7 +61,7 @@ def write_report(file: Path, site: Site, machine: Sequence[tuple[str, str]], res
 
     report: dict[str, Any] = {
         "machine": dict(machine),
-        "versions": {part.name: part.found for part in core_versions()},
+        "versions": {part.name: part.version for part in core_versions()},
         "site": site.to_json(),
         "paths": [asdict(result) for result in results],
     }

@@ -28,7 +28,7 @@ class Part:
     name: str
     purpose: str
     status: Status
-    found: str
+    version: str
     fix: str = ""
     needed: bool = False
 
@@ -117,13 +117,13 @@ def _needed_by(config: DovetailConfig) -> set[str]:
 
 
 def _part(known: _Known, needed: bool) -> Part:
-    found, missing, wrong = [], [], []
+    versions, missing, wrong = [], [], []
     for choices in known.libraries:
         here = next(((name, version) for name in choices if (version := _version(name))), None)
         if here is None:
             missing.append(choices[0])
             continue
-        found.append(f"{here[0]} {here[1]}")
+        versions.append(f"{here[0]} {here[1]}")
         wanted = _specifier(choices[0], known.extra)
         if wanted and not _fits(here[1], wanted):
             wrong.append(f"{choices[0]}{wanted}")
@@ -135,9 +135,9 @@ def _part(known: _Known, needed: bool) -> Part:
     if missing:
         return Part(known.kind, known.name, known.purpose, "missing", "", fix, needed)
     if wrong:
-        text = f"{', '.join(found)}; supported: {', '.join(wrong)}"
+        text = f"{', '.join(versions)}; supported: {', '.join(wrong)}"
         return Part(known.kind, known.name, known.purpose, "unsupported", text, fix, needed)
-    return Part(known.kind, known.name, known.purpose, "ok", ", ".join(found) or "part of dovetail", "", needed)
+    return Part(known.kind, known.name, known.purpose, "ok", ", ".join(versions) or "part of dovetail", "", needed)
 
 
 def _version(distribution: str) -> str | None:

@@ -82,8 +82,8 @@ class TransformerBackbone(nn.Module):
         """
         extra = dict(multi_modal_inputs or {})
         if position_ids is None or position_ids.dim() == 2:
-            found = multimodal_position_ids(self.hf_model, input_ids, attention_mask, extra)
-            position_ids = position_ids if found is None else found
+            from_model = multimodal_position_ids(self.hf_model, input_ids, attention_mask, extra)
+            position_ids = position_ids if from_model is None else from_model
         types = extra.pop("mm_token_type_ids", None)  # they have the padded shape, and the model has its positions
         around: AbstractContextManager[None] = nullcontext()
         if types is not None:

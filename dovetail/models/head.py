@@ -70,10 +70,10 @@ def _sum_squares(log_p: Tensor) -> Tensor:
 def _entropy_in_parts(log_p: Tensor, memory: EntropyMemory) -> Tensor:
     parts = (log_p,) if memory.chunk_size is None else log_p.split(memory.chunk_size)
     if memory.recompute and torch.is_grad_enabled():
-        found = [checkpoint(_entropy, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        entropies = [checkpoint(_entropy, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     else:
-        found = [_entropy(part) for part in parts]
-    return found[0] if len(found) == 1 else torch.cat(found)
+        entropies = [_entropy(part) for part in parts]
+    return entropies[0] if len(entropies) == 1 else torch.cat(entropies)
 
 
 def _entropy(log_p: Tensor) -> Tensor:

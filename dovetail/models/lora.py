@@ -108,8 +108,8 @@ def _split(name: str, layers: dict[str, Any]) -> tuple[str | None, str]:
     for marker, part in ((f".lora_A.{ADAPTER}.weight", "A"), (f".lora_B.{ADAPTER}.weight", "B")):
         if name.endswith(marker):
             return name.removesuffix(marker), part
-    head, found, part = name.rpartition(LORA_BASE)
-    return (head, part) if found and head in layers else (None, "")
+    head, separator, part = name.rpartition(LORA_BASE)
+    return (head, part) if separator and head in layers else (None, "")
 
 
 def _is_adapted(layer: nn.Module) -> bool:

@@ -98,8 +98,8 @@ def vision_tower_runs(hf_model: Any) -> Iterator[None]:
         return
 
     def add_nothing(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        found = base.get_image_features(**image, return_dict=True)
-        features = torch.cat(list(found.pooler_output))
+        output = base.get_image_features(**image, return_dict=True)
+        features = torch.cat(list(output.pooler_output))
         kwargs["inputs_embeds"] = kwargs["inputs_embeds"] + 0.0 * features.sum().to(kwargs["inputs_embeds"].dtype)
         return args, kwargs
 

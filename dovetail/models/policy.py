@@ -83,16 +83,16 @@ class PolicyModel(TransformerBackbone):
         hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
         rows = layout.pack(predicting_positions(attention_mask, token_mask)).nonzero().squeeze(1)
         labels = layout.pack(input_ids.roll(-1, dims=1))
-        found = self._head(hidden[rows], labels[rows], temperature, need_entropy, need_best, need_sum_squares)
+        head = self._head(hidden[rows], labels[rows], temperature, need_entropy, need_best, need_sum_squares)
 
         def spread(values: Tensor) -> Tensor:
             flat = values.new_zeros(hidden.size(0)).index_copy(0, rows, values)
             return align_to_tokens(layout.unpack(flat))
 
-        entropy = spread(found.entropy) if found.entropy is not None else None
-        best = spread(found.best) if found.best is not None else None
-        squares = spread(found.sum_squares) if found.sum_squares is not None else None
-        return PolicyOutput(spread(found.log_probs), entropy, best, squares)
+        entropy = spread(head.entropy) if head.entropy is not None else None
+        best = spread(head.best) if head.best is not None else None
+        squares = spread(head.sum_squares) if head.sum_squares is not None else None
+        return PolicyOutput(spread(head.log_probs), entropy, best, squares)
 
     def _head(
         self,

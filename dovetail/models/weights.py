@@ -145,9 +145,9 @@ def to_checkpoint_tensors(
 def scalar_head(path: str | Path | None, name: str, shape: tuple[int, ...]) -> Tensor:
     """`score.weight` or `score.bias` of a folder; what it does not have (and all, without one) starts as in
     `load_weights`."""
-    found = None if path is None else dict(_outer_head(path)).get(name)
-    if found is not None:
-        return found.view(shape)
+    stored = None if path is None else dict(_outer_head(path)).get(name)
+    if stored is not None:
+        return stored.view(shape)
     return _fresh(f"hf_model.{name}", torch.empty(shape, device="meta"), path or "")
 
 

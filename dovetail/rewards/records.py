@@ -67,28 +67,28 @@ def _texts(batch: DataProto, tokenizer: Decoder) -> list[str]:
 
 
 def _from_dataset(batch: DataProto) -> dict[str, Sequence[Any]]:
-    found: dict[str, Sequence[Any]] = {}
+    columns: dict[str, Sequence[Any]] = {}
     for name in ("uid", "data_source", "index"):
         if name in batch.non_tensor_batch:
-            found[name] = batch.non_tensor_batch[name].tolist()
+            columns[name] = batch.non_tensor_batch[name].tolist()
     if "reward_model" in batch.non_tensor_batch:
         truths = batch.non_tensor_batch["reward_model"]
-        found["ground_truth"] = [truth.get("ground_truth") if isinstance(truth, dict) else truth for truth in truths]
-    return found
+        columns["ground_truth"] = [truth.get("ground_truth") if isinstance(truth, dict) else truth for truth in truths]
+    return columns
 
 
 def _from_tensors(batch: DataProto) -> dict[str, Sequence[Any]]:
-    tensors, found = batch.tensors, {}
+    tensors, columns = batch.tensors, {}
     mask = tensors["response_mask"].float()
     if "token_level_scores" in tensors:
-        found["score"] = tensors["token_level_scores"].sum(-1).tolist()
+        columns["score"] = tensors["token_level_scores"].sum(-1).tolist()
     if FAILED in tensors:
-        found[FAILED] = tensors[FAILED].tolist()
+        columns[FAILED] = tensors[FAILED].tolist()
     if "advantages" in tensors:
-        found["advantage"] = _row_means(tensors["advantages"], mask)
+        columns["advantage"] = _row_means(tensors["advantages"], mask)
     if "old_log_probs" in tensors and "rollout_log_probs" in tensors:
-        found["logprob_gap"] = _row_means((tensors["old_log_probs"] - tensors["rollout_log_probs"]).abs(), mask)
-    return found
+        columns["logprob_gap"] = _row_means((tensors["old_log_probs"] - tensors["rollout_log_probs"]).abs(), mask)
+    return columns
 
 
 def _from_reward(batch: DataProto) -> dict[str, Sequence[Any]]:

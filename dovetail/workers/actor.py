@@ -235,7 +235,7 @@ class DataParallelPPOActor:
             *(column[order] for column in whole), seed=self._seed + self.num_updates, **self._loss_settings()
         )
         selection = chosen[order.argsort()]
-        first = self.backend.place.dp_rank * len(mini_batch)
+        first = self.backend.rank_info.dp_rank * len(mini_batch)
         own_rows = selection[first : first + len(mini_batch)].cpu()
         return mini_batch.union(DataProto.from_dict({"loss_selection": own_rows}))
 

@@ -245,7 +245,7 @@ class ActorRolloutRefWorker(TrainingRole):
         policy = self.config.actor_rollout_ref
         limits = policy.ref if is_ref else policy.rollout
         correction = self.config.algorithm.rollout_correction
-        rows = policy.actor.ppo_mini_batch_size * policy.rollout.n // backend.place.dp_size
+        rows = policy.actor.ppo_mini_batch_size * policy.rollout.n // backend.rank_info.dp_size
         return DataParallelPPOActor(
             policy.actor,
             backend,

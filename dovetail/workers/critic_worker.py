@@ -54,7 +54,7 @@ class CriticWorker(TrainingRole):
             world_size=self.world_size,
             device=self.device,
         )
-        rows = config.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // backend.place.dp_size
+        rows = config.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // backend.rank_info.dp_size
         self._critic = DataParallelPPOCritic(
             config,
             backend,

@@ -45,7 +45,7 @@ class HybridEngine:
             self._rollout = with_base_and_adapter(self._rollout, self._model)
         self._offloading = config.actor_rollout_ref.actor.offloading
         self._dtype = full_dtype(self._rollout.dtype)
-        whole = backend.whole_model(getattr(torch, self._dtype)) if self._rollout.name == "native" else None
+        whole = backend.unsharded_model(getattr(torch, self._dtype)) if self._rollout.name == "native" else None
         self.shares_weights = whole is not None
         """Whether the engine reads the trainer's own tensors: nothing is copied between them then."""
         engine_class = engine_class_for(self._rollout)
@@ -60,8 +60,8 @@ class HybridEngine:
         self.engine_size = self._rollout.engine_world_size
         """Processes that share one engine: they are asked for the same answers, and the first of them gives them."""
         # Gathering weights takes all ranks: with several of them a dead engine is everybody's affair.
-        self._restarts_together = self._rollout.restart_engine > 0 and backend.place.world_size > 1
-        if not self.shares_weights and backend.place.world_size == 1:
+        self._restarts_together = self._rollout.restart_engine > 0 and backend.rank_info.world_size > 1
+        if not self.shares_weights and backend.rank_info.world_size == 1:
             self.engine.reload_weights = self._reload
         self._room = CacheRoom.beside_training(config, device) if self.shares_weights else None
         self._trainer_version = 1

@@ -41,7 +41,7 @@ def plan_micro_batches(data: DataProto, limit: MicroBatchLimit, backend: TrainBa
     assert limit.tokens is not None, "MicroBatchLimit checks that one of its two limits is set"
     lengths = [int(length) for length in data.tensors["attention_mask"].sum(dim=-1).tolist()]
     # Ranks that share a sequence hold 1 / sp_size of it each, so together they take sp_size times the budget.
-    budget = limit.tokens * backend.place.sp_size
+    budget = limit.tokens * backend.rank_info.sp_size
     return plan_by_tokens(
         lengths, budget, group=backend.dp_group, device=backend.device, min_num_micro_batch=limit.at_least
     )

@@ -62,8 +62,8 @@ class TrainingRole(Worker):
 
     def place_in_mesh(self, name: str, backend: TrainBackend) -> None:
         """Ranks that share sequences or layers get the same rows; one of them answers."""
-        place = backend.place
-        self._register_dispatch_collect_info(name, place.dp_rank, place.answers)
+        rank_info = backend.rank_info
+        self._register_dispatch_collect_info(name, rank_info.dp_rank, rank_info.is_collected)
 
 
 def _compute_deterministically() -> None:

@@ -89,8 +89,8 @@ def compare_answers(probe: ParityProbe, answers: Sequence[GenerationResult], bac
     every rank computes the answers of all, each distinct set of answers once.
     """
     everyone = [list(answers)]
-    if backend.place.world_size > 1:
-        everyone = [[] for _ in range(backend.place.world_size)]
+    if backend.rank_info.world_size > 1:
+        everyone = [[] for _ in range(backend.rank_info.world_size)]
         dist.all_gather_object(everyone, list(answers))
     distinct = {_tokens(one): probe.batch(one) for one in everyone}
     width = next(iter(distinct.values())).tensors["responses"].shape[1]

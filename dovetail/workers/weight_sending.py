@@ -36,7 +36,7 @@ class WeightSending:
 
     def open(self, num_receivers: int, host: str) -> GroupAddress | None:
         """A new group, on rank 0; its address is for the receivers. An older group is closed."""
-        if self._backend.place.rank != 0:
+        if self._backend.rank_info.rank != 0:
             return None
         self._close()
         on_gpu = self._backend.device.type == "cuda"
@@ -63,7 +63,7 @@ class WeightSending:
         With `check`, a sample is hashed on the way.
         """
         source = GatheredWeights(self._backend.named_weights())
-        if self._backend.place.rank != 0:
+        if self._backend.rank_info.rank != 0:
             source.drain()
             return SendResult()
         if self._sender is None:

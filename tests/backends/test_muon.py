@@ -41,7 +41,7 @@ def make(strategy: str, **changes: Any) -> TorchBackend:
 
 def train(backend: TorchBackend, steps: int = STEPS) -> None:
     batch = tiny_batch()
-    rows = my_rows(batch, backend.place)
+    rows = my_rows(batch, backend.rank_info)
     for _ in range(steps):
         backend.forward_backward(cut(rows, (1, len(rows) - 1)), weighted_nll(total_weight(batch)))
         backend.optim_step()

@@ -133,7 +133,7 @@ def train_all(rank: int, world_size: int) -> dict[str, Trained]:
 def train(case: Case) -> Trained:
     backend = build(case)
     batch = tiny_batch()
-    mine = my_rows(batch, backend.place)
+    mine = my_rows(batch, backend.rank_info)
     losses, norms, gradients = [], [], {}
     for _ in range(2):
         metrics = backend.forward_backward(cut(mine, case.sizes), weighted_nll(total_weight(batch)))

@@ -133,9 +133,9 @@ MIXED = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16"))
 
 def test_the_engine_reads_the_weights_that_compute_and_sees_them_change() -> None:
     backend = build(fsdp=MIXED)
-    shared = backend.whole_model(torch.bfloat16)
+    shared = backend.unsharded_model(torch.bfloat16)
     assert shared is not None
-    assert backend.whole_model(torch.float32) is None
+    assert backend.unsharded_model(torch.float32) is None
     before = {name: parameter.data_ptr() for name, parameter in shared.named_parameters()}
     step(backend, tiny_batch())
     for name, master in backend.named_weights():

@@ -200,7 +200,7 @@ def squared_values(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor,
 
 def train(backend: TorchBackend) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     batch = tiny_batch()
-    rows = my_rows(batch, backend.place)
+    rows = my_rows(batch, backend.rank_info)
     is_policy = backend.forward([rows])[0].values is None
     loss_fn = weighted_nll(total_weight(batch)) if is_policy else squared_values
     gradients: dict[str, np.ndarray] = {}
@@ -241,14 +241,14 @@ def bad_gradient(backend: TorchBackend, rank: int) -> tuple[bool, dict[str, np.n
         assert output.log_probs is not None
         return output.log_probs.sum() * (float("nan") if rank == 1 else 1.0), {}
 
-    backend.forward_backward(cut(my_rows(batch, backend.place), (2, 2)), loss_fn)
+    backend.forward_backward(cut(my_rows(batch, backend.rank_info), (2, 2)), loss_fn)
     skipped = backend.optim_step().skipped
     return skipped, before, as_numpy(backend.named_weights())
 
 
 def unequal(backend: TorchBackend, rank: int) -> str:
     with pytest.raises(ValueError, match="micro-batches") as caught:
-        backend.forward(cut(my_rows(tiny_batch(), backend.place), (4,) if rank == 0 else (2, 2)))
+        backend.forward(cut(my_rows(tiny_batch(), backend.rank_info), (4,) if rank == 0 else (2, 2)))
     return str(caught.value)
 
 
@@ -270,7 +270,7 @@ def adapters_from_meta(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, n
 
 def norms(backend: TorchBackend) -> tuple[float, float, str, dict[str, np.ndarray]]:
     batch = tiny_batch()
-    backend.forward_backward([my_rows(batch, backend.place)], weighted_nll(total_weight(batch)))
+    backend.forward_backward([my_rows(batch, backend.rank_info)], weighted_nll(total_weight(batch)))
     whole = as_numpy(backend.named_gradients())
     parameters = list(backend.module.parameters())
     two = float(fsdp2_clip_grad_norm_(parameters, 1e9))

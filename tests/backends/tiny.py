@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.backends.base import BackendPlace, LossFn, TokenOutput
+from dovetail.backends.base import LossFn, RankInfo, TokenOutput
 from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.models.lora import add_lora
@@ -86,10 +86,10 @@ def cut(batch: DataProto, sizes: Sequence[int]) -> list[DataProto]:
     return pieces
 
 
-def my_rows(batch: DataProto, place: BackendPlace) -> DataProto:
+def my_rows(batch: DataProto, rank_info: RankInfo) -> DataProto:
     """The rows of this data-parallel rank: an equal, consecutive part."""
-    size = len(batch) // place.dp_size
-    return batch[place.dp_rank * size : (place.dp_rank + 1) * size]
+    size = len(batch) // rank_info.dp_size
+    return batch[rank_info.dp_rank * size : (rank_info.dp_rank + 1) * size]
 
 
 def as_numpy(named: Iterable[tuple[str, Tensor]]) -> dict[str, np.ndarray]:

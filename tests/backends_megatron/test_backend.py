@@ -180,7 +180,7 @@ def build(folder: Path, megatron: dict[str, Any] | None, *, dtype: str = "float3
 
 def parts(backend: TrainBackend | None = None) -> list[DataProto]:
     """Micro-batches of 3, 3 and 2 rows; half of them where two ranks share the rows."""
-    place = None if backend is None else backend.place
+    place = None if backend is None else backend.rank_info
     batch = rollout_batch(8)
     if place is not None:
         batch = batch.chunk(place.dp_size)[place.dp_rank]

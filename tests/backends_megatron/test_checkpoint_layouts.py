@@ -185,7 +185,7 @@ def _other_backends(root: Path, rank: int) -> dict[str, str]:
 
 def _step(backend: Any, seed: int) -> float:
     """One optimizer step on rows that depend on `seed` and on nothing else; its learning rate."""
-    place = backend.place
+    place = backend.rank_info
     rows = _batch(seed)
     size = len(rows) // place.dp_size
     mine = rows[place.dp_rank * size : (place.dp_rank + 1) * size]

@@ -65,11 +65,11 @@ def update_actor(folder: Path, layout: Layout, batch: DataProto) -> Updated:
     actor = DataParallelPPOActor(
         policy.actor,
         backend,
-        mini_batch_rows=MINI_BATCH // backend.place.dp_size,
+        mini_batch_rows=MINI_BATCH // backend.rank_info.dp_size,
         log_prob_limit=MicroBatchLimit(rows=layout.rows),
     )
     before = actor.compute_log_prob(_share(batch, backend))[0]
-    mine = my_rows(batch, backend.place)
+    mine = my_rows(batch, backend.rank_info)
     metrics = actor.update_policy(with_old_log_probs(mine, actor.compute_log_prob(mine)[0]))
     return Updated(_all_rows(before, backend), metrics, as_numpy(backend.named_weights()))
 
@@ -86,9 +86,9 @@ def update_critic(folder: Path, layout: Layout, batch: DataProto) -> Updated:
         world_size=layout.world_size,
         device=torch.device("cpu"),
     )
-    critic = DataParallelPPOCritic(config.critic, backend, mini_batch_rows=MINI_BATCH // backend.place.dp_size)
+    critic = DataParallelPPOCritic(config.critic, backend, mini_batch_rows=MINI_BATCH // backend.rank_info.dp_size)
     before = critic.compute_values(_share(batch, backend))
-    metrics = critic.update_critic(my_rows(batch, backend.place))
+    metrics = critic.update_critic(my_rows(batch, backend.rank_info))
     return Updated(_all_rows(before, backend), metrics, as_numpy(backend.named_weights()))
 
 
@@ -117,11 +117,11 @@ def _megatron(layout: Layout) -> MegatronConfig:
 
 
 def _share(batch: DataProto, backend: TrainBackend) -> DataProto:
-    return batch.chunk(backend.place.dp_size)[backend.place.dp_rank]
+    return batch.chunk(backend.rank_info.dp_size)[backend.rank_info.dp_rank]
 
 
 def _all_rows(own: Tensor, backend: TrainBackend) -> np.ndarray:
     """Of the whole batch: `own` is this data-parallel rank's part of it."""
-    parts = own.new_zeros(backend.place.dp_size, *own.shape)
-    parts[backend.place.dp_rank] = own
+    parts = own.new_zeros(backend.rank_info.dp_size, *own.shape)
+    parts[backend.rank_info.dp_rank] = own
     return backend.sum_over_dp(parts).flatten(0, 1).numpy().copy()

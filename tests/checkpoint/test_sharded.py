@@ -152,7 +152,7 @@ def build(strategy: str, fsdp_size: int = -1) -> TorchBackend:
 
 def steps(backend: TorchBackend, count: int) -> Weights:
     batch = tiny_batch()
-    rows = my_rows(batch, backend.place)
+    rows = my_rows(batch, backend.rank_info)
     for _ in range(count):
         backend.forward_backward(cut(rows, (1, len(rows) - 1)), weighted_nll(total_weight(batch)))
         backend.optim_step()

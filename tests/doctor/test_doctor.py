@@ -12,7 +12,7 @@ from dovetail.cli import doctor
 from dovetail.cli.main import main
 from dovetail.config.load import load_config
 from dovetail.doctor import installed
-from dovetail.doctor.agreement import SampledGaps
+from dovetail.doctor.agreement import LogProbDiffs
 from dovetail.rollout.native.engine import NativeEngine
 from dovetail.workers.parity import PASS_MARKS
 
@@ -87,8 +87,8 @@ def test_a_version_out_of_range_is_told_with_the_range(monkeypatch: pytest.Monke
     (part,) = [part for part in installed.installed_parts(config) if part.name == "vllm"]
     assert part.status == "unsupported"
     assert part.failed
-    assert "0.99.0" in part.found
-    assert "0.33" in part.found
+    assert "0.99.0" in part.version
+    assert "0.33" in part.version
 
 
 def test_only_what_the_run_uses_is_needed() -> None:
@@ -117,20 +117,20 @@ def test_no_run_only_looks(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sampled_gaps_are_counted_by_power_of_ten_and_held_to_the_mark() -> None:
     mark = PASS_MARKS["float32"]
-    gaps = SampledGaps(torch.tensor([0.0, 3e-6, 5e-6, 2e-4]), 0.1, mark)
+    gaps = LogProbDiffs(torch.tensor([0.0, 3e-6, 5e-6, 2e-4]), 0.1, mark)
     assert gaps.decades() == [(None, 1), (-6, 2), (-5, 0), (-4, 1)]
     assert gaps.passed
     assert gaps.tells
-    assert not SampledGaps(torch.tensor([2e-4]), 1e-5, mark).passed
-    assert not SampledGaps(torch.tensor([float("nan")]), 0.1, mark).passed
-    assert not SampledGaps(torch.tensor([1e-5]), 1e-5, mark).tells
-    assert not SampledGaps(torch.tensor([0.0]), 0.0, mark).tells
+    assert not LogProbDiffs(torch.tensor([2e-4]), 1e-5, mark).passed
+    assert not LogProbDiffs(torch.tensor([float("nan")]), 0.1, mark).passed
+    assert not LogProbDiffs(torch.tensor([1e-5]), 1e-5, mark).tells
+    assert not LogProbDiffs(torch.tensor([0.0]), 0.0, mark).tells
 
 
 def test_a_small_step_tells_when_the_gap_is_far_smaller_still() -> None:
     """A step of adapters in bfloat16, whose mark is far above it: the engine is off by less, or by all of it."""
     mark = PASS_MARKS["bfloat16"]
-    assert SampledGaps(torch.tensor([0.002]), 0.03, mark).tells
-    stale = SampledGaps(torch.tensor([0.03]), 0.03, mark)
+    assert LogProbDiffs(torch.tensor([0.002]), 0.03, mark).tells
+    stale = LogProbDiffs(torch.tensor([0.03]), 0.03, mark)
     assert stale.passed
     assert not stale.tells

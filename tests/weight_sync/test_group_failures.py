@@ -114,7 +114,7 @@ def test_a_peer_that_never_comes_is_named_with_the_time_that_was_waited(nccl: ty
 def backend_of(weights: list[tuple[str, torch.Tensor]]) -> Any:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=99))
     return SimpleNamespace(
-        place=SimpleNamespace(rank=0),
+        rank_info=SimpleNamespace(rank=0),
         device=torch.device("cpu"),
         hf_config=config,
         named_weights=lambda: iter(weights),

@@ -113,7 +113,7 @@ def test_the_updates_that_are_compared_move_the_weights_and_clip(trained: ByLayo
 
 def train(folder: Path, layout: Layout, batch: DataProto) -> BySetting:
     actor = build_actor(folder, layout, {})
-    mine = my_rows(batch, actor.backend.place)
+    mine = my_rows(batch, actor.backend.rank_info)
     settings = {**SETTINGS, **({name: {"policy_loss": loss} for name, loss in LOSSES.items()} if layout.losses else {})}
     found: BySetting = {}
     for name, setting in settings.items():
@@ -145,7 +145,7 @@ def build_actor(
     return DataParallelPPOActor(
         policy.actor,
         backend,
-        mini_batch_rows=MINI_BATCH // backend.place.dp_size,
+        mini_batch_rows=MINI_BATCH // backend.rank_info.dp_size,
         log_prob_limit=MicroBatchLimit(rows=layout.micro_batch),
         loss_scale_factor=config.loss_scale_factor,
     )

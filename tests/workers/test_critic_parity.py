@@ -115,7 +115,7 @@ def test_a_critic_starts_from_a_trl_value_head(tmp_path: Path) -> None:
 
 def train(folder: Path, layout: Layout, batch: DataProto) -> BySetting:
     critic = build_critic(folder, layout, {})
-    mine = my_rows(batch, critic.backend.place)
+    mine = my_rows(batch, critic.backend.rank_info)
     found: BySetting = {}
     for name, setting in SETTINGS.items():
         critic = build_critic(folder, layout, setting, like=critic)
@@ -154,6 +154,6 @@ def build_critic(
     return DataParallelPPOCritic(
         critic,
         backend,
-        mini_batch_rows=MINI_BATCH // backend.place.dp_size,
+        mini_batch_rows=MINI_BATCH // backend.rank_info.dp_size,
         loss_scale_factor=config.loss_scale_factor,
     )

@@ -97,8 +97,8 @@ def update(
         policy.model, strategy=strategy, fsdp=policy.actor.fsdp_config, optim=policy.actor.optim,
         sp_size=sp_size, world_size=world_size, device=device,
     )  # fmt: skip
-    rows = len(batch) // actor_backend.place.dp_size
-    mine = my_rows(batch, actor_backend.place, mini_batch=len(batch))
+    rows = len(batch) // actor_backend.rank_info.dp_size
+    mine = my_rows(batch, actor_backend.rank_info, mini_batch=len(batch))
     actor = DataParallelPPOActor(
         policy.actor, actor_backend, mini_batch_rows=rows, log_prob_limit=MicroBatchLimit(rows=micro_batch)
     )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.backends.base import BackendPlace
+from dovetail.backends.base import RankInfo
 from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.trainer.arrange import arrange_rows
@@ -121,11 +121,11 @@ def with_old_log_probs(batch: DataProto, log_probs: Tensor) -> DataProto:
     return DataProto.from_dict(columns, dict(batch.non_tensor_batch), meta_info=dict(batch.meta_info))
 
 
-def my_rows(batch: DataProto, place: BackendPlace, mini_batch: int = MINI_BATCH) -> DataProto:
+def my_rows(batch: DataProto, rank_info: RankInfo, mini_batch: int = MINI_BATCH) -> DataProto:
     """What the trainer sends to this rank: rows laid out by mini-batch, balanced by length."""
     lengths = batch.tensors["attention_mask"].sum(1).tolist()
-    order = arrange_rows(lengths, place.dp_size, mini_batch)
-    return batch.select_idxs(torch.tensor(order)).chunk(place.dp_size)[place.dp_rank]
+    order = arrange_rows(lengths, rank_info.dp_size, mini_batch)
+    return batch.select_idxs(torch.tensor(order)).chunk(rank_info.dp_size)[rank_info.dp_rank]
 
 
 @dataclass(frozen=True)

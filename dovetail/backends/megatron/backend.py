@@ -34,8 +34,8 @@ from dovetail.backends.megatron.outputs import empty_outputs, pipeline_item, tok
 from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.backends.megatron.schedule import from_last_stage, metrics_from_last_stage, run_pipeline
 from dovetail.backends.megatron.shim import cuda_to_cpu
+from dovetail.backends.offload_state import OffloadState
 from dovetail.backends.progress import NOT_TRAINABLE, TrainingProgress
-from dovetail.backends.residence import Residence
 from dovetail.backends.schedule import LearningRateSchedule
 from dovetail.checkpoint.sharded import CONTENTS
 from dovetail.protocol import DataProto
@@ -68,14 +68,14 @@ class MegatronBackend(TrainBackend):
         schedule: LearningRateSchedule | None = None,
         frees_gradients: bool = False,
     ) -> None:
-        super().__init__(model.layout.place, device)
+        super().__init__(model.layout.rank_info, device)
         self.model = model
         self.layout = model.layout
         self._family = family
         self._stepper = stepper
         self._progress = TrainingProgress(schedule)
         self._host = {"params": HostCopies(), "optimizer": HostCopies()}
-        self._residence = Residence()
+        self._offloaded = OffloadState()
         self._gradients: GradientBuffers | None = None
         if stepper is not None:
             self._gradients = GradientBuffers(model, frees=frees_gradients)
@@ -94,7 +94,7 @@ class MegatronBackend(TrainBackend):
     def dp_group(self) -> dist.ProcessGroup | None:
         return self.layout.dp_group if self.layout.dp_size > 1 else None
 
-    def whole_model(self, dtype: torch.dtype) -> torch.nn.Module | None:
+    def unsharded_model(self, dtype: torch.dtype) -> torch.nn.Module | None:
         return None
 
     @_on_this_device
@@ -102,7 +102,7 @@ class MegatronBackend(TrainBackend):
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
     ) -> list[dict[str, Tensor]]:
         self._require_stepper()
-        self._residence.require("params")
+        self._offloaded.require("params")
         self.check_equal_count(len(micro_batches))
         assert self._gradients is not None, "a trainable backend has gradient buffers"
         self._gradients.clear()
@@ -113,21 +113,21 @@ class MegatronBackend(TrainBackend):
         def on_output(index: int, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return loss_fn(token_output(self.model, items[index], output, here[index], options), here[index])
 
-        found = run_pipeline(self.model, items, on_output, forward_only=False)
-        return metrics_from_last_stage(found, self.layout, self.device)
+        metrics = run_pipeline(self.model, items, on_output, forward_only=False)
+        return metrics_from_last_stage(metrics, self.layout, self.device)
 
     @_on_this_device
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[DataProto], options: ForwardOptions = PLAIN_FORWARD) -> list[TokenOutput]:
-        self._residence.require("params")
+        self._offloaded.require("params")
         self.check_equal_count(len(micro_batches))
         self._set_training(False)
         here = [self.on_device(micro_batch) for micro_batch in micro_batches]
         items = [pipeline_item(self.model, micro_batch, options) for micro_batch in here]
 
         def on_output(index: int, output: Tensor) -> tuple[Tensor, TokenOutput]:
-            found = token_output(self.model, items[index], output, here[index], options)
-            return output.new_zeros(()), found
+            result = token_output(self.model, items[index], output, here[index], options)
+            return output.new_zeros(()), result
 
         outputs = run_pipeline(self.model, items, on_output, forward_only=True)
         if not self.layout.is_last_stage:
@@ -137,14 +137,14 @@ class MegatronBackend(TrainBackend):
     @_on_this_device
     def optim_step(self, *, advance_schedule: bool = True) -> StepResult:
         stepper = self._require_stepper()
-        self._residence.require("params", "optimizer")
+        self._offloaded.require("params", "optimizer")
         norm = stepper.step()
         assert self._gradients is not None, "a trainable backend has gradient buffers"
         self._gradients.release()
         return self._progress.stepped(norm, advance_schedule=advance_schedule)
 
     def named_weights(self, *, merge_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
-        self._residence.require("params")
+        self._offloaded.require("params")
         return self._family.named_weights(self.model, torch.Tensor.detach)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -157,7 +157,7 @@ class MegatronBackend(TrainBackend):
             self._host["optimizer"].offload(self._stepper.state_tensors(self._weights()))
         if params:
             self._host["params"].offload(self._weights())
-        self._residence.leave(params=params, optimizer=optimizer)
+        self._offloaded.mark_offloaded(params=params, optimizer=optimizer)
         if params or optimizer:
             free_device_cache(self.device)
 
@@ -165,19 +165,19 @@ class MegatronBackend(TrainBackend):
         for name, chosen in (("params", params), ("optimizer", optimizer)):
             if chosen:
                 self._host[name].onload()
-        self._residence.come_back(params=params, optimizer=optimizer)
+        self._offloaded.mark_onloaded(params=params, optimizer=optimizer)
 
     @_on_this_device
     def save_state(
         self, folder: Path, *, extra: Mapping[str, Any] | None = None, contents: Collection[str] = CONTENTS
     ) -> None:
         everything = self._progress.pack(extra)
-        with self._residence.everything_here(self):
+        with self._offloaded.all_onloaded(self):
             save_megatron(folder, self.model, self._optimizer(), extra=everything, contents=contents)
 
     @_on_this_device
     def load_state(self, folder: Path, *, contents: Collection[str] = CONTENTS) -> dict[str, Any]:
-        with self._residence.everything_here(self):
+        with self._offloaded.all_onloaded(self):
             saved = load_megatron(folder, self.model, self._optimizer(), contents=contents)
         return self._progress.unpack(saved)
 

@@ -147,16 +147,16 @@ def _read(shards: Path, model: MegatronModel, optimizer: Any | None, *, weights:
     dict_list_map_inplace(lambda value: value.unwrap() if isinstance(value, LocalNonpersistentObject) else value, kept)
     for group in _parameter_groups(kept):
         group["step"] = steps
-    found = _load(shards, {"optimizer": stored})["optimizer"]
-    optimizer.load_state_dict(merge(kept, found))
+    loaded = _load(shards, {"optimizer": stored})["optimizer"]
+    optimizer.load_state_dict(merge(kept, loaded))
 
 
 def _load_weights(
     shards: Path, model: MegatronModel, sharded: dict[str, Any], prefix: str = "", may_miss: Collection[str] = ()
 ) -> None:
-    found = _load(shards, {"model": sharded})["model"]
+    loaded = _load(shards, {"model": sharded})["model"]
     for number, chunk in enumerate(model.chunks):
-        state = {name.removeprefix(prefix): value for name, value in found[str(number)].items()}
+        state = {name.removeprefix(prefix): value for name, value in loaded[str(number)].items()}
         result = chunk.load_state_dict(state, strict=False)
         absent = [name for name in result.missing_keys if not name.endswith("_extra_state") and name not in may_miss]
         assert not absent, f"{shards} gave nothing for {absent}"

@@ -40,12 +40,12 @@ class HostCopies:
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """The memory behind the tensors, each piece once; what is empty is left out."""
-    found: dict[int, torch.UntypedStorage] = {}
+    by_id: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            found.setdefault(storage_id(tensor), storage)
-    return list(found.values())
+            by_id.setdefault(storage_id(tensor), storage)
+    return list(by_id.values())
 
 
 def storage_id(tensor: Tensor) -> int:

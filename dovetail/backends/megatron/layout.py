@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dovetail.backends.base import BackendPlace
+from dovetail.backends.base import RankInfo
 from dovetail.config.megatron import MegatronConfig
 
 
@@ -53,17 +53,17 @@ class MegatronLayout:
         return self.pp_rank == self.pp_size - 1
 
     @property
-    def place(self) -> BackendPlace:
+    def rank_info(self) -> RankInfo:
         """Rows are given by `dp_rank`; one rank of those that hold the same rows answers."""
         is_first = self.tp_rank == 0 and self.is_first_stage
-        return BackendPlace(
+        return RankInfo(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             dp_rank=self.dp_rank,
             dp_size=self.dp_size,
             sp_rank=self.cp_rank,
             sp_size=self.cp_size,
-            answers=is_first and self.cp_rank == 0,
+            is_collected=is_first and self.cp_rank == 0,
         )
 
 

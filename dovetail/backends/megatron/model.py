@@ -202,11 +202,11 @@ def _leave_padding_row(embedding: VocabParallelEmbedding, padding_id: int) -> No
     """Looking a padding token up gives its row no gradient, as transformers has it (`padding_idx`). Packed rows have no
     padding, but the same token may be meant: chat templates often end a turn with it."""
 
-    def without_gradient(module: VocabParallelEmbedding, arguments: tuple[Tensor], found: Tensor) -> Tensor:
+    def without_gradient(module: VocabParallelEmbedding, arguments: tuple[Tensor], output: Tensor) -> Tensor:
         is_padding = arguments[0] == padding_id
         if module.reduce_scatter_embeddings:
             is_padding = is_padding.t().chunk(module.tp_group.size())[module.tp_group.rank()]
-        return torch.where(is_padding.unsqueeze(-1), found.detach(), found)
+        return torch.where(is_padding.unsqueeze(-1), output.detach(), output)
 
     embedding.register_forward_hook(without_gradient)
 

@@ -81,13 +81,13 @@ def metrics_from_last_stage(
     """The scalars of every micro-batch, on all stages."""
     if layout.pp_size == 1:
         return list(metrics)
-    described: list[Any] = [[sorted(found) for found in metrics]]
+    described: list[Any] = [[sorted(scalars) for scalars in metrics]]
     dist.broadcast_object_list(described, group=layout.pp_group, group_src=layout.pp_size - 1, device=device)
     names = described[0]
     if layout.is_last_stage:
         own = [
-            [torch.as_tensor(found[name]).detach().to(device, torch.float64) for name in part]
-            for found, part in zip(metrics, names, strict=True)
+            [torch.as_tensor(scalars[name]).detach().to(device, torch.float64) for name in part]
+            for scalars, part in zip(metrics, names, strict=True)
         ]
     else:
         own = [[_number(0.0, device) for _ in part] for part in names]

@@ -134,7 +134,7 @@ class _GroupedLinear(nn.Module):
             parallel_state.get_expert_model_parallel_rank(),
             parallel_state.get_expert_model_parallel_world_size(),
         )
-        found = {}
+        tensors = {}
         for index in range(self.num_gemms):
             place = (len(sharded_offsets), rank * self.num_gemms + index, size * self.num_gemms)
             one = make_sharded_tensors_for_checkpoint(
@@ -148,8 +148,8 @@ class _GroupedLinear(nn.Module):
             replace_prefix_for_sharding(one, "", prefix)
             tensor = one["weight"]
             tensor.replica_id = (*tensor.replica_id[:2], parallel_state.get_expert_data_parallel_rank())
-            found[f"{prefix}weight{index}"] = tensor
-        return found
+            tensors[f"{prefix}weight{index}"] = tensor
+        return tensors
 
 
 class TorchColumnParallelGroupedLinear(_GroupedLinear):

@@ -13,15 +13,15 @@ OLDEST, NEWEST = Version("0.16.0"), Version("0.16.99")
 def check_version() -> Version:
     """The version in use; an error with the fix when there is none, or one that was not tried."""
     try:
-        found = Version(metadata.version("megatron-core"))
+        installed = Version(metadata.version("megatron-core"))
     except metadata.PackageNotFoundError:
-        found = _vendored_version()
-    if not OLDEST <= found <= NEWEST:
+        installed = _vendored_version()
+    if not OLDEST <= installed <= NEWEST:
         raise ImportError(
-            f"megatron-core {found} is installed and strategy=megatron works with {OLDEST} to {NEWEST}: it reaches "
+            f"megatron-core {installed} is installed and strategy=megatron works with {OLDEST} to {NEWEST}: it reaches "
             "into parts that change between releases. Install megatron-core==0.16.1, or use strategy=fsdp2."
         )
-    return found
+    return installed
 
 
 def _vendored_version() -> Version:

@@ -63,23 +63,23 @@ class _VocabParallelLogProb(torch.autograd.Function):
         need_sum_squares: bool,
         chunk_size: int | None,
     ) -> Tensor:
-        found = hidden.new_zeros(4, hidden.size(0), dtype=torch.float32)
-        normalizer = torch.empty_like(found[0])
+        results = hidden.new_zeros(4, hidden.size(0), dtype=torch.float32)
+        normalizer = torch.empty_like(results[0])
         kept: Tensor | None = None
         for part in _parts(hidden.size(0), chunk_size):
             log_p = _scaled_logits(hidden[part], weight, shard, temperature)
             normalizer[part], best = _normalizer(log_p, shard.group)
             log_p.sub_(normalizer[part].unsqueeze(-1))
-            found[0, part] = _at_labels(log_p, labels[part], shard)
-            found[2, part] = best - normalizer[part]
+            results[0, part] = _at_labels(log_p, labels[part], shard)
+            results[2, part] = best - normalizer[part]
             if need_entropy:
-                found[1, part] = -_sum_over((log_p.exp() * log_p).sum(-1), shard.group)
+                results[1, part] = -_sum_over((log_p.exp() * log_p).sum(-1), shard.group)
             if need_sum_squares:
-                found[3, part] = _sum_over((2 * log_p).exp_().sum(-1), shard.group)
+                results[3, part] = _sum_over((2 * log_p).exp_().sum(-1), shard.group)
             kept = log_p if chunk_size is None else None
-        ctx.save_for_backward(hidden, weight, labels, normalizer, found[1].clone(), kept)
+        ctx.save_for_backward(hidden, weight, labels, normalizer, results[1].clone(), kept)
         ctx.settings = (shard, temperature, need_entropy, chunk_size)
-        return found
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -16,10 +16,10 @@ def local_rows(path: str, split: str) -> list[dict[str, Any]]:
     """All rows of a file, or of the file in a folder whose name begins with the split."""
     place = Path(path).expanduser()
     if place.is_dir() and not (place / "state.json").exists():
-        found = sorted(file for file in place.rglob(f"{split}*") if file.suffix in _ENDINGS)
-        if not found:
+        files = sorted(file for file in place.rglob(f"{split}*") if file.suffix in _ENDINGS)
+        if not files:
             raise DataError(f"{place} has no file {split}*.jsonl or {split}*.parquet; give the file itself.")
-        return [row for file in found for row in _all(str(file))]
+        return [row for file in files for row in _all(str(file))]
     return _all(str(place))
 
 

@@ -27,8 +27,8 @@ def compute_list_score(solution_str: str, ground_truth: Any, *, partial: float =
         [entry.strip() for entry in ground_truth.split(",")] if isinstance(ground_truth, str) else list(ground_truth)
     )
     truth = [str(entry).lower() for entry in truth]
-    found = _LIST.findall(solution_str)
-    answer = [entry.strip().lower() for entry in found[-1].split(",")] if found else solution_str.lower().split()[-1:]
+    lists = _LIST.findall(solution_str)
+    answer = [entry.strip().lower() for entry in lists[-1].split(",")] if lists else solution_str.lower().split()[-1:]
     correct = answer == truth
     placed = sum(a == b for a, b in zip(answer, truth, strict=False)) / max(len(answer), len(truth), 1)
     return {"score": 1.0 if correct else partial * placed, "acc": float(correct), "pred": ", ".join(answer)}

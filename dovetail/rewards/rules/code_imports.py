@@ -30,10 +30,10 @@ def used_imports(code: str) -> str:
 
 @functools.cache
 def _exports() -> dict[str, frozenset[str]]:
-    found = {}
+    names_by_module = {}
     for name in _MODULES:
         module = importlib.import_module(name)
         public = getattr(module, "__all__", None) or [word for word in vars(module) if not word.startswith("_")]
-        found[name] = frozenset(public)
-    builtins = found.pop("builtins")
-    return {name: names if name == "typing" else names - builtins for name, names in found.items()}
+        names_by_module[name] = frozenset(public)
+    builtins = names_by_module.pop("builtins")
+    return {name: names if name == "typing" else names - builtins for name, names in names_by_module.items()}

@@ -44,9 +44,9 @@ def extract_expression(solution_str: str) -> str | None:
     text = tagged[-1] if tagged else (last_boxed(solution_str) or solution_str)
     for sign, plain in _SIGNS.items():
         text = text.replace(sign, plain)
-    found = [piece.strip() for piece in _EXPRESSION.findall(text)]
-    with_operator = [piece for piece in found if re.search(r"\d\s*\)*\s*[+\-*/]", piece)]
-    candidates = with_operator or found
+    pieces = [piece.strip() for piece in _EXPRESSION.findall(text)]
+    with_operator = [piece for piece in pieces if re.search(r"\d\s*\)*\s*[+\-*/]", piece)]
+    candidates = with_operator or pieces
     return candidates[-1].rstrip(" .+-*/") if candidates else None
 
 

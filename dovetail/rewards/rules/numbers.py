@@ -11,14 +11,14 @@ _NUMBER = re.compile(rf"(?<![\w.])(?:{NUMBER})(?![\w])")
 
 def find_numbers(text: str) -> list[str]:
     """Every number in reading order, without thousands separators. `5-3` holds 5 and 3, not -3."""
-    found = []
+    numbers = []
     for match in _NUMBER.finditer(text):
         word = match.group().replace(",", "")
         before = text[: match.start()].rstrip()
         if word.startswith("-") and before and (before[-1].isdigit() or before[-1] == ")"):
             word = word[1:]
-        found.append(word)
-    return found
+        numbers.append(word)
+    return numbers
 
 
 def parse_number(text: str) -> Fraction | None:

@@ -90,9 +90,9 @@ def _over_stages(model: MegatronModel, entries: list[_Entry]) -> list[_Entry]:
     layout = model.layout
     if layout.pp_size == 1:
         return entries
-    found: list[list[_Entry]] = [[] for _ in range(layout.pp_size)]
-    dist.all_gather_object(found, entries, group=layout.pp_group)
-    return [entry for stage in found for entry in stage]
+    by_stage: list[list[_Entry]] = [[] for _ in range(layout.pp_size)]
+    dist.all_gather_object(by_stage, entries, group=layout.pp_group)
+    return [entry for stage in by_stage for entry in stage]
 
 
 def _buckets(entries: list[_Entry], model: MegatronModel, bucket_bytes: int) -> Iterator[list[_Entry]]:

@@ -82,7 +82,7 @@ def _fill(family: Layouts, model: MegatronModel, weight: LocalWeight, name: str,
 def _say_what_is_left_out(files: CheckpointSlices, model: MegatronModel) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    numbers = [int(found[1]) for name in files.tensors if (found := _LAYER_NUMBER.match(name))]
+    numbers = [int(match[1]) for name in files.tensors if (match := _LAYER_NUMBER.match(name))]
     extra = sorted({number for number in numbers if number >= model.hf_config.num_hidden_layers})
     if extra:
         logger.warning(

@@ -51,8 +51,8 @@ def experts_per_rank(model: MegatronModel) -> int:
 
 def with_expert_of(name: str, ep_rank: int, per_rank: int) -> str:
     """The name of an expert's weight in the whole model, from its name on the rank `ep_rank`."""
-    found = EXPERT.search(name)
-    return name if found is None else f"{name[: found.start(2)]}{ep_rank * per_rank + int(found[2])}"
+    match = EXPERT.search(name)
+    return name if match is None else f"{name[: match.start(2)]}{ep_rank * per_rank + int(match[2])}"
 
 
 def shared_by(model: MegatronModel, name: str) -> tuple[list[dist.ProcessGroup], int, int]:
@@ -64,5 +64,5 @@ def shared_by(model: MegatronModel, name: str) -> tuple[list[dist.ProcessGroup],
 
 
 def _in_whole_model(name: str, numbers: dict[int, int]) -> str:
-    found = _LAYER_PREFIX.match(name)
-    return name if found is None else f"decoder.layers.{numbers[int(found[1])]}.{name[found.end() :]}"
+    match = _LAYER_PREFIX.match(name)
+    return name if match is None else f"decoder.layers.{numbers[int(match[1])]}.{name[match.end() :]}"

@@ -152,14 +152,14 @@ def merge_shards(layout: ShardLayout, shards: Sequence[Tensor]) -> Iterator[tupl
         yield layout.names[0], shards[0]
         return
     whole = shards[0] if len(shards) == 1 else torch.cat(list(shards), layout.dim)
-    found: dict[str, list[Tensor]] = {name: [] for name in layout.names}
+    pieces: dict[str, list[Tensor]] = {name: [] for name in layout.names}
     position = 0
     for piece in layout.pieces(whole.shape[layout.dim], len(shards)):
         size = piece.stop - piece.start
         if piece.name is not None:
-            found[piece.name].append(whole.narrow(layout.dim, position, size))
+            pieces[piece.name].append(whole.narrow(layout.dim, position, size))
         position += size
-    for name, parts in found.items():
+    for name, parts in pieces.items():
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
 
 

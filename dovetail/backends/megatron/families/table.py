@@ -38,10 +38,10 @@ class TableFamily(MegatronFamily):
 
     def layout(self, model: MegatronModel, name: str) -> ShardLayout:
         config = model.hf_config
-        found = _LAYER.fullmatch(name)
-        if found is None:
+        match = _LAYER.fullmatch(name)
+        if match is None:
             return self._end(model, name)
-        layer, inner = int(found[1]), found[2]
+        layer, inner = int(match[1]), match[2]
         expert = EXPERT.fullmatch(inner)
         table = self.layer_table(config, layer)
         key = expert[1] if expert else inner
