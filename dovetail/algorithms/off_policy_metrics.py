@@ -32,7 +32,7 @@ def compute_offpolicy_metrics(
     if rollout_log_prob is not None:
         log_ratio = at_least_float32(old_log_prob) - at_least_float32(rollout_log_prob)
         engine = masked_mean(at_least_float32(rollout_log_prob), response_mask, dim=-1)
-        ppl_gap = engine - trainer
+        log_ppl_diff = engine - trainer
         clamped = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         row_log_ratio = masked_sum(log_ratio, response_mask, dim=-1).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         metrics |= {
@@ -40,11 +40,11 @@ def compute_offpolicy_metrics(
             "k3_kl": masked_mean(k3_kl(log_ratio), response_mask),
             "rollout_ppl": (-engine).exp().mean(),
             "rollout_log_ppl": -engine.mean(),
-            "log_ppl_diff": ppl_gap.mean(),
-            "log_ppl_abs_diff": ppl_gap.abs().mean(),
-            "log_ppl_diff_max": ppl_gap.max(),
-            "log_ppl_diff_min": ppl_gap.min(),
-            "ppl_ratio": ppl_gap.exp().mean(),
+            "log_ppl_diff": log_ppl_diff.mean(),
+            "log_ppl_abs_diff": log_ppl_diff.abs().mean(),
+            "log_ppl_diff_max": log_ppl_diff.max(),
+            "log_ppl_diff_min": log_ppl_diff.min(),
+            "ppl_ratio": log_ppl_diff.exp().mean(),
             "chi2_token": masked_mean((2.0 * clamped).exp(), response_mask) - 1.0,
             "chi2_seq": (2.0 * row_log_ratio).exp().mean() - 1.0,
         }
@@ -62,15 +62,15 @@ def compute_probs_diff_metrics(
     kept = response_mask.bool()
     trainer = at_least_float32(old_log_prob)[kept].exp()
     engine = at_least_float32(rollout_log_prob)[kept].exp()
-    gap = (trainer - engine).abs()
-    correlation = gap.new_tensor(math.nan)
-    if len(gap) > 1:
+    diff = (trainer - engine).abs()
+    correlation = diff.new_tensor(math.nan)
+    if len(diff) > 1:
         correlation = torch.corrcoef(torch.stack((trainer, engine)))[0, 1]
     return _floats(
         {
-            "probs_diff_max": gap.max(),
-            "probs_diff_mean": gap.mean(),
-            "probs_diff_std": gap.std() if len(gap) > 1 else gap.new_zeros(()),
+            "probs_diff_max": diff.max(),
+            "probs_diff_mean": diff.mean(),
+            "probs_diff_std": diff.std() if len(diff) > 1 else diff.new_zeros(()),
             "pearson": correlation,
         }
     )

@@ -51,14 +51,14 @@ def _verl_loss(loss_fn: Callable[..., Any], config: ConfigView) -> PolicyLossFn:
     def call(
         *, response_mask: torch.Tensor, counts: BatchCounts | None = None, loss_agg_mode: str, **values: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        here = count_batch(response_mask)
-        whole = here if counts is None else counts
-        view = _LossConfig(config, whole, values.get("loss_scale_factor"))
+        local = count_batch(response_mask)
+        total = local if counts is None else counts
+        view = _LossConfig(config, total, values.get("loss_scale_factor"))
         given = {"response_mask": response_mask, "loss_agg_mode": loss_agg_mode, "config": view, **values}
         loss, metrics = loss_fn(**{name: given[name] for name in parameters if name in given})
         if not view.was_asked_for_counts:
-            loss = loss * _part(loss_agg_mode, here, whole)
-        tokens = here.num_tokens / max(whole.num_tokens, 1)
+            loss = loss * _part(loss_agg_mode, local, total)
+        tokens = local.num_tokens / max(total.num_tokens, 1)
         return loss, {name: tokens * torch.as_tensor(value).detach() for name, value in metrics.items()}
 
     return call
@@ -84,9 +84,9 @@ class _LossConfig(ConfigView):
         return super().__getitem__(key)
 
 
-def _part(loss_agg_mode: str, here: BatchCounts, whole: BatchCounts) -> float:
+def _part(loss_agg_mode: str, local: BatchCounts, total: BatchCounts) -> float:
     if loss_agg_mode == "token-sum":
         return 1.0
     if loss_agg_mode == "token-mean":
-        return here.num_tokens / max(whole.num_tokens, 1)
-    return here.num_sequences / max(whole.num_sequences, 1)
+        return local.num_tokens / max(total.num_tokens, 1)
+    return local.num_sequences / max(total.num_sequences, 1)

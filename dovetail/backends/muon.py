@@ -114,6 +114,6 @@ def _orthogonal_like(direction: Tensor, num_steps: int) -> Tensor:
     """Of the whole matrix; a part of it in, the same part out."""
     if not isinstance(direction, DTensor):
         return orthogonalise(direction, num_steps)
-    whole = orthogonalise(direction.full_tensor(), num_steps)
+    full = orthogonalise(direction.full_tensor(), num_steps)
     # Every rank has computed all of it: cut, nothing is sent.
-    return distribute_tensor(whole.contiguous(), direction.device_mesh, direction.placements, src_data_rank=None)
+    return distribute_tensor(full.contiguous(), direction.device_mesh, direction.placements, src_data_rank=None)

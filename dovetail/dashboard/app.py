@@ -17,11 +17,11 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from dovetail.dashboard.answer_pages import Filter, Kind, Order, Wish
 from dovetail.dashboard.charts import OVERVIEW, names_of, points
 from dovetail.dashboard.config_view import config_rows
 from dovetail.dashboard.errors import DashboardError
 from dovetail.dashboard.health import RULE_TITLES
+from dovetail.dashboard.response_pages import Filter, Kind, Order, Wish
 from dovetail.dashboard.runs import Run, Runs
 from dovetail.dashboard.step_times import PHASE_WORDS, phases, what_it_waits_for
 
@@ -53,7 +53,7 @@ def build_app(runs: Runs) -> FastAPI:
     _guard(app)
     _serve_page(app)
     _serve_numbers(app, runs)
-    _serve_answers(app, runs)
+    _serve_responses(app, runs)
     _serve_settings(app, runs)
     return app
 
@@ -175,10 +175,10 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
         return value
 
 
-def _serve_answers(app: FastAPI, runs: Runs) -> None:
+def _serve_responses(app: FastAPI, runs: Runs) -> None:
     @app.get("/api/steps")
     async def steps(run: Name, kind: Kind = "rollouts") -> dict[str, Any]:
-        return {"steps": runs.get(run).answers(kind).steps()}
+        return {"steps": runs.get(run).responses(kind).steps()}
 
     @app.get("/api/groups")
     async def groups(
@@ -191,29 +191,29 @@ def _serve_answers(app: FastAPI, runs: Runs) -> None:
         first: Row = 0,
         count: Annotated[int, Query(ge=1, le=100)] = 10,
     ) -> dict[str, Any]:
-        return runs.get(run).answers(kind).page(step, Wish(wanted, words, order), first=first, count=count)
+        return runs.get(run).responses(kind).page(step, Wish(wanted, words, order), first=first, count=count)
 
     @app.get("/api/answer")
     async def answer(run: Name, step: Step, row: Row, kind: Kind = "rollouts") -> dict[str, Any]:
-        return runs.get(run).answers(kind).answer(step, row)
+        return runs.get(run).responses(kind).response(step, row)
 
     @app.get("/api/search")
     async def search(
         run: Name, kind: Kind = "rollouts", wanted: Filter = "all", words: Words = "", cursor: Cursor = -1
     ) -> dict[str, Any]:
-        return runs.get(run).answers(kind).search(Wish(wanted, words), cursor=cursor, seconds=_SEARCH_S, most=40)
+        return runs.get(run).responses(kind).search(Wish(wanted, words), cursor=cursor, seconds=_SEARCH_S, most=40)
 
     @app.get("/api/same-prompt")
     async def same_prompt(
         run: Name, step: Step, row: Row, kind: Kind = "rollouts", cursor: Cursor = -1
     ) -> dict[str, Any]:
-        return runs.get(run).answers(kind).steps_with_prompt(step, row, cursor=cursor, seconds=_SEARCH_S)
+        return runs.get(run).responses(kind).steps_with_prompt(step, row, cursor=cursor, seconds=_SEARCH_S)
 
     @app.get("/api/group")
     async def group(
         run: Name, step: Step, key: Annotated[str, Query(max_length=64)], kind: Kind = "rollouts"
     ) -> dict[str, Any]:
-        return runs.get(run).answers(kind).group_of_prompt(step, key)
+        return runs.get(run).responses(kind).group_of_prompt(step, key)
 
 
 def _serve_settings(app: FastAPI, runs: Runs) -> None:

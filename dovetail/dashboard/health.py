@@ -112,11 +112,11 @@ def _mismatch(facts: Facts) -> Iterator[Finding]:
     name = "rollout_corr/k3_kl"
     if not facts.enough(name, 3):
         return
-    gap = float(np.median(facts.recent(name)))
-    if gap > MISMATCH_WARN:
+    kl = float(np.median(facts.recent(name)))
+    if kl > MISMATCH_WARN:
         yield Finding(
-            "mismatch", "bad" if gap > MISMATCH_BAD else "warn", "Engine and trainer disagree about probabilities",
-            f"KL between them is {gap:.3g} per token in the last steps; with equal arithmetic it is below 0.001.",
+            "mismatch", "bad" if kl > MISMATCH_BAD else "warn", "Engine and trainer disagree about probabilities",
+            f"KL between them is {kl:.3g} per token in the last steps; with equal arithmetic it is below 0.001.",
             "Compare dtypes of engine and trainer, check that weights arrive (`dovetail doctor`), colour tokens by gap "
             "in the rollouts; algorithm.rollout_correction.rollout_is=token corrects what remains.", name,
         )  # fmt: skip

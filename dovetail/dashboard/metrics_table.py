@@ -58,10 +58,10 @@ class MetricsTable:
     def column(self, name: str) -> np.ndarray:
         """One number per step: NaN where it was not written, infinity where it was not finite."""
         numbers = self._columns.get(name)
-        whole = np.full(len(self._steps), _ABSENT)
+        padded = np.full(len(self._steps), _ABSENT)
         if numbers is not None:
-            whole[: len(numbers)] = numbers
-        return whole
+            padded[: len(numbers)] = numbers
+        return padded
 
     def finite(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values where there is a finite number."""
@@ -77,12 +77,12 @@ class MetricsTable:
     def _add(self, row: dict[str, Any]) -> None:
         step = row["step"]
         if self._steps and step <= self._steps[-1]:
-            place = bisect_left(self._steps, step)
-            if self._steps[place] != step:
+            index = bisect_left(self._steps, step)
+            if self._steps[index] != step:
                 self.bad_lines += 1
                 return
         else:
-            place = len(self._steps)
+            index = len(self._steps)
             self._steps.append(step)
         for name, value in row.items():
             if name == "step" or not (value is None or isinstance(value, (int, float))):
@@ -93,9 +93,9 @@ class MetricsTable:
                     continue
                 column = self._columns[name] = array("d")
             number = NOT_FINITE if value is None else value
-            missing = place - len(column)
+            missing = index - len(column)
             if missing == 0:  # nearly always: kept free of anything that takes time
                 column.append(number)
                 continue
             column.extend([_ABSENT] * (missing + 1))
-            column[place] = number
+            column[index] = number

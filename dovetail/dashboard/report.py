@@ -7,10 +7,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dovetail.dashboard.answer_pages import Wish
 from dovetail.dashboard.config_view import config_rows
 from dovetail.dashboard.curves import recorded_charts, svg, write_png
 from dovetail.dashboard.errors import DashboardError
+from dovetail.dashboard.response_pages import Wish
 from dovetail.dashboard.runs import Run, Runs
 from dovetail.dashboard.step_times import PHASE_WORDS, recent_shares, what_it_waits_for
 from dovetail.observability.run_folder import write_text
@@ -122,7 +122,7 @@ def _validation(run: Run) -> str:
 
 def _answers(run: Run) -> str:
     """The same validation prompts at the first and the last validation, or else groups of the last training step."""
-    answers = run.answers("validation")
+    answers = run.responses("validation")
     steps = answers.steps()
     if len(steps) >= 2:
         parts = []
@@ -134,7 +134,7 @@ def _answers(run: Run) -> str:
             sides = (f"step {steps[0]}", before["answers"][:1]), (f"step {steps[-1]}", group["answers"][:1])
             parts.append(_sample(group, sides))
         return "<h2>Answers on held-out prompts</h2>" + "".join(parts)
-    answers = run.answers("rollouts")
+    answers = run.responses("rollouts")
     steps = answers.steps()
     if not steps:
         return ""

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.dashboard.answer_pages import AnswerFolder, Kind, counts
 from dovetail.dashboard.config_view import read_config
 from dovetail.dashboard.errors import DashboardError
 from dovetail.dashboard.event_log import EventLog, read_now, run_state
 from dovetail.dashboard.health import Facts, check_health
 from dovetail.dashboard.memory_view import memory_view
 from dovetail.dashboard.metrics_table import MetricsTable
+from dovetail.dashboard.response_pages import Kind, ResponseFolder, counts
 from dovetail.dashboard.step_times import Timelines
 from dovetail.observability.run_folder import EVENTS, METRICS, NOW, TIMELINE
 
@@ -33,7 +33,7 @@ class Run:
         self.events = EventLog(folder / EVENTS)
         self.timelines = Timelines(folder / TIMELINE)
         self._config: tuple[int, dict[str, Any]] | None = None
-        self._answers = {kind: AnswerFolder(folder / kind, self.resolve) for kind in ("rollouts", "validation")}
+        self._responses = {kind: ResponseFolder(folder / kind, self.resolve) for kind in ("rollouts", "validation")}
 
     def refresh(self) -> None:
         """Take in what was written since the last time."""
@@ -53,8 +53,8 @@ class Run:
             raise DashboardError(f"{path.name} leads out of the run folder and is not read.", status=403)
         return target
 
-    def answers(self, kind: Kind) -> AnswerFolder:
-        return self._answers[kind]
+    def responses(self, kind: Kind) -> ResponseFolder:
+        return self._responses[kind]
 
     def stamp(self) -> str:
         """Changes when something in the folder does; asks the file system a few times and reads nothing."""
@@ -102,11 +102,11 @@ class Run:
 
     def _no_signal(self) -> float | None:
         """Share of groups without signal in the newest answers of training."""
-        steps = self.answers("rollouts").steps()
+        steps = self.responses("rollouts").steps()
         if not steps:
             return None
         try:
-            sums = counts(self.answers("rollouts").file(steps[-1]).entries)
+            sums = counts(self.responses("rollouts").file(steps[-1]).entries)
         except DashboardError:
             return None
         several = sums["all"] > sums["groups"]

@@ -46,13 +46,13 @@ _RECENT = 20
 def phases(table: MetricsTable, most: int) -> dict[str, Any]:
     """Seconds of every phase per step, for stacked bars. Long runs are averaged over neighbouring steps."""
     names = [name for name in table.names if name.startswith(PREFIX) and name != f"{PREFIX}step"]
-    whole = table.column(f"{PREFIX}step")
-    kept = np.isfinite(whole)
+    step_seconds = table.column(f"{PREFIX}step")
+    kept = np.isfinite(step_seconds)
     if not kept.any():
         return {"steps": [], "phases": [], "per_bar": 1}
     seconds = np.array([np.nan_to_num(table.column(name)[kept], posinf=0.0) for name in names])
     inside = [index for index, name in enumerate(names) if name[len(PREFIX) :] not in ("testing", "save_checkpoint")]
-    other = np.maximum(whole[kept] - seconds[inside].sum(axis=0), 0.0)
+    other = np.maximum(step_seconds[kept] - seconds[inside].sum(axis=0), 0.0)
     steps, means = binned_means(table.steps[kept], np.vstack([seconds, other]), most)
     keys = [*(name[len(PREFIX) :] for name in names), "other"]
     order = sorted(range(len(keys)), key=lambda index: _position(keys[index]))
@@ -70,10 +70,11 @@ def recent_shares(table: MetricsTable) -> tuple[dict[str, float], float]:
     """Share of each phase in the last steps, and their mean seconds per step (validation and saving included)."""
     by_phase = phases(table, most=10**9)
     totals = {phase["key"]: float(np.sum(phase["seconds"][-_RECENT:])) for phase in by_phase["phases"]}
-    whole = sum(totals.values())
-    if whole <= 0:
+    seconds = sum(totals.values())
+    if seconds <= 0:
         return {}, 0.0
-    return {key: total / whole for key, total in totals.items()}, whole / min(_RECENT, len(by_phase["steps"]))
+    num_steps = min(_RECENT, len(by_phase["steps"]))
+    return {key: total / seconds for key, total in totals.items()}, seconds / num_steps
 
 
 def what_it_waits_for(table: MetricsTable, timeline: dict[str, Any] | None) -> dict[str, str]:
@@ -99,10 +100,10 @@ def idle_share(timeline: dict[str, Any]) -> float | None:
     for span in spans:
         if span["worker"] != "driver":
             busy[span["worker"]] = busy.get(span["worker"], 0.0) + span["end"] - span["start"]
-    whole = max((span["end"] for span in spans), default=0.0) - min((span["start"] for span in spans), default=0.0)
-    if not busy or whole <= 0:
+    duration = max((span["end"] for span in spans), default=0.0) - min((span["start"] for span in spans), default=0.0)
+    if not busy or duration <= 0:
         return None
-    return max(0.0, 1 - sum(busy.values()) / len(busy) / whole)
+    return max(0.0, 1 - sum(busy.values()) / len(busy) / duration)
 
 
 class Timelines:
@@ -135,8 +136,8 @@ class Timelines:
 
     def of(self, step: int) -> dict[str, Any] | None:
         """The spans of a step in seconds from its start; None when it has none."""
-        place = self._places.get(step)
-        value = None if place is None else parse_object(read_at(self._file.path, *place))
+        location = self._places.get(step)
+        value = None if location is None else parse_object(read_at(self._file.path, *location))
         return None if value is None else {"step": step, "spans": _spans(value)}
 
 

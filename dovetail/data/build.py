@@ -62,10 +62,10 @@ def load_tools(path: str) -> list[dict[str, Any]]:
     """Tool schemas of a YAML file: a list of them, or `tools:` with one `tool_schema` each."""
     import yaml
 
-    place = Path(path).expanduser()
-    if not place.is_file():
+    file = Path(path).expanduser()
+    if not file.is_file():
         raise DataError(f"data.tool_config_path={path}: there is no such file.")
-    content = yaml.safe_load(place.read_text())
+    content = yaml.safe_load(file.read_text())
     entries = content.get("tools", []) if isinstance(content, Mapping) else content
     return [entry.get("tool_schema", entry) for entry in entries or []]
 

@@ -85,29 +85,29 @@ def read_rows(path: str) -> Rows:
         if fetched is None:
             table, digest = read_split(path)
             return TableRows(path, digest, table)
-        place = fetched
+        source = fetched
     else:
-        place = Path(path).expanduser()
-    if not place.exists():
-        raise DataError(f"there is no file {path} (looked at {place.absolute()}); `dovetail data --help` makes some.")
-    if place.is_dir():
-        return TableRows(path, _digest(sorted(place.glob("*.arrow"))), _read_dataset_folder(place))
-    if place.suffix == ".parquet":
-        return TableRows(path, _digest([place]), _read_parquet(place))
-    if place.suffix in _JSON:
-        return ListRows(path, _digest([place]), list(_read_json(place)))
-    raise DataError(f"{path} ends in {place.suffix!r}; use .parquet, .jsonl, or a folder of `datasets.save_to_disk`.")
+        source = Path(path).expanduser()
+    if not source.exists():
+        raise DataError(f"there is no file {path} (looked at {source.absolute()}); `dovetail data --help` makes some.")
+    if source.is_dir():
+        return TableRows(path, _digest(sorted(source.glob("*.arrow"))), _read_dataset_folder(source))
+    if source.suffix == ".parquet":
+        return TableRows(path, _digest([source]), _read_parquet(source))
+    if source.suffix in _JSON:
+        return ListRows(path, _digest([source]), list(_read_json(source)))
+    raise DataError(f"{path} ends in {source.suffix!r}; use .parquet, .jsonl, or a folder of `datasets.save_to_disk`.")
 
 
 def read_columns(path: str) -> tuple[str, ...]:
     """The columns of a file, without reading its rows; of JSON lines those of the first. Empty without rows."""
-    place = Path(path).expanduser()
-    if place.suffix == ".parquet" and place.is_file():
-        with _explaining(place, "parquet file"):
-            file = pq.ParquetFile(place)
+    source = Path(path).expanduser()
+    if source.suffix == ".parquet" and source.is_file():
+        with _explaining(source, "parquet file"):
+            file = pq.ParquetFile(source)
             return tuple(file.schema_arrow.names) if file.metadata.num_rows else ()
-    if place.suffix in _JSON and place.is_file():
-        first = itertools.islice(_read_json(place), _CHUNK)
+    if source.suffix in _JSON and source.is_file():
+        first = itertools.islice(_read_json(source), _CHUNK)
         return tuple(dict.fromkeys(name for row in first for name in row))
     return read_rows(path).columns
 
@@ -126,44 +126,44 @@ def needs_ground_truth(config: DovetailConfig) -> bool:
     return config.custom_reward_function.path is None and not config.reward_model.enable
 
 
-def _read_parquet(place: Path) -> pa.Table:
-    with _explaining(place, "parquet file"):
-        return pq.read_table(place)
+def _read_parquet(source: Path) -> pa.Table:
+    with _explaining(source, "parquet file"):
+        return pq.read_table(source)
 
 
 @contextmanager
-def _explaining(place: Path, kind: str) -> Iterator[None]:
+def _explaining(source: Path, kind: str) -> Iterator[None]:
     """Name the file: the libraries that read it do not."""
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{place} is not a readable {kind}: {error}") from error
+        raise DataError(f"{source} is not a readable {kind}: {error}") from error
 
 
-def _read_json(place: Path) -> Iterator[dict[str, Any]]:
+def _read_json(source: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file, one at a time; a JSON list is read whole."""
-    with _explaining(place, "text file"), open(place, encoding="utf-8-sig") as lines:
+    with _explaining(source, "text file"), open(source, encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             if number == 1 and line.lstrip().startswith("["):
-                yield from _objects(place, enumerate(_parse(place, 1, line + lines.read()), start=1))
+                yield from _objects(source, enumerate(_parse(source, 1, line + lines.read()), start=1))
                 return
-            yield from _objects(place, [(number, _parse(place, number, line))])
+            yield from _objects(source, [(number, _parse(source, number, line))])
 
 
-def _objects(place: Path, entries: Iterable[tuple[int, Any]]) -> Iterator[dict[str, Any]]:
+def _objects(source: Path, entries: Iterable[tuple[int, Any]]) -> Iterator[dict[str, Any]]:
     for number, entry in entries:
         if not isinstance(entry, dict):
-            raise DataError(f"{place}:{number} is a {type(entry).__name__}; every line must be a JSON object.")
+            raise DataError(f"{source}:{number} is a {type(entry).__name__}; every line must be a JSON object.")
         yield entry
 
 
-def _parse(place: Path, number: int, text: str) -> Any:
+def _parse(source: Path, number: int, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}:{number} is not JSON: {error}") from error
+        raise DataError(f"{source}:{number} is not JSON: {error}") from error
 
 
 def _read_description(file: Path) -> dict[str, Any]:

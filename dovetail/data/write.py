@@ -16,31 +16,31 @@ from dovetail.data.errors import DataError
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> Path:
     """Write a `.parquet` or `.jsonl` file and return its path."""
-    place = Path(path).expanduser()
+    target = Path(path).expanduser()
     if not rows:
-        raise DataError(f"there are no rows to write to {place}.")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+        raise DataError(f"there are no rows to write to {target}.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        if place.suffix == ".parquet":
-            pq.write_table(_table(rows, place), partial)
-        elif place.suffix == ".jsonl":
+        if target.suffix == ".parquet":
+            pq.write_table(_table(rows, target), partial)
+        elif target.suffix == ".jsonl":
             partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         else:
-            raise DataError(f"{place} ends in {place.suffix!r}; use .parquet or .jsonl.")
-        os.replace(partial, place)
+            raise DataError(f"{target} ends in {target.suffix!r}; use .parquet or .jsonl.")
+        os.replace(partial, target)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return place
+    return target
 
 
-def _table(rows: Sequence[Mapping[str, Any]], place: Path) -> pa.Table:
+def _table(rows: Sequence[Mapping[str, Any]], target: Path) -> pa.Table:
     try:
         return pa.Table.from_pylist([dict(row) for row in rows])
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
-            f"the rows do not fit the columns of {place}: {error}. Give every row values of the same kind, or write "
+            f"the rows do not fit the columns of {target}: {error}. Give every row values of the same kind, or write "
             ".jsonl (`dovetail data ... --format jsonl`), whose rows may differ."
         ) from error
 

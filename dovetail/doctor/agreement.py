@@ -161,10 +161,10 @@ def _train(policy: WorkerGroup, batch: DataProto, old_log_probs: Tensor) -> floa
     mask = batch.tensors["response_mask"]
     liked = torch.tensor([1.0, -1.0]).repeat(NUM_PROMPTS)[:, None]
     columns = {**batch.tensors, "old_log_probs": old_log_probs, "advantages": liked * mask}
-    whole = DataProto.from_dict(columns, meta_info={"temperature": batch.meta_info["temperature"]})
+    update_batch = DataProto.from_dict(columns, meta_info={"temperature": batch.meta_info["temperature"]})
     lengths = batch.tensors["attention_mask"].sum(1).tolist()
-    whole.reorder(arrange_rows(lengths, policy.dp_size("actor"), len(batch)))
-    policy.update_actor(whole)
+    update_batch.reorder(arrange_rows(lengths, policy.dp_size("actor"), len(batch)))
+    policy.update_actor(update_batch)
     new = policy.compute_log_prob(batch).tensors["old_log_probs"]
     return float((new - old_log_probs).abs()[mask.bool()].mean())
 

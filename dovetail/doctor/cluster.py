@@ -99,9 +99,9 @@ def _run(site: Site, name: str, timeout_s: float) -> PathResult:
         at = stages[-1] if stages else "start"
         seen = f"the process ended with exit code {child.returncode} at: {at}"
         return PathResult(name, shows, "FAILED", seen, seconds, _tail(log))
-    told = json.loads(result_file.read_text())
-    detail = told.get("traceback", "") + _tail(log) if told["verdict"] == "FAILED" else ""
-    return PathResult(name, shows, told["verdict"], told["seen"], seconds, detail)
+    report = json.loads(result_file.read_text())
+    detail = report.get("traceback", "") + _tail(log) if report["verdict"] == "FAILED" else ""
+    return PathResult(name, shows, report["verdict"], report["seen"], seconds, detail)
 
 
 def _kill_group(child: subprocess.Popen) -> None:

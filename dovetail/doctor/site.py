@@ -48,9 +48,9 @@ class Site:
     def config(self, *changes: str, devices: int | None = None) -> DovetailConfig:
         """A small float32 run on all devices, or on the first `devices` of one node."""
         nodes, each = (self.num_nodes, self.devices_per_node) if devices is None else (1, devices)
-        place = (f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={each}", f"trainer.device={self.device}")
+        placement = (f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={each}", f"trainer.device={self.device}")
         model = f"actor_rollout_ref.model.path={self.folder / MODEL}"
-        return load_config([], [*EXACT, model, *place, *self.overrides, *changes]).config
+        return load_config([], [*EXACT, model, *placement, *self.overrides, *changes]).config
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "folder": str(self.folder), "overrides": list(self.overrides)}

@@ -98,22 +98,22 @@ def load_weights(module: nn.Module, path: str | Path, *, hf_prefix: str = "hf_mo
     """
     hf_model = module.get_submodule(hf_prefix.removesuffix("."))
     assert isinstance(hf_model, PreTrainedModel), f"{hf_prefix} of {type(module).__name__} is no transformers model"
-    places = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    plain_names = {name.replace(LORA_BASE, "."): name for name in places}
+    targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    plain_names = {name.replace(LORA_BASE, "."): name for name in targets}
     missing = {name for name, _ in module.named_parameters()} | _persistent_buffers(module)
     for name, tensor in iter_model_tensors(hf_model, path):
-        place = plain_names[hf_prefix + name]
-        missing.discard(place)
+        target = plain_names[hf_prefix + name]
+        missing.discard(target)
         refuse_not_finite(tensor, name, path)
-        _fill(places[place], tensor, name, path)
+        _fill(targets[target], tensor, name, path)
     for name, tensor in _outer_head(path):  # a head the wrapper owns, not the transformers model
         if name in missing:
             missing.discard(name)
-            _fill(places[name], tensor, name, path)
-    filled = {id(places[name]) for name in places if name not in missing}
+            _fill(targets[name], tensor, name, path)
+    filled = {id(targets[name]) for name in targets if name not in missing}
     for name in sorted(missing):
-        if id(places[name]) not in filled:  # else it is tied to one that was there
-            _fill(places[name], _fresh(name, places[name], path), name, path)
+        if id(targets[name]) not in filled:  # else it is tied to one that was there
+            _fill(targets[name], _fresh(name, targets[name], path), name, path)
 
 
 def to_checkpoint_tensors(
@@ -202,23 +202,23 @@ def refuse_not_finite(tensor: Tensor, name: str, path: str | Path) -> None:
         )
 
 
-def _fill(place: Tensor, tensor: Tensor, name: str, path: str | Path) -> None:
-    if tuple(place.shape) != tuple(tensor.shape):
+def _fill(target: Tensor, tensor: Tensor, name: str, path: str | Path) -> None:
+    if tuple(target.shape) != tuple(tensor.shape):
         raise ModelError(
-            f"{path}: {name} has shape {tuple(tensor.shape)} on disk and {tuple(place.shape)} in the network that "
+            f"{path}: {name} has shape {tuple(tensor.shape)} on disk and {tuple(target.shape)} in the network that "
             "config.json describes; is it another model's?"
         )
-    if isinstance(place, DTensor):
-        local = tensor.to(device=place.device, dtype=place.dtype)
+    if isinstance(target, DTensor):
+        local = tensor.to(device=target.device, dtype=target.dtype)
         # src_data_rank=None: every rank cuts its own shard out of what it read, nothing is sent.
-        place.copy_(distribute_tensor(local, place.device_mesh, place.placements, src_data_rank=None))
+        target.copy_(distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None))
     else:
-        place.copy_(tensor)
+        target.copy_(tensor)
 
 
-def _fresh(name: str, place: Tensor, path: str | Path) -> Tensor:
+def _fresh(name: str, like: Tensor, path: str | Path) -> Tensor:
     """Start values for what may be missing. The seed is the name's, so ranks agree without speaking."""
-    shape = tuple(place.shape)
+    shape = tuple(like.shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if ".lora_A." in name:
         bound = shape[-1] ** -0.5  # peft's own: Kaiming-uniform with a = sqrt(5)

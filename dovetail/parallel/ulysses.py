@@ -132,7 +132,7 @@ class _AllToAll(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.place = (dim, x.size(dim), dist.get_rank(group))
+        ctx.shard = (dim, x.size(dim), dist.get_rank(group))
         front = x.movedim(dim, 0).contiguous()
         out = front.new_empty(dist.get_world_size(group) * front.size(0), *front.shape[1:])
         dist.all_gather(list(out.chunk(dist.get_world_size(group))), front, group=group)
@@ -140,7 +140,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        dim, length, rank = ctx.place
+        dim, length, rank = ctx.shard
         return grads[0].narrow(dim, rank * length, length).contiguous(), None, None
 
 

@@ -40,12 +40,12 @@ class _Task:
 
 
 @dataclass(eq=False)
-class _Place:
+class _Target:
     """A pool, how many calls it is given at a time, and those it has. `seconds` is None where the pool keeps time."""
 
     name: str
     pool: Pool
-    room: int
+    slots: int
     seconds: float | None = None
     running: dict[Future[Any], _Task] = field(default_factory=dict)
 
@@ -60,7 +60,7 @@ class ScoringDispatcher:
         # One call more than processes keeps them busy; a rate limit counts starts, so nothing may wait in a pool.
         self._ahead = 1 if limits is None else 0
         self._timeout = timeout_seconds
-        self._places = [_Place("this node", pool, num_workers + self._ahead)]
+        self._targets = [_Target("this node", pool, num_workers + self._ahead)]
         self._queue: collections.deque[_Task] = collections.deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -69,13 +69,13 @@ class ScoringDispatcher:
 
     @property
     def num_processes(self) -> int:
-        return sum(place.room - self._ahead for place in self._places)
+        return sum(target.slots - self._ahead for target in self._targets)
 
     def add(self, name: str, pool: Pool, num_workers: int) -> None:
         """Score on one more node. Starting a replacement and two calls is the longest a call may take there."""
-        place = _Place(name, pool, num_workers + self._ahead, 2 * (self._timeout + START_SECONDS))
+        target = _Target(name, pool, num_workers + self._ahead, 2 * (self._timeout + START_SECONDS))
         with self._changed:
-            self._places.append(place)
+            self._targets.append(target)
             self._changed.notify()
 
     def submit(self, call: Mapping[str, Any]) -> Future[Any]:
@@ -94,14 +94,14 @@ class ScoringDispatcher:
             dropped = [task for task in self._queue if task.future in wanted]
             self._queue = collections.deque(task for task in self._queue if task.future not in wanted)
             running = [
-                (place, [inner for inner, task in place.running.items() if task.future in wanted])
-                for place in self._places
+                (target, [inner for inner, task in target.running.items() if task.future in wanted])
+                for target in self._targets
             ]
         for task in dropped:
             task.future.set_result(Failure("cancelled", "the batch was given up before this answer was scored."))
-        for place, inner in running:
+        for target, inner in running:
             if inner:
-                place.pool.cancel(inner)
+                target.pool.cancel(inner)
 
     def close(self) -> None:
         """Stop every process; calls that have not ended fail. A second call does nothing."""
@@ -111,9 +111,9 @@ class ScoringDispatcher:
             self._closing = True
             self._changed.notify()
         self._thread.join()
-        for place in list(self._places):
-            place.pool.close()
-        left = [*self._queue, *(task for place in self._places for task in list(place.running.values()))]
+        for target in list(self._targets):
+            target.pool.close()
+        left = [*self._queue, *(task for target in self._targets for task in list(target.running.values()))]
         for task in left:
             _set(task.future, Failure("crash", "the scoring processes were stopped."))
 
@@ -128,41 +128,41 @@ class ScoringDispatcher:
                     self._changed.wait(pause)
                     continue
             # Outside the lock: a call that has ended at once runs its callback here.
-            for place, task in started:
-                self._start(place, task)
+            for target, task in started:
+                self._start(target, task)
 
-    def _next_calls(self) -> tuple[list[tuple[_Place, _Task]], float]:
+    def _next_calls(self) -> tuple[list[tuple[_Target, _Task]], float]:
         """Calls that may start now, and how long to wait when there is none."""
-        started: list[tuple[_Place, _Task]] = []
+        started: list[tuple[_Target, _Task]] = []
         taken = collections.Counter[int]()
         while self._queue:
             pause = self._limiter.wait(time.monotonic())
             if pause != 0.0:
                 return started, 1.0 if pause is None else min(pause, 1.0)
-            place = max(self._places, key=lambda place: place.room - len(place.running) - taken[id(place)])
-            if place.room - len(place.running) - taken[id(place)] <= 0:
+            target = max(self._targets, key=lambda target: target.slots - len(target.running) - taken[id(target)])
+            if target.slots - len(target.running) - taken[id(target)] <= 0:
                 break
-            taken[id(place)] += 1
+            taken[id(target)] += 1
             self._limiter.start(time.monotonic())
-            started.append((place, self._queue.popleft()))
+            started.append((target, self._queue.popleft()))
         return started, 1.0
 
-    def _start(self, place: _Place, task: _Task) -> None:
-        if place.seconds is not None:
-            task.deadline = time.monotonic() + place.seconds
+    def _start(self, target: _Target, task: _Task) -> None:
+        if target.seconds is not None:
+            task.deadline = time.monotonic() + target.seconds
         try:
-            inner = place.pool.submit_message(task.message)
+            inner = target.pool.submit_message(task.message)
         except RewardError as error:
             self._limiter.end()
             _set(task.future, Failure("crash", str(error)))
             return
         with self._changed:
-            place.running[inner] = task
-        inner.add_done_callback(lambda done: self._ended(place, done))
+            target.running[inner] = task
+        inner.add_done_callback(lambda done: self._ended(target, done))
 
-    def _ended(self, place: _Place, inner: Future[Any]) -> None:
+    def _ended(self, target: _Target, inner: Future[Any]) -> None:
         with self._changed:
-            task = place.running.pop(inner, None)
+            task = target.running.pop(inner, None)
             if task is None:
                 return  # given back before, when its node was lost
             self._limiter.end()
@@ -171,25 +171,25 @@ class ScoringDispatcher:
                 self._queue.append(task)
             elif error is not None:
                 self._queue.appendleft(task)
-                self._lose(place, f"{type(error).__name__}: {error}")
+                self._lose(target, f"{type(error).__name__}: {error}")
             self._changed.notify()
         if error is None:
             _set(task.future, inner.result())
 
     def _drop_silent(self) -> None:
         now = time.monotonic()
-        for place in list(self._places):
-            if any(task.deadline < now for task in place.running.values()):
-                self._lose(place, f"no answer in {place.seconds:g} s")
+        for target in list(self._targets):
+            if any(task.deadline < now for task in target.running.values()):
+                self._lose(target, f"no answer in {target.seconds:g} s")
 
-    def _lose(self, place: _Place, why: str) -> None:
-        logger.warning("%s no longer scores answers (%s); the others take its calls", place.name, why)
-        self._places.remove(place)
-        for task in place.running.values():
+    def _lose(self, target: _Target, why: str) -> None:
+        logger.warning("%s no longer scores answers (%s); the others take its calls", target.name, why)
+        self._targets.remove(target)
+        for task in target.running.values():
             self._limiter.end()
             self._queue.appendleft(task)
-        place.running.clear()
-        threading.Thread(target=place.pool.close, daemon=True).start()
+        target.running.clear()
+        threading.Thread(target=target.pool.close, daemon=True).start()
 
 
 def _set(future: Future[Any], outcome: Any) -> None:

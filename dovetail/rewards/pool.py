@@ -127,8 +127,8 @@ class KillablePool:
         self._hand_out()
         active = [worker for worker in self._workers if worker.is_active]
         deadline = min((worker.deadline for worker in active), default=None)
-        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait([self._wake_reader, *(worker.connection for worker in active)], patience)
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait([self._wake_reader, *(worker.connection for worker in active)], timeout)
         if self._wake_reader in ready:
             os.read(self._wake_reader, 4096)
         for worker in active:

@@ -74,10 +74,10 @@ def announce_isolation(*, required: bool) -> None:
 class RemoteSandbox:
     """A SandboxFusion service: `POST <url>` with code and input as JSON."""
 
-    def __init__(self, url: str, *, attempts: int = 3, patience: float = 10.0) -> None:
+    def __init__(self, url: str, *, attempts: int = 3, grace: float = 10.0) -> None:
         self._url = url
         self._attempts = attempts
-        self._patience = patience
+        self._grace = grace
 
     def run(self, code: str, *, stdin: str, timeout: float, memory_limit_mb: int) -> ProgramRun:
         request = {
@@ -103,7 +103,7 @@ class RemoteSandbox:
                 time.sleep(2.0 ** (attempt - 1))
             request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
             try:
-                with urllib.request.urlopen(request, timeout=timeout + self._patience) as reply:
+                with urllib.request.urlopen(request, timeout=timeout + self._grace) as reply:
                     return json.load(reply)
             except (OSError, ValueError) as error:  # URLError and timeouts are OSErrors; ValueError: not JSON.
                 problem = error

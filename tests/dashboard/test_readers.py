@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dovetail.dashboard.answer_file import AnswerFile, parse_head
-from dovetail.dashboard.answer_pages import AnswerFolder, Filter, Order, Wish
 from dovetail.dashboard.charts import OVERVIEW, names_of, points
 from dovetail.dashboard.config_view import config_rows, read_config
 from dovetail.dashboard.errors import DashboardError
 from dovetail.dashboard.growing_file import parse_object
 from dovetail.dashboard.metrics_table import MetricsTable
+from dovetail.dashboard.response_file import ResponseFile, parse_head
+from dovetail.dashboard.response_pages import Filter, Order, ResponseFolder, Wish
 from dovetail.dashboard.runs import Runs
 from dovetail.dashboard.series import binned_means, smoothed, thinned
 from dovetail.dashboard.step_times import Timelines, idle_share, phases, what_it_waits_for
@@ -139,15 +139,15 @@ def test_idle_time_is_what_no_call_covers(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def answers(tmp_path: Path) -> AnswerFolder:
-    return Runs([write_run(tmp_path / "run", steps=25)]).get("run").answers("rollouts")
+def answers(tmp_path: Path) -> ResponseFolder:
+    return Runs([write_run(tmp_path / "run", steps=25)]).get("run").responses("rollouts")
 
 
 @pytest.mark.parametrize(
     ("wanted", "rows", "groups"),
     [("all", 32, 4), ("wrong", 29, 4), ("truncated", 6, 4), ("no_signal", 8, 1), ("failed", 0, 0)],
 )
-def test_filters_show_the_answers_they_name(answers: AnswerFolder, wanted: Filter, rows: int, groups: int) -> None:
+def test_filters_show_the_answers_they_name(answers: ResponseFolder, wanted: Filter, rows: int, groups: int) -> None:
     page = answers.page(3, Wish(wanted), first=0, count=100)
     assert page["num_groups"] == groups
     assert sum(len(group["answers"]) for group in page["groups"]) == rows == page["counts"][wanted]
@@ -157,7 +157,7 @@ def test_filters_show_the_answers_they_name(answers: AnswerFolder, wanted: Filte
     ("order", "name", "sign"),
     [("longest", "length", -1), ("best", "score", -1), ("worst", "score", 1), ("gap", "gap", -1)],
 )
-def test_orders_sort_within_and_between_groups(answers: AnswerFolder, order: Order, name: str, sign: int) -> None:
+def test_orders_sort_within_and_between_groups(answers: ResponseFolder, order: Order, name: str, sign: int) -> None:
     groups = answers.page(3, Wish(order=order), first=0, count=100)["groups"]
     firsts = [sign * group["answers"][0][name] for group in groups]
     assert firsts == sorted(firsts)
@@ -166,16 +166,16 @@ def test_orders_sort_within_and_between_groups(answers: AnswerFolder, order: Ord
         assert values == sorted(values)
 
 
-def test_pages_and_words_narrow_a_step(answers: AnswerFolder) -> None:
+def test_pages_and_words_narrow_a_step(answers: ResponseFolder) -> None:
     assert len(answers.page(3, Wish(), first=2, count=1)["groups"]) == 1
     found = answers.page(3, Wish(words="IN ROW 13 is"), first=0, count=10)
     assert [answer["row"] for group in found["groups"] for answer in group["answers"]] == [13]
-    assert answers.answer(3, 13)["token_entropies"] == [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]
+    assert answers.response(3, 13)["token_entropies"] == [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]
     with pytest.raises(DashboardError, match="step 3 has 32 answers; there is no answer 99"):
-        answers.answer(3, 99)
+        answers.response(3, 99)
 
 
-def test_a_search_over_all_steps_comes_in_bites_and_finds_everything(answers: AnswerFolder) -> None:
+def test_a_search_over_all_steps_comes_in_bites_and_finds_everything(answers: ResponseFolder) -> None:
     found, cursor, bites = [], -1, 0
     while cursor is not None:
         bite = answers.search(Wish(words="in row 5 is"), cursor=cursor, seconds=0.0, most=40)
@@ -185,11 +185,11 @@ def test_a_search_over_all_steps_comes_in_bites_and_finds_everything(answers: An
     assert bites == 25
 
 
-def test_a_prompt_is_found_in_its_other_steps(answers: AnswerFolder) -> None:
+def test_a_prompt_is_found_in_its_other_steps(answers: ResponseFolder) -> None:
     found = answers.steps_with_prompt(15, 8, cursor=-1, seconds=10.0)
     assert found["steps"] == [25, 5]
     group = answers.group_of_prompt(5, found["key"])
-    assert group["prompt"] == answers.answer(15, 8)["prompt"]
+    assert group["prompt"] == answers.response(15, 8)["prompt"]
     assert len(group["answers"]) == 8
 
 
@@ -197,7 +197,7 @@ def test_the_index_reads_texts_that_look_like_its_own_keys(tmp_path: Path) -> No
     trap = 'x, "response_ids": [1, 2], {"score": 9}\n'
     row = answer_row(1, 0, response=trap)
     (tmp_path / "step_1.jsonl").write_text(line(row) + '{"prompt": "half' + "\n" + line(answer_row(1, 1)))
-    file = AnswerFile.read(tmp_path / "step_1.jsonl")
+    file = ResponseFile.read(tmp_path / "step_1.jsonl")
     assert (len(file.entries), file.bad_lines) == (2, 1)
     assert file.head(file.entries[0])["response"] == trap
     assert file.whole(file.entries[0])["score"] == 1.0
@@ -205,7 +205,7 @@ def test_the_index_reads_texts_that_look_like_its_own_keys(tmp_path: Path) -> No
     assert head == {name: row[name] for name in list(row)[: list(row).index("response_ids")]}
 
 
-def test_answers_that_are_written_anew_are_read_anew(answers: AnswerFolder) -> None:
+def test_answers_that_are_written_anew_are_read_anew(answers: ResponseFolder) -> None:
     assert len(answers.file(3).entries) == 32
     answers.file(3).path.write_text(line(answer_row(3, 0)))
     assert len(answers.file(3).entries) == 1

@@ -149,13 +149,13 @@ def sequence_lengths(packed_seq_params: Any) -> list[int]:
 
 def zigzag_places(lengths: list[int], cp_size: int, cp_rank: int) -> Tensor:
     """Where in the whole packed row this rank's tokens are, in the order in which it holds them."""
-    places, start = [], 0
+    positions, start = [], 0
     for length in lengths:
         chunk = length // (2 * cp_size)
         for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            places.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+            positions.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
         start += length
-    return torch.cat(places)
+    return torch.cat(positions)
 
 
 def attention_pieces(lengths: list[int], cp_size: int, cp_rank: int) -> list[Piece]:

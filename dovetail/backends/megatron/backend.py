@@ -107,11 +107,11 @@ class MegatronBackend(TrainBackend):
         assert self._gradients is not None, "a trainable backend has gradient buffers"
         self._gradients.clear()
         self._set_training(True)
-        here = [self.on_device(micro_batch) for micro_batch in micro_batches]
-        items = [pipeline_item(self.model, micro_batch, options) for micro_batch in here]
+        batches = [self.on_device(micro_batch) for micro_batch in micro_batches]
+        items = [pipeline_item(self.model, micro_batch, options) for micro_batch in batches]
 
         def on_output(index: int, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return loss_fn(token_output(self.model, items[index], output, here[index], options), here[index])
+            return loss_fn(token_output(self.model, items[index], output, batches[index], options), batches[index])
 
         metrics = run_pipeline(self.model, items, on_output, forward_only=False)
         return metrics_from_last_stage(metrics, self.layout, self.device)
@@ -122,16 +122,16 @@ class MegatronBackend(TrainBackend):
         self._offloaded.require("params")
         self.check_equal_count(len(micro_batches))
         self._set_training(False)
-        here = [self.on_device(micro_batch) for micro_batch in micro_batches]
-        items = [pipeline_item(self.model, micro_batch, options) for micro_batch in here]
+        batches = [self.on_device(micro_batch) for micro_batch in micro_batches]
+        items = [pipeline_item(self.model, micro_batch, options) for micro_batch in batches]
 
         def on_output(index: int, output: Tensor) -> tuple[Tensor, TokenOutput]:
-            result = token_output(self.model, items[index], output, here[index], options)
+            result = token_output(self.model, items[index], output, batches[index], options)
             return output.new_zeros(()), result
 
         outputs = run_pipeline(self.model, items, on_output, forward_only=True)
         if not self.layout.is_last_stage:
-            outputs = [empty_outputs(self.model, micro_batch, options) for micro_batch in here]
+            outputs = [empty_outputs(self.model, micro_batch, options) for micro_batch in batches]
         return self._on_all_stages(outputs)
 
     @_on_this_device

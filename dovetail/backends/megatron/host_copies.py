@@ -23,9 +23,9 @@ class HostCopies:
         if self._away:
             return
         for storage in storages(tensors):
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            host = torch.empty(whole.numel(), dtype=torch.uint8, pin_memory=whole.is_cuda)
-            host.copy_(whole)
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            host = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=flat.is_cuda)
+            host.copy_(flat)
             self._away.append((storage, host))
         for storage, _ in self._away:
             storage.resize_(0)

@@ -52,8 +52,8 @@ def token_output(
     numbers = item.batch.unpack(output)
     if model.role == "value":
         return TokenOutput(values=align_to_tokens(numbers * mask))
-    places = torch.arange(mask.size(1), device=mask.device)
-    last = (places * mask.bool()).argmax(dim=1, keepdim=True)
+    positions = torch.arange(mask.size(1), device=mask.device)
+    last = (positions * mask.bool()).argmax(dim=1, keepdim=True)
     return TokenOutput(scores=numbers.gather(1, last).squeeze(1))
 
 

@@ -32,23 +32,23 @@ class ThdBatch:
     num_packed: int
     """`N`"""
     sources: Tensor
-    """`[num_tokens]`: place of each real token in the flattened `[B * T]` batch."""
-    places: Tensor
-    """`[num_tokens]`: its place in the packed row."""
+    """`[num_tokens]`: index of each real token in the flattened `[B * T]` batch."""
+    slots: Tensor
+    """`[num_tokens]`: its index in the packed row."""
     own: Tensor | None
-    """`[t]`: places in the packed row of the tokens of this rank; None when it holds all."""
+    """`[t]`: indices in the packed row of this rank's tokens; None when it holds all."""
     cp_group: dist.ProcessGroup
 
     def pack(self, x: Tensor) -> Tensor:
         """`[B, T]` to this rank's `[t]`, 0 on padding."""
-        row = x.new_zeros(self.num_packed).index_copy(0, self.places, x.flatten()[self.sources])
+        row = x.new_zeros(self.num_packed).index_copy(0, self.slots, x.flatten()[self.sources])
         return row if self.own is None else row[self.own]
 
     def unpack(self, values: Tensor) -> Tensor:
         """`[t]` of every rank to `[B, T]`, 0 where there was padding; backward takes this rank's own part."""
         row = values if self.own is None else _GatherRow.apply(values, self.own, self.num_packed, self.cp_group)
         batch, length = self.shape
-        flat = values.new_zeros(batch * length).index_copy(0, self.sources, row[self.places])
+        flat = values.new_zeros(batch * length).index_copy(0, self.sources, row[self.slots])
         return flat.unflatten(0, (batch, length))
 
 
@@ -61,7 +61,7 @@ def pack_thd(input_ids: Tensor, attention_mask: Tensor, layout: MegatronLayout) 
     lengths = padded_lengths(counts, layout)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     device = input_ids.device
-    places = torch.cat([start + torch.arange(count) for start, count in zip(starts.tolist(), counts, strict=False)])
+    slots = torch.cat([start + torch.arange(count) for start, count in zip(starts.tolist(), counts, strict=False)])
     positions = torch.cat([torch.arange(length) for length in lengths])
     own = zigzag_places(lengths, layout.cp_size, layout.cp_rank) if layout.cp_size > 1 else None
     # Rotary embeddings ask for the lengths on the host, twice in every layer; only Transformer Engine's kernels want
@@ -81,7 +81,7 @@ def pack_thd(input_ids: Tensor, attention_mask: Tensor, layout: MegatronLayout) 
         shape=(input_ids.size(0), input_ids.size(1)),
         num_packed=sum(lengths),
         sources=mask.flatten().nonzero().squeeze(1),
-        places=places.to(device),
+        slots=slots.to(device),
         own=None if own is None else own.to(device),
         cp_group=layout.cp_group,
     )
@@ -104,10 +104,10 @@ class _GatherRow(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, own: Tensor, num_packed: int, group: dist.ProcessGroup) -> Tensor:
         ctx.own = own
         parts = [torch.empty_like(values) for _ in range(group.size())]
-        places = [torch.empty_like(own) for _ in range(group.size())]
+        slots = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(parts, values.contiguous(), group=group)
-        dist.all_gather(places, own, group=group)
-        return values.new_empty(num_packed).index_copy(0, torch.cat(places), torch.cat(parts))
+        dist.all_gather(slots, own, group=group)
+        return values.new_empty(num_packed).index_copy(0, torch.cat(slots), torch.cat(parts))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -136,12 +136,12 @@ class _GroupedLinear(nn.Module):
         )
         tensors = {}
         for index in range(self.num_gemms):
-            place = (len(sharded_offsets), rank * self.num_gemms + index, size * self.num_gemms)
+            expert_offset = (len(sharded_offsets), rank * self.num_gemms + index, size * self.num_gemms)
             one = make_sharded_tensors_for_checkpoint(
                 {"weight": getattr(self, f"weight{index}")},
                 "",
                 {"weight": self.split_dim},
-                (*sharded_offsets, place),
+                (*sharded_offsets, expert_offset),
                 tp_group=self.tp_group,
                 dp_cp_group=_dp_cp_group(metadata),
             )

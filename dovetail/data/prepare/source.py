@@ -14,13 +14,13 @@ _ENDINGS = (".jsonl", ".json", ".parquet", ".ndjson")
 
 def local_rows(path: str, split: str) -> list[dict[str, Any]]:
     """All rows of a file, or of the file in a folder whose name begins with the split."""
-    place = Path(path).expanduser()
-    if place.is_dir() and not (place / "state.json").exists():
-        files = sorted(file for file in place.rglob(f"{split}*") if file.suffix in _ENDINGS)
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not (folder / "state.json").exists():
+        files = sorted(file for file in folder.rglob(f"{split}*") if file.suffix in _ENDINGS)
         if not files:
-            raise DataError(f"{place} has no file {split}*.jsonl or {split}*.parquet; give the file itself.")
+            raise DataError(f"{folder} has no file {split}*.jsonl or {split}*.parquet; give the file itself.")
         return [row for file in files for row in _all(str(file))]
-    return _all(str(place))
+    return _all(str(folder))
 
 
 def hub_rows(repository: str, split: str, *, config: str | None = None) -> list[dict[str, Any]]:

@@ -122,8 +122,8 @@ def _send(
     device = next(iter(values.values())).device
     flat = torch.empty(sum(entry.num_bytes for entry in bucket), dtype=torch.uint8, device=device)
     if is_owner:
-        for entry, place in _places(bucket, flat):
-            place.copy_(values[entry.name])
+        for entry, view in _views(bucket, flat):
+            view.copy_(values[entry.name])
     if layout.pp_size > 1:
         dist.broadcast(flat, group=layout.pp_group, group_src=first.stage)
     groups = [] if first.kind == "whole" else shared_by(model, first.name)[0]
@@ -152,7 +152,7 @@ def _gathered(flat: Tensor, groups: list[dist.ProcessGroup]) -> list[Tensor]:
     return list(flat.split(size))
 
 
-def _places(bucket: list[_Entry], flat: Tensor) -> Iterator[tuple[_Entry, Tensor]]:
+def _views(bucket: list[_Entry], flat: Tensor) -> Iterator[tuple[_Entry, Tensor]]:
     position = 0
     for entry in bucket:
         used = math.prod(entry.shape) * entry.dtype.itemsize
@@ -161,5 +161,5 @@ def _places(bucket: list[_Entry], flat: Tensor) -> Iterator[tuple[_Entry, Tensor
 
 
 def _named_places(bucket: list[_Entry], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    for entry, place in _places(bucket, flat):
-        yield entry.name, place
+    for entry, view in _views(bucket, flat):
+        yield entry.name, view

@@ -151,21 +151,21 @@ def merge_shards(layout: ShardLayout, shards: Sequence[Tensor]) -> Iterator[tupl
     if layout.dim is None:
         yield layout.names[0], shards[0]
         return
-    whole = shards[0] if len(shards) == 1 else torch.cat(list(shards), layout.dim)
+    full = shards[0] if len(shards) == 1 else torch.cat(list(shards), layout.dim)
     pieces: dict[str, list[Tensor]] = {name: [] for name in layout.names}
     position = 0
-    for piece in layout.pieces(whole.shape[layout.dim], len(shards)):
+    for piece in layout.pieces(full.shape[layout.dim], len(shards)):
         size = piece.stop - piece.start
         if piece.name is not None:
-            pieces[piece.name].append(whole.narrow(layout.dim, position, size))
+            pieces[piece.name].append(full.narrow(layout.dim, position, size))
         position += size
     for name, parts in pieces.items():
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
 
 
-def _check_shape(name: str, content: Tensor, place: Tensor) -> None:
-    if tuple(content.shape) != tuple(place.shape):
+def _check_shape(name: str, content: Tensor, target: Tensor) -> None:
+    if tuple(content.shape) != tuple(target.shape):
         raise ValueError(
-            f"{name} gives shape {tuple(content.shape)} where Megatron has {tuple(place.shape)}; config.json does not "
+            f"{name} gives shape {tuple(content.shape)} where Megatron has {tuple(target.shape)}; config.json does not "
             "describe these weights."
         )

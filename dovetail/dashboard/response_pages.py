@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dovetail.dashboard.answer_file import AnswerFile, Entry, prompt_bytes, stamp_of
 from dovetail.dashboard.errors import DashboardError
+from dovetail.dashboard.response_file import Entry, ResponseFile, prompt_bytes, stamp_of
 
 Kind = Literal["rollouts", "validation"]
 Filter = Literal["all", "wrong", "truncated", "no_signal", "failed"]
@@ -38,13 +38,13 @@ class Wish:
     order: Order = "recorded"
 
 
-class AnswerFolder:
+class ResponseFolder:
     """`rollouts/` or `validation/` of a run. Indices of the files read last are kept, within a bound."""
 
     def __init__(self, path: Path, resolve: Callable[[Path], Path]) -> None:
         self._path = path
         self._resolve = resolve
-        self._files: OrderedDict[int, AnswerFile] = OrderedDict()
+        self._files: OrderedDict[int, ResponseFile] = OrderedDict()
         self._steps: list[int] = []
         self._steps_stamp = -1
 
@@ -61,12 +61,12 @@ class AnswerFolder:
             self._steps_stamp = stamp
         return self._steps
 
-    def file(self, step: int) -> AnswerFile:
+    def file(self, step: int) -> ResponseFile:
         """The index of a step, made now unless it is known and the file has not changed."""
         path = self._resolve(self._path / f"step_{step}.jsonl")
         known = self._files.pop(step, None)
         if known is None or known.stamp != stamp_of(path):
-            known = AnswerFile.read(path)
+            known = ResponseFile.read(path)
         self._files[step] = known
         while len(self._files) > 1 and sum(len(file.entries) for file in self._files.values()) > _MOST_ENTRIES:
             self._files.popitem(last=False)
@@ -95,12 +95,12 @@ class AnswerFolder:
             "groups": [_show_group(file, group, fitting) for group, fitting in chosen[first : first + count]],
         }
 
-    def answer(self, step: int, row: int) -> dict[str, Any]:
+    def response(self, step: int, row: int) -> dict[str, Any]:
         """One answer with the numbers of its tokens."""
         file = self.file(step)
         if not 0 <= row < len(file.entries):
             raise DashboardError(f"step {step} has {len(file.entries)} answers; there is no answer {row}.")
-        return {"row": row, "step": step, **file.whole(file.entries[row])}
+        return {"row": row, "step": step, **file.full_row(file.entries[row])}
 
     def group_of_prompt(self, step: int, key: str) -> dict[str, Any]:
         """All answers of a step to one prompt."""
@@ -148,7 +148,7 @@ class AnswerFolder:
         path = self._resolve(self._path / f"step_{step}.jsonl")
         if wish.filter == "all" and wish.words and not _file_may_have(path, wish.words):
             return []
-        file = AnswerFile.read(path) if step not in self._files else self.file(step)
+        file = ResponseFile.read(path) if step not in self._files else self.file(step)
         groups = _groups(file.entries)
         matches = []
         for entry in file.entries:
@@ -201,7 +201,7 @@ def _has_words(head: dict[str, Any], words: str) -> bool:
     return wanted in head["response"].casefold() or wanted in head["prompt"].casefold()
 
 
-def _show_group(file: AnswerFile, group: list[Entry], shown: list[Entry]) -> dict[str, Any]:
+def _show_group(file: ResponseFile, group: list[Entry], shown: list[Entry]) -> dict[str, Any]:
     heads = [file.head(entry) for entry in shown]
     scores = [entry.score for entry in group if entry.score is not None and not entry.failed]
     return {

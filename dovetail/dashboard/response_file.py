@@ -41,7 +41,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class AnswerFile:
+class ResponseFile:
     """The index of a file, and whether the file on disk is still the one indexed (`stamp`)."""
 
     path: Path
@@ -50,7 +50,7 @@ class AnswerFile:
     bad_lines: int
 
     @classmethod
-    def read(cls, path: Path) -> AnswerFile:
+    def read(cls, path: Path) -> ResponseFile:
         """Index a file. Lines that are no JSON objects are counted, not shown."""
         entries: list[Entry] = []
         bad = 0
@@ -69,7 +69,7 @@ class AnswerFile:
             raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
         return plain_names(row)
 
-    def whole(self, entry: Entry) -> dict[str, Any]:
+    def full_row(self, entry: Entry) -> dict[str, Any]:
         """An answer with the numbers of its tokens, where they were recorded."""
         row = parse_object(read_at(self.path, entry.offset, entry.size))
         if row is None:
