@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules look at. `no_signal` is the share of groups without signal in the newest answers."""
+    """What rules look at. `no_signal` is the share of groups without signal in the newest responses."""
 
     table: MetricsTable
     no_signal: float | None = None

@@ -1,4 +1,4 @@
-"""One HTML file about a run, complete in itself: curves, time, warnings, answers, settings. All text is escaped."""
+"""One HTML file about a run, complete in itself: curves, time, warnings, responses, settings. All text is escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One `step_N.jsonl` of answers: a small index of its lines, and single answers on demand.
+"""One `step_N.jsonl` of responses: a small index of its lines, and single responses on demand.
 
 Lines end with long lists of numbers, one per token. The index reads what stands before them, and keeps numbers only: a
 file may be far larger than memory.
@@ -24,7 +24,7 @@ _LONGEST_LINE = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the index knows of an answer."""
+    """What the index knows of a response."""
 
     row: int
     offset: int
@@ -63,14 +63,14 @@ class ResponseFile:
         return cls(path, stamp_of(path), tuple(entries), bad)
 
     def head(self, entry: Entry) -> dict[str, Any]:
-        """An answer without the numbers of its tokens."""
+        """A response without the numbers of its tokens."""
         row = parse_head(read_at(self.path, entry.offset, entry.size))
         if row is None:
             raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
         return plain_names(row)
 
     def full_row(self, entry: Entry) -> dict[str, Any]:
-        """An answer with the numbers of its tokens, where they were recorded."""
+        """A response with the numbers of its tokens, where they were recorded."""
         row = parse_object(read_at(self.path, entry.offset, entry.size))
         if row is None:
             raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)

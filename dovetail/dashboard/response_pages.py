@@ -1,4 +1,4 @@
-"""Pages of answers: groups of a step by filter, words and order; and a search over all steps in small bites."""
+"""Pages of responses: groups of a step by filter, words and order; and a search over all steps in small bites."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ResponseFolder:
         self._steps_stamp = -1
 
     def steps(self) -> list[int]:
-        """The steps that have answers, in order."""
+        """The steps that have responses, in order."""
         try:
             stamp = self._path.stat().st_mtime_ns
         except OSError:
@@ -73,7 +73,7 @@ class ResponseFolder:
         return known
 
     def page(self, step: int, wish: Wish, *, first: int, count: int) -> dict[str, Any]:
-        """Some groups of a step, each with the answers that fit the wish."""
+        """Some groups of a step, each with the responses that fit the wish."""
         file = self.file(step)
         groups = _groups(file.entries)
         chosen: list[tuple[list[Entry], list[Entry]]] = []
@@ -96,14 +96,14 @@ class ResponseFolder:
         }
 
     def response(self, step: int, row: int) -> dict[str, Any]:
-        """One answer with the numbers of its tokens."""
+        """One response with the numbers of its tokens."""
         file = self.file(step)
         if not 0 <= row < len(file.entries):
             raise DashboardError(f"step {step} has {len(file.entries)} answers; there is no answer {row}.")
         return {"row": row, "step": step, **file.full_row(file.entries[row])}
 
     def group_of_prompt(self, step: int, key: str) -> dict[str, Any]:
-        """All answers of a step to one prompt."""
+        """All responses of a step to one prompt."""
         file = self.file(step)
         entries = [entry for entry in file.entries if entry.prompt_key == key]
         if not entries:
@@ -127,7 +127,7 @@ class ResponseFolder:
         return {"found": matches[: 2 * most], "next": cursor if steps else None, "left": len(steps)}
 
     def steps_with_prompt(self, step: int, row: int, *, cursor: int, seconds: float) -> dict[str, Any]:
-        """Other steps that answered the prompt of this answer, from the newest back, for a moment."""
+        """Other steps that answered the prompt of this response, from the newest back, for a moment."""
         file = self.file(step)
         if not 0 <= row < len(file.entries):
             raise DashboardError(f"step {step} has no answer {row}.")
@@ -161,7 +161,7 @@ class ResponseFolder:
 
 
 def counts(entries: tuple[Entry, ...]) -> dict[str, int]:
-    """How many answers each filter would show."""
+    """How many responses each filter would show."""
     groups = _groups(entries)
     flat = {uid for uid, group in groups.items() if _has_no_signal(group)}
     return {
@@ -191,7 +191,7 @@ def _fits(entry: Entry, group: list[Entry], wanted: Filter) -> bool:
 
 
 def _has_no_signal(group: list[Entry]) -> bool:
-    """Whether nothing can be learned from comparing the answers: all that were scored got the same."""
+    """Whether nothing can be learned from comparing the responses: all that were scored got the same."""
     scores = [entry.score for entry in group if entry.score is not None and not entry.failed]
     return len(group) > 1 and (not scores or max(scores) - min(scores) < _SIGNAL)
 

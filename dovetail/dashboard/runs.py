@@ -101,7 +101,7 @@ class Run:
         return check_health(Facts(self.metrics, self._no_signal(), self.memory(), stopped))
 
     def _no_signal(self) -> float | None:
-        """Share of groups without signal in the newest answers of training."""
+        """Share of groups without signal in the newest responses of training."""
         steps = self.responses("rollouts").steps()
         if not steps:
             return None
