@@ -200,7 +200,7 @@ def test_the_index_reads_texts_that_look_like_its_own_keys(tmp_path: Path) -> No
     file = ResponseFile.read(tmp_path / "step_1.jsonl")
     assert (len(file.entries), file.bad_lines) == (2, 1)
     assert file.head(file.entries[0])["response"] == trap
-    assert file.whole(file.entries[0])["score"] == 1.0
+    assert file.full_row(file.entries[0])["score"] == 1.0
     head = parse_head(line(row).encode().rstrip())
     assert head == {name: row[name] for name in list(row)[: list(row).index("response_ids")]}
 
