@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dovetail.config.arguments import split_arguments
-from dovetail.config.checks import Finding, check_config
+from dovetail.config.checks import check_config
 from dovetail.config.errors import ConfigError, Notice, Problem
 from dovetail.config.load import load_config
 from dovetail.config.plan import Plan, Shapes, make_plan, read_shapes
@@ -81,25 +81,20 @@ def report(
 
 
 def _report(output: str, plan: Plan | None, notices: Sequence[Notice], problems: Sequence[Problem]) -> int:
-    findings = [_as_finding(problem) for problem in problems]
-    valid = all(finding.severity != "error" for finding in findings)
+    valid = all(problem.severity != "error" for problem in problems)
     if output == "json":
-        sys.stdout.write(json.dumps(_as_json(valid, plan, notices, findings), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_as_json(valid, plan, notices, problems), indent=2) + "\n")
     else:
         from dovetail.cli.show_plan import show
 
-        show(plan, notices, findings)
+        show(plan, notices, problems)
     return VALID if valid else INVALID
 
 
-def _as_json(valid: bool, plan: Plan | None, notices: Sequence[Notice], findings: Sequence[Finding]) -> dict[str, Any]:
+def _as_json(valid: bool, plan: Plan | None, notices: Sequence[Notice], problems: Sequence[Problem]) -> dict[str, Any]:
     return {
         "valid": valid,
-        "problems": [{"severity": f.severity, "key": f.key, "message": f.message} for f in findings],
+        "problems": [{"severity": f.severity, "key": f.key, "message": f.message} for f in problems],
         "notices": [{"key": notice.key, "message": notice.message} for notice in notices],
         "plan": plan.to_dict() if plan else None,
     }
-
-
-def _as_finding(problem: Problem) -> Finding:
-    return problem if isinstance(problem, Finding) else Finding(problem.key, problem.message)

@@ -12,8 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.config.checks.finding import Finding
-from dovetail.config.errors import Notice
+from dovetail.config.errors import Notice, Problem
 from dovetail.config.plan.batches import BatchPlan, PassBatches
 from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.memory import MemoryPlan, PhaseMemory, StageMemory
@@ -25,7 +24,7 @@ WIDTH = 100
 
 
 def show(
-    plan: Plan | None, notices: Sequence[Notice], findings: Sequence[Finding], console: Console | None = None
+    plan: Plan | None, notices: Sequence[Notice], findings: Sequence[Problem], console: Console | None = None
 ) -> None:
     """Print notices, the plan (when there is one), problems and the verdict."""
     if console is not None:
@@ -42,7 +41,7 @@ def show(
     sys.stdout.write(_without_padding(captured.get()))
 
 
-def _draw(console: Console, plan: Plan | None, notices: Sequence[Notice], findings: Sequence[Finding]) -> None:
+def _draw(console: Console, plan: Plan | None, notices: Sequence[Notice], findings: Sequence[Problem]) -> None:
     _bullets(console, "Notices", "cyan", [str(notice) for notice in notices])
     if plan is not None:
         if plan.model is not None:
@@ -253,7 +252,7 @@ def _fit(phase: PhaseMemory) -> Text:
     return Text("fits", style="green") if phase.fits else Text("too big", style="bold red")
 
 
-def _verdict(plan: Plan | None, findings: Sequence[Finding]) -> Text:
+def _verdict(plan: Plan | None, findings: Sequence[Problem]) -> Text:
     errors = sum(finding.severity == "error" for finding in findings)
     if errors:
         return Text(f"invalid: {errors} error{'s' * (errors != 1)}", style="bold red")

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "notice"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the key, and a sentence that names the value, the rule and the fix."""
+    """One thing to say about a key, in a sentence that names the value, the rule and the fix.
+
+    An error cannot run, or would do something else than asked. A warning runs and is surely not what was meant.
+    """
 
     key: str
     message: str
+    severity: Severity = "error"
 
     def __str__(self) -> str:
         return self.message if self.key in self.message else f"{self.key}: {self.message}"
 
 
 @dataclass(frozen=True)
-class Notice:
+class Notice(Problem):
     """Something that is not wrong but must not be silent: a translated spelling, a key without effect."""
 
-    key: str
-    message: str
-
-    def __str__(self) -> str:
-        return self.message if self.key in self.message else f"{self.key}: {self.message}"
+    severity: Severity = "notice"
 
 
 class ConfigError(ValueError):

@@ -10,20 +10,20 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from dovetail.config.checks.finding import Finding, error
-from dovetail.config.errors import name_some
+from dovetail.config.checks.checked import error
+from dovetail.config.errors import Problem, name_some
 from dovetail.config.hub import is_hub_name
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import PACKAGE_PREFIX
 from dovetail.data.errors import DataError
 
 
-def missing_inputs(config: DovetailConfig) -> list[Finding]:
+def missing_inputs(config: DovetailConfig) -> list[Problem]:
     """An error for everything that the run will read and that is not there, or is not what it must be."""
     return [*_data_files(config), *_folders(config), *_user_code(config), *_other_files(config)]
 
 
-def _data_files(config: DovetailConfig) -> Iterator[Finding]:
+def _data_files(config: DovetailConfig) -> Iterator[Problem]:
     data = config.data
     if data.custom_cls.path is not None:  # a user's class reads whatever it likes
         return
@@ -46,7 +46,7 @@ def _data_files(config: DovetailConfig) -> Iterator[Finding]:
                     yield error(key, f"{key}: {path} has no column {name!r}, only {name_some(columns)}{way_out}.")
 
 
-def _folders(config: DovetailConfig) -> Iterator[Finding]:
+def _folders(config: DovetailConfig) -> Iterator[Problem]:
     model = config.actor_rollout_ref.model
     folders = {"actor_rollout_ref.model.path": model.path}
     if config.uses_critic:
@@ -70,7 +70,7 @@ def _folders(config: DovetailConfig) -> Iterator[Finding]:
             )
 
 
-def _user_code(config: DovetailConfig) -> Iterator[Finding]:
+def _user_code(config: DovetailConfig) -> Iterator[Problem]:
     reward, manager = config.custom_reward_function, config.reward_model.reward_manager_module
     data = config.data
     wanted = [
@@ -131,7 +131,7 @@ def _defined(body: list[ast.stmt]) -> set[str]:
     return names
 
 
-def _other_files(config: DovetailConfig) -> Iterator[Finding]:
+def _other_files(config: DovetailConfig) -> Iterator[Problem]:
     trainer = config.trainer
     tools = config.data.tool_config_path
     if tools and not Path(tools).is_file():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dovetail.config.algorithm import ESTIMATORS_WITH_CRITIC, OPTIMAL_TOKEN_BASELINES
-from dovetail.config.checks.finding import ACTOR, ROLLOUT, Checked, Finding, error, warning
+from dovetail.config.checks.checked import ACTOR, ROLLOUT, Checked, error, warning
+from dovetail.config.errors import Problem
 
 GROUP_ESTIMATORS = frozenset(
     {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"}
@@ -14,7 +15,7 @@ GROUP_ESTIMATORS = frozenset(
 CORRECTION = "algorithm.rollout_correction"
 
 
-def estimator_has_its_critic(run: Checked) -> Iterator[Finding]:
+def estimator_has_its_critic(run: Checked) -> Iterator[Problem]:
     estimator, critic = run.config.algorithm.adv_estimator, run.config.critic
     if estimator in ESTIMATORS_WITH_CRITIC and critic.enable is False:
         yield error(
@@ -36,7 +37,7 @@ def estimator_has_its_critic(run: Checked) -> Iterator[Finding]:
         )
 
 
-def critic_warmup_has_a_critic(run: Checked) -> Iterator[Finding]:
+def critic_warmup_has_a_critic(run: Checked) -> Iterator[Problem]:
     trainer = run.config.trainer
     if trainer.critic_warmup and not run.config.uses_critic:
         yield warning(
@@ -53,7 +54,7 @@ def critic_warmup_has_a_critic(run: Checked) -> Iterator[Finding]:
         )
 
 
-def groups_have_several_answers(run: Checked) -> Iterator[Finding]:
+def groups_have_several_answers(run: Checked) -> Iterator[Problem]:
     estimator, n = run.config.algorithm.adv_estimator, run.config.actor_rollout_ref.rollout.n
     key = f"{ROLLOUT}.n"
     if n > 1:
@@ -74,7 +75,7 @@ def groups_have_several_answers(run: Checked) -> Iterator[Finding]:
         )
 
 
-def filtered_groups_have_a_metric(run: Checked) -> Iterator[Finding]:
+def filtered_groups_have_a_metric(run: Checked) -> Iterator[Problem]:
     filters = run.config.algorithm.filter_groups
     if filters.enable and not filters.metric:
         yield warning(
@@ -91,7 +92,7 @@ def filtered_groups_have_a_metric(run: Checked) -> Iterator[Finding]:
         )
 
 
-def kl_is_applied_once_and_with_weight(run: Checked) -> Iterator[Finding]:
+def kl_is_applied_once_and_with_weight(run: Checked) -> Iterator[Problem]:
     actor, algorithm = run.config.actor_rollout_ref.actor, run.config.algorithm
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield warning(
@@ -107,7 +108,7 @@ def kl_is_applied_once_and_with_weight(run: Checked) -> Iterator[Finding]:
         )
 
 
-def kl_controller_can_move(run: Checked) -> Iterator[Finding]:
+def kl_controller_can_move(run: Checked) -> Iterator[Problem]:
     algorithm = run.config.algorithm
     control = algorithm.kl_ctrl
     if not algorithm.use_kl_in_reward:
@@ -131,7 +132,7 @@ def kl_controller_can_move(run: Checked) -> Iterator[Finding]:
         )
 
 
-def clip_range_is_plausible(run: Checked) -> Iterator[Finding]:
+def clip_range_is_plausible(run: Checked) -> Iterator[Problem]:
     actor = run.config.actor_rollout_ref.actor
     mode = actor.policy_loss.loss_mode
     low, high = actor.clip_low, actor.clip_high
@@ -154,7 +155,7 @@ def clip_range_is_plausible(run: Checked) -> Iterator[Finding]:
         )
 
 
-def loss_scale_is_used(run: Checked) -> Iterator[Finding]:
+def loss_scale_is_used(run: Checked) -> Iterator[Problem]:
     actor = run.config.actor_rollout_ref.actor
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         yield warning(
@@ -170,7 +171,7 @@ def loss_scale_is_used(run: Checked) -> Iterator[Finding]:
         )
 
 
-def correction_has_log_probs(run: Checked) -> Iterator[Finding]:
+def correction_has_log_probs(run: Checked) -> Iterator[Problem]:
     correction = run.config.algorithm.rollout_correction
     if not correction.active or run.config.actor_rollout_ref.rollout.calculate_log_probs:
         return
@@ -183,7 +184,7 @@ def correction_has_log_probs(run: Checked) -> Iterator[Finding]:
     )
 
 
-def correction_is_consistent(run: Checked) -> Iterator[Finding]:
+def correction_is_consistent(run: Checked) -> Iterator[Problem]:
     correction = run.config.algorithm.rollout_correction
     lower = correction.rollout_is_threshold_lower
     if correction.rollout_is and lower is not None and lower >= correction.rollout_is_threshold:
@@ -206,7 +207,7 @@ def correction_is_consistent(run: Checked) -> Iterator[Finding]:
         )
 
 
-def squares_have_a_log_prob_pass(run: Checked) -> Iterator[Finding]:
+def squares_have_a_log_prob_pass(run: Checked) -> Iterator[Problem]:
     estimator = run.config.algorithm.adv_estimator
     if run.config.needs_sum_pi_squared and run.config.algorithm.rollout_correction.bypass_mode:
         cause = f"algorithm.adv_estimator={estimator}"
@@ -219,7 +220,7 @@ def squares_have_a_log_prob_pass(run: Checked) -> Iterator[Finding]:
         )
 
 
-def gdpo_has_one_weight_per_reward(run: Checked) -> Iterator[Finding]:
+def gdpo_has_one_weight_per_reward(run: Checked) -> Iterator[Problem]:
     algorithm = run.config.algorithm
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if algorithm.adv_estimator != "gdpo":
@@ -238,7 +239,7 @@ def gdpo_has_one_weight_per_reward(run: Checked) -> Iterator[Finding]:
         )
 
 
-def filtration_has_values(run: Checked) -> Iterator[Finding]:
+def filtration_has_values(run: Checked) -> Iterator[Problem]:
     algorithm = run.config.algorithm
     if algorithm.use_pf_ppo and algorithm.adv_estimator not in ESTIMATORS_WITH_CRITIC:
         yield error(
@@ -249,7 +250,7 @@ def filtration_has_values(run: Checked) -> Iterator[Finding]:
         )
 
 
-def rejection_has_one_bound_per_rule(run: Checked) -> Iterator[Finding]:
+def rejection_has_one_bound_per_rule(run: Checked) -> Iterator[Problem]:
     correction = run.config.algorithm.rollout_correction
     key = f"{CORRECTION}.rollout_rs_threshold"
     if correction.rollout_rs is None:

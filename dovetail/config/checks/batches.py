@@ -6,22 +6,22 @@ import math
 from collections.abc import Iterator
 
 from dovetail.config.base import Section
-from dovetail.config.checks.finding import (
+from dovetail.config.checks.checked import (
     ACTOR,
     REF,
     ROLLOUT,
     Checked,
-    Finding,
     divides,
     error,
     nearest_divisor,
     next_multiple,
     warning,
 )
+from dovetail.config.errors import Problem
 from dovetail.config.plan.layout import RoleLayout
 
 
-def sequences_divide_over_data_parallel_ranks(run: Checked) -> Iterator[Finding]:
+def sequences_divide_over_data_parallel_ranks(run: Checked) -> Iterator[Problem]:
     """Every rank must get the same number of sequences, in a step and in a mini-batch."""
     layout = run.layouts["actor"]
     if not divides(layout):
@@ -48,7 +48,7 @@ def sequences_divide_over_data_parallel_ranks(run: Checked) -> Iterator[Finding]
         yield from _mini_problem("critic.ppo_mini_batch_size", critic_mini, n, critic)
 
 
-def mini_batches_fit_in_the_batch(run: Checked) -> Iterator[Finding]:
+def mini_batches_fit_in_the_batch(run: Checked) -> Iterator[Problem]:
     prompts = run.config.data.train_batch_size
     actor, critic = run.config.actor_rollout_ref.actor.ppo_mini_batch_size, run.config.critic.ppo_mini_batch_size
     sizes = {f"{ACTOR}.ppo_mini_batch_size": actor}
@@ -69,7 +69,7 @@ def mini_batches_fit_in_the_batch(run: Checked) -> Iterator[Finding]:
             )
 
 
-def micro_batches_fit_in_a_mini_batch(run: Checked) -> Iterator[Finding]:
+def micro_batches_fit_in_a_mini_batch(run: Checked) -> Iterator[Problem]:
     config = run.config
     actor, critic, n = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.rollout.n
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu:
@@ -88,7 +88,7 @@ def micro_batches_fit_in_a_mini_batch(run: Checked) -> Iterator[Finding]:
         yield from _micro_problem("critic", critic.ppo_micro_batch_size_per_gpu, critic.ppo_mini_batch_size, n, layout)
 
 
-def every_pass_knows_how_to_cut(run: Checked) -> Iterator[Finding]:
+def every_pass_knows_how_to_cut(run: Checked) -> Iterator[Problem]:
     """Without a token budget a pass needs a number of sequences."""
     policy, critic = run.config.actor_rollout_ref, run.config.critic
     cuts: list[tuple[str, str, str, Section]] = [
@@ -112,7 +112,7 @@ def every_pass_knows_how_to_cut(run: Checked) -> Iterator[Finding]:
             return
 
 
-def one_way_of_cutting_is_set(run: Checked) -> Iterator[Finding]:
+def one_way_of_cutting_is_set(run: Checked) -> Iterator[Problem]:
     actor = run.config.actor_rollout_ref.actor
     if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
         key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -124,7 +124,7 @@ def one_way_of_cutting_is_set(run: Checked) -> Iterator[Finding]:
         )
 
 
-def token_budgets_hold_the_longest_sequence(run: Checked) -> Iterator[Finding]:
+def token_budgets_hold_the_longest_sequence(run: Checked) -> Iterator[Problem]:
     policy, critic = run.config.actor_rollout_ref, run.config.critic
     actor, rollout, ref = policy.actor, policy.rollout, policy.ref
     budgets = [
@@ -162,7 +162,7 @@ def token_budgets_hold_the_longest_sequence(run: Checked) -> Iterator[Finding]:
         )
 
 
-def generation_batches_can_fill_a_training_batch(run: Checked) -> Iterator[Finding]:
+def generation_batches_can_fill_a_training_batch(run: Checked) -> Iterator[Problem]:
     data, filters = run.config.data, run.config.algorithm.filter_groups
     generated, prompts = data.generation_batch_size, data.train_batch_size
     if not filters.enable:
@@ -191,7 +191,7 @@ def generation_batches_can_fill_a_training_batch(run: Checked) -> Iterator[Findi
         )
 
 
-def pipelines_have_enough_micro_batches(run: Checked) -> Iterator[Finding]:
+def pipelines_have_enough_micro_batches(run: Checked) -> Iterator[Problem]:
     actor, layout = run.config.actor_rollout_ref.actor, run.layouts["actor"]
     stages = layout.pipeline_parallel
     if stages == 1 or not divides(layout) or actor.use_dynamic_bsz or not actor.ppo_micro_batch_size_per_gpu:
@@ -215,7 +215,7 @@ def pipelines_have_enough_micro_batches(run: Checked) -> Iterator[Finding]:
         )
 
 
-def micro_batches_have_sequences(run: Checked) -> Iterator[Finding]:
+def micro_batches_have_sequences(run: Checked) -> Iterator[Problem]:
     policy, critic = run.config.actor_rollout_ref, run.config.critic
     roles = {"actor": (ACTOR, policy.actor)} | ({"critic": ("critic", critic)} if "critic" in run.layouts else {})
     for name, (prefix, role) in roles.items():
@@ -232,7 +232,7 @@ def micro_batches_have_sequences(run: Checked) -> Iterator[Finding]:
             )
 
 
-def samples_fill_a_batch(run: Checked) -> Iterator[Finding]:
+def samples_fill_a_batch(run: Checked) -> Iterator[Problem]:
     data, wanted = run.config.data, run.config.generation_batch_size
     key = "gen_batch_size" if wanted != data.train_batch_size else "train_batch_size"
     if 0 <= data.train_max_samples < wanted:
@@ -248,7 +248,7 @@ def _prompts_per_round(layout: RoleLayout, n: int) -> int:
     return layout.data_parallel // math.gcd(layout.data_parallel, n)
 
 
-def _mini_problem(key: str, mini: int, n: int, layout: RoleLayout) -> Iterator[Finding]:
+def _mini_problem(key: str, mini: int, n: int, layout: RoleLayout) -> Iterator[Problem]:
     step = _prompts_per_round(layout, n)
     if mini % step:
         yield error(
@@ -258,7 +258,7 @@ def _mini_problem(key: str, mini: int, n: int, layout: RoleLayout) -> Iterator[F
         )
 
 
-def _micro_problem(prefix: str, micro: int, mini: int, n: int, layout: RoleLayout) -> Iterator[Finding]:
+def _micro_problem(prefix: str, micro: int, mini: int, n: int, layout: RoleLayout) -> Iterator[Problem]:
     if not divides(layout) or mini * n % layout.data_parallel:
         return
     key = f"{prefix}.ppo_micro_batch_size_per_gpu"

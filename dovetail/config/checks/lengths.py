@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dovetail.config.checks.finding import MODEL, ROLLOUT, Checked, Finding, error, warning
+from dovetail.config.checks.checked import MODEL, ROLLOUT, Checked, error, warning
+from dovetail.config.errors import Problem
 
 
-def sequences_fit_in_the_context(run: Checked) -> Iterator[Finding]:
+def sequences_fit_in_the_context(run: Checked) -> Iterator[Problem]:
     context = run.shape.context_length if run.shape else None
     rollout = run.config.actor_rollout_ref.rollout
     if context is None:
@@ -26,7 +27,7 @@ def sequences_fit_in_the_context(run: Checked) -> Iterator[Finding]:
         yield error(key, f"{key}={rollout.max_model_len} exceeds the model's context of {context}; use {context}.")
 
 
-def engine_holds_prompt_and_response(run: Checked) -> Iterator[Finding]:
+def engine_holds_prompt_and_response(run: Checked) -> Iterator[Problem]:
     rollout = run.config.actor_rollout_ref.rollout
     key = f"{ROLLOUT}.max_model_len"
     if rollout.max_model_len and rollout.max_model_len < run.longest:
@@ -37,7 +38,7 @@ def engine_holds_prompt_and_response(run: Checked) -> Iterator[Finding]:
         )
 
 
-def lengths_agree(run: Checked) -> Iterator[Finding]:
+def lengths_agree(run: Checked) -> Iterator[Problem]:
     rollout, data = run.config.actor_rollout_ref.rollout, run.config.data
     for name, value, source, wanted in (
         ("prompt_length", rollout.prompt_length, "data.max_prompt_length", data.max_prompt_length),
@@ -50,7 +51,7 @@ def lengths_agree(run: Checked) -> Iterator[Finding]:
             )
 
 
-def engine_steps_hold_a_prefill(run: Checked) -> Iterator[Finding]:
+def engine_steps_hold_a_prefill(run: Checked) -> Iterator[Problem]:
     rollout = run.config.actor_rollout_ref.rollout
     key = f"{ROLLOUT}.max_num_batched_tokens"
     # The other engines have no such limit on a step, or ignore it.
@@ -70,7 +71,7 @@ def engine_steps_hold_a_prefill(run: Checked) -> Iterator[Finding]:
         )
 
 
-def overlong_buffer_is_inside_the_response(run: Checked) -> Iterator[Finding]:
+def overlong_buffer_is_inside_the_response(run: Checked) -> Iterator[Problem]:
     reward, limit = run.config.reward_model, run.config.overlong_limit
     buffer, response = reward.overlong_buffer, run.config.data.max_response_length
     if not buffer.enable:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dovetail.config.checks.finding import ACTOR, MODEL, Checked, Finding, error, warning
+from dovetail.config.checks.checked import ACTOR, MODEL, Checked, error, warning
+from dovetail.config.errors import Problem
 
 # Below this peak learning rate adapters barely move: they start at zero and are a small share of the weights.
 LOW_ADAPTER_LR = 3e-6
 
 
-def policy_has_weights(run: Checked) -> Iterator[Finding]:
+def policy_has_weights(run: Checked) -> Iterator[Problem]:
     key = f"{MODEL}.path"
     if not run.config.actor_rollout_ref.model.path:
         yield error(key, f"{key} is not set; give the Hugging Face folder of the policy.")
 
 
-def adapters_are_trainable(run: Checked) -> Iterator[Finding]:
+def adapters_are_trainable(run: Checked) -> Iterator[Problem]:
     policy = run.config.actor_rollout_ref
     if not policy.model.uses_lora:
         return
@@ -34,7 +35,7 @@ def adapters_are_trainable(run: Checked) -> Iterator[Finding]:
         )
 
 
-def head_runs_on_the_device(run: Checked) -> Iterator[Finding]:
+def head_runs_on_the_device(run: Checked) -> Iterator[Problem]:
     policy = run.config.actor_rollout_ref
     model = policy.model
     if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton":
@@ -55,7 +56,7 @@ def head_runs_on_the_device(run: Checked) -> Iterator[Finding]:
         )
 
 
-def activations_are_checkpointed_before_they_are_offloaded(run: Checked) -> Iterator[Finding]:
+def activations_are_checkpointed_before_they_are_offloaded(run: Checked) -> Iterator[Problem]:
     models = {MODEL: run.config.actor_rollout_ref.model}
     if run.config.uses_critic:
         models["critic.model"] = run.config.critic.model
@@ -68,7 +69,7 @@ def activations_are_checkpointed_before_they_are_offloaded(run: Checked) -> Iter
             )
 
 
-def token_budgets_count_real_tokens(run: Checked) -> Iterator[Finding]:
+def token_budgets_count_real_tokens(run: Checked) -> Iterator[Problem]:
     policy = run.config.actor_rollout_ref
     if policy.actor.use_dynamic_bsz and not policy.model.use_remove_padding:
         yield warning(
@@ -79,7 +80,7 @@ def token_budgets_count_real_tokens(run: Checked) -> Iterator[Finding]:
         )
 
 
-def reward_network_is_complete(run: Checked) -> Iterator[Finding]:
+def reward_network_is_complete(run: Checked) -> Iterator[Problem]:
     reward = run.config.reward_model
     if not reward.enable:
         if reward.model.path:
@@ -104,7 +105,7 @@ def reward_network_is_complete(run: Checked) -> Iterator[Finding]:
         )
 
 
-def frozen_tower_exists(run: Checked) -> Iterator[Finding]:
+def frozen_tower_exists(run: Checked) -> Iterator[Problem]:
     if run.config.actor_rollout_ref.actor.freeze_vision_tower and run.shape is not None and not run.shape.vision:
         key = f"{ACTOR}.freeze_vision_tower"
         yield warning(key, f"{key}=True, but {run.shape.model_type} has no vision tower; take it out.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from dovetail.config.checks.finding import ACTOR, MODEL, REF, Checked, Finding, divides, error, nearest_divisor, warning
+from dovetail.config.checks.checked import ACTOR, MODEL, REF, Checked, divides, error, nearest_divisor, warning
+from dovetail.config.errors import Problem
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.plan.layout import RoleLayout
@@ -21,7 +22,7 @@ _GROUP_SIZES = {
 SECTIONS = {"actor": ACTOR, "ref": REF, "critic": "critic", "reward_model": "reward_model"}
 
 
-def single_process_has_one_device(run: Checked) -> Iterator[Finding]:
+def single_process_has_one_device(run: Checked) -> Iterator[Problem]:
     world = run.config.trainer.world_size
     if run.config.actor_rollout_ref.actor.strategy == "single" and world > 1:
         yield error(
@@ -31,7 +32,7 @@ def single_process_has_one_device(run: Checked) -> Iterator[Finding]:
         )
 
 
-def model_parallel_sizes_divide_the_world(run: Checked) -> Iterator[Finding]:
+def model_parallel_sizes_divide_the_world(run: Checked) -> Iterator[Problem]:
     for layout, prefix in _megatron_roles(run):
         size = layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel
         if layout.world_size % size:
@@ -44,7 +45,7 @@ def model_parallel_sizes_divide_the_world(run: Checked) -> Iterator[Finding]:
             )
 
 
-def expert_parallel_sizes_fit(run: Checked) -> Iterator[Finding]:
+def expert_parallel_sizes_fit(run: Checked) -> Iterator[Problem]:
     for layout, prefix in _megatron_roles(run):
         if not divides(layout) or layout.expert_parallel == 1:
             continue
@@ -73,7 +74,7 @@ def expert_parallel_sizes_fit(run: Checked) -> Iterator[Finding]:
             )
 
 
-def pipeline_stages_share_the_layers(run: Checked) -> Iterator[Finding]:
+def pipeline_stages_share_the_layers(run: Checked) -> Iterator[Problem]:
     for layout, prefix in _megatron_roles(run):
         key = f"{prefix}.megatron.pipeline_model_parallel_size"
         if layout.virtual_pipeline > 1 and layout.pipeline_parallel == 1:
@@ -87,7 +88,7 @@ def pipeline_stages_share_the_layers(run: Checked) -> Iterator[Finding]:
             yield from _stage_problem(run.shape.num_layers, layout, prefix, key)
 
 
-def _stage_problem(num_layers: int, layout: RoleLayout, prefix: str, key: str) -> Iterator[Finding]:
+def _stage_problem(num_layers: int, layout: RoleLayout, prefix: str, key: str) -> Iterator[Problem]:
     try:
         layout.stages(num_layers)
     except ValueError as problem:
@@ -102,7 +103,7 @@ def _stage_problem(num_layers: int, layout: RoleLayout, prefix: str, key: str) -
         )
 
 
-def pipeline_splits_are_understood(run: Checked) -> Iterator[Finding]:
+def pipeline_splits_are_understood(run: Checked) -> Iterator[Problem]:
     for layout, prefix in _megatron_roles(run):
         extra = _section(run, layout.role).override_transformer_config
         key = f"{prefix}.megatron.override_transformer_config.pipeline_model_parallel_layout"
@@ -115,7 +116,7 @@ def pipeline_splits_are_understood(run: Checked) -> Iterator[Finding]:
             )
 
 
-def megatron_roles_share_one_layout(run: Checked) -> Iterator[Finding]:
+def megatron_roles_share_one_layout(run: Checked) -> Iterator[Problem]:
     """Megatron keeps its process groups for the whole process, and the roles of a pool share processes."""
     first: dict[str, RoleLayout] = {}
     for name, prefix in SECTIONS.items():
@@ -133,7 +134,7 @@ def megatron_roles_share_one_layout(run: Checked) -> Iterator[Finding]:
                 )
 
 
-def tensor_parallel_sizes_divide_the_widths(run: Checked) -> Iterator[Finding]:
+def tensor_parallel_sizes_divide_the_widths(run: Checked) -> Iterator[Problem]:
     if run.shape is None:
         return
     for layout, prefix in _megatron_roles(run):
@@ -153,7 +154,7 @@ def tensor_parallel_sizes_divide_the_widths(run: Checked) -> Iterator[Finding]:
                 yield error(key, f"{key}={parts} does not divide the model's {words} of {width}; use {best}.")
 
 
-def tensor_parallel_size_divides_the_heads(run: Checked) -> Iterator[Finding]:
+def tensor_parallel_size_divides_the_heads(run: Checked) -> Iterator[Problem]:
     if run.shape is None:
         return
     for layout, prefix in _megatron_roles(run):
@@ -162,7 +163,7 @@ def tensor_parallel_size_divides_the_heads(run: Checked) -> Iterator[Finding]:
             yield from _head_problem(run, key, layout.tensor_parallel, layout.world_size)
 
 
-def sequence_parallel_size_fits(run: Checked) -> Iterator[Finding]:
+def sequence_parallel_size_fits(run: Checked) -> Iterator[Problem]:
     for layout, prefix in _roles(run):
         size = layout.sequence_parallel
         key = f"{prefix}.ulysses_sequence_parallel_size"
@@ -179,7 +180,7 @@ def sequence_parallel_size_fits(run: Checked) -> Iterator[Finding]:
             yield from _head_problem(run, key, size, layout.world_size)
 
 
-def sequence_parallel_needs_packing(run: Checked) -> Iterator[Finding]:
+def sequence_parallel_needs_packing(run: Checked) -> Iterator[Problem]:
     policy, critic = run.config.actor_rollout_ref, run.config.critic
     pairs = [(f"{ACTOR}.ulysses_sequence_parallel_size", policy.actor.ulysses_sequence_parallel_size, MODEL)]
     packed = {MODEL: policy.model.use_remove_padding, "critic.model": critic.model.use_remove_padding}
@@ -195,7 +196,7 @@ def sequence_parallel_needs_packing(run: Checked) -> Iterator[Finding]:
             )
 
 
-def sharding_group_divides_the_world(run: Checked) -> Iterator[Finding]:
+def sharding_group_divides_the_world(run: Checked) -> Iterator[Problem]:
     for layout, prefix, fsdp in _fsdp_roles(run):
         key = f"{prefix}.fsdp_config.fsdp_size"
         size = fsdp.fsdp_size
@@ -208,7 +209,7 @@ def sharding_group_divides_the_world(run: Checked) -> Iterator[Finding]:
             )
 
 
-def strategy_matches_its_sections(run: Checked) -> Iterator[Finding]:
+def strategy_matches_its_sections(run: Checked) -> Iterator[Problem]:
     policy = run.config.actor_rollout_ref
     sections = [(ACTOR, policy.actor.strategy, policy.actor.megatron, policy.actor.ulysses_sequence_parallel_size)]
     if run.config.uses_critic:
@@ -230,7 +231,7 @@ def strategy_matches_its_sections(run: Checked) -> Iterator[Finding]:
             )
 
 
-def reference_shares_the_actor_backend(run: Checked) -> Iterator[Finding]:
+def reference_shares_the_actor_backend(run: Checked) -> Iterator[Problem]:
     policy = run.config.actor_rollout_ref
     if run.config.uses_reference and (policy.actor.strategy == "megatron") != (policy.ref.strategy == "megatron"):
         yield error(
@@ -240,7 +241,7 @@ def reference_shares_the_actor_backend(run: Checked) -> Iterator[Finding]:
         )
 
 
-def offload_has_an_effect(run: Checked) -> Iterator[Finding]:
+def offload_has_an_effect(run: Checked) -> Iterator[Problem]:
     for layout, prefix, fsdp in _fsdp_roles(run):
         section = f"{prefix}.fsdp_config"
         if fsdp.offload_policy and layout.backend != "fsdp2":
@@ -263,7 +264,7 @@ def _cuts(megatron: MegatronConfig) -> str | None:
     return next((key for key in keys if getattr(megatron, key) > 1), None)
 
 
-def _head_problem(run: Checked, key: str, size: int, world: int) -> Iterator[Finding]:
+def _head_problem(run: Checked, key: str, size: int, world: int) -> Iterator[Problem]:
     shape = run.shape
     if shape is None or size == 1:
         return

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from dovetail.config.checks.finding import ROLLOUT, Checked, Finding, error, nearest_divisor, warning
+from dovetail.config.checks.checked import ROLLOUT, Checked, error, nearest_divisor, warning
+from dovetail.config.errors import Problem
 
 
-def engines_divide_the_world(run: Checked) -> Iterator[Finding]:
+def engines_divide_the_world(run: Checked) -> Iterator[Problem]:
     rollout, layout = run.config.actor_rollout_ref.rollout, run.layouts["rollout"]
     size = rollout.engine_world_size
     if layout.world_size % size:
@@ -22,7 +23,7 @@ def engines_divide_the_world(run: Checked) -> Iterator[Finding]:
         )
 
 
-def engine_splits_the_heads(run: Checked) -> Iterator[Finding]:
+def engine_splits_the_heads(run: Checked) -> Iterator[Problem]:
     rollout, world = run.config.actor_rollout_ref.rollout, run.layouts["rollout"].world_size
     size = rollout.tensor_model_parallel_size
     if run.shape is not None and run.shape.num_heads % size and world % rollout.engine_world_size == 0:
@@ -34,7 +35,7 @@ def engine_splits_the_heads(run: Checked) -> Iterator[Finding]:
         )
 
 
-def engine_stays_on_a_node(run: Checked) -> Iterator[Finding]:
+def engine_stays_on_a_node(run: Checked) -> Iterator[Problem]:
     rollout = run.config.actor_rollout_ref.rollout
     per_node = rollout.n_gpus_per_node if rollout.own_devices else run.config.trainer.n_gpus_per_node
     size = rollout.tensor_model_parallel_size
@@ -47,7 +48,7 @@ def engine_stays_on_a_node(run: Checked) -> Iterator[Finding]:
         )
 
 
-def expert_parallel_engine_is_whole(run: Checked) -> Iterator[Finding]:
+def expert_parallel_engine_is_whole(run: Checked) -> Iterator[Problem]:
     rollout = run.config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size * rollout.data_parallel_size
     key = f"{ROLLOUT}.expert_parallel_size"
@@ -64,7 +65,7 @@ def expert_parallel_engine_is_whole(run: Checked) -> Iterator[Finding]:
         )
 
 
-def generation_has_its_devices(run: Checked) -> Iterator[Finding]:
+def generation_has_its_devices(run: Checked) -> Iterator[Problem]:
     policy = run.config.actor_rollout_ref
     rollout = policy.rollout
     if not policy.hybrid_engine and rollout.nnodes == 0:
@@ -87,7 +88,7 @@ def generation_has_its_devices(run: Checked) -> Iterator[Finding]:
         )
 
 
-def training_answers_differ(run: Checked) -> Iterator[Finding]:
+def training_answers_differ(run: Checked) -> Iterator[Problem]:
     rollout = run.config.actor_rollout_ref.rollout
     greedy = "do_sample=False" if not rollout.do_sample else "temperature=0" if rollout.temperature == 0 else None
     if greedy is None:
@@ -105,7 +106,7 @@ def training_answers_differ(run: Checked) -> Iterator[Finding]:
         yield error(key, f"{ROLLOUT}.{greedy} never explores: training needs sampled responses; {fix}.")
 
 
-def trained_distribution_is_the_sampled_one(run: Checked) -> Iterator[Finding]:
+def trained_distribution_is_the_sampled_one(run: Checked) -> Iterator[Problem]:
     rollout = run.config.actor_rollout_ref.rollout
     cuts = {
         "top_p": (rollout.top_p, rollout.top_p < 1, "1.0"),
@@ -122,7 +123,7 @@ def trained_distribution_is_the_sampled_one(run: Checked) -> Iterator[Finding]:
             )
 
 
-def validation_sampling_is_consistent(run: Checked) -> Iterator[Finding]:
+def validation_sampling_is_consistent(run: Checked) -> Iterator[Problem]:
     val = run.config.actor_rollout_ref.rollout.val_kwargs
     key = f"{ROLLOUT}.val_kwargs"
     greedy = not val.do_sample or val.temperature == 0
@@ -145,7 +146,7 @@ def validation_sampling_is_consistent(run: Checked) -> Iterator[Finding]:
         )
 
 
-def conversations_have_an_async_engine(run: Checked) -> Iterator[Finding]:
+def conversations_have_an_async_engine(run: Checked) -> Iterator[Problem]:
     rollout = run.config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
     if turns.enable and rollout.mode == "sync":
@@ -162,7 +163,7 @@ def conversations_have_an_async_engine(run: Checked) -> Iterator[Finding]:
         )
 
 
-def captured_sizes_are_used(run: Checked) -> Iterator[Finding]:
+def captured_sizes_are_used(run: Checked) -> Iterator[Problem]:
     rollout = run.config.actor_rollout_ref.rollout
     if rollout.enforce_eager and rollout.cudagraph_capture_sizes:
         yield warning(
@@ -172,7 +173,7 @@ def captured_sizes_are_used(run: Checked) -> Iterator[Finding]:
         )
 
 
-def cache_dtype_is_known_to_the_device(run: Checked) -> Iterator[Finding]:
+def cache_dtype_is_known_to_the_device(run: Checked) -> Iterator[Problem]:
     if run.config.actor_rollout_ref.rollout.kv_cache_dtype == "fp8" and run.config.trainer.device == "cpu":
         key = f"{ROLLOUT}.kv_cache_dtype"
         yield error(key, f"{key}=fp8 needs CUDA and trainer.device=cpu; use {key}=auto.")

@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
-from dovetail.config.checks.finding import ACTOR, Checked, Finding, error, warning
+from dovetail.config.checks.checked import ACTOR, Checked, error, warning
+from dovetail.config.errors import Problem
 
 # What `dovetail.observability.tracker` knows; a test holds the two against each other.
 LOGGERS = (
@@ -22,7 +23,7 @@ LOGGERS = (
 )
 
 
-def there_are_prompts(run: Checked) -> Iterator[Finding]:
+def there_are_prompts(run: Checked) -> Iterator[Problem]:
     data, trainer = run.config.data, run.config.trainer
     if not data.train_paths and not trainer.val_only:
         yield error("data.train_files", "data.train_files is empty, so there is nothing to train on; name a file.")
@@ -30,7 +31,7 @@ def there_are_prompts(run: Checked) -> Iterator[Finding]:
         yield error("data.val_files", "trainer.val_only=True and data.val_files is empty; name the validation file.")
 
 
-def validation_has_prompts(run: Checked) -> Iterator[Finding]:
+def validation_has_prompts(run: Checked) -> Iterator[Problem]:
     trainer = run.config.trainer
     if trainer.test_freq > 0 and not run.config.data.val_paths and not trainer.val_only:
         yield warning(
@@ -40,13 +41,13 @@ def validation_has_prompts(run: Checked) -> Iterator[Finding]:
         )
 
 
-def frequencies_are_not_zero(run: Checked) -> Iterator[Finding]:
+def frequencies_are_not_zero(run: Checked) -> Iterator[Problem]:
     for name, meaning in (("test_freq", "validate at the end only"), ("save_freq", "save nothing")):
         if getattr(run.config.trainer, name) == 0:
             yield warning(f"trainer.{name}", f"trainer.{name}=0 is no number of steps; it is read as -1: {meaning}.")
 
 
-def checkpoints_fall_inside_the_run(run: Checked) -> Iterator[Finding]:
+def checkpoints_fall_inside_the_run(run: Checked) -> Iterator[Problem]:
     trainer = run.config.trainer
     steps = trainer.total_training_steps
     if steps and trainer.save_freq > steps:
@@ -64,7 +65,7 @@ def checkpoints_fall_inside_the_run(run: Checked) -> Iterator[Finding]:
         )
 
 
-def resumed_checkpoint_is_named(run: Checked) -> Iterator[Finding]:
+def resumed_checkpoint_is_named(run: Checked) -> Iterator[Problem]:
     trainer = run.config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield error(
@@ -81,7 +82,7 @@ def resumed_checkpoint_is_named(run: Checked) -> Iterator[Finding]:
         )
 
 
-def learning_rates_do_something(run: Checked) -> Iterator[Finding]:
+def learning_rates_do_something(run: Checked) -> Iterator[Problem]:
     roles = {ACTOR: run.config.actor_rollout_ref.actor.optim}
     if run.config.uses_critic:
         roles["critic"] = run.config.critic.optim
@@ -98,7 +99,7 @@ def learning_rates_do_something(run: Checked) -> Iterator[Finding]:
             )
 
 
-def trackers_are_known(run: Checked) -> Iterator[Finding]:
+def trackers_are_known(run: Checked) -> Iterator[Problem]:
     for name in run.config.trainer.loggers:
         if name in LOGGERS:
             continue
@@ -107,7 +108,7 @@ def trackers_are_known(run: Checked) -> Iterator[Finding]:
         yield error("trainer.logger", f"trainer.logger={name} is no tracker; {hint}Known: {', '.join(LOGGERS)}.")
 
 
-def dumps_have_folders_of_their_own(run: Checked) -> Iterator[Finding]:
+def dumps_have_folders_of_their_own(run: Checked) -> Iterator[Problem]:
     trainer = run.config.trainer
     first, second = trainer.rollout_data_dir, trainer.validation_data_dir
     if first is not None and second is not None and Path(first).absolute() == Path(second).absolute():
@@ -118,7 +119,7 @@ def dumps_have_folders_of_their_own(run: Checked) -> Iterator[Finding]:
         )
 
 
-def validation_answers_have_prompts(run: Checked) -> Iterator[Finding]:
+def validation_answers_have_prompts(run: Checked) -> Iterator[Problem]:
     trainer = run.config.trainer
     for name, empty in (("validation_data_dir", None), ("log_val_generations", 0)):
         value = getattr(trainer, name)

@@ -94,43 +94,36 @@ def _passes(config: DovetailConfig, layouts: dict[str, RoleLayout], sequences: i
             rollout.log_prob_micro_batch_size_per_gpu,
             rollout.log_prob_max_token_len_per_gpu,
         )
-        passes.append(_forward("log-probs", layouts["actor"], cut, sequences, length))
+        passes.append(_pass("log-probs", layouts["actor"], cut, sequences, length))
     if "ref" in layouts:
         cut = _Cut.of(
             ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu
         )
-        passes.append(_forward("reference log-probs", layouts["ref"], cut, sequences, length))
+        passes.append(_pass("reference log-probs", layouts["ref"], cut, sequences, length))
     if "critic" in layouts:
         cut = _Cut.of(critic.use_dynamic_bsz, critic.forward_micro_batch_size, critic.forward_max_token_len)
-        passes.append(_forward("values", layouts["critic"], cut, sequences, length))
+        passes.append(_pass("values", layouts["critic"], cut, sequences, length))
         cut = _Cut.of(critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
         mini = critic.ppo_mini_batch_size * n
-        passes.append(_update("update critic", layouts["critic"], cut, sequences, mini, critic.ppo_epochs, length))
+        passes.append(
+            _pass("update critic", layouts["critic"], cut, sequences, length, mini=mini, epochs=critic.ppo_epochs)
+        )
     if "reward_model" in layouts:
         reward = config.reward_model
         budget = reward.forward_max_token_len_per_gpu or critic.forward_max_token_len
         cut = _Cut.of(reward.use_dynamic_bsz, reward.micro_batch_size_per_gpu, budget)
-        passes.append(_forward("reward model", layouts["reward_model"], cut, sequences, length))
+        passes.append(_pass("reward model", layouts["reward_model"], cut, sequences, length))
     cut = _Cut.of(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu)
     mini = actor.ppo_mini_batch_size * n
-    passes.append(_update("update actor", layouts["actor"], cut, sequences, mini, actor.ppo_epochs, length))
+    passes.append(_pass("update actor", layouts["actor"], cut, sequences, length, mini=mini, epochs=actor.ppo_epochs))
     return passes
 
 
-def _forward(name: str, layout: RoleLayout, cut: _Cut, sequences: int, length: int) -> PassBatches:
-    return _pass(name, layout, cut, sequences, sequences, epochs=0, length=length)
-
-
-def _update(
-    name: str, layout: RoleLayout, cut: _Cut, sequences: int, mini: int, epochs: int, length: int
-) -> PassBatches:
-    return _pass(name, layout, cut, sequences, min(mini, sequences), epochs=epochs, length=length)
-
-
 def _pass(
-    name: str, layout: RoleLayout, cut: _Cut, sequences: int, mini: int, *, epochs: int, length: int
+    name: str, layout: RoleLayout, cut: _Cut, sequences: int, length: int, *, mini: int | None = None, epochs: int = 0
 ) -> PassBatches:
-    """`epochs` 0 is a forward pass over everything at once."""
+    """An update in mini-batches of `mini` sequences, or a forward pass over everything at once."""
+    mini = min(mini or sequences, sequences)
     per_rank = mini / layout.data_parallel
     mini_batches = math.ceil(sequences / mini)
     shared = layout.ranks_per_sequence

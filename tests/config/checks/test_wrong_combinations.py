@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.config import ConfigError, load_config
-from dovetail.config.checks import Finding, check_config, refuse_errors
+from dovetail.config import ConfigError, Problem, load_config
+from dovetail.config.checks import check_config, refuse_errors
 from dovetail.config.plan import ModelShape, shape_from_config
 from tests.config.plan import known_models as known
 
@@ -314,7 +314,7 @@ def shape() -> ModelShape:
     return shape_from_config(known.QWEN2_5_7B)
 
 
-def findings_of(changes: tuple[str, ...], shape: ModelShape | None) -> list[Finding]:
+def findings_of(changes: tuple[str, ...], shape: ModelShape | None) -> list[Problem]:
     return check_config(load_config(overrides=[*VALID, *changes]).config, shape)
 
 

@@ -1,10 +1,9 @@
-"""What a cross-field check says, and what it may look at."""
+"""What a check of several keys may look at, and the arithmetic that checks share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from dovetail.config.errors import Problem
 from dovetail.config.plan.layout import RoleLayout
@@ -16,13 +15,6 @@ ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
-
-
-@dataclass(frozen=True)
-class Finding(Problem):
-    """A problem with its weight: an error stops the run before it starts, a warning is printed."""
-
-    severity: Literal["error", "warning"] = "error"
 
 
 @dataclass(frozen=True)
@@ -44,17 +36,17 @@ class Checked:
         return rollout.prompt_length + rollout.response_length
 
 
-Check = Callable[[Checked], Iterator[Finding]]
+Check = Callable[[Checked], Iterator[Problem]]
 
 
-def error(key: str, message: str) -> Finding:
-    """Something that cannot run or would silently do other than what was asked."""
-    return Finding(key, message)
+def error(key: str, message: str) -> Problem:
+    """Something that cannot run, or would do something else than asked."""
+    return Problem(key, message)
 
 
-def warning(key: str, message: str) -> Finding:
-    """Something that runs but is probably not meant."""
-    return Finding(key, message, severity="warning")
+def warning(key: str, message: str) -> Problem:
+    """Something that runs and is surely not what was meant."""
+    return Problem(key, message, "warning")
 
 
 def divides(layout: RoleLayout) -> bool:
