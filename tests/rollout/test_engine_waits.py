@@ -15,8 +15,6 @@ from dovetail.rollout.base import EngineDiedError
 from dovetail.rollout.remote import calls as remote_calls
 from dovetail.rollout.remote.client import ServerGoneError
 from dovetail.rollout.remote.pool import ServerPool
-from dovetail.rollout.sglang import core as sglang_core
-from dovetail.rollout.sglang.link import Watch
 
 pytestmark = pytest.mark.unit
 
@@ -42,17 +40,6 @@ def test_a_look_that_fails_does_not_end_the_watch_over_the_servers() -> None:
     assert "nobody is there" in asyncio.run(watch())["http://a"]
 
 
-def test_a_watch_over_processes_that_breaks_counts_as_a_death() -> None:
-    async def call() -> None:
-        def broken() -> str:
-            raise OSError("no process table")
-
-        await Watch(broken, interval_s=0.001).unless_dead(asyncio.sleep(3600))
-
-    with pytest.raises(EngineDiedError, match="can no longer be watched: OSError"):
-        asyncio.run(call())
-
-
 def test_responses_that_do_not_end_after_a_failed_update_are_counted_and_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -66,27 +53,6 @@ def test_responses_that_do_not_end_after_a_failed_update_are_counted_and_given_u
 
     with pytest.raises(WaitTimeout, match=r"the weight update waits for responses to end after it failed.*1 are left"):
         asyncio.run(fail())
-
-
-def test_sglang_that_does_not_end_aborted_calls_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_core, "_DRAIN_S", 0.02)
-
-    class Link:
-        name, death = "http://a", ""
-
-        async def call(self, route: str, body: Any) -> None:
-            await asyncio.sleep(3600)
-
-    async def drain() -> None:
-        link: Any = Link()
-        core = sglang_core.Core([link], level="each", deterministic=False, weights_gap="")  # type: ignore[arg-type]
-        core._num_calls = 3
-        await core._drain()
-
-    with pytest.raises(
-        EngineDiedError, match=r"SGLang hangs: the engine waits for 3 aborted calls.*3 have not answered"
-    ):
-        asyncio.run(drain())
 
 
 def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:

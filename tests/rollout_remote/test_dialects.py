@@ -14,6 +14,7 @@ from aiohttp import web
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, UnsupportedPromptError
 from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.rollout.remote.loop import LoopThread
+from dovetail.rollout.request_rules import same_meaning
 from tests.models.tiny import save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.unit
@@ -189,3 +190,51 @@ def test_an_sglang_server_that_does_not_take_the_weights_says_why(fake: _Fake, f
         pytest.raises(ValueError, match="did not take the weights: no such folder"),
     ):
         engine.update_weights(tiny_model("llama_tied").named_parameters(), 3)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "has", "sampling", "ok"),
+    [
+        ("temperature", "temperature", {"temperature": 0.7, "top_p": 0.9}, True),
+        ("processed", "temperature", {"temperature": 0.7}, True),
+        ("processed", "temperature", {"top_p": 0.9}, False),
+        ("raw", "temperature", {"top_p": 0.9}, True),
+        ("raw", "temperature", {"temperature": 0.7}, False),
+        ("raw", "temperature", {"temperature": 0.0, "top_k": 3}, True),
+        ("temperature", "raw", {"top_k": 5}, True),
+        ("temperature", "raw", {"temperature": 0.5}, False),
+        ("processed", "raw", {}, True),
+        ("processed", "raw", {"min_p": 0.1}, False),
+    ],
+)
+def test_log_probs_that_a_server_cannot_give_are_refused(wanted: Any, has: Any, sampling: dict, ok: bool) -> None:
+    assert same_meaning(SamplingParams(**sampling, logprobs=wanted), has) is ok
+
+
+def test_min_p_is_kept_from_the_seeded_sampler_that_dies_of_it(fake: _Fake, folder: Path) -> None:
+    _SGLang(fake)
+    fake.routes["GET /server_info"] = {"tp_size": 1, "enable_deterministic_inference": True}
+    with (
+        RemoteRollout([fake.url], str(folder), dialect="sglang") as engine,
+        pytest.raises(ValueError, match=r"min_p=0\.1.*dies of it"),
+    ):
+        engine.generate([GenerationRequest("a", [5], SamplingParams(min_p=0.1))])
+
+
+def test_no_name_of_a_call_is_the_beginning_of_another(fake: _Fake, folder: Path) -> None:
+    """SGLang aborts every request whose name begins with the one it is given."""
+    _SGLang(fake)
+    with RemoteRollout([fake.url], str(folder), dialect="sglang") as engine:
+        engine.generate([GenerationRequest("a", [5], SamplingParams(n=12))])
+    names = [body["rid"] for body in fake.bodies("POST /generate")]
+    assert len(names) == 12
+    assert not any(one != other and other.startswith(one) for one in names for other in names)
+
+
+def test_an_aborted_answer_of_sglang_that_ends_with_a_stop_token_is_complete(fake: _Fake, folder: Path) -> None:
+    _SGLang(fake)
+    meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [[-0.5, 7, None], [-0.25, 2, None]]}
+    fake.routes["POST /generate"] = {"meta_info": meta}
+    with RemoteRollout([fake.url], str(folder), dialect="sglang") as engine:
+        (result,) = engine.generate([GenerationRequest("a", [5], SamplingParams(max_new_tokens=9))])
+    assert (result.finish_reason, result.token_ids, result.weight_versions) == ("stop", [7, 2], [0, 0])

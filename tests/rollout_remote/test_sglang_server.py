@@ -43,13 +43,13 @@ def url(folder: Path) -> Iterator[str]:
         engine_kwargs={"max_total_tokens": 4096},
     )
     with SGLangRollout(settings, num_servers=1) as owner:
-        yield next(iter(owner._core._links))
+        yield next(iter(owner.servers))
 
 
 def _has_written(engine: RemoteRollout) -> bool:
     """SGLang tells how many tokens a call has written only when it is paused."""
     engine.pause()
-    written = any(sample.token_ids for sample in engine._calls._live)
+    written = any(sample.token_ids for sample in engine._calls.live)
     engine.continue_()
     return written
 

@@ -1,13 +1,8 @@
-"""Real SGLang, in the form this environment can run it.
-
-Where SGLang is installed (`make sglang-env`) the engine runs in the test's own process. Where it is not, servers are
-started with the Python that DOVETAIL_SGLANG_PYTHON names, as a trainer would; without that there is no SGLang to test.
-What cannot run is skipped and says why. `make test` does both. Engines are started once: each costs seconds of imports.
-"""
+"""Real SGLang servers, started with the Python that DOVETAIL_SGLANG_PYTHON names (`make sglang-env`), as a trainer
+would. Without it there is no SGLang to test. Servers are started once: each costs seconds of imports."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,15 +17,9 @@ from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
 from tests.models.tiny import save_tiny_model
 from tests.waiting import wait_until
 
-IN_PROCESS = importlib.util.find_spec("sglang") is not None
-SERVERS = not IN_PROCESS and PYTHON_VARIABLE in os.environ
 needs_sglang = pytest.mark.skipif(
-    not IN_PROCESS and not SERVERS, reason=f"no SGLang: `make sglang-env`, and its Python in {PYTHON_VARIABLE}"
+    PYTHON_VARIABLE not in os.environ, reason=f"no SGLang: `make sglang-env`, and its Python in {PYTHON_VARIABLE}"
 )
-needs_servers = pytest.mark.skipif(
-    not SERVERS, reason=f"SGLang's servers, driven from dovetail's environment with {PYTHON_VARIABLE}"
-)
-needs_sglang_in_process = pytest.mark.skipif(not IN_PROCESS, reason="SGLang in this process: in its own environment")
 
 
 def small_settings(folder: Path | str, **overrides: Any) -> SGLangSettings:
@@ -54,13 +43,13 @@ def _engines(tiny_folder: Path) -> Iterator[list[SGLangRollout]]:
 
 @pytest.fixture
 def engine(_engines: list[SGLangRollout], tiny_folder: Path) -> SGLangRollout:
-    """Of a model with tied embeddings; in this process, or two servers behind the router. Started again where a test
-    before has killed it."""
-    if _engines and (_engines[0]._core.closed or _engines[0]._core.deaths):
+    """Two servers behind the router, of a model with tied embeddings. Started again where a test before has killed
+    them."""
+    if _engines and (_engines[0]._closed or _engines[0].deaths):
         _engines.pop().close()
     if not _engines:
         settings = small_settings(tiny_folder)
-        _engines.append(SGLangRollout(settings, num_servers=0 if IN_PROCESS else 2, bucket_bytes=1 << 18))
+        _engines.append(SGLangRollout(settings, num_servers=2, bucket_bytes=1 << 18))
     return _engines[0]
 
 

@@ -22,12 +22,6 @@ ENDLESS = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
 """For what must still run when something else is done, on a busy machine, too."""
 
 
-@pytest.fixture(params=["batch", "request"])
-def level(engine: SGLangRollout, request: pytest.FixtureRequest) -> str:
-    engine._core._level = request.param
-    return request.param
-
-
 @pytest.fixture
 def model(engine: SGLangRollout) -> Any:
     """The model that the engine has, whatever the test before left in it."""
@@ -41,7 +35,7 @@ def _requests(prompts: list[list[int]], sampling: SamplingParams) -> list[Genera
     return [GenerationRequest(f"r{number}", prompt, sampling) for number, prompt in enumerate(prompts)]
 
 
-def test_greedy_tokens_equal_those_of_transformers(engine: SGLangRollout, model: Any, level: str) -> None:
+def test_greedy_tokens_equal_those_of_transformers(engine: SGLangRollout, model: Any) -> None:
     results = engine.generate(_requests(PROMPTS, GREEDY))
     assert [result.token_ids for result in results] == [greedy(model, prompt, 12) for prompt in PROMPTS]
     assert {result.finish_reason for result in results} == {"length"}
@@ -106,7 +100,7 @@ def test_requests_that_cannot_be_served_are_refused_by_name(engine: SGLangRollou
         engine.generate([GenerationRequest("long", [7] * 512)])
     with pytest.raises(ValueError, match=f"vocabulary is 0 to {VOCAB_SIZE - 1}"):
         engine.generate([GenerationRequest("odd", [VOCAB_SIZE])])
-    with pytest.raises(ValueError, match="request_id 'twice' is in use"):
+    with pytest.raises(ValueError, match="two requests have the same request_id"):
         engine.generate([GenerationRequest("twice", [7])] * 2)
     with pytest.raises(ValueError, match=r"logprobs='processed'.*gives 'temperature'"):
         engine.generate([GenerationRequest("cut", [7], SamplingParams(top_k=3, logprobs="processed"))])
@@ -115,7 +109,6 @@ def test_requests_that_cannot_be_served_are_refused_by_name(engine: SGLangRollou
 
 
 def test_abort_ends_one_request_and_keeps_what_it_wrote(engine: SGLangRollout, model: Any) -> None:
-    engine._core._level = "request"
     running = Running(engine, [GenerationRequest("cut", [7], ENDLESS), GenerationRequest("kept", [8], LONG)])
     written = running.paused_after(5)
     engine.continue_()
@@ -130,7 +123,6 @@ def test_abort_ends_one_request_and_keeps_what_it_wrote(engine: SGLangRollout, m
 
 def test_no_request_is_lost_however_often_it_is_interrupted_and_aborted(engine: SGLangRollout, model: Any) -> None:
     """SGLang echoes some aborts late. Under one name for all calls of a request this hung within five rounds."""
-    engine._core._level = "request"
     for _ in range(10):
         running = Running(engine, [GenerationRequest("cut", [7], LONG), GenerationRequest("kept", [8], LONG)])
         running.paused_after(5)
@@ -141,7 +133,7 @@ def test_no_request_is_lost_however_often_it_is_interrupted_and_aborted(engine: 
         assert kept.token_ids == greedy(model, [8], 160)
 
 
-def test_what_is_paused_can_be_aborted(engine: SGLangRollout, model: Any, level: str) -> None:
+def test_what_is_paused_can_be_aborted(engine: SGLangRollout, model: Any) -> None:
     running = Running(engine, [GenerationRequest("cut", [7], LONG)])
     count = running.paused_after(5)["cut"]
     assert engine.abort() == 1
@@ -151,7 +143,7 @@ def test_what_is_paused_can_be_aborted(engine: SGLangRollout, model: Any, level:
 
 
 def test_an_update_in_the_middle_of_a_paused_generation_goes_on_under_the_new_weights(
-    engine: SGLangRollout, model: Any, level: str
+    engine: SGLangRollout, model: Any
 ) -> None:
     new = tiny_model("llama_tied", seed=5)
     prompts = {"long": list(range(3, 203)), "short": [9, 8, 7]}

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from dovetail.config.rollout import RolloutConfig
-from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
+from dovetail.rollout.base import EngineError
 from dovetail.rollout.registry import get_engine_class
+from dovetail.rollout.remote.checked import CheckedWeights
 from dovetail.rollout.sglang import SGLangRollout, SGLangSettings
 from dovetail.rollout.sglang.environment import PYTHON_VARIABLE, check_version, environment, server_python
-from dovetail.rollout.sglang.expected import _expected_by_folder
-from dovetail.rollout.sglang.samples import check_request, samples_of
-from dovetail.rollout.sglang.weights import CheckedWeights
 from dovetail.weight_sync import ExpectedWeights
-from tests.models.tiny import save_tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -99,59 +95,6 @@ def test_cuda_leaves_the_attention_backend_to_sglang_unless_it_is_chosen() -> No
 def test_what_cannot_work_on_cpu_is_refused_with_the_reason(settings: SGLangSettings, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         settings.sglang_arguments(cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "has", "sampling", "ok"),
-    [
-        ("temperature", "temperature", {"temperature": 0.7, "top_p": 0.9}, True),
-        ("processed", "temperature", {"temperature": 0.7}, True),
-        ("processed", "temperature", {"top_p": 0.9}, False),
-        ("raw", "temperature", {"top_p": 0.9}, True),
-        ("raw", "temperature", {"temperature": 0.7}, False),
-        ("raw", "temperature", {"temperature": 0.0, "top_k": 3}, True),
-        ("temperature", "raw", {"top_k": 5}, True),
-        ("temperature", "raw", {"temperature": 0.5}, False),
-        ("processed", "raw", {}, True),
-        ("processed", "raw", {"min_p": 0.1}, False),
-    ],
-)
-def test_log_probs_that_the_engine_cannot_give_are_refused(wanted: str, has: str, sampling: dict, ok: bool) -> None:
-    request = GenerationRequest("a", [5], SamplingParams(**sampling, logprobs=wanted))
-    limits = {"max_model_len": 10, "vocab_size": 10, "deterministic": False}
-    if ok:
-        check_request(request, mode=has, **limits)
-        return
-    with pytest.raises(ValueError, match=f"logprobs='{wanted}'.*gives '{has}'"):
-        check_request(request, mode=has, **limits)
-
-
-def test_min_p_is_kept_from_the_seeded_sampler_that_dies_of_it() -> None:
-    request = GenerationRequest("a", [5], SamplingParams(min_p=0.1))
-    with pytest.raises(ValueError, match=r"min_p=0\.1.*dies of it"):
-        check_request(request, max_model_len=10, vocab_size=10, mode="temperature", deterministic=True)
-
-
-def test_no_name_of_a_sample_is_the_beginning_of_another() -> None:
-    """SGLang aborts every request whose name begins with the one it is given."""
-    request = GenerationRequest("a", [5], SamplingParams(n=12))
-    names = [sample.rid for serial in range(12) for sample in samples_of(request, serial, eos_ids=(), room=5)]
-    assert not any(one != other and other.startswith(one) for one in names for other in names)
-
-
-def test_an_aborted_sample_that_ends_with_a_stop_token_is_complete() -> None:
-    (sample,) = samples_of(GenerationRequest("a", [5], SamplingParams(max_new_tokens=9)), 0, eos_ids=(2,), room=99)
-    meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [[-0.5, 7, None], [-0.25, 2, None]]}
-    sample.absorb({"meta_info": meta}, 4)
-    assert (sample.finish_reason, sample.token_ids, sample.versions) == ("stop", [7, 2], [4, 4])
-
-
-def test_names_are_read_off_a_folder_where_no_trainer_runs(tmp_path: Path) -> None:
-    tied = _expected_by_folder(save_tiny_model("llama_tied", tmp_path / "tied"))
-    plain = _expected_by_folder(save_tiny_model("llama", tmp_path / "plain"))
-    assert tied.ties == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert plain.ties == {}
-    assert tied.shapes == plain.shapes
 
 
 def test_a_source_is_read_to_its_end_when_an_update_fails_half_way() -> None:

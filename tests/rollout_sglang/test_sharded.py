@@ -19,10 +19,10 @@ from dovetail.rollout.sglang import SGLangRollout
 from dovetail.weight_sync import FSDPSGLangShardingManager, WeightSender, weight_checksum
 from tests.models.tiny import save_tiny_model, tiny_model
 from tests.ranks import run_alone, run_ranks
-from tests.rollout_sglang.conftest import needs_servers, small_settings
+from tests.rollout_sglang.conftest import needs_sglang, small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_servers]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_sglang]
 
 FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32"))
 PROMPT = list(range(3, 203))

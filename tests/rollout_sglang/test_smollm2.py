@@ -13,10 +13,10 @@ from dovetail.demo.smollm2 import smollm2_folder
 from dovetail.rollout.base import GenerationRequest, SamplingParams
 from dovetail.rollout.sglang import SGLangRollout
 from tests.ranks import run_alone
-from tests.rollout_sglang.conftest import needs_servers, small_settings
+from tests.rollout_sglang.conftest import needs_sglang, small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_servers, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_sglang, pytest.mark.slow]
 
 QUESTIONS = ["What is the capital of France?", "Write a haiku about rain.", "Who wrote Hamlet?"]
 

@@ -10,10 +10,10 @@ pytest.importorskip("pyarrow", reason="training, which needs dovetail's own envi
 
 from dovetail.observability.run_folder import RunFolder
 from tests.models.tiny import save_tiny_model
-from tests.rollout_sglang.conftest import needs_servers
+from tests.rollout_sglang.conftest import needs_sglang
 from tests.trainer.toy_run import Toy, save_toy_data, train_apart
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_servers]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_sglang]
 
 R = "actor_rollout_ref.rollout"
 SERVER = {

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
+from dovetail.rollout.remote.tensor_files import TensorFiles
 from dovetail.rollout.sglang import SGLangRollout
-from dovetail.rollout.sglang.weights import TensorFiles
-from dovetail.weight_sync import BroadcastFailedError, DiskWeights, WeightSender, weight_checksum
+from dovetail.weight_sync import BroadcastFailedError, WeightSender, weight_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_sglang.conftest import needs_sglang
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
@@ -28,13 +28,9 @@ def _tensors(engine: SGLangRollout, model: Any, version: int, folder: Path) -> N
     engine.update_weights(model.named_parameters(), version)
 
 
-def _broadcast(engine: SGLangRollout, model: Any, version: int, folder: Path) -> None:
-    engine.update_weights_by_broadcast(model.named_parameters(), version)
-
-
 def _sender(engine: SGLangRollout, model: Any, version: int, folder: Path) -> None:
     """A trainer that owns the group."""
-    sender = WeightSender(engine.num_workers, timeout_s=120)
+    sender = WeightSender(engine.num_weight_ranks, timeout_s=120)
     thread = threading.Thread(target=sender.send, args=(model.named_parameters(), 1 << 18))
     thread.start()
     engine.join_weight_group(sender.address)
@@ -43,15 +39,9 @@ def _sender(engine: SGLangRollout, model: Any, version: int, folder: Path) -> No
     assert not thread.is_alive()
 
 
-def _disk(engine: SGLangRollout, model: Any, version: int, folder: Path) -> None:
-    engine.update_weights_from_disk(DiskWeights(folder, bucket_bytes=1 << 16).write(model.named_parameters(), version))
-
-
 PATHS: dict[str, Callable[[SGLangRollout, Any, int, Path], None]] = {
     "tensors": _tensors,
-    "gloo broadcast": _broadcast,
     "a sender's group": _sender,
-    "disk": _disk,
 }
 
 
@@ -77,8 +67,8 @@ def test_the_prompt_of_these_tests_really_sits_in_the_radix_cache(engine: SGLang
     engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
     with TensorFiles() as files:  # an update that leaves the caches alone
         for payload in files.payloads(new.named_parameters()):
-            body = {"serialized_named_tensors": [payload], "flush_cache": False, "weight_version": "0"}
-            engine._updates._call("/update_weights_from_tensor", body)
+            for server in engine.servers:
+                engine._loop.run(engine._sglang.load_tensors(server, payload))
     stale = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
     assert mean_gap(log_probs(new, PROMPT, stale.token_ids), stale.log_probs) > 0.01
 
@@ -86,14 +76,15 @@ def test_the_prompt_of_these_tests_really_sits_in_the_radix_cache(engine: SGLang
 def test_weights_of_somebody_else_are_noticed(engine: SGLangRollout) -> None:
     model = tiny_model("llama_tied")
     engine.update_weights(model.named_parameters(), 4)
-    engine._updates._call("/update_weight_version", {"new_version": "theirs", "abort_all_requests": False})
-    with pytest.raises(EngineError, match="version 'theirs'; '4' was sent"):
+    for server in engine.servers:
+        engine._loop.run(engine._sglang._name_version(server, "theirs"))
+    with pytest.raises(EngineError, match="not version 4"):
         engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
     engine.update_weights(model.named_parameters(), 5)
 
 
 def test_missing_misshapen_and_unknown_tensors_are_named_and_the_engine_waits_for_a_whole_update(
-    engine: SGLangRollout, tmp_path: Path
+    engine: SGLangRollout,
 ) -> None:
     model = tiny_model("llama_tied", seed=2)
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
@@ -107,10 +98,6 @@ def test_missing_misshapen_and_unknown_tensors_are_named_and_the_engine_waits_fo
     misfit = r"'model\.norm\.weight' has shape \(7,\).*\(128,\)"
     with pytest.raises(WeightUpdateError, match=misfit):
         engine.update_weights(bent.items(), 5)
-    with pytest.raises(WeightUpdateError, match=misfit):
-        engine.update_weights_by_broadcast(bent.items(), 5)
-    with pytest.raises(WeightUpdateError, match=misfit):
-        engine.update_weights_from_disk(DiskWeights(tmp_path).write(bent.items(), 5))
     with pytest.raises(WeightUpdateError, match=r"no tensor 'model\.extra'"):
         engine.update_weights([*weights.items(), ("model.extra", weights["model.norm.weight"])], 5)
     engine.update_weights(weights.items(), 6)
@@ -121,7 +108,7 @@ def test_a_senders_update_that_does_not_fit_is_named_and_the_sender_waits_for_no
     model = tiny_model("llama_tied", seed=8)
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     bent = weights | {"model.layers.1.mlp.up_proj.weight": weights["model.layers.1.mlp.up_proj.weight"][:7]}
-    sender = WeightSender(engine.num_workers, timeout_s=120)
+    sender = WeightSender(engine.num_weight_ranks, timeout_s=120)
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(engine.join_weight_group, sender.address)
         sender.connect()

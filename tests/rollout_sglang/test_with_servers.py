@@ -13,12 +13,12 @@ import pytest
 
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.sglang import SGLangRollout
-from dovetail.rollout.sglang.server import ServerLink, _hold_port
+from dovetail.rollout.sglang.server import SGLangServer, _hold_port
 from tests.models.tiny import tiny_model
-from tests.rollout_sglang.conftest import Running, needs_servers
+from tests.rollout_sglang.conftest import Running, needs_sglang
 from tests.rollout_vllm.reference import greedy
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang"), needs_servers]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang"), needs_sglang]
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_new_tokens=160, ignore_eos=True)
@@ -27,14 +27,13 @@ LONG = SamplingParams(temperature=0, max_new_tokens=160, ignore_eos=True)
 @pytest.fixture
 def model(engine: SGLangRollout) -> Any:
     model = tiny_model("llama_tied", seed=4)
-    engine._core._level = "request"
-    if engine._core.version != 6:
+    if engine.weight_version != 6:
         engine.update_weights(model.named_parameters(), 6)
     return model
 
 
-def _servers(engine: SGLangRollout) -> list[ServerLink]:
-    return [link for link in engine._core.links if isinstance(link, ServerLink)]
+def _servers(engine: SGLangRollout) -> list[SGLangServer]:
+    return list(engine.servers.values())
 
 
 def _batch(count: int, sampling: SamplingParams) -> list[GenerationRequest]:
@@ -57,21 +56,19 @@ def test_a_held_port_is_given_to_nobody_but_the_server_that_asks_for_it() -> Non
             other.close()
 
 
-def test_both_servers_work_and_the_samples_of_a_request_stay_together(engine: SGLangRollout, model: Any) -> None:
+def test_both_servers_work_and_the_samples_of_a_request_stay_together(
+    engine: SGLangRollout, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, set[str]] = {}
-    for link in _servers(engine):
-        original = link.call
+    complete = engine._sglang.complete
 
-        async def watched(route: str, body: Any, *, link: ServerLink = link, original: Any = original) -> Any:
-            if route == "/generate":
-                seen.setdefault(str(body["input_ids"][:3]), set()).add(link.name)
-            return await original(route, body)
+    async def watched(server: str, sample: Any) -> Any:
+        seen.setdefault(str(sample.prompt[:3]), set()).add(server)
+        return await complete(server, sample)
 
-        link.call = watched
+    monkeypatch.setattr(engine._sglang, "complete", watched)
     requests = _batch(12, SamplingParams(temperature=0, max_new_tokens=8, n=3, ignore_eos=True))
     results = engine.generate(requests)
-    for link in _servers(engine):
-        del link.call
     assert [result.token_ids for result in results[::3]] == _wanted(model, requests)
     assert {len(servers) for servers in seen.values()} == {1}
     assert len(set.union(*seen.values())) == 2
@@ -79,12 +76,12 @@ def test_both_servers_work_and_the_samples_of_a_request_stay_together(engine: SG
 
 def test_servers_listen_on_loopback_but_for_the_store_of_torch(engine: SGLangRollout) -> None:
     """torch's TCPStore, which SGLang's processes find each other by, listens everywhere and cannot be told not to."""
-    for link in _servers(engine):
-        processes = [psutil.Process(link.pid), *psutil.Process(link.pid).children(recursive=True)]
+    for server in _servers(engine):
+        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         heard = [one for process in processes for one in process.net_connections() if one.status == "LISTEN"]
         outside = [one.laddr for one in heard if one.laddr.ip not in ("127.0.0.1", "::1")]
-        assert {address.port for address in outside} <= {link.store_port}
-        assert link.name.removeprefix("http://127.0.0.1:") in [str(one.laddr.port) for one in heard]
+        assert {address.port for address in outside} <= {server.store_port}
+        assert server.url.removeprefix("http://127.0.0.1:") in [str(one.laddr.port) for one in heard]
 
 
 def test_killed_servers_are_replaced_by_others_then_by_new_ones_then_reported(
@@ -108,7 +105,7 @@ def _one_dies(engine: SGLangRollout, model: Any) -> None:
     assert [result.request_id for result in results] == [request.request_id for request in requests]
     assert [result.token_ids for result in results] == _wanted(model, requests)
     assert {version for result in results for version in result.weight_versions} == {6}
-    assert len(engine._core.deaths) == 1
+    assert len(engine.deaths) == 1
 
 
 def _the_last_one_dies(engine: SGLangRollout, model: Any) -> None:
@@ -127,7 +124,7 @@ def _the_last_one_dies(engine: SGLangRollout, model: Any) -> None:
     results = running.join(800)
     assert [result.token_ids for result in results] == _wanted(model, requests)
     assert {version for result in results for version in result.weight_versions} == {6}
-    assert (engine.restarts_left, engine._core.deaths) == (0, [])
+    assert (engine.restarts_left, engine.deaths) == (0, [])
 
 
 def _both_die(engine: SGLangRollout) -> None:
@@ -135,8 +132,8 @@ def _both_die(engine: SGLangRollout) -> None:
     running = Running(engine, _batch(4, LONG))
     running.paused_after(1)
     engine.continue_()
-    for link in _servers(engine):
-        os.kill(link.pid, signal.SIGKILL)
+    for server in _servers(engine):
+        os.kill(server.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match="ended with status -9"):
         running.join(60)
     assert not engine.health().ok

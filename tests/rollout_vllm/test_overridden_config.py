@@ -14,7 +14,6 @@ from dovetail.models.load import load_config
 from dovetail.rollout import get_engine_class
 from dovetail.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
 from dovetail.rollout.remote.engine import RemoteRollout
-from dovetail.rollout.sglang.engine import SGLangRollout
 from dovetail.rollout.vllm.engine import VLLMEngine
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
@@ -29,7 +28,7 @@ class Asked(Exception):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("engine", [VLLMEngine, SGLangRollout, RemoteRollout])
+@pytest.mark.parametrize("engine", [VLLMEngine, RemoteRollout])
 def test_an_engine_expects_the_weights_of_the_changed_model(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, engine: type[RolloutEngine]
 ) -> None:

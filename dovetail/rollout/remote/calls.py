@@ -39,7 +39,12 @@ class SampleCalls:
         self._failure = ""
         self._changed = asyncio.Condition()
         self._live: set[RemoteSample] = set()
-        self._names = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
+        # The final dot keeps one name from being the beginning of another: SGLang aborts by prefix.
+        self._names = (f"{secrets.token_hex(4)}-{number}." for number in itertools.count())
+
+    @property
+    def live(self) -> tuple[RemoteSample, ...]:
+        return tuple(self._live)
 
     @property
     def num_live(self) -> int:
@@ -78,9 +83,10 @@ class SampleCalls:
     async def shut(self, pausing: Iterable[str] = ()) -> None:
         """Begin no call, pause these servers, and return when none of the calls runs any more."""
         self.is_open = False
+        pausing = pausing if self._dialect.shared else ()
         outcomes = await asyncio.gather(*map(self._dialect.pause, pausing), return_exceptions=True)
         running = [sample.call for sample in self._live if sample.call is not None]
-        if running:
+        if running and outcomes:
             await asyncio.wait(running, timeout=_ANSWER_S)
         # What is left reached its server after the pause, where it would wait.
         await self._end_calls(list(self._live))

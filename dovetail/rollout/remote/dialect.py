@@ -25,7 +25,7 @@ class ServerInfo:
 
     `logprobs`: what its log-probs mean. `takes_no_weights` says why, and is empty where it takes them.
     `weight_version` is None where it has had no update. `num_workers` receive in a broadcast. `shape` are sizes of its
-    model.
+    model. `deterministic`: seeds of requests fix what is sampled, by a sampler of SGLang's own.
     """
 
     model: str
@@ -37,6 +37,7 @@ class ServerInfo:
     dtype: str = ""
     kv_cache_bytes: int = 0
     shape: Mapping[str, Any] = field(default_factory=dict)
+    deterministic: bool = False
 
 
 class Dialect(ABC):
@@ -44,6 +45,8 @@ class Dialect(ABC):
 
     name: ClassVar[str]
     health_path: ClassVar[str] = "/health"
+    shared: bool = True
+    """Whether others than this process may call the servers, so that they must be paused for an update."""
 
     def __init__(self, client: HttpClient) -> None:
         self.client = client
@@ -96,11 +99,15 @@ class Dialect(ABC):
         """The update is over; what is missing, in words."""
         raise self._cannot("take weights from a group")
 
+    async def load_tensors(self, server: str, payload: str) -> None:
+        """Take tensors from this machine's shared memory."""
+        raise self._cannot("take weights from shared memory")
+
     async def set_version(self, server: str, version: int) -> None:
         raise self._cannot("take weights")
 
-    async def checksums(self, server: str, names: Collection[str], dtype: str | None) -> dict[str, str]:
-        """Checksums of the weights in use, as far as they can be read back."""
+    async def checksums(self, server: str, shapes: Mapping[str, tuple[int, ...]], dtype: str | None) -> dict[str, str]:
+        """Checksums of the weights in use, as far as they can be read back. `shapes` by name."""
         return {}
 
     def _cannot(self, what: str) -> EngineError:

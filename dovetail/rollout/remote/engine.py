@@ -1,9 +1,9 @@
-"""Servers by URL as one rollout engine (`rollout.mode=server`, `rollout.server_urls`), on this machine or others.
+"""Servers as one rollout engine: by URL (`rollout.mode=server`, `rollout.server_urls`), or those SGLang is run as.
 
 Each sample is one call, sent to the server that has its prompt in its cache. A pause ends all calls and keeps what they
 wrote; going on sends the rest, prompt and beginning together. So weights change only while no call runs, every token
 has the version it was written with, and a server that dies takes nothing with it but the work since its calls began.
-The servers are not ours: closing the engine leaves them running.
+Closing the engine leaves servers by URL running.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -29,7 +30,14 @@ from dovetail.rollout.base import (
     UnsupportedPromptError,
 )
 from dovetail.rollout.engine_settings import logprobs_of
-from dovetail.rollout.readiness import CLOSED, DROPPED_BY_SLEEP, RUNNING
+from dovetail.rollout.readiness import (
+    CLOSED,
+    DROPPED_BY_SLEEP,
+    RUNNING,
+    check_tags,
+    require_usable,
+    require_weights_awake,
+)
 from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo, model_shape, require_same_shape
@@ -37,12 +45,11 @@ from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import SILENCE_S, ServerPool
 from dovetail.rollout.remote.ranks import on_first_rank
 from dovetail.rollout.remote.router import NoServerError
-from dovetail.rollout.remote.samples import samples_of
+from dovetail.rollout.remote.samples import RemoteSample, samples_of
 from dovetail.rollout.remote.sglang_dialect import SGLangDialect
-from dovetail.rollout.remote.sglang_group import SGLangGroupChannel
 from dovetail.rollout.remote.update import WeightUpdater
 from dovetail.rollout.remote.vllm_dialect import VLLMDialect
-from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, WeightChannel
+from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, TensorChannel, WeightChannel
 from dovetail.rollout.request_rules import check_different_ids, check_prompt, same_meaning
 from dovetail.rollout.vllm.expected import expected_weights, read_config, stop_token_ids
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES
@@ -62,6 +69,10 @@ class RemoteRollout(RolloutEngine):
 
     name = "remote"
     on_trainer_devices = False
+    owns_servers: ClassVar[bool] = False
+    """Whether nobody else calls the servers, and they are on this machine."""
+    frees_memory: bool = True
+    """Whether `sleep` gives memory back; otherwise it only guards against use."""
 
     def __init__(
         self,
@@ -93,7 +104,7 @@ class RemoteRollout(RolloutEngine):
         self._loop = LoopThread("dovetail-remote-rollout")
         try:
             client = HttpClient(api_key=api_key)
-            self._dialect = _build_dialect(dialect, client, logprobs=logprobs, max_model_len=own_length)
+            self._dialect = self._build_dialect(dialect, client, logprobs=logprobs, max_model_len=own_length)
             self._pool = ServerPool(
                 list(urls), client, health_path=self._dialect.health_path, admit=self._admit, silence_s=silence_s
             )
@@ -109,6 +120,7 @@ class RemoteRollout(RolloutEngine):
             self._dialect,
             self._calls,
             self._channel(weights_folder, bucket_bytes, torch.device(device)),
+            self._expected,
             refusal=next((info.takes_no_weights for info in infos.values() if info.takes_no_weights), ""),
         )
 
@@ -154,57 +166,60 @@ class RemoteRollout(RolloutEngine):
         ids = [request.request_id for request in requests]
         check_different_ids(ids)
         self._check_usable()
-        self._reload_if_all_forgot()
+        self._bring_up_to_date()
         samples = [
             sample
             for request in requests
             for sample in samples_of(request, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
         ]
-        try:
-            self._run(self._calls.finish(samples))
-        except NoServerError as error:
-            raise EngineError(str(error)) from error
+        self._finish(samples)
         return [sample.result() for sample in samples]
+
+    def num_tokens(self) -> dict[str, int]:
+        """Tokens that calls which have ended wrote of each running request. Servers tell no more before a call ends."""
+        counts: Counter[str] = Counter()
+        for sample in list(self._calls.live):
+            counts[sample.request.request_id] += len(sample.token_ids)
+        return dict(counts)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:
             raise ValueError("update_weights(None) is for engines that share the trainer's memory; servers do not.")
         self._check_open()
-        if "weights" in self._asleep:
-            raise EngineError("the servers' weights are asleep; call wake(['weights']) before update_weights.")
-        on_first_rank(
-            weights, lambda stream: self._updater.update(self._loop, stream, version, stay_paused=self._paused)
-        )
-        self._updater.arrived(version)
+        require_weights_awake(self._asleep)
+        self._update(weights, version)
 
     def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
         """What all servers agree on. A tensor in which they differ has a checksum that is no tensor's."""
         word = None if dtype is None else str(dtype).removeprefix("torch.")
+        known = dict(self._expected.shapes) | dict(self._expected.optional)
+        shapes = {name: known[name] for name in names if name in known}
         servers = self._pool.router.up()
-        held = self._run(self._gathered(self._dialect.checksums(server, names, word) for server in servers))
-        found: dict[str, str] = {}
+        held = self._run(self._gathered(self._dialect.checksums(server, shapes, word) for server in servers))
+        checksums: dict[str, str] = {}
         for name in {name for each in held for name in each}:
             values = {each.get(name, "missing") for each in held}
-            found[name] = values.pop() if len(values) == 1 else "servers differ"
-        return found
+            checksums[name] = values.pop() if len(values) == 1 else "servers differ"
+        return checksums
 
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         """On each server, as far as it can. Weights that slept must be sent again."""
         self._check_open()
         if self._calls.num_live and not self._paused:
             raise EngineError(RUNNING)
-        self._run(self._on_all(lambda server: self._dialect.sleep(server, tags)))
-        self._asleep |= frozenset(tags)
+        wanted = check_tags(tags) - self._asleep
+        if wanted and self.frees_memory:
+            self._run(self._on_all(lambda server: self._dialect.sleep(server, wanted)))
+        self._asleep |= wanted
 
     def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         self._check_open()
-        wanted = frozenset(tags) & self._asleep
-        if not wanted:
-            return
-        self._run(self._on_all(lambda server: self._dialect.wake(server, wanted)))
+        wanted = check_tags(tags) & self._asleep
+        if wanted and self.frees_memory:
+            self._run(self._on_all(lambda server: self._dialect.wake(server, wanted)))
+            if "weights" in wanted:
+                self._updater.gap = DROPPED_BY_SLEEP
         self._asleep -= wanted
-        if "weights" in wanted:
-            self._updater.gap = DROPPED_BY_SLEEP
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         return self._run(self._calls.abort(None if request_ids is None else frozenset(request_ids)))
@@ -263,16 +278,28 @@ class RemoteRollout(RolloutEngine):
         await self._updater.admit(server, self._folder, self._shape, paused=self._paused)
 
     def _channel(self, weights_folder: str | None, bucket_bytes: int, device: torch.device) -> WeightChannel:
-        expected = self._expected
+        common = self._dialect, self._loop, self._expected
         if weights_folder is not None:
-            return DiskChannel(weights_folder, self._dialect, self._loop, expected, bucket_bytes=bucket_bytes)
+            return DiskChannel(weights_folder, *common, bucket_bytes=bucket_bytes)
+        if self.owns_servers:
+            return TensorChannel(*common, bucket_bytes=bucket_bytes)
         backend: GroupBackend = "nccl" if device.type == "cuda" else "gloo"
-        options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "backend": backend, "device": device}
-        if isinstance(self._dialect, SGLangDialect):
-            return SGLangGroupChannel(self._dialect, self._loop, expected, **options)
-        return GroupChannel(self._dialect, self._loop, expected, **options)
+        return GroupChannel(*common, bucket_bytes=bucket_bytes, backend=backend, device=device)
 
-    def _reload_if_all_forgot(self) -> None:
+    def _update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """The ranks of a trainer share the servers: the first one sends."""
+        on_first_rank(
+            weights, lambda stream: self._updater.update(self._loop, stream, version, stay_paused=self._paused)
+        )
+        self._updater.arrived(version)
+
+    def _finish(self, samples: Sequence[RemoteSample]) -> None:
+        try:
+            self._run(self._calls.finish(samples))
+        except NoServerError as error:
+            raise EngineError(str(error)) from error
+
+    def _bring_up_to_date(self) -> None:
         """Servers that were started again since the last update have old weights: they must not write."""
         self._run(self._updater.take_out_forgetful())
         if not self._pool.router.up() and self.reload_weights is not None and self._updater.has_updated:
@@ -286,6 +313,12 @@ class RemoteRollout(RolloutEngine):
             )
         check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         for server, info in self._infos.items():
+            if info.deterministic and request.sampling.min_p > 0:
+                # An assertion in its sampler: the scheduler dies and the whole batch with it.
+                raise ValueError(
+                    f"min_p={request.sampling.min_p} cannot be used with enable_deterministic_inference: SGLang's "
+                    "seeded sampler dies of it. Use top_p, or turn deterministic inference off."
+                )
             if not same_meaning(request.sampling, info.logprobs):
                 raise ValueError(
                     f"logprobs={request.sampling.logprobs!r} at temperature={request.sampling.temperature} cannot be "
@@ -312,16 +345,16 @@ class RemoteRollout(RolloutEngine):
 
     def _check_usable(self) -> None:
         self._check_open()
-        if self._asleep:
-            raise EngineError(f"the servers' {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
-        if self._updater.gap:
-            raise EngineError(f"the servers have no usable weights: {self._updater.gap}; send all with update_weights.")
+        require_usable(self._asleep, self._updater.gap)
 
-
-def _build_dialect(name: DialectName, client: HttpClient, *, logprobs: LogprobsMode, max_model_len: int) -> Dialect:
-    if name == "vllm":
-        return VLLMDialect(client, logprobs=logprobs)
-    return SGLangDialect(client, max_model_len=max_model_len)
+    def _build_dialect(
+        self, name: DialectName, client: HttpClient, *, logprobs: LogprobsMode, max_model_len: int
+    ) -> Dialect:
+        if name == "vllm":
+            return VLLMDialect(client, logprobs=logprobs)
+        if not self.owns_servers:
+            return SGLangDialect(client, max_model_len=max_model_len)
+        return SGLangDialect(client, max_model_len=max_model_len, logprobs=logprobs, shared=False)
 
 
 def _api_key(variable: str | None) -> str | None:

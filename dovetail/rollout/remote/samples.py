@@ -48,9 +48,14 @@ class RemoteSample(GrowingResponse):
 
     @property
     def seed(self) -> int:
-        """Of the next call. A continued response goes on with other random numbers than those it began with."""
-        parts = (self.base_seed, self.index, len(self.token_ids)) if self.token_ids else (self.base_seed, self.index)
-        return derive_seed(*parts)
+        """Of the response, for servers whose random numbers depend on seed and position."""
+        return derive_seed(self.base_seed, self.index)
+
+    @property
+    def call_seed(self) -> int:
+        """Of the next call, for servers that start a generator with it: a continued response must not repeat the
+        random numbers it began with."""
+        return derive_seed(self.base_seed, self.index, len(self.token_ids)) if self.token_ids else self.seed
 
     def take(self, part: Part, version: int) -> None:
         """Add a part. One that was aborted leaves the response open, unless it was to be cut or is complete."""

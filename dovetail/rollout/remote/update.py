@@ -9,12 +9,13 @@ from typing import Any
 
 from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.remote.calls import SampleCalls
+from dovetail.rollout.remote.checked import CheckedWeights
 from dovetail.rollout.remote.client import ServerError
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo, require_same_shape
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import ServerPool
 from dovetail.rollout.remote.weights import Failures, WeightChannel
-from dovetail.weight_sync import NamedTensors
+from dovetail.weight_sync import ExpectedWeights, NamedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class WeightUpdater:
         dialect: Dialect,
         calls: SampleCalls,
         channel: WeightChannel,
+        expected: ExpectedWeights,
         *,
         refusal: str,
     ) -> None:
@@ -38,29 +40,41 @@ class WeightUpdater:
         self._dialect = dialect
         self._calls = calls
         self._channel = channel
+        self._expected = expected
         self._refusal = refusal
         self._updating = asyncio.Lock()
         self.gap = ""
         self.has_updated = False
 
-    def update(self, loop: LoopThread, weights: NamedTensors, version: int, *, stay_paused: bool) -> None:
-        """Blocking, on the thread of the caller: that is where the weights are."""
-        if self._refusal:
-            raise EngineError(self._refusal)
+    def update(
+        self,
+        loop: LoopThread,
+        weights: NamedTensors,
+        version: int,
+        *,
+        stay_paused: bool,
+        channel: WeightChannel | None = None,
+    ) -> None:
+        """Blocking, on the thread of the caller: that is where the weights are. All of them are read, also when the
+        update fails. `channel` takes the place of the one that was given at the start."""
+        channel = channel or self._channel
         failed = f"the weight update to version {version} did not finish"
-        try:
-            self._channel.stage(weights, version)
-            servers = loop.run(self._hold())
-        except BaseException:
-            self.gap = failed
-            raise
-        try:
-            self.gap = failed
-            failures = self._channel.deliver(servers)
-            loop.run(self._prove(servers, failures, version))
-            self.arrived(version)
-        finally:
-            loop.run(self._let_go(servers, stay_paused=stay_paused))
+        with CheckedWeights(weights, self._expected) as checked:
+            if self._refusal:
+                raise EngineError(self._refusal)
+            try:
+                channel.stage(checked, version)
+                servers = loop.run(self._hold())
+            except BaseException:
+                self.gap = failed
+                raise
+            try:
+                self.gap = failed
+                failures = channel.deliver(servers)
+                loop.run(self._prove(servers, failures, version))
+                self.arrived(version)
+            finally:
+                loop.run(self._let_go(servers, stay_paused=stay_paused))
 
     def arrived(self, version: int) -> None:
         """The servers have this version, whoever sent it."""

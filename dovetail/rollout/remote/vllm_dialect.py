@@ -6,7 +6,7 @@ generates with the weights it started with, at temperature 1 or greedily.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dovetail.rollout.base import ALL_TAGS, LogprobsMode, MemoryTag, WeightUpdateError
@@ -68,7 +68,7 @@ class VLLMDialect(Dialect):
             "top_p": sampling.top_p,
             "top_k": max(sampling.top_k, 0),
             "min_p": sampling.min_p,
-            "seed": sample.seed,
+            "seed": sample.call_seed,
             "stop_token_ids": sorted(sample.stop_token_ids),
             "ignore_eos": True,
             # Said outright: a server takes what is left out from the model's generation_config.json.
@@ -142,8 +142,8 @@ class VLLMDialect(Dialect):
     async def set_version(self, server: str, version: int) -> None:
         await self._call(server, "dovetail_set_version", (version,))
 
-    async def checksums(self, server: str, names: Collection[str], dtype: str | None) -> dict[str, str]:
-        return (await self._call(server, "dovetail_checksums", (list(names), dtype)))[0]
+    async def checksums(self, server: str, shapes: Mapping[str, tuple[int, ...]], dtype: str | None) -> dict[str, str]:
+        return (await self._call(server, "dovetail_checksums", (list(shapes), dtype)))[0]
 
     async def _update_call(self, server: str, method: str, args: tuple[Any, ...]) -> list[Any]:
         begins = method == "dovetail_begin_update"

@@ -1,4 +1,4 @@
-"""How weights reach servers: through a folder that all see, or by a broadcast group. Blocking; decides nothing else.
+"""How weights reach servers: a folder that all see, a broadcast group, shared memory. Blocking; decides nothing else.
 
 A channel takes a stream in two steps: `stage` before the servers are held, `deliver` while they are. What goes wrong on
 one server is returned, not raised: the others may be fine.
@@ -12,8 +12,9 @@ import socket
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import torch
@@ -23,8 +24,15 @@ from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.remote.client import ServerError
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo
 from dovetail.rollout.remote.loop import LoopThread
-from dovetail.rollout.sglang.weights import CheckedWeights
-from dovetail.weight_sync import DiskVersion, DiskWeights, ExpectedWeights, NamedTensors, WeightSender
+from dovetail.rollout.remote.tensor_files import TensorFiles
+from dovetail.weight_sync import (
+    BroadcastFailedError,
+    DiskVersion,
+    DiskWeights,
+    ExpectedWeights,
+    NamedTensors,
+    WeightSender,
+)
 from dovetail.weight_sync.broadcast import LOOPBACK
 from dovetail.weight_sync.group import GroupBackend
 
@@ -41,10 +49,11 @@ class WeightChannel(ABC):
         self._loop = loop
         self._expected = expected
         self._bucket_bytes = bucket_bytes
+        self._weights: NamedTensors = ()
 
-    @abstractmethod
     def stage(self, weights: NamedTensors, version: int) -> None:
-        """Take the stream, as far as that needs no server. WeightUpdateError for a misfit."""
+        """Take the stream, as far as that needs no server. It raises WeightUpdateError at its end for a misfit."""
+        self._weights = weights
 
     @abstractmethod
     def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
@@ -54,6 +63,13 @@ class WeightChannel(ABC):
         """Give `version` to one server that missed it; False if that is not possible."""
         return False
 
+    def _take(self) -> NamedTensors:
+        weights, self._weights = self._weights, ()
+        return weights
+
+    async def _begin(self, server: str) -> None:
+        await self._dialect.begin_update(server, self._expected)
+
     async def _on_each(self, servers: Iterable[str], call: Callable[[str], Awaitable[str | None]]) -> Failures:
         """Call every server at once; a misfit comes back in words."""
         names = list(servers)
@@ -62,7 +78,7 @@ class WeightChannel(ABC):
         for server, outcome in zip(names, outcomes, strict=True):
             if isinstance(outcome, str):
                 failures[server] = WeightUpdateError(f"{server}: {outcome}")
-            elif isinstance(outcome, (ServerError, WeightUpdateError)):
+            elif isinstance(outcome, (ServerError, WeightUpdateError, BroadcastFailedError)):
                 failures[server] = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
@@ -81,7 +97,7 @@ class DiskChannel(WeightChannel):
 
     def stage(self, weights: NamedTensors, version: int) -> None:
         self._found = None
-        self._found = self._disk.write(_whole(weights, self._expected), version)
+        self._found = self._disk.write(weights, version)
 
     def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
         return self._loop.run(self._on_each(servers, self._load))
@@ -97,8 +113,36 @@ class DiskChannel(WeightChannel):
         await self._dialect.load_from_disk(server, self._found, self._expected)
 
 
-class BroadcastChannel(WeightChannel):
-    """Weights go from here to a group that servers join. The group is built anew when servers come or go."""
+class TensorChannel(WeightChannel):
+    """Buckets in this machine's shared memory, which servers on this machine map."""
+
+    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
+        failures = self._loop.run(self._on_each(servers, self._begin))
+        with TensorFiles(self._bucket_bytes) as files:
+            for payload in files.payloads(self._take()):
+                left = [server for server in servers if server not in failures]
+                load = partial(self._dialect.load_tensors, payload=payload)
+                failures |= self._loop.run(self._on_each(left, load))
+        return failures
+
+
+class JoinedChannel(WeightChannel):
+    """A group whose sender is a trainer. The servers have joined it and receive from it, past this process."""
+
+    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
+        return self._loop.run(self._receive(servers))
+
+    async def _receive(self, servers: Mapping[str, ServerInfo]) -> Failures:
+        failures = await self._on_each(servers, self._begin)
+        alive = [server for server in servers if server not in failures]
+        received = await self._on_each(alive, self._dialect.receive)
+        gaps = await self._on_each(alive, self._dialect.finish_update)
+        # What did not fit comes before what is missing because of it.
+        return gaps | failures | received
+
+
+class GroupChannel(WeightChannel):
+    """One `WeightSender` here, and every worker of every server. The group is built anew when servers come or go."""
 
     def __init__(
         self,
@@ -113,39 +157,18 @@ class BroadcastChannel(WeightChannel):
         super().__init__(dialect, loop, expected, bucket_bytes=bucket_bytes)
         self._backend: GroupBackend = backend
         self._device = device
-        self._weights: NamedTensors = ()
-
-    def stage(self, weights: NamedTensors, version: int) -> None:
-        self._weights = weights
-
-    def _complete(self, connect: Callable[[], None], joining: Coroutine[Any, Any, Failures]) -> None:
-        """Let the servers join while this side connects: joining answers when the group is complete."""
-        connecting = threading.Thread(target=_connect_quietly, args=(connect,), daemon=True)
-        connecting.start()
-        failures = self._loop.run(joining)
-        if failures:
-            raise EngineError(f"a group for the weights could not be built: {'; '.join(map(str, failures.values()))}")
-        connecting.join()
-
-
-class GroupChannel(BroadcastChannel):
-    """One `WeightSender` here, one receiver in every worker of every server."""
-
-    def __init__(self, dialect: Dialect, loop: LoopThread, expected: ExpectedWeights, **options: Any) -> None:
-        super().__init__(dialect, loop, expected, **options)
         self._sender: WeightSender | None = None
         self._members: dict[str, int] = {}
 
     def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
-        stream, self._weights = iter(self._weights), ()
         try:
-            return self._deliver(servers, stream)
+            return self._deliver(servers, iter(self._take()))
         except BaseException:
             self._close()  # nobody goes on waiting for it
             raise
 
     def _deliver(self, servers: Mapping[str, ServerInfo], stream: Iterator[tuple[str, Tensor]]) -> Failures:
-        failures = self._loop.run(self._on_each(servers, lambda server: self._begin(server)))
+        failures = self._loop.run(self._on_each(servers, self._begin))
         alive = {server: info.num_workers for server, info in servers.items() if server not in failures}
         if not alive:
             return failures
@@ -157,7 +180,7 @@ class GroupChannel(BroadcastChannel):
         gaps = self._loop.run(self._on_each(alive, self._dialect.finish_update))
         if broken is not None:
             lost = "; ".join(str(failure) for failure in received.values() if isinstance(failure, ServerError))
-            if not lost:
+            if not lost or isinstance(broken, WeightUpdateError):
                 raise broken
             raise EngineError(
                 f"the broadcast of weights broke off ({broken}): {lost}. The next update builds the group anew; "
@@ -182,9 +205,6 @@ class GroupChannel(BroadcastChannel):
         if sender is not None:
             sender.close()
 
-    async def _begin(self, server: str) -> None:
-        await self._dialect.begin_update(server, self._expected)
-
     def _join(self, members: dict[str, int]) -> None:
         if self._sender is not None and members == self._members:
             return
@@ -200,7 +220,13 @@ class GroupChannel(BroadcastChannel):
         async def join(server: str) -> None:
             await self._dialect.join_group(server, sender.address, first_ranks[server])
 
-        self._complete(sender.connect, self._on_each(members, join))
+        # Joining answers when the group is complete, so this side connects meanwhile.
+        connecting = threading.Thread(target=_connect_quietly, args=(sender.connect,), daemon=True)
+        connecting.start()
+        failures = self._loop.run(self._on_each(members, join))
+        if failures:
+            raise EngineError(f"a group for the weights could not be built: {'; '.join(map(str, failures.values()))}")
+        connecting.join()
         self._sender, self._members = sender, dict(members)
 
 
@@ -210,13 +236,6 @@ def _connect_quietly(connect: Callable[[], None]) -> None:
         connect()
     except RuntimeError as error:
         logger.warning("the group for the weights is not complete: %s", error)
-
-
-def _whole(weights: NamedTensors, expected: ExpectedWeights) -> Iterator[tuple[str, Tensor]]:
-    """The stream; WeightUpdateError at its end if it does not fit, so that no version is made of it."""
-    checked = CheckedWeights(weights, expected)
-    yield from checked
-    checked.require_complete()
 
 
 def own_address(servers: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""SGLang as a rollout engine. SGLang itself is imported only when an engine is started inside this process."""
+"""SGLang as a rollout engine: servers on this machine, in an environment that may have no dovetail."""
 
 from dovetail.rollout.sglang.engine import SGLangRollout
 from dovetail.rollout.sglang.settings import SGLangSettings

@@ -1,106 +1,99 @@
-"""SGLang (`rollout.name=sglang`): inside this process, a batch or a request at a time, or as servers over HTTP.
+"""SGLang (`rollout.name=sglang`): servers that this engine starts on loopback, and starts again when they die.
 
-Every weight update finds the engine idle, is checked tensor by tensor before SGLang sees it, carries a version and is
-followed by a flush of the radix cache; running requests are interrupted and go on under the new weights. Sampling is
-SGLang's own; log-probs mean what `dovetail.rollout.base` says, or the request is refused.
+How servers are driven is in `dovetail.rollout.remote`; a server that was started again is one of those that came back.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dovetail.config.rollout import RolloutConfig
-from dovetail.rollout.base import (
-    ALL_TAGS,
-    EngineDiedError,
-    EngineHealth,
-    GenerationRequest,
-    GenerationResult,
-    MemoryTag,
-    RolloutEngine,
-    UnsupportedPromptError,
-)
+from dovetail.rollout.base import EngineDiedError, EngineError, GenerationResult, RolloutEngine
 from dovetail.rollout.engine_settings import runs_on_cpu
-from dovetail.rollout.readiness import check_tags
-from dovetail.rollout.remote.client import HttpClient
-from dovetail.rollout.remote.loop import LoopThread
-from dovetail.rollout.sglang.core import Core
-from dovetail.rollout.sglang.environment import server_python
-from dovetail.rollout.sglang.expected import expected_weights
-from dovetail.rollout.sglang.in_process import InProcessLink
-from dovetail.rollout.sglang.link import SGLangLink
-from dovetail.rollout.sglang.samples import Sample, check_request, samples_of
-from dovetail.rollout.sglang.server import ServerLink
-from dovetail.rollout.sglang.settings import Level, SGLangSettings
-from dovetail.rollout.sglang.updates import WeightUpdates
-from dovetail.rollout.vllm.expected import read_config, stop_token_ids
-from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, DiskVersion, GroupAddress, NamedTensors
-from dovetail.weight_sync.group import GroupBackend
+from dovetail.rollout.remote.client import ServerGoneError
+from dovetail.rollout.remote.engine import RemoteRollout
+from dovetail.rollout.remote.router import NoServerError
+from dovetail.rollout.remote.samples import RemoteSample
+from dovetail.rollout.remote.sglang_dialect import SGLangDialect
+from dovetail.rollout.remote.weights import JoinedChannel
+from dovetail.rollout.sglang.environment import GLOO_INTERFACE, server_python
+from dovetail.rollout.sglang.server import SGLangServer
+from dovetail.rollout.sglang.settings import SGLangSettings
+from dovetail.rollout.vllm.expected import read_config
+from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, GroupAddress
+from dovetail.weight_sync.broadcast import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
-_GIB = 1024**3
+_SILENCE_S = 600.0
+"""Our own processes are watched; one that is alive and silent is busy, for up to this long."""
+_EXIT_S = 2.0
+"""Connections break a moment before the process is gone, and only its end says why."""
 
 
-class SGLangRollout(RolloutEngine):
-    """`num_servers=0` runs SGLang in this process (build it on the main thread), otherwise that many servers of this
-    machine share the requests. `restarts` is how often dead ones are started again. `python` has SGLang for servers.
+class SGLangRollout(RemoteRollout):
+    """`num_servers` servers of this machine share the requests. `python` has SGLang. `restarts` is how often dead
+    servers are started again. `update_weights` goes through this machine's shared memory.
     """
 
     name = "sglang"
+    on_trainer_devices = True
+    owns_servers: ClassVar[bool] = True
 
     def __init__(
         self,
         settings: SGLangSettings,
         *,
-        num_servers: int = 0,
-        level: Level = "request",
+        num_servers: int = 1,
         python: str | None = None,
         restarts: int = 0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
-        self._cpu = runs_on_cpu()
-        self._num_servers = num_servers
-        self._python = server_python(python) if num_servers else ""
-        self.restarts_left = restarts
-        self._expected = expected_weights(
-            settings.model, settings.override_config, trust_remote_code=settings.trust_remote_code
-        )
-        self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
-        text = read_config(
+        config = read_config(
             settings.model, settings.override_config, trust_remote_code=settings.trust_remote_code
         ).get_text_config()
-        self._vocab_size = int(text.vocab_size)
-        self._max_model_len = int(settings.max_model_len or text.max_position_embeddings)
-        self.settings = replace(settings, max_model_len=self._max_model_len)
-        self._unloaded = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
-        self._kv_cache_bytes = 0
-        self._serial = itertools.count()
-        self._loop = LoopThread("sglang-engine")
-        self._client = HttpClient()
-        try:
-            links = self._start_links(max(num_servers, 1))
-        except BaseException:
-            self._loop.run(self._client.close())
-            self._loop.close()
-            raise
-        self._core = self._loop.run(self._build_core(links, level))
-        self._updates = WeightUpdates(
-            self._core,
-            self._loop,
-            self._expected,
-            num_instances=len(links),
-            workers_each=settings.tensor_parallel_size,
-            bucket_bytes=bucket_bytes,
-            revive=self._revive,
+        # Said outright: a server is given some tokens more than the context, which it keeps free.
+        self.settings = settings = replace(
+            settings, max_model_len=int(settings.max_model_len or config.max_position_embeddings)
         )
+        self.restarts_left = restarts
+        cpu = runs_on_cpu()
+        self.frees_memory = not cpu and settings.enable_sleep
+        program = server_python(python)
+        servers: list[SGLangServer] = []
+        try:
+            for _ in range(num_servers):
+                servers.append(SGLangServer(settings, python=program, cpu=cpu))
+            for server in servers:
+                server.wait_until_ready()
+            self.servers = {server.url: server for server in servers}
+            super().__init__(
+                list(self.servers),
+                settings.model,
+                dialect="sglang",
+                bucket_bytes=bucket_bytes,
+                logprobs=settings.logprobs,
+                max_model_len=settings.max_model_len,
+                silence_s=_SILENCE_S,
+                trust_remote_code=settings.trust_remote_code,
+                override_config=settings.override_config,
+            )
+        except BaseException:
+            for server in servers:
+                server.close()
+            raise
+        assert isinstance(self._dialect, SGLangDialect), "asked for by name"
+        self._sglang = self._dialect
+        self._has_no_weights = settings.load_format == "dummy"
+        if self._has_no_weights:
+            self._updater.gap = "load_format=dummy loads none"
         if not settings.deterministic:
             logger.info("SGLang draws its own random numbers here: seeds of requests do not fix what is sampled.")
 
@@ -115,8 +108,7 @@ class SGLangRollout(RolloutEngine):
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
     ) -> RolloutEngine:
-        """`mode=sync` is one call per batch and `mode=async` one per sample, both in this process; `mode=server` starts
-        `num_servers` servers. SGLang always has weights of its own."""
+        """`num_servers` servers in every `rollout.mode`. SGLang always has weights of its own."""
         return cls(
             SGLangSettings.from_config(
                 config,
@@ -125,190 +117,111 @@ class SGLangRollout(RolloutEngine):
                 trust_remote_code=trust_remote_code,
                 override_config=override_config,
             ),
-            num_servers=config.num_servers if config.mode == "server" else 0,
-            level="batch" if config.mode == "sync" else "request",
+            num_servers=config.num_servers,
             python=config.sglang_python,
             restarts=config.restart_engine,
             bucket_bytes=config.update_weights_bucket_megabytes * 1024**2,
         )
 
     @property
-    def weight_version(self) -> int:
-        return self._core.version
-
-    @property
-    def frees_memory(self) -> bool:
-        """Whether `sleep` gives memory back. On CPU SGLang has no way to, and sleep only guards against use."""
-        return not self._cpu and self.settings.enable_sleep
-
-    @property
-    def num_workers(self) -> int:
-        """Processes that hold the model, over all servers."""
-        return max(self._num_servers, 1) * self.settings.tensor_parallel_size
-
-    @property
     def num_weight_ranks(self) -> int:
-        return self.num_workers
+        """SGLang's model processes, over all servers."""
+        return len(self.servers) * self.settings.tensor_parallel_size
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        self._check_requests(requests)
-        samples = [
-            sample
-            for request in requests
-            for sample in samples_of(
-                request,
-                next(self._serial),
-                eos_ids=self._eos_ids,
-                room=self._max_model_len - len(request.prompt_token_ids),
-            )
-        ]
-        if self._brings_weights_back and self._revive() and self._needs_weights and self.reload_weights is not None:
-            self.reload_weights(self)
-        while unfinished := [sample for sample in samples if sample.finish_reason is None]:
-            try:
-                self._loop.run(self._core.finish(unfinished))
-            except EngineDiedError as error:
-                if not self._brings_weights_back:
-                    raise EngineDiedError(str(error), _complete(samples)) from error
-                self.restart(error)
-                if self._needs_weights and self.reload_weights is not None:
-                    self.reload_weights(self)
-        return [sample.result() for sample in samples]
-
-    def num_tokens(self) -> dict[str, int]:
-        """Tokens that calls which have ended wrote of each running request. SGLang tells no more before a call ends."""
-        counts: Counter[str] = Counter()
-        for sample in list(self._core.live.values()):
-            counts[sample.request.request_id] += len(sample.token_ids)
-        return dict(counts)
-
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
-        """Through shared memory: the source is on this machine, and so are the servers."""
-        if weights is None:
-            raise ValueError("update_weights(None) is for engines that share the trainer's memory; SGLang has its own.")
-        self._updates.through_shared_memory(weights, version)
-
-    def update_weights_by_broadcast(
-        self, weights: NamedTensors, version: int, *, backend: GroupBackend = "gloo", device: torch.device | str = "cpu"
-    ) -> None:
-        """Over a process group that SGLang's model processes join at the first call."""
-        self._updates.by_broadcast(weights, version, backend=backend, device=device)
+    @property
+    def deaths(self) -> list[str]:
+        """Why servers are gone, of those that are."""
+        return [server.death for server in self.servers.values() if server.death]
 
     def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
-        """SGLang's model processes join, as `num_workers` ranks from `first_rank` on, and leave what they were in."""
-        self._updates.join(address, first_rank)
+        """SGLang's model processes join, on ranks from `first_rank` on, and leave what they were in."""
+        last_rank = first_rank + self.num_weight_ranks - 1
+        if not 1 <= first_rank <= last_rank < address.world_size:
+            raise ValueError(
+                f"ranks {first_rank} to {last_rank} of SGLang's processes are not all in a group of "
+                f"{address.world_size}, whose rank 0 sends; open it for {self.num_weight_ranks} receivers more."
+            )
+        if address.backend == "gloo" and address.host != LOOPBACK and GLOO_INTERFACE not in os.environ:
+            raise EngineError(
+                f"the sender is at {address.host}, and SGLang's processes use gloo on the loopback interface; start "
+                f"the engine with {GLOO_INTERFACE} naming the interface that leads there."
+            )
+        ranks = range(first_rank, last_rank + 1, self.settings.tensor_parallel_size)
+        pairs = zip(self.servers, ranks, strict=True)
+        self._run(self._gathered(self._sglang.join_group(server, address, rank) for server, rank in pairs))
 
     def receive_weights(self, version: int) -> None:
         """After an update that does not fit, SGLang is no longer in the group: the sender waits for nobody."""
-        self._updates.receive(version)
-
-    def update_weights_from_disk(self, found: DiskVersion) -> None:
-        """From a folder that SGLang's processes see."""
-        self._updates.from_disk(found)
-
-    def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
-        """Of a few small tensors, of model families that SGLang can read back (Llama and its like), not in parts."""
-        return self._updates.checksums(names, dtype)
-
-    def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        self._loop.run(self._core.sleep(check_tags(tags), on_device=self.frees_memory))
-
-    def wake(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
-        self._loop.run(self._core.wake(check_tags(tags), on_device=self.frees_memory))
-
-    def abort(self, request_ids: Collection[str] | None = None) -> int:
-        return self._loop.run(self._core.abort(None if request_ids is None else frozenset(request_ids)))
-
-    def pause(self) -> None:
-        """Interrupts what is running: its tokens so far are kept, and `continue_` asks for the rest."""
-        self._loop.run(self._core.pause())
-
-    def continue_(self) -> None:
-        self._loop.run(self._core.continue_())
-
-    def health(self) -> EngineHealth:
-        core = self._core
-        reason = "the engine is closed" if core.closed else "; ".join(core.deaths) or core.weights_gap
-        live = [sample for sample in list(core.live.values()) if sample.finish_reason is None]
-        held = core.paused
-        return EngineHealth(
-            ok=not reason,
-            reason=reason,
-            weight_version=core.version,
-            num_running=0 if held else len(live),
-            num_waiting=len(live) if held else 0,
-            paused=core.paused,
-            asleep=core.asleep,
-            kv_cache_bytes=self._kv_cache_bytes,
-        )
+        if self.deaths and not self._closed:  # one that is started again would not be in the group
+            raise EngineDiedError(self.deaths[0])
+        if not all(map(self._sglang.in_group, self.servers)):
+            raise EngineError("the engine is in no weight group, or was started again; call join_weight_group.")
+        channel = JoinedChannel(self._sglang, self._loop, self._expected, bucket_bytes=0)
+        self._updater.update(self._loop, (), version, stay_paused=self._paused, channel=channel)
 
     def restart(self, error: EngineDiedError) -> None:
-        """Start new instances in place of the dead ones. They have none of the weights that were sent."""
+        """Start dead servers again, at the same addresses. They have none of the weights that were sent."""
         if self.restarts_left <= 0:
             raise error
         self.restarts_left -= 1
         self.num_restarts += 1
         logger.warning("%s Starting it again; %d restarts are left.", error, self.restarts_left)
-        links = self._core.links
-        dead = [index for index, link in enumerate(links) if link.death]
-        for index in dead:
-            self._loop.run(links[index].close())
-        for index, fresh in zip(dead, self._start_links(len(dead)), strict=True):
-            links[index] = fresh
-        self._updates.forget_groups()
-        self._loop.run(self._core.replace(links, "it was started again" if self._needs_weights else ""))
+        dead = [server for server in self.servers.values() if server.death]
+        for server in dead:
+            self._pool.mark_down(server.url, server.death)
+            self._sglang.restarted(server.url)
+            server.start()
+        for server in dead:
+            server.wait_until_ready()
+            if self._asleep and self.frees_memory:
+                self._run(self._sglang.sleep(server.url, self._asleep))
+        if self._needs_weights:
+            self._updater.gap = "it was started again"
+        else:
+            for server in dead:
+                self._pool.router.mark_up(server.url)
 
     def close(self) -> None:
-        if self._core.closed:
-            return
-        self._loop.run(self._core.close())
-        self._loop.run(self._client.close())
-        self._loop.close()
-
-    def _start_links(self, count: int) -> list[SGLangLink]:
-        """New instances, started side by side; none is left if one fails."""
-        links: list[SGLangLink] = []
         try:
-            for _ in range(count):
-                if self._num_servers:
-                    links.append(ServerLink(self.settings, self._client, python=self._python, cpu=self._cpu))
-                else:
-                    links.append(InProcessLink(self.settings, cpu=self._cpu))
-            self._loop.run(_start(links))
-        except BaseException:
-            for link in links:
-                self._loop.run(link.close())
-            raise
-        return links
+            super().close()
+        finally:
+            for server in self.servers.values():
+                server.close()
 
-    async def _build_core(self, links: list[SGLangLink], level: Level) -> Core:
-        answer = await links[0].call("/server_info", {})
-        self._kv_cache_bytes = len(links) * _kv_cache_bytes(answer)
-        return Core(links, level=level, deterministic=self.settings.deterministic, weights_gap=self._unloaded)
+    def _update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Each rank of a trainer has servers of its own."""
+        self._revive()
+        self._updater.update(self._loop, weights, version, stay_paused=self._paused)
 
-    def _check_requests(self, requests: Sequence[GenerationRequest]) -> None:
-        running = {sample.request.request_id for sample in list(self._core.live.values())}
-        ids = Counter(request.request_id for request in requests)
-        repeated = [name for name, count in ids.items() if count > 1 or name in running]
-        if repeated:
-            raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
-        for request in requests:
-            if request.multi_modal:
-                raise UnsupportedPromptError(
-                    f"request {request.request_id!r} holds {', '.join(request.multi_modal)}; the SGLang engine takes "
-                    "token ids alone. Use rollout.name=vllm."
-                )
-            check_request(
-                request,
-                max_model_len=self._max_model_len,
-                vocab_size=self._vocab_size,
-                mode=self.settings.logprobs,
-                deterministic=self.settings.deterministic,
-            )
+    def _finish(self, samples: Sequence[RemoteSample]) -> None:
+        """After a death, what is finished stays finished, and what is begun is continued."""
+        while unfinished := [sample for sample in samples if sample.finish_reason is None]:
+            try:
+                self._run(self._calls.finish(unfinished))
+            except (NoServerError, ServerGoneError) as error:
+                reason = self._why_dead()
+                if not reason:
+                    raise EngineError(str(error)) from error
+                death = EngineDiedError(reason, _complete(samples))
+                if not self._brings_weights_back:
+                    raise death from error
+                self.restart(death)
+                self._reload()
+
+    def _bring_up_to_date(self) -> None:
+        if self._brings_weights_back and self._revive():
+            self._reload()
+        if len(self.deaths) == len(self.servers):
+            raise EngineDiedError("; ".join(self.deaths))
+        super()._bring_up_to_date()
+
+    def _reload(self) -> None:
+        if self._needs_weights and self.reload_weights is not None:
+            self.reload_weights(self)
 
     @property
     def _needs_weights(self) -> bool:
-        return self._core.version != 0 or bool(self._unloaded)
+        return self._updater.has_updated or self._has_no_weights
 
     @property
     def _brings_weights_back(self) -> bool:
@@ -317,30 +230,24 @@ class SGLangRollout(RolloutEngine):
 
     def _revive(self) -> bool:
         """Between batches: start servers again that died while others went on."""
-        deaths = self._core.deaths
-        if self._core.closed or not deaths or not self.restarts_left:
+        deaths = self.deaths
+        if self._closed or not deaths or not self.restarts_left:
             return False
         self.restart(EngineDiedError(deaths[0]))
         return True
 
+    def _why_dead(self) -> str:
+        give_up = time.monotonic() + _EXIT_S
+        while not self.deaths and time.monotonic() < give_up:
+            time.sleep(0.05)
+        return "; ".join(self.deaths)
 
-def _complete(samples: Sequence[Sample]) -> dict[str, list[GenerationResult]]:
+
+def _complete(samples: Sequence[RemoteSample]) -> dict[str, list[GenerationResult]]:
     """The requests all of whose samples are finished, by their id."""
-    by_request: dict[str, list[Sample]] = {}
+    unfinished = {sample.request.request_id for sample in samples if sample.finish_reason is None}
+    results: dict[str, list[GenerationResult]] = {}
     for sample in samples:
-        by_request.setdefault(sample.request.request_id, []).append(sample)
-    return {
-        request_id: [sample.result() for sample in group]
-        for request_id, group in by_request.items()
-        if all(sample.finish_reason is not None for sample in group)
-    }
-
-
-async def _start(links: Sequence[SGLangLink]) -> None:
-    for link in links:
-        await link.start()
-
-
-def _kv_cache_bytes(answer: Any) -> int:
-    usage = answer["internal_states"][0].get("memory_usage", {})
-    return int(float(usage.get("kvcache", 0.0)) * _GIB)
+        if sample.request.request_id not in unfinished:
+            results.setdefault(sample.request.request_id, []).append(sample.result())
+    return results

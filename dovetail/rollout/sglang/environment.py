@@ -64,7 +64,7 @@ def supported_range() -> str:
 def how_to_install() -> str:
     return (
         "pip install 'dovetail[sglang]' (CUDA), or `make sglang-env` (CPU, an environment of its own) and "
-        f"rollout.mode=server with rollout.sglang_python or {PYTHON_VARIABLE} naming its Python. "
+        f"rollout.sglang_python or {PYTHON_VARIABLE} naming its Python. "
         "rollout.name=native needs nothing more than dovetail."
     )
 

@@ -1,136 +1,115 @@
 """An SGLang server as a process on this machine, reached over HTTP on loopback.
 
-Its port is bound here before it starts and stays bound until it listens there itself: no two servers can race for one.
-It ends with this process, however this process ends.
+Its port is bound here before it starts and stays bound: no two servers can race for one, and a server that is started
+again is found under the same address. It ends with this process, however this process ends.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+import time
+import urllib.request
 from pathlib import Path
-from typing import Any
 
-from dovetail.rollout.base import EngineDiedError, EngineError
-from dovetail.rollout.remote.client import HttpClient, ServerError, ServerGoneError
+from dovetail.rollout.base import EngineError
 from dovetail.rollout.sglang.environment import NEWEST, OLDEST, environment, how_to_install, supported_range
-from dovetail.rollout.sglang.link import RefusedError, Watch
 from dovetail.rollout.sglang.serve import WRONG_VERSION
 from dovetail.rollout.sglang.settings import SGLangSettings
-
-logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 900.0
 _POLL_S = 0.25
 _LAST_WORDS = 3000  # characters of the log that an error shows
-_READ_ONLY = frozenset(["/server_info", "/model_info"])
 
 
-class ServerLink:
-    """`start` it on the event loop that its calls will come from. `python` is the program that has SGLang."""
+class SGLangServer:
+    """Starts at once; `wait_until_ready` before it is called. `python` is the program that has SGLang."""
 
-    def __init__(self, settings: SGLangSettings, client: HttpClient, *, python: str, cpu: bool) -> None:
-        self._client = client
+    def __init__(self, settings: SGLangSettings, *, python: str, cpu: bool) -> None:
         self._ports = [_hold_port(), _hold_port()]
         port, self.store_port = (holder.getsockname()[1] for holder in self._ports)
-        self.name = f"http://{LOOPBACK}:{port}"
-        self.death = ""
-        self._watch: Watch | None = None
-        handle, log = tempfile.mkstemp(prefix="dovetail-sglang-", suffix=".log")
-        self.log = Path(log)
+        self.url = f"http://{LOOPBACK}:{port}"
         arguments = settings.sglang_arguments(cpu=cpu) | {"port": port, "nccl_port": self.store_port}
         spec = {"arguments": arguments, "oldest": list(OLDEST), "newest": list(NEWEST), "fork": cpu}
-        own = environment(cpu=cpu, raw_logprobs=settings.logprobs == "raw")
+        # -P: the folder of the program holds modules of ours that SGLang must not find before the real ones.
+        self._command = [python, "-P", str(Path(__file__).with_name("serve.py")), json.dumps(spec)]
+        self._environment = environment(cpu=cpu, raw_logprobs=settings.logprobs == "raw") | dict(os.environ)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it was started"
+        return self._process.pid
+
+    @property
+    def death(self) -> str:
+        """Why the process is gone; empty while it lives."""
+        if self._process is None:
+            return "it was closed"
+        code = self._process.poll()
+        return "" if code is None else f"the SGLang server {self.url} ended with status {code}. {self._last_words()}"
+
+    def start(self) -> None:
+        """Also after its death."""
+        self._end()
+        handle, log = tempfile.mkstemp(prefix="dovetail-sglang-", suffix=".log")
+        self.log = Path(log)
         try:
             self._process = subprocess.Popen(
-                # -P: the folder of the program holds modules of ours that SGLang must not find before the real ones.
-                [python, "-P", str(Path(__file__).with_name("serve.py")), json.dumps(spec)],
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=handle,
                 stderr=handle,
                 start_new_session=True,
-                env=own | dict(os.environ),
+                env=self._environment,
             )
         finally:
             os.close(handle)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def wait_until_ready(self) -> None:
+        """EngineError with the reason if it does not get there."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            assert self._process is not None, "it was started"
+            if self._process.poll() == WRONG_VERSION:
+                raise EngineError(f"{supported_range()} {self._last_words()} {how_to_install()}")
+            if self._process.poll() is not None:
+                raise EngineError(f"the SGLang server did not start. {self._last_words()}")
+            try:
+                with opener.open(f"{self.url}/health", timeout=5.0):
+                    return
+            except OSError:
+                time.sleep(_POLL_S)
+        raise EngineError(f"the SGLang server was not ready after {START_TIMEOUT_S:.0f} s. {self._last_words()}")
 
-    async def start(self) -> None:
-        self._watch = Watch(self._look)
-        try:
-            await self._watch.unless_dead(asyncio.wait_for(self._ready(), START_TIMEOUT_S))
-        except TimeoutError:
-            waited = f"the SGLang server was not ready after {START_TIMEOUT_S:.0f} s."
-            raise EngineError(f"{waited} {self._last_words()}") from None
-        except EngineDiedError:
-            if self._process.returncode == WRONG_VERSION:
-                raise EngineError(f"{supported_range()} {self._last_words()} {how_to_install()}") from None
-            raise EngineError(f"the SGLang server did not start. {self._last_words()}") from None
-        finally:
-            for holder in self._ports:
-                holder.close()
-
-    async def call(self, route: str, body: Mapping[str, Any]) -> Any:
-        assert self._watch is not None, "start() comes first"
-        try:
-            if route in _READ_ONLY:
-                return await self._watch.unless_dead(self._client.get(self.name + route, timeout_s=None))
-            return await self._watch.unless_dead(self._client.post(self.name + route, dict(body), timeout_s=None))
-        except ServerGoneError as error:
-            # Connections break a moment before the process is gone, and only its end says why.
-            await asyncio.sleep(4 * _POLL_S)
-            self.death = self.death or f"the SGLang server {self.name} broke its connections: {error}"
-            raise EngineDiedError(self._look() or self.death) from error
-        except ServerError as error:
-            raise RefusedError(f"SGLang refused {route}: {error}") from error
-
-    async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        self.death = self.death or "it was closed"
-        self.kill()
-        self.log.unlink(missing_ok=True)
-
-    def kill(self) -> None:
-        """End the server and the processes it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+    def close(self) -> None:
+        self._end()
         for holder in self._ports:
             holder.close()
 
-    async def _ready(self) -> None:
-        while True:
-            try:
-                await self._client.get(f"{self.name}/health", timeout_s=5.0)
-            except ServerError:
-                await asyncio.sleep(_POLL_S)
-            else:
-                return
-
-    def _look(self) -> str:
-        code = self._process.poll()
-        if code is not None and not self.death:
-            self.death = f"the SGLang server {self.name} ended with status {code}. {self._last_words()}"
-        return self.death
+    def _end(self) -> None:
+        """End the server and the processes it has started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        self.log.unlink(missing_ok=True)
 
     def _last_words(self) -> str:
         text = self.log.read_text(errors="replace")[-_LAST_WORDS:].strip() if self.log.exists() else ""
-        return f"Its last words:\n{text}" if text else "It left no words."
+        return f"The end of its log:\n{text}" if text else "Its log is empty."
 
 
 def _hold_port() -> socket.socket:

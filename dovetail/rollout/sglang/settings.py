@@ -6,15 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.engine_settings import EngineSettings, shared_settings
-
-Level = Literal["batch", "request"]
-"""Whether a batch of prompts is one call to SGLang or every sample is a call of its own."""
 
 _OURS = {
     "model_path": "the run's model is served",
@@ -23,9 +20,8 @@ _OURS = {
     "nccl_port": "ports are bound by the engine, never chosen",
     "dist_init_addr": "an engine lives on one machine",
     "nnodes": "an engine lives on one machine",
-    "dp_size": "SGLang takes no weight updates then; use rollout.num_servers with mode=server",
+    "dp_size": "SGLang takes no weight updates then; use rollout.num_servers",
     "weight_version": "it comes with every weight update",
-    "custom_sigquit_handler": "it is how a dead engine is noticed",
     "enable_memory_saver": "rollout.free_cache_engine decides",
 }
 _NO_UPDATES_ON_CPU = "intel_amx"
