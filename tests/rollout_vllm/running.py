@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult
+from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, RolloutEngine
 from dovetail.rollout.vllm.ray_engine import RayVLLMEngine
 from tests.waiting import wait_until
 
@@ -28,4 +28,8 @@ class Running:
 
 
 def wait_for_tokens(engine: RayVLLMEngine, name: str, count: int) -> None:
-    wait_until(lambda: engine.num_tokens().get(name, 0) >= count, f"{count} tokens of {name!r}")
+    wait_until(lambda: num_tokens(engine, name) >= count, f"{count} tokens of {name!r}")
+
+
+def num_tokens(engine: RolloutEngine, name: str) -> int:
+    return sum(len(result.token_ids) for result in engine.partial([name]))

@@ -15,7 +15,7 @@ from dovetail.weight_sync import tensor_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import gpu_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
-from tests.rollout_vllm.running import Running, wait_for_tokens
+from tests.rollout_vllm.running import Running, num_tokens, wait_for_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,7 @@ def test_a_paused_request_outlives_a_sleep_that_gives_the_memory_back(engine: Ra
     running = Running(engine, GenerationRequest("long", PROMPT, LONG))
     wait_for_tokens(engine, "long", 20)
     engine.pause()
-    count = engine.num_tokens()["long"]
+    count = num_tokens(engine, "long")
     awake = torch.cuda.mem_get_info()[0]
     engine.sleep()
     assert torch.cuda.mem_get_info()[0] - awake > engine.health().kv_cache_bytes // 2
@@ -81,7 +81,7 @@ def test_a_paused_request_outlives_a_sleep_that_gives_the_memory_back(engine: Ra
     assert engine.weight_version == -1
     engine.update_weights(_on_device(5), 2)
     engine.wake(["kv_cache"])
-    assert engine.num_tokens()["long"] == count, "awake, and still paused"
+    assert num_tokens(engine, "long") == count, "awake, and still paused"
     engine.continue_()
     running.join(60)
     assert running.results[0].weight_versions.count(1) == count

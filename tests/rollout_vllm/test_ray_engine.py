@@ -18,7 +18,7 @@ from dovetail.weight_sync import DiskWeights, WeightSender
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import small_settings
 from tests.rollout_vllm.reference import check_versions, greedy, log_probs, mean_gap
-from tests.rollout_vllm.running import Running, wait_for_tokens
+from tests.rollout_vllm.running import Running, num_tokens, wait_for_tokens
 
 pytestmark = pytest.mark.engine
 
@@ -83,7 +83,7 @@ def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights
     wait_for_tokens(engine, "long", 20)
     if paused_first:
         engine.pause()
-        written = engine.num_tokens()["long"]
+        written = num_tokens(engine, "long")
     engine.update_weights(new.named_parameters(), 2)
     if paused_first:
         engine.continue_()
@@ -131,18 +131,25 @@ def test_requests_join_while_others_run_and_weights_are_staged_meanwhile(engine:
     wait_for_tokens(engine, "first", 20)
     engine.stage_weights(models[2].named_parameters(), 2)
     assert engine.health().weight_version == 1
+    engine.pause()
     second = Running(engine, GenerationRequest("second", PROMPT[:50], sampling), GenerationRequest("cut", [7], LONG))
-    wait_for_tokens(engine, "cut", 5)
-    assert engine.abort(["cut"]) == 1
     assert 0 < engine.commit_weights(2) < 5
+    engine.continue_()
     wait_for_tokens(engine, "second", 40)
+    engine.pause()
+    assert engine.abort(["cut"]) == 1
     engine.update_weights(models[3].named_parameters(), 3)
+    engine.continue_()
     first.join(120)
     second.join(120)
-    for prompt, result in [(PROMPT, r) for r in first.results] + [(PROMPT[:50], r) for r in second.results[:2]]:
+    for result in first.results:
         assert set(result.weight_versions) >= {1, 2}
-        check_versions(models, prompt, result, temperature=0.9)
+        check_versions(models, PROMPT, result, temperature=0.9)
+    for result in second.results[:2]:
+        assert set(result.weight_versions) == {2, 3}
+        check_versions(models, PROMPT[:50], result, temperature=0.9)
     assert second.results[2].finish_reason == "abort"
+    check_versions(models, [7], second.results[2], temperature=1.0)
 
 
 def test_many_requests_at_once_each_get_their_own_answer(engine: RayVLLMEngine) -> None:

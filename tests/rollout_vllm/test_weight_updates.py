@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from dovetail.config.rollout import RolloutConfig
-from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
+from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
 from dovetail.rollout.registry import get_engine_class
 from dovetail.rollout.vllm import VLLMEngine, weight_calls, worker_extension
 from dovetail.weight_sync import DiskWeights, WeightSender, tensor_checksum, weight_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import check_versions, greedy, log_probs, mean_gap
+from tests.rollout_vllm.running import num_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
@@ -169,20 +170,21 @@ def test_every_token_has_the_log_prob_of_its_own_weights_whatever_comes_and_goes
     engine, models = engines["llama"], {version: tiny_model("llama", seed=version) for version in (1, 2, 3)}
     sampling = SamplingParams(temperature=0.9, max_new_tokens=120, n=2, seed=3, ignore_eos=True)
     prompts = {"first": PROMPT, "second": PROMPT[:40], "cut": [7]}
-    results: list[GenerationResult] = []
+    stream = engine.open_stream()
     engine.update_weights(models[1].named_parameters(), 1)
-    engine.enqueue([GenerationRequest("first", PROMPT, sampling)], results.append)
+    stream.submit(GenerationRequest("first", PROMPT, sampling))
     _write(engine, "first", 20)
     staging = threading.Thread(target=engine.stage_weights, args=(models[2].named_parameters(), 2))
     staging.start()
-    engine.enqueue([GenerationRequest(name, prompts[name], sampling) for name in ("second", "cut")], results.append)
+    stream.submit(*(GenerationRequest(name, prompts[name], sampling) for name in ("second", "cut")))
     _write(engine, "cut", 10)
     staging.join(60)
-    assert engine.abort(["cut"]) == 2
+    assert stream.abort(["cut"]) == 2
     assert engine.commit_weights(2) > 0
     _write(engine, "second", 40)
     engine.update_weights(models[3].named_parameters(), 3)
-    engine.wait(lambda: len(results) == 6)
+    results = stream.drain()
+    assert len(results) == 6
     for result in results:
         check_versions(models, prompts[result.request_id], result, temperature=0.9)
         if result.request_id == "cut":
@@ -196,8 +198,8 @@ def test_every_token_has_the_log_prob_of_its_own_weights_whatever_comes_and_goes
 
 def _write(engine: VLLMEngine, name: str, count: int) -> None:
     """Until the request has so many tokens more."""
-    start = engine.num_tokens()[name]
-    engine.wait(lambda: engine.num_tokens()[name] >= start + count)
+    start = num_tokens(engine, name)
+    engine.wait(lambda: num_tokens(engine, name) >= start + count)
 
 
 def test_a_staged_update_that_does_not_fit_leaves_the_weights_in_use(engines: dict[str, VLLMEngine]) -> None:

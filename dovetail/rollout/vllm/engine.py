@@ -150,24 +150,7 @@ class VLLMEngine(RolloutEngine):
         """Receivers a broadcast group needs for this engine."""
         return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        results: dict[tuple[str, int], GenerationResult] = {}
-
-        def deliver(result: GenerationResult) -> None:
-            results[result.request_id, result.sample_index] = result
-
-        self.enqueue(requests, deliver)
-        wanted = [(request.request_id, index) for request in requests for index in range(request.sampling.n)]
-        try:
-            self.wait(lambda: len(results) == len(wanted))
-        finally:
-            if len(results) < len(wanted):
-                self.abort(frozenset(request.request_id for request in requests))
-        return [results[key] for key in wanted]
-
     def enqueue(self, requests: Sequence[GenerationRequest], deliver: Deliver) -> None:
-        """Let the requests, all or none, join the running batch. `deliver` gets each sample as it ends, in the thread
-        that drives the steps or aborts. Nothing is written unless a thread is in `wait` or `generate`."""
         for request in requests:
             check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
             check_logprobs(request.sampling, self._logprobs)
@@ -185,7 +168,6 @@ class VLLMEngine(RolloutEngine):
                     raise
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
-        """Drive steps until `done`, at most `timeout` seconds. `done` is asked when samples end, and on the way."""
         self._gate.drive(self._step, done, timeout)
 
     @property
@@ -193,9 +175,13 @@ class VLLMEngine(RolloutEngine):
         """Samples that were enqueued and have not ended."""
         return len(self._running)
 
-    def num_tokens(self) -> dict[str, int]:
-        """Tokens written so far by each running request, all its samples together."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the unfinished samples have so far."""
         return self._running.num_tokens()
+
+    def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
+        return [sample.partial() for sample in self._running.of(request_ids)]
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,6 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.readiness import CLOSED
-from dovetail.rollout.request_rules import check_different_ids
 from dovetail.rollout.vllm.engine import VLLMEngine
 from dovetail.rollout.vllm.environment import environment
 from dovetail.rollout.vllm.settings import VLLMSettings
@@ -67,6 +67,13 @@ class Progress(NamedTuple):
     paused: bool
 
 
+@dataclass(slots=True)
+class _Running:
+    request: GenerationRequest
+    deliver: Callable[[GenerationResult], None]
+    delivered: set[int] = field(default_factory=set)
+
+
 class EngineActor:
     """Lives in the actor. One thread drives the steps (`take`); others submit, receive weights and answer meanwhile."""
 
@@ -90,12 +97,15 @@ class EngineActor:
     def take(self, seconds: float) -> Progress:
         """Drive steps until something has ended, at most so long."""
         engine, begin = self._engine, time.monotonic()
-        engine.wait(
-            lambda: not engine.num_unfinished or (not self._results.empty() and time.monotonic() - begin >= _BATCH_S),
-            seconds,
-        )
+
+        def done() -> bool:
+            if self._results.empty():
+                return not engine.num_unfinished
+            return not engine.num_unfinished or time.monotonic() - begin >= _BATCH_S or engine.health().paused
+
+        engine.wait(done, seconds)
         results = [self._results.get() for _ in range(self._results.qsize())]
-        return Progress(results, sum(engine.num_tokens().values()), engine.health().paused)
+        return Progress(results, engine.num_tokens, engine.health().paused)
 
     def read_shared(self, ticket: Ticket) -> list[int] | None:
         """Bytes of device memory that another process shares; None if this one cannot map it."""
@@ -199,7 +209,7 @@ class RayVLLMEngine(RolloutEngine):
         self._on_device = on_device
         self._closed = False
         self._version = 0
-        self._results: dict[str, list[GenerationResult]] = {}  # of the requests that run, by their id
+        self._running: dict[str, _Running] = {}  # by the request's id
         self._taking = threading.Lock()
         self._start()
         self._shares = shares if shares is not None and self._can_read(shares) else None
@@ -215,22 +225,61 @@ class RayVLLMEngine(RolloutEngine):
         return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        finished: dict[str, list[GenerationResult]] = {}
-        while len(finished) < len(requests):
+        """As every engine; when it dies for good, the error has the requests that were complete."""
+        results: dict[str, list[GenerationResult]] = {}
+        with self.open_stream() as stream:
             try:
-                self._generate([request for request in requests if request.request_id not in finished], finished)
+                stream.submit(*requests)
+                while stream.num_running:
+                    for result in stream.results():
+                        results.setdefault(result.request_id, []).append(result)
             except EngineDiedError as error:
-                if not self._brings_weights_back:
-                    raise EngineDiedError(str(error), finished) from error
-                logger.warning("%s Starting it again; %d restarts are left.", error, self.restarts_left - 1)
-                self.restart(error)
-                if self._needs_weights and self.reload_weights is not None:
-                    self.reload_weights(self)
-        return [result for request in requests for result in finished[request.request_id]]
+                counts = {request.request_id: request.sampling.n for request in requests}
+                complete = {name: _in_order(found) for name, found in results.items() if len(found) == counts[name]}
+                raise EngineDiedError(str(error), complete) from error
+        return [result for request in requests for result in _in_order(results[request.request_id])]
 
-    def num_tokens(self) -> dict[str, int]:
-        """Tokens written so far by each running request."""
-        return self._call("num_tokens")
+    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
+        added = {request.request_id: _Running(request, deliver) for request in requests}
+        if repeated := added.keys() & self._running:
+            raise ValueError(f"request_id {min(repeated)!r} is in use; ids of running requests must be unique.")
+        self._running |= added
+        try:
+            self._get(self.actor.enqueue.remote(list(requests)))
+        except BaseException as error:
+            if isinstance(error, EngineDiedError) and self._brings_weights_back:
+                return  # `wait` finds out, and sends them again
+            for name in added:
+                del self._running[name]
+            raise
+
+    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
+        """Let the engine generate. One thread at a time asks for results, and delivers those of all."""
+        end = None if timeout is None else time.monotonic() + timeout
+        before = 0
+        with waiting("this worker", f"{len(self._running)} requests of the vLLM engine", limit_s=SILENCE_S) as wait:
+            while not done():
+                left = _TAKE_S if end is None else min(_TAKE_S, end - time.monotonic())
+                if left <= 0:
+                    return
+                with self._taking:
+                    if done():
+                        return
+                    try:
+                        progress = self._take(left)
+                        idle = not progress.results and not progress.paused and progress.num_tokens == before
+                        if idle and wait.is_over():
+                            raise EngineDiedError(f"the vLLM engine hangs: {wait}, and no token was written.")
+                    except EngineDiedError as error:
+                        self._replace(error)
+                        idle = False
+                    else:
+                        before = progress.num_tokens
+                if not idle:
+                    wait.restart()
+
+    def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
+        return self._call("partial", None if request_ids is None else list(request_ids))
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:
@@ -273,7 +322,13 @@ class RayVLLMEngine(RolloutEngine):
         self._version = self.health().weight_version
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
-        return self._call("abort", None if request_ids is None else list(request_ids))
+        names = [name for name in list(self._running) if request_ids is None or name in request_ids]
+        if not names:
+            return 0
+        count = self._call("abort", names)
+        with self._taking:
+            self._take(0.0)  # so that their ids are free when this returns
+        return count
 
     def pause(self) -> None:
         self._call("pause")
@@ -343,45 +398,31 @@ class RayVLLMEngine(RolloutEngine):
         """Whether this engine can be restarted without help: it may, and finds the weights it had."""
         return self.restarts_left > 0 and (not self._needs_weights or self.reload_weights is not None)
 
-    def _generate(self, requests: Sequence[GenerationRequest], finished: dict[str, list[GenerationResult]]) -> None:
-        """Add to `finished` what gets finished, also when the engine dies; any other failure ends the rest."""
-        counts = {request.request_id: request.sampling.n for request in requests}
-        check_different_ids([request.request_id for request in requests])
-        if repeated := counts.keys() & self._results:
-            raise ValueError(f"request_id {min(repeated)!r} is in use; ids of running requests must be unique.")
-        self._results |= {name: [] for name in counts}
-        try:
-            self._get(self.actor.enqueue.remote(list(requests)))
-            self._take_until(lambda: all(len(self._results[name]) == n for name, n in counts.items()), len(counts))
-        except EngineDiedError:
-            raise
-        except BaseException:
-            self.abort(counts)
-            raise
-        finally:
-            for name, n in counts.items():
-                results = self._results.pop(name)
-                if len(results) == n:
-                    finished[name] = sorted(results, key=lambda result: result.sample_index)
+    def _take(self, seconds: float) -> Progress:
+        """What ended, delivered; a request that was sent again after a restart delivers each sample once."""
+        take = self.actor.take.options(concurrency_group="generate")
+        progress: Progress = self._get(take.remote(seconds), timeout=SILENCE_S)
+        for result in progress.results:
+            running = self._running.get(result.request_id)
+            if running is None or result.sample_index in running.delivered:
+                continue
+            running.delivered.add(result.sample_index)
+            if len(running.delivered) == running.request.sampling.n:
+                del self._running[result.request_id]
+            running.deliver(result)
+        return progress
 
-    def _take_until(self, done: Callable[[], bool], num_requests: int) -> None:
-        """Let the engine generate. One thread at a time asks for results, and hands out those of all."""
-        before = 0
-        with waiting("this worker", f"{num_requests} requests of the vLLM engine", limit_s=SILENCE_S) as wait:
-            while True:
-                with self._taking:
-                    if done():
-                        return
-                    take = self.actor.take.options(concurrency_group="generate")
-                    progress: Progress = self._get(take.remote(_TAKE_S), timeout=SILENCE_S)
-                    for result in progress.results:
-                        if result.request_id in self._results:
-                            self._results[result.request_id].append(result)
-                if progress.results or progress.paused or progress.num_tokens != before:
-                    wait.restart()
-                elif wait.is_over():
-                    raise EngineDiedError(f"the vLLM engine hangs: {wait}, and no token was written.")
-                before = progress.num_tokens
+    def _replace(self, error: EngineDiedError) -> None:
+        """A new engine in place of the dead one, with its weights and the requests that were not complete."""
+        lost = list(self._running.values())
+        if not self._brings_weights_back:
+            self._running.clear()
+            raise error
+        logger.warning("%s Starting it again; %d restarts are left.", error, self.restarts_left - 1)
+        self.restart(error)
+        if self._needs_weights and self.reload_weights is not None:
+            self.reload_weights(self)
+        self._get(self.actor.enqueue.remote([running.request for running in lost]))
 
     def _call(self, method: str, *args: Any) -> Any:
         return self._get(self.actor.call.remote(method, *args))
@@ -403,3 +444,7 @@ class RayVLLMEngine(RolloutEngine):
                 if isinstance(error.cause, kind):
                     raise kind(str(error.cause)) from error
             raise
+
+
+def _in_order(results: Sequence[GenerationResult]) -> list[GenerationResult]:
+    return sorted(results, key=lambda result: result.sample_index)

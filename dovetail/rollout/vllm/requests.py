@@ -44,6 +44,19 @@ class Sample(GrowingResponse):
             scores = [row[0] for row in output.new_logprobs.logprobs.tolist()]
             self.extend(output.new_token_ids, scores, version)
 
+    def partial(self) -> GenerationResult:
+        """What there is so far. Another thread may be writing the next token: the lists are cut to one length."""
+        count = len(self.versions)
+        return GenerationResult(
+            request_id=self.request.request_id,
+            sample_index=self.index,
+            token_ids=self.token_ids[:count],
+            log_probs=self.log_probs[:count],
+            finish_reason="running",
+            weight_versions=self.versions[:count],
+            num_prompt_tokens=self.num_prompt_tokens,
+        )
+
     def finish(self, reason: str) -> None:
         """End for what vLLM calls `reason`."""
         self.finish_reason = _finish_reason(reason)
@@ -90,16 +103,13 @@ class RunningSamples:
                 finished = True
         return finished
 
+    def num_tokens(self) -> int:
+        """Tokens generated so far by the samples that run."""
+        return sum(len(sample.token_ids) for sample in self.of(None))
+
     def finish(self, sample: Sample, reason: str) -> None:
         del self._samples[sample.vllm_id]
         sample.finish(reason)
-
-    def num_tokens(self) -> dict[str, int]:
-        """Tokens written so far by each request, all its samples together."""
-        counts: Counter[str] = Counter()
-        for sample in self.of(None):
-            counts[sample.request.request_id] += len(sample.token_ids)
-        return dict(counts)
 
 
 def samples_of(request: GenerationRequest, serial: int, deliver: Deliver) -> list[Sample]:
@@ -108,7 +118,7 @@ def samples_of(request: GenerationRequest, serial: int, deliver: Deliver) -> lis
     seed = base_seed(request.sampling)
     return [
         Sample(request, index, f"{serial}/{request.request_id}/{index}", derive_seed(seed, index), deliver=deliver)
-        for index in range(request.sampling.n)
+        for index in range(request.sample_index, request.sample_index + request.sampling.n)
     ]
 
 
