@@ -20,7 +20,7 @@ from dovetail.config.arguments import split_arguments
 
 if TYPE_CHECKING:
     from dovetail.config.root import DovetailConfig
-    from dovetail.trainer.bench import BenchResult
+    from dovetail.doctor.bench import BenchResult
 
 _FORCED = (
     "actor_rollout_ref.rollout.ignore_eos=True",
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(config: DovetailConfig, steps: int, *, force_ray: bool) -> int:
-    from dovetail.trainer.bench import bench_training
+    from dovetail.doctor.bench import bench_training
     from dovetail.trainer.run import USER_ERRORS
 
     try:

@@ -31,9 +31,9 @@ class RayDAPOTrainer(RayPPOTrainer):
         self._num_carried = 0
         self._rounds: list[Metrics] = []
 
-    def _rollout(self) -> Rollout:
+    def collect(self) -> Rollout:
         if not self.config.algorithm.filter_groups.enable:
-            return super()._rollout()
+            return super().collect()
         with_signal, without = self._fill_batch(self.config.data.train_batch_size)
         return self._as_rollout(with_signal, without)
 
@@ -64,7 +64,7 @@ class RayDAPOTrainer(RayPPOTrainer):
 
     def _scored_batch(self) -> DataProto:
         """One generation round with its scores as columns, because filtering needs them at once."""
-        batch, _ = self._generate(self.draws.number(self.train_loader.next_batch()))
+        batch = self._generate(self.draws.number(self.train_loader.next_batch()))
         found = self._finish_rewards(self._start_rewards(batch))
         self._rounds.append(found.metrics)
         return batch.union(found.columns)
@@ -83,11 +83,11 @@ class RayDAPOTrainer(RayPPOTrainer):
             "train/groups_carried_in": float(self._num_carried),
             "train/groups_carried_over": float(len(surplus)),
         }
-        batch = self._arranged(batch, metrics)
+        batch, order = self._arranged(batch, metrics)
         scores = [name for name in batch.tensors if name in ("token_level_scores", "reward_failed")]
         columns = batch.select(batch_keys=scores, non_tensor_batch_keys=[])
         columns.meta_info = {}
-        return Rollout(batch, RewardResult(columns, _over_rounds(self._rounds), {}), metrics)
+        return Rollout(batch, order, RewardResult(columns, _over_rounds(self._rounds), {}), metrics)
 
     def _has_signal(self, group: DataProto) -> bool:
         """Whether the answers that could be scored differ in the chosen metric."""

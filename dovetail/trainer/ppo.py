@@ -17,6 +17,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError
 from dovetail.controller.heap import settling
 from dovetail.data.loader import PromptLoader
+from dovetail.models.flops import StepUtilisation
 from dovetail.observability.shown_answers import choose_answers
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
@@ -36,7 +37,6 @@ from dovetail.trainer.batch_math import (
     with_baseline_failures,
 )
 from dovetail.trainer.checkpoints import TrainerCheckpoints
-from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.profile import profiled
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
@@ -64,9 +64,10 @@ _STEPS_THAT_BUILD = 2
 
 @dataclass
 class Rollout:
-    """A batch whose answers are being scored."""
+    """A batch whose responses are being scored. `order[i]` is the number in which row i was sampled."""
 
     batch: DataProto
+    order: list[int]
     rewards: PendingRewards | RewardResult
     metrics: Metrics
 
@@ -104,7 +105,6 @@ class RayPPOTrainer:
         self._saved_step = 0
         self._last_metrics: Metrics = {}
         self._num_written = 0
-        self._order: list[int] = []  # of the rows of this step's batch, as they were drawn
         self.total_steps = total_training_steps(config, len(train_loader))
         self._skipped_steps = SkippedSteps(self.total_steps)
         self._answer_files = AnswerFiles(config.trainer, tracker.folder, tokenizer)
@@ -219,53 +219,60 @@ class RayPPOTrainer:
             raise
 
     def _train_step(self) -> Metrics:
-        """The phases of a step, in order. Each reads columns of one batch and adds columns."""
         metrics: Metrics = {"training/global_step": self.global_step, "training/epoch": self.train_loader.epoch}
         with self.timers("step"):
             with self.timers("gen"):
-                rollout = self._rollout()
-            batch, metrics = rollout.batch, metrics | rollout.metrics
-            if self.config.needs_old_log_probs:
-                with self.timers("old_log_prob"):
-                    batch = self._add_old_log_probs(batch, metrics)
-            if self.groups.ref is not None:
-                with self.timers("ref"):
-                    batch = batch.union(
-                        self.groups.ref.compute_ref_log_prob(stage_columns(batch, "compute_ref_log_prob"))
-                    )
-            if self.groups.critic is not None:
-                with self.timers("values"):
-                    batch = batch.union(self.groups.critic.compute_values(stage_columns(batch, "compute_values")))
-            with self.timers("reward"):
-                batch = self._take_rewards(batch, rollout.rewards, metrics)
-            with self.timers("adv"):
-                batch = self._add_advantages(batch, metrics)
-            # Begun before the update, which keeps the devices busy: after it, generation would wait for the host.
-            self._answer_files.write_training(self.global_step, batch)
-            generated, batch = batch, self._filtered(batch, metrics)
-            if self.groups.critic is not None:
-                with self.timers("update_critic"):
-                    rows = self._arranged_for_critic(stage_columns(batch, "update_critic"))
-                    metrics |= update_metrics(self.groups.critic.update_critic(rows))
-            if self.global_step > self.config.trainer.critic_warmup:
-                with self.timers("update_actor"):
-                    extra = get_policy_loss_columns(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
-                    update = self.groups.actor_rollout.update_actor(stage_columns(batch, "update_actor", extra))
-                    metrics |= update_metrics(update, metrics)
-                    self.groups.weights_changed()
-        self.train_loader.show_batch(generated)
-        self._report(generated, metrics)
+                rollout = self.collect()
+            batch, learned = self.learn(rollout)
+        metrics |= learned
+        self.train_loader.show_batch(batch)
+        self._report(batch, metrics)
         return metrics
+
+    def collect(self) -> Rollout:
+        """Generate the responses to one batch of prompts and start scoring them."""
+        batch = self._generate(self.draws.number(self.train_loader.next_batch()))
+        metrics: Metrics = {}
+        batch, order = self._arranged(batch, metrics)
+        return Rollout(batch, order, self._start_rewards(batch), metrics)
+
+    def learn(self, rollout: Rollout) -> tuple[DataProto, Metrics]:
+        """One update from a collected batch, wherever it came from; returns it with all columns, and the metrics.
+
+        Phases in order; each reads columns of the batch and adds columns.
+        """
+        batch, metrics = rollout.batch, dict(rollout.metrics)
+        if self.config.needs_old_log_probs:
+            with self.timers("old_log_prob"):
+                batch = self._add_old_log_probs(batch, metrics)
+        if self.groups.ref is not None:
+            with self.timers("ref"):
+                batch = batch.union(self.groups.ref.compute_ref_log_prob(stage_columns(batch, "compute_ref_log_prob")))
+        if self.groups.critic is not None:
+            with self.timers("values"):
+                batch = batch.union(self.groups.critic.compute_values(stage_columns(batch, "compute_values")))
+        with self.timers("reward"):
+            batch = self._take_rewards(batch, rollout.rewards, metrics)
+        with self.timers("adv"):
+            batch = self._add_advantages(batch, metrics)
+        # Before the update, which keeps the devices busy: after it, generation would wait for the host.
+        self._answer_files.write_training(self.global_step, batch)
+        trained, order = self._filtered(batch, rollout.order, metrics)
+        if self.groups.critic is not None:
+            with self.timers("update_critic"):
+                rows = self._arranged_for_critic(stage_columns(trained, "update_critic"), order)
+                metrics |= update_metrics(self.groups.critic.update_critic(rows))
+        if self.global_step > self.config.trainer.critic_warmup:
+            with self.timers("update_actor"):
+                extra = get_policy_loss_columns(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
+                update = self.groups.actor_rollout.update_actor(stage_columns(trained, "update_actor", extra))
+                metrics |= update_metrics(update, metrics)
+                self.groups.weights_changed()
+        return batch, metrics
 
     # ---- the phases ----
 
-    def _rollout(self) -> Rollout:
-        """One batch of prompts, its answers, and their scoring under way."""
-        batch, metrics = self._generate(self.draws.number(self.train_loader.next_batch()))
-        batch = self._arranged(batch, metrics)
-        return Rollout(batch, self._start_rewards(batch), metrics)
-
-    def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
+    def _generate(self, prompts: DataProto) -> DataProto:
         """`rollout.n` answers to each prompt; ReMax also asks for the greedy one, whose score is the baseline."""
         n = self.config.actor_rollout_ref.rollout.n
         batch = self._answers(prompts, n=n)
@@ -275,7 +282,7 @@ class RayPPOTrainer:
             self._count_generation(greedy)
             scored = self._finish_rewards(self._start_rewards(greedy))
             batch = add_baselines(batch, scored.columns, num_repeat=n)
-        return batch, {}
+        return batch
 
     def _answers(self, prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
         column = self.config.actor_rollout_ref.rollout.media_column
@@ -294,26 +301,26 @@ class RayPPOTrainer:
             reason = f"{total} engine{'s' * (total > 1)} died while generating and finished the batch after a restart"
             self.tracker.event("engine_restart", self.global_step, reason=reason)
 
-    def _arranged(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Rows in the order in which the actor's ranks take them: whole mini-batches, equal work."""
+    def _arranged(self, batch: DataProto, metrics: Metrics) -> tuple[DataProto, list[int]]:
+        """Rows in the order in which the actor's ranks take them (complete mini-batches, equal work), and it."""
         mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         ranks = self.groups.actor_rollout.dp_size("actor")
-        self._order = self._layout(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks, mini_batch)
-        batch.reorder(self._order)
+        order = self._layout(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks, mini_batch)
+        batch.reorder(order)
         metrics |= imbalance(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks)
-        return batch
+        return batch, order
 
-    def _arranged_for_critic(self, batch: DataProto) -> DataProto:
-        """An arranged batch as the critic's ranks take it, whose number or mini-batches may not be the actor's.
+    def _arranged_for_critic(self, batch: DataProto, order: list[int]) -> DataProto:
+        """An arranged batch as the critic's ranks take it; their number and mini-batches may differ from the actor's.
 
-        From the order in which rows were drawn: the actor's order depends on its number of ranks.
+        Starts from the order in which rows were sampled: the actor's order depends on its number of ranks.
         """
         assert self.groups.critic is not None, "only called with a critic"
-        place = inverse_order(self._order)
-        lengths = batch.tensors["attention_mask"].sum(dim=1)[place].tolist()
+        sampled = inverse_order(order)
+        lengths = batch.tensors["attention_mask"].sum(dim=1)[sampled].tolist()
         ranks = self.groups.critic.dp_size("critic")
-        order = [place[row] for row in self._layout(lengths, ranks, self.config.critic.ppo_mini_batch_size)]
-        return batch if order == list(range(len(batch))) else batch.select_idxs(order)
+        rows = [sampled[row] for row in self._layout(lengths, ranks, self.config.critic.ppo_mini_batch_size)]
+        return batch if rows == list(range(len(batch))) else batch.select_idxs(rows)
 
     def _layout(self, lengths: list[int], ranks: int, mini_batch_prompts: int) -> list[int]:
         rows = min(mini_batch_prompts * self.config.actor_rollout_ref.rollout.n, len(lengths))
@@ -362,15 +369,15 @@ class RayPPOTrainer:
         metrics |= found
         return add_advantages(batch, algorithm, num_repeat=self.config.actor_rollout_ref.rollout.n)
 
-    def _filtered(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """PF-PPO: the batch drawn again by score. Rows are drawn in an order that no number of ranks changes."""
+    def _filtered(self, batch: DataProto, order: list[int], metrics: Metrics) -> tuple[DataProto, list[int]]:
+        """PF-PPO: rows resampled by score, and their order. Drawn in an order that no number of ranks changes."""
         if not self.config.algorithm.use_pf_ppo:
-            return batch
-        drawn = batch.select_idxs(inverse_order(self._order))
+            return batch, order
+        drawn = batch.select_idxs(inverse_order(order))
         seed = stable_seed(self.config.trainer.seed, f"pf_ppo-{self.global_step}")
         rows = filtered_rows(drawn, self.config.algorithm, seed=seed)
         if rows is None:
-            return batch
+            return batch, order
         metrics["train/pf_ppo_distinct_share"] = len(rows.unique()) / len(rows)
         return self._arranged(drawn.select_idxs(rows), {})
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from dovetail.backends.base import TrainBackend
-from dovetail.backends.export import export_hf_folder
+from dovetail.config.actor import ActorConfig
+from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
-from dovetail.models.load import load_tokenizer, model_folder
+from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import GenerationResult
 from dovetail.weight_sync import GroupAddress
@@ -21,7 +19,7 @@ from dovetail.workers.build import build_policy
 from dovetail.workers.hybrid_engine import HybridEngine
 from dovetail.workers.micro_batches import MicroBatchLimit
 from dovetail.workers.parity import ParityProbe, ParityReport
-from dovetail.workers.training_role import TrainingRole, load_role, loaded, save_role
+from dovetail.workers.training_role import CheckpointedRole, loaded
 from dovetail.workers.weight_check import compare_answers
 from dovetail.workers.weight_sending import SendResult, WeightSending
 
@@ -30,7 +28,7 @@ T = TypeVar("T")
 ROLES = ("actor", "ref", "actor_rollout", "actor_ref", "actor_rollout_ref")
 
 
-class ActorRolloutRefWorker(TrainingRole):
+class ActorRolloutRefWorker(CheckpointedRole):
     """`role` names what this process does: actor, ref, or the actor with an engine (rollout), a reference, or both.
 
     An engine on devices of its own is a `RolloutWorker`. With LoRA the reference is the actor with its adapter off, and
@@ -175,47 +173,26 @@ class ActorRolloutRefWorker(TrainingRole):
         self._need(self.hybrid, "rollout").trainer_mode()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(
-        self, local_path: str, extra: dict[str, Any] | None = None, *, background: bool = False
-    ) -> None:
-        """Write this rank's part of `checkpoint.save_contents`; `background`: from a copy, while training goes on."""
-        actor, settings = self._need(self.actor, "actor"), self.config.actor_rollout_ref.actor
-        own = {"num_updates": actor.num_updates, **(extra or {})}
-        with loaded(actor.backend, settings.offloading, trains=True):
-            save_role(actor.backend, Path(local_path), settings.checkpoint, extra=own, background=background)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def is_saving(self) -> bool:
-        """Whether a save in the background is not written yet."""
-        return self._need(self.actor, "actor").backend.is_saving()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def finish_saving(self) -> None:
-        """Wait for the save in the background; raises what went wrong in it."""
-        self._need(self.actor, "actor").backend.finish_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> dict[str, Any]:
         """Read what `save_checkpoint` wrote, on any number of processes; returns its `extra`."""
-        actor = self._need(self.actor, "actor")
-        with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading, trains=True):
-            extra = load_role(actor.backend, Path(local_path), self.config.actor_rollout_ref.actor.checkpoint)
-        actor.num_updates = extra.pop("num_updates", 0)
+        extra = super().load_checkpoint(local_path)
         if self.hybrid is not None:
             self.hybrid.weights_changed()
         return extra
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export_model(self, out: str, dtype: str | None = None) -> None:
-        """Write the policy as a Hugging Face folder, adapters merged."""
-        actor = self._need(self.actor, "actor")
-        model = self.config.actor_rollout_ref.model
-        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
-        wanted = None if dtype is None else getattr(torch, dtype)
-        with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
-            export_hf_folder(
-                actor.backend, Path(out), tokenizer=tokenizer, dtype=wanted, source=model_folder(model.path)
-            )
+    _exports_source = True
+
+    @property
+    def _trained(self) -> DataParallelPPOActor:
+        return self._need(self.actor, "actor")
+
+    @property
+    def _section(self) -> ActorConfig:
+        return self.config.actor_rollout_ref.actor
+
+    @property
+    def _model(self) -> ModelConfig:
+        return self.config.actor_rollout_ref.model
 
     def _build_ref(self, actor_backend: TrainBackend | None) -> DataParallelPPOActor:
         policy = self.config.actor_rollout_ref

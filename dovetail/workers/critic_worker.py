@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import torch
-
-from dovetail.backends.export import export_hf_folder
+from dovetail.config.critic import CriticConfig
+from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
-from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_value
 from dovetail.workers.critic import DataParallelPPOCritic
-from dovetail.workers.training_role import TrainingRole, load_role, loaded, save_role
+from dovetail.workers.training_role import CheckpointedRole, loaded
 
 
-class CriticWorker(TrainingRole):
+class CriticWorker(CheckpointedRole):
     """Values of responses and updates of the network that predicts them."""
 
     def __init__(self, config: DovetailConfig) -> None:
@@ -77,40 +72,16 @@ class CriticWorker(TrainingRole):
         with loaded(self.critic.backend, self.config.critic.offloading, trains=True):
             return DataProto(meta_info={"metrics": self.critic.update_critic(data)})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(
-        self, local_path: str, extra: dict[str, Any] | None = None, *, background: bool = False
-    ) -> None:
-        """Write this rank's part of `checkpoint.save_contents`; `background`: from a copy, while training goes on."""
-        critic, settings = self.critic, self.config.critic
-        own = {"num_updates": critic.num_updates, **(extra or {})}
-        with loaded(critic.backend, settings.offloading, trains=True):
-            save_role(critic.backend, Path(local_path), settings.checkpoint, extra=own, background=background)
+    _exports_source = False
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def is_saving(self) -> bool:
-        """Whether a save in the background is not written yet."""
-        return self.critic.backend.is_saving()
+    @property
+    def _trained(self) -> DataParallelPPOCritic:
+        return self.critic
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def finish_saving(self) -> None:
-        """Wait for the save in the background; raises what went wrong in it."""
-        self.critic.backend.finish_save()
+    @property
+    def _section(self) -> CriticConfig:
+        return self.config.critic
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export_model(self, out: str, dtype: str | None = None) -> None:
-        """Write the value network as a Hugging Face folder."""
-        model = self.config.critic.model
-        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
-        wanted = None if dtype is None else getattr(torch, dtype)
-        with loaded(self.critic.backend, self.config.critic.offloading):
-            export_hf_folder(self.critic.backend, Path(out), tokenizer=tokenizer, dtype=wanted)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, local_path: str) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote, on any number of processes; returns its `extra`."""
-        critic = self.critic
-        with loaded(critic.backend, self.config.critic.offloading, trains=True):
-            extra = load_role(critic.backend, Path(local_path), self.config.critic.checkpoint)
-        critic.num_updates = extra.pop("num_updates", 0)
-        return extra
+    @property
+    def _model(self) -> ModelConfig:
+        return self.config.critic.model

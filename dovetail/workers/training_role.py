@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,13 +14,20 @@ import torch
 import torch.distributed as dist
 
 from dovetail.backends.base import TrainBackend
+from dovetail.backends.export import export_hf_folder
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.sharded import CONTENTS, read_description
+from dovetail.config.actor import ActorConfig
 from dovetail.config.checkpoint import CheckpointConfig
+from dovetail.config.critic import CriticConfig
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
+from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, Worker, register
+from dovetail.models.load import load_tokenizer, model_folder
+from dovetail.workers.actor import DataParallelPPOActor
+from dovetail.workers.critic import DataParallelPPOCritic
 from dovetail.workers.device_peak import device_peak
 from dovetail.workers.step_trace import StepTrace
 
@@ -66,6 +73,64 @@ class TrainingRole(Worker):
         self._register_dispatch_collect_info(name, rank_info.dp_rank, rank_info.is_collected)
 
 
+class CheckpointedRole(TrainingRole):
+    """A role that is trained: saves, loads and exports what it trains, as its section of the configuration says."""
+
+    @property
+    def _trained(self) -> DataParallelPPOActor | DataParallelPPOCritic:
+        raise NotImplementedError
+
+    @property
+    def _section(self) -> ActorConfig | CriticConfig:
+        raise NotImplementedError
+
+    @property
+    def _model(self) -> ModelConfig:
+        raise NotImplementedError
+
+    _exports_source: bool
+    """Whether an export also takes other files of the model's folder along, see `save_hf_folder`."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self, local_path: str, extra: dict[str, Any] | None = None, *, background: bool = False
+    ) -> None:
+        """Write this rank's part of `checkpoint.save_contents`; `background`: from a copy, while training goes on."""
+        backend, settings = self._trained.backend, self._section.checkpoint
+        own = {"num_updates": self._trained.num_updates, **(extra or {})}
+        with loaded(backend, self._section.offloading, trains=True):
+            save = backend.start_save if background else backend.save_state
+            save(Path(local_path), extra=own, contents=settings.save_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def is_saving(self) -> bool:
+        """Whether a save in the background is not written yet."""
+        return self._trained.backend.is_saving()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_saving(self) -> None:
+        """Wait for the save in the background; raises what went wrong in it."""
+        self._trained.backend.finish_save()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str) -> dict[str, Any]:
+        """Read what `save_checkpoint` wrote, on any number of processes; returns its `extra`."""
+        with loaded(self._trained.backend, self._section.offloading, trains=True):
+            extra = load_contents(self._trained.backend, Path(local_path), self._section.checkpoint)
+        self._trained.num_updates = extra.pop("num_updates", 0)
+        return extra
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_model(self, out: str, dtype: str | None = None) -> None:
+        """Write the model as a Hugging Face folder, adapters merged."""
+        model = self._model
+        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+        wanted = None if dtype is None else getattr(torch, dtype)
+        source = model_folder(model.path) if self._exports_source else None
+        with loaded(self._trained.backend, self._section.offloading):
+            export_hf_folder(self._trained.backend, Path(out), tokenizer=tokenizer, dtype=wanted, source=source)
+
+
 def _compute_deterministically() -> None:
     # cuBLAS reads this once, when it is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -74,15 +139,7 @@ def _compute_deterministically() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def save_role(
-    backend: TrainBackend, folder: Path, settings: CheckpointConfig, *, extra: Mapping[str, Any], background: bool
-) -> None:
-    """Write what `checkpoint.save_contents` names; `background` returns when there is a copy to write from."""
-    save = backend.start_save if background else backend.save_state
-    save(folder, extra=extra, contents=settings.save_contents)
-
-
-def load_role(backend: TrainBackend, folder: Path, settings: CheckpointConfig) -> dict[str, Any]:
+def load_contents(backend: TrainBackend, folder: Path, settings: CheckpointConfig) -> dict[str, Any]:
     """Read what `checkpoint.load_contents` names, or all that was saved; returns the role's own `extra`."""
     saved = read_description(folder)["contents"]
     asked = saved if settings.load_contents is None else settings.load_contents

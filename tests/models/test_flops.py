@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from dovetail.config.plan.model_shape import ModelShape, read_model_shape
+from dovetail.models.flops import forward_flops, generation_flops, pass_flops, utilisation
 from dovetail.protocol import DataProto
-from dovetail.trainer.flops import forward_flops, generation_flops, pass_flops, utilisation
 from dovetail.workers.device_peak import PUBLISHED, device_peak, published_peak
 from tests.models.tiny import save_tiny_model
 from tests.trainer.toy_run import Toy, train

@@ -18,11 +18,11 @@ from dovetail.config.effects import refuse_unsupported
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import stop_ray
+from dovetail.models.flops import StepUtilisation
 from dovetail.observability.timers import PhaseTimers
 from dovetail.protocol import DataProto
 from dovetail.trainer.arrange import arrange_rows
 from dovetail.trainer.devices import start_cluster, uses_gpu
-from dovetail.trainer.flops import StepUtilisation
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.trainer.run import fetch_models
 from dovetail.trainer.step_metrics import update_metrics
