@@ -68,8 +68,6 @@ class FakeRanks(WorkerGroup):
     def take_spans(self) -> list[list[Any]]:
         return [[]]
 
-    def settle(self) -> None: ...
-
     def freeze_gc(self) -> None: ...
 
     def mesh_layout(self, mesh_name: str) -> Any:

@@ -1,1 +1,1 @@
-"""What is on disk: folders that are either whole or absent, sharded state inside them, and random-number state."""
+"""What is on disk: folders that are either complete or absent, sharded state inside them, and random-number state."""

@@ -1,7 +1,7 @@
 """State of a model spread over processes, on disk: each rank writes its part, any number of ranks reads it back.
 
 Keys are names of the unsharded model, so what one sharding wrote another can read. Knows no training loop; whether
-the folder is whole is the business of ``checkpoint.store``.
+the folder is complete is the business of ``checkpoint.store``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def take_snapshot(
 
 def write_snapshot(folder: Path, snapshot: StateSnapshot, group: dist.ProcessGroup | None = None) -> None:
     """Write what every rank has taken. Collective over ``group``; a thread needs one of its own."""
-    rank, world_size = _place()
+    rank, world_size = _rank_and_world_size()
     together(folder.mkdir, parents=True, exist_ok=True, group=group)
     try:
         dcp.save(
@@ -142,7 +142,7 @@ def load_sharded(
     Random state is one file per rank of the run that saved; with another number of ranks there is no right one, so
     the current state is kept and this is said.
     """
-    _, world_size = _place()
+    _, world_size = _rank_and_world_size()
     description = read_description(folder)
     if description.get("backend") is not None:
         raise BrokenCheckpoint(
@@ -254,7 +254,7 @@ def together(action: Callable[..., Any], *args: Any, group: dist.ProcessGroup | 
 
 
 def _restore_random_state(folder: Path, saved_world_size: int) -> None:
-    rank, world_size = _place()
+    rank, world_size = _rank_and_world_size()
     if saved_world_size == world_size:
         set_random_state(folder, rank, restore_rng)
     elif rank == 0:
@@ -271,5 +271,5 @@ def first_failure(failure: CheckpointException) -> str:
     return f"rank {rank}: {type(error).__name__}: {lines[0]}"
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -77,7 +77,7 @@ class CheckpointStore:
         write_manifest(partial, step=step, world_size=world_size, parts=parts, extra=extra)
         if final.exists():
             # The same step saved twice (a rerun after a resume). The old one leaves under a hidden name first: at every
-            # moment one of the two is whole, and `_finish_replacing` brings it back if we die between the renames.
+            # moment one of the two is complete, and `_finish_replacing` brings it back if we die between the renames.
             replaced = self.root / f".global_step_{step}.replaced"
             os.rename(final, replaced)
             os.rename(partial, final)
@@ -93,12 +93,12 @@ class CheckpointStore:
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def bytes_needed(self, step: int) -> int:
-        """Size of a checkpoint: that of the newest whole one, or what the unfinished save of ``step`` has so far."""
+        """Size of a checkpoint: that of the newest complete one, or what the unfinished save of ``step`` has so far."""
         written = sum(path.stat().st_size for path in self._partial(step).rglob("*") if path.is_file())
-        whole = [other for other in self.steps() if self._is_complete(other)]
-        if not whole:
+        complete = [other for other in self.steps() if self._is_complete(other)]
+        if not complete:
             return written
-        newest = read_manifest(self.folder(whole[-1]))
+        newest = read_manifest(self.folder(complete[-1]))
         return max(written, sum(record.size for record in newest.files.values()))
 
     def folder(self, step: int) -> Path:
@@ -106,11 +106,11 @@ class CheckpointStore:
         return self.root / f"global_step_{step}"
 
     def steps(self) -> list[int]:
-        """Steps that have a folder, ascending; whole or not."""
+        """Steps that have a folder, ascending; complete or not."""
         if not self.root.is_dir():
             return []
-        found = (_FOLDER_NAME.match(path.name) for path in self.root.iterdir() if path.is_dir())
-        return sorted(int(match.group(1)) for match in found if match)
+        matches = (_FOLDER_NAME.match(path.name) for path in self.root.iterdir() if path.is_dir())
+        return sorted(int(match.group(1)) for match in matches if match)
 
     def latest(self, *, checksums: bool = True) -> Path | None:
         """The checkpoint to resume from: the first of `complete`, or None when there is none at all."""
@@ -142,18 +142,18 @@ class CheckpointStore:
             raise first_problem
 
     def prune(self) -> list[int]:
-        """Delete the oldest checkpoints above the limit; return their steps. Only whole ones count as kept."""
+        """Delete the oldest checkpoints above the limit; return their steps. Only complete ones count as kept."""
         if self._max_to_keep is None or self._max_to_keep < 1:
             return []
-        whole = [step for step in self.steps() if self._is_complete(step)]
+        complete = [step for step in self.steps() if self._is_complete(step)]
         recorded = self._recorded_step()
-        doomed = [step for step in whole[: -self._max_to_keep] if step != recorded]
-        for step in doomed:
+        surplus = [step for step in complete[: -self._max_to_keep] if step != recorded]
+        for step in surplus:
             # Hidden first, so that a kill during the deletion does not leave a broken folder under a good name.
             hidden = self.root / f".global_step_{step}.partial"
             os.rename(self.folder(step), hidden)
             shutil.rmtree(hidden)
-        return doomed
+        return surplus
 
     def _finish_replacing(self) -> None:
         for replaced in self.root.glob(".global_step_*.replaced"):

@@ -43,10 +43,10 @@ class RankArguments:
 
 
 def dispatch_one_to_all(group: Ranks, *args: Any, **kwargs: Any) -> RankArguments:
-    """Every rank gets the same arguments. A future is fetched whole by each rank."""
+    """Every rank gets the same arguments. Each rank fetches all rows of a future."""
     copies = group.world_size
     return RankArguments(
-        [[_whole(arg)] * copies for arg in args], {name: [_whole(arg)] * copies for name, arg in kwargs.items()}
+        [[_for_all(arg)] * copies for arg in args], {name: [_for_all(arg)] * copies for name, arg in kwargs.items()}
     )
 
 
@@ -139,7 +139,7 @@ def split_batches(
     values, padding = _padded(group, dict(zip(names, values, strict=True)), chunks, pad)
     spread = []
     for value in values:
-        shares = value.chunk(chunks) if isinstance(value, (DataProto, BatchFuture)) else [_whole(value)] * chunks
+        shares = value.chunk(chunks) if isinstance(value, (DataProto, BatchFuture)) else [_for_all(value)] * chunks
         spread.append([shares[dp_rank] for dp_rank in dp_ranks])
     return RankArguments(spread[: len(args)], dict(zip(kwargs, spread[len(args) :], strict=True)), padding)
 
@@ -177,7 +177,7 @@ def _padded(group: Ranks, values: dict[int | str, Any], chunks: int, pad: bool) 
     return list({**values, **padded}.values()), Padding(added=total - rows, total=total)
 
 
-def _whole(value: Any) -> Any:
+def _for_all(value: Any) -> Any:
     """A value for all ranks: a lazy batch is fetched by each rank, other futures here."""
     if isinstance(value, BatchFuture) and value.lazy:
         return BatchSlice(value.parts, 0, 1)

@@ -14,8 +14,8 @@ from dovetail.controller.context import WorkerContext, building
 from dovetail.controller.devices import MissingGpuError, device_index
 from dovetail.controller.errors import WorkerError, describe_exception
 from dovetail.controller.forwarding import take_secrets
+from dovetail.controller.freeze_gc import freeze_gc
 from dovetail.controller.futures import BatchSlice
-from dovetail.controller.heap import settle
 from dovetail.controller.process_state import offer_stacks
 from dovetail.controller.rendezvous import reserve_port, serve_store
 from dovetail.controller.spans import Span, SpanRecorder
@@ -96,9 +96,9 @@ class WorkerHost:
         """The calls since the last time this was asked."""
         return self._recorder.take()
 
-    def settle(self) -> None:
-        """What lives in this process now, which is the group's own, stays to its end."""
-        settle()
+    def freeze_gc(self) -> None:
+        """The process belongs to the group: what lives in it now lives until it ends."""
+        freeze_gc()
 
     def call(self, call: Call, *values: Any) -> Any:
         """Run a method; what it raises leaves this process as a `WorkerError`."""

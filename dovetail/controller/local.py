@@ -46,8 +46,8 @@ class LocalWorkerGroup(WorkerGroup):
     def take_spans(self) -> list[list[Span]]:
         return [self._host.take_spans()]
 
-    def settle(self) -> None:
-        """Nothing: this process belongs to the caller, who knows how long things stay."""
+    def freeze_gc(self) -> None:
+        """Nothing: this process belongs to the caller, who knows how long its objects live."""
 
     def _bind(self, host: _LocalHost, role: str, worker_cls: type[Worker]) -> None:
         super().__init__(role, worker_cls, world_size=1)

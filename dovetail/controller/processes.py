@@ -181,7 +181,7 @@ class RayCall:
                     if wait.waited() > limit.hung_s:
                         raise self._give_up(ranks, f"Not finished after {wait.waited():.0f} s ({limit.why}).")
         if errors:
-            raise self._settle(pending, outputs, errors)
+            raise self._explain(pending, outputs, errors)
         limits.record(self.role, self.method, time.monotonic() - self.started, self.rows)
         return outputs
 
@@ -248,10 +248,10 @@ class RayCall:
         while pending and time.monotonic() < end and not any(is_death(error) for error in errors.values()):
             self._take_ready(pending, outputs, errors, POLL_S)
 
-    def _settle(
+    def _explain(
         self, pending: dict[ObjectRef, int], outputs: dict[int, Any], errors: dict[int, BaseException]
     ) -> WorkerError:
-        """Pick the error that explains the others, after giving the remaining ranks their grace."""
+        """Give the remaining ranks their grace period, then pick the error that explains the others."""
         first = next(iter(errors))
         self._drain(pending, outputs, errors)
         watchdog = self.processes.watchdog

@@ -93,15 +93,15 @@ class RayWorkerGroup(WorkerGroup):
     def take_spans(self) -> list[list[Span]]:
         return self._ask_hosts("take_spans")
 
-    def settle(self) -> None:
-        self._ask_hosts("settle")
+    def freeze_gc(self) -> None:
+        self._ask_hosts("freeze_gc")
 
     def _ask_hosts(self, method: str) -> list[Any]:
         """What the hosts themselves answer, by rank."""
         self._processes.check_usable()
         refs = {rank: getattr(actor, method).remote() for rank, actor in enumerate(self.workers)}
-        found = self._processes.start(self.role, method, refs).wait()
-        return [found[rank] for rank in range(self.world_size)]
+        results = self._processes.start(self.role, method, refs).wait()
+        return [results[rank] for rank in range(self.world_size)]
 
     def _bind(self, processes: WorkerProcesses, role: str, worker_cls: type[Worker]) -> None:
         super().__init__(role, worker_cls, world_size=len(processes.actors))
@@ -184,8 +184,8 @@ def _build_workers(processes: WorkerProcesses, roles: Mapping[str, ClassWithInit
     actors, title = processes.actors, processes.title
     known = secrets()
     starts = {rank: actor.identify.remote(known) for rank, actor in enumerate(actors)}
-    found = processes.start(title, "start", starts).wait()
-    processes.identities = [found[rank] for rank in range(len(actors))]
+    identities = processes.start(title, "start", starts).wait()
+    processes.identities = [identities[rank] for rank in range(len(actors))]
     nodes = [identity.node for identity in processes.identities]
     single_node = len(set(nodes)) == 1
     store_host = LOOPBACK if single_node else nodes[0]

@@ -26,14 +26,14 @@ def tagged_processes(tag: str) -> list[int]:
         lines = subprocess.run(
             ["ps", "-axEww", "-o", "pid=,command="], capture_output=True, text=True, check=False, timeout=30
         ).stdout
-        found = [int(line.split(None, 1)[0]) for line in lines.splitlines() if wanted in line]
-        return [pid for pid in found if pid != os.getpid()]
-    found = []
+        pids = [int(line.split(None, 1)[0]) for line in lines.splitlines() if wanted in line]
+        return [pid for pid in pids if pid != os.getpid()]
+    pids = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:  # it has ended, or is another user's
             if wanted.encode() in file.read().split(b"\0") and int(name) != os.getpid():
-                found.append(int(name))
-    return found
+                pids.append(int(name))
+    return pids
 
 
 def end_tagged(tag: str) -> None:

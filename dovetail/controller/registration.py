@@ -105,7 +105,7 @@ class Execute(Enum):
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` was told about a method."""
+    """The arguments that `register` was given for a method."""
 
     dispatch_mode: DispatchMode
     execute_mode: Execute = Execute.ALL
@@ -152,15 +152,15 @@ def register(
 
 def registered_methods(cls: type) -> dict[str, Registration]:
     """The methods of a worker class that groups may call, inherited ones included."""
-    found = {}
+    methods = {}
     for owner in reversed(cls.__mro__):
         for name, member in vars(owner).items():
             registration = getattr(member, _MARK, None)
             if isinstance(registration, Registration):
-                found[name] = registration
-            elif name in found and not callable(member):
-                del found[name]
-    return found
+                methods[name] = registration
+            elif name in methods and not callable(member):
+                del methods[name]
+    return methods
 
 
 _MARK = "__dovetail_registration__"

@@ -66,8 +66,8 @@ class WorkerGroup(ABC):
         """The calls each process has run since this was last asked, by rank, of all roles that share the processes."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """Models are built and kernels compiled: later garbage collections need not walk over them. See `heap`."""
+    def freeze_gc(self) -> None:
+        """Models are built and kernels compiled: exclude them from later garbage collections."""
 
     @abstractmethod
     def _launch(self, launch: Launch) -> GroupFuture: ...

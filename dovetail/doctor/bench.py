@@ -104,9 +104,9 @@ def bench(config: DovetailConfig, groups: RoleGroups, *, steps: int) -> BenchRes
             batch = batch.union(DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()}))
         with timers("update_actor"):
             metrics = update_metrics(policy.update_actor(batch))
-        found = timers.seconds()
-        seconds.append(found)
-        shares.append(utilisation.take(batch, found))
+        times = timers.seconds()
+        seconds.append(times)
+        shares.append(utilisation.take(batch, times))
         peak = metrics.get("memory/peak_allocated_gib", peak)
         whole, written = (int(batch.tensors[name].sum()) for name in ("attention_mask", "response_mask"))
         tokens = {"gen": written, "old_log_prob": whole, "update_actor": whole}

@@ -62,10 +62,10 @@ class StepUtilisation:
         """The metrics of the step that ends; counting starts again."""
         config, shapes = self._config, self._shapes
         generated, self._generated = self._generated, 0.0
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         training, generation = self._peaks.get("training"), self._peaks.get("generation")
         if generation is not None and generated and seconds.get("gen"):
-            found["perf/mfu/rollout"] = generated / seconds["gen"] / generation
+            metrics["perf/mfu/rollout"] = generated / seconds["gen"] / generation
         if training is not None and shapes.policy is not None:
             flops = pass_flops(
                 batch,
@@ -75,9 +75,9 @@ class StepUtilisation:
                 critic_epochs=config.critic.ppo_epochs,
                 adapters_only=config.actor_rollout_ref.model.uses_lora,
             )
-            found |= utilisation(flops, seconds, training)
-            found["perf/peak_tflops"] = training / 1e12
-        return found
+            metrics |= utilisation(flops, seconds, training)
+            metrics["perf/peak_tflops"] = training / 1e12
+        return metrics
 
     def _peak(self, group: WorkerGroup, dtype: str) -> float | None:
         if self._config.trainer.device_peak_tflops is not None:
@@ -125,15 +125,15 @@ def pass_flops(
     prompts, responses = _lengths(batch)
     lengths, num_responses = (prompts + responses).tolist(), int(responses.sum())
     forward = forward_flops(policy, lengths, num_responses)
-    found = {
+    flops = {
         "old_log_prob": forward,
         "ref": forward,
         "update_actor": forward * (2 if adapters_only else 3) * actor_epochs,
     }
     if critic is not None:
         value = forward_flops(critic, lengths, 0)
-        found |= {"values": value, "update_critic": 3 * value * critic_epochs}
-    return found
+        flops |= {"values": value, "update_critic": 3 * value * critic_epochs}
+    return flops
 
 
 def utilisation(flops: Mapping[str, float], seconds: Mapping[str, float], peak: float) -> dict[str, float]:

@@ -24,7 +24,7 @@ _SHOWN = {
     "actor/grad_norm": "grad norm",
     "actor/lr": "learning rate",
     "critic/vf_loss": "value loss",
-    "rollout_corr/kl": "engine gap (kl)",
+    "rollout_corr/kl": "engine mismatch (kl)",
     "reward/failed": "failed rewards",
 }
 _LINE = {"response_length/mean": "len", "actor/entropy": "entropy", "actor/ppo_kl": "kl", "actor/grad_norm": "grad"}
@@ -179,8 +179,8 @@ def _trend(state: ConsoleState, name: str) -> Text:
 
 def _times(metrics: Mapping[str, float]) -> dict[str, float]:
     prefix = "timing_s/"
-    found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-    return {name: value for name, value in found.items() if name not in _WHOLE and value > 0}
+    times = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return {name: value for name, value in times.items() if name not in _WHOLE and value > 0}
 
 
 def _validation_names(validation: Mapping[str, float]) -> dict[str, float]:
@@ -215,11 +215,11 @@ def _labelled(label: str, content: RenderableType) -> RenderableType:
 
 
 def _row(label: str, value: str, bar: ProgressBar, inner: int) -> RenderableType:
-    gap = len(value) + 2 if value else 0
+    counter = len(value) + 2 if value else 0
     table = Table.grid(padding=0)
     table.add_column(width=_LABEL, style="dim")
     if value:
-        table.add_column(width=gap)
-    table.add_column(width=inner - _LABEL - gap)
+        table.add_column(width=counter)
+    table.add_column(width=inner - _LABEL - counter)
     table.add_row(label, *([value] if value else []), bar)
     return table

@@ -11,8 +11,8 @@
     run.lock               whose run it is, while it lasts (`dovetail.observability.run_lock`)
     now.json               the step and the phase the run is in, and at its end that it is finished; replaced each time
 
-Lines are appended whole; files appear whole. A process may be killed at any moment: the next start takes away half a
-line and whatever lies beyond the step it resumes from.
+Lines are appended in one write; files appear only when complete. A process may be killed at any moment: the next start
+removes a partial line and everything after the step it resumes from.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class RunFolder:
 
         Times come in seconds since the epoch and are written relative to the first of them.
         """
-        found = sorted(spans, key=lambda span: span[2])
-        if not found:
+        ordered = sorted(spans, key=lambda span: span[2])
+        if not ordered:
             return
-        first = found[0][2]
+        first = ordered[0][2]
         rows = [
             [worker, phase, round(start - first, 4), round(end - first, 4), None if gib is None else round(gib, 3)]
-            for worker, phase, start, end, gib in found
+            for worker, phase, start, end, gib in ordered
         ]
         _append(self.path / TIMELINE, {"step": step, "time": round(first, 3), "spans": rows})
 
@@ -114,13 +114,13 @@ class RunFolder:
         write_text(self.path / NOW, _line(facts))
 
     def write_answers(self, step: int, rows: Iterable[Mapping[str, Any]], kind: AnswerKind = "rollouts") -> Path:
-        """Write the answers of a step, one JSON object per line. The file appears when it is whole."""
+        """Write the answers of a step, one JSON object per line. The file appears only when complete."""
         file = self.path / kind / f"step_{step}.jsonl"
         write_json_lines(file, rows)
         return file
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All whole lines."""
+        """All complete lines."""
         return list(read_json_lines(self.path / METRICS))
 
     def read_events(self) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def read_json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of a file that may still be written to. A half line at the end is left out."""
+    """Every complete line of a file that may still be written to. A partial line at the end is skipped."""
     if not file.exists():
         return
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
@@ -166,7 +166,7 @@ def read_json_lines(file: Path) -> Iterator[dict[str, Any]]:
         try:
             yield json.loads(line)
         except ValueError:
-            logger.warning("%s:%d is not a whole line of JSON and is left out", file, number)
+            logger.warning("%s:%d is not a complete line of JSON and is skipped", file, number)
 
 
 def write_json_lines(file: Path, rows: Iterable[Mapping[str, Any]], *, advice: str = "") -> None:
@@ -179,7 +179,7 @@ def write_json_lines(file: Path, rows: Iterable[Mapping[str, Any]], *, advice: s
 
 
 def write_text(file: Path, text: str, *, advice: str = "") -> None:
-    """Replace a file so that a reader sees the old one or the whole new one."""
+    """Replace a file so that a reader sees the old one or the complete new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
@@ -198,7 +198,7 @@ def _append(file: Path, entry: Mapping[str, Any]) -> None:
     try:
         size = os.fstat(handle).st_size
         if size and os.pread(handle, 1, size - 1) != b"\n":
-            line = b"\n" + line  # Half a line is there: let it be one bad line, not two.
+            line = b"\n" + line  # A partial line is there: let it be one bad line, not two.
         with explaining_full_disk(file):
             written = os.write(handle, line)
         if written != len(line):

@@ -17,7 +17,7 @@ from dovetail.observability.shown_answers import COLUMNS, NAME, ShownAnswer, ans
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a tracker is told about a run."""
+    """What a tracker records about a run when it starts."""
 
     project: str
     experiment: str

@@ -35,7 +35,7 @@ class PhaseTimers:
         self._open.append(name)
         start = self._clock()
         try:
-            self._tell()
+            self._notify()
             yield
         except BaseException:
             self.interrupted = self.interrupted or name
@@ -45,7 +45,7 @@ class PhaseTimers:
             self._seconds[name] = self._seconds.get(name, 0.0) + end - start
             self._spans.append((name, start + self._to_wall_clock, end + self._to_wall_clock))
             self._open.pop()
-            self._tell()
+            self._notify()
         if self._after_phase is not None:  # not after an exception, which it could hide
             self._after_phase(name)
 
@@ -64,6 +64,6 @@ class PhaseTimers:
         taken, self._spans = self._spans, []
         return taken
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._on_phase is not None:
             self._on_phase(self._open[-1] if self._open else None)

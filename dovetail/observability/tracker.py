@@ -92,11 +92,11 @@ def check_logger_names(names: Sequence[str]) -> None:
 
 def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The entries that are finite numbers, as floats."""
-    found = {}
+    numbers = {}
     for name, value in metrics.items():
         if isinstance(value, str) or not hasattr(value, "__float__"):
             continue
         number = float(value)
         if math.isfinite(number):
-            found[name] = number
-    return found
+            numbers[name] = number
+    return numbers

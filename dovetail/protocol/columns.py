@@ -41,9 +41,9 @@ def concat_tensors(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate tensor columns on rows; refuse mixed dtypes and row shapes, which ``torch.cat`` would promote."""
     kinds = list(dict.fromkeys((str(part.dtype), tuple(part.shape[1:])) for part in parts))
     if len(kinds) > 1:
-        found = " and ".join(f"{dtype}{list(shape)}" for dtype, shape in kinds)
+        layouts = " and ".join(f"{dtype}{list(shape)}" for dtype, shape in kinds)
         raise ValueError(
-            f"column {name!r} has rows of {found} in different parts; cast or pad them to one dtype and shape first."
+            f"column {name!r} has rows of {layouts} in different parts; cast or pad them to one dtype and shape first."
         )
     return torch.cat(list(parts))
 

@@ -45,9 +45,9 @@ def _concat_tensors(name: str, parts: Sequence[torch.Tensor], pad_token_id: int)
 def refuse_clashes(mine: Mapping[str, Column], others: Mapping[str, Column]) -> None:
     """Raise where a column that both have differs."""
     for name, column in others.items():
-        found = first_difference(mine[name], column) if name in mine else None
-        if found:
-            raise ValueError(f"union: column {name!r} clashes: {found}; pop or rename it in one batch first.")
+        difference = first_difference(mine[name], column) if name in mine else None
+        if difference:
+            raise ValueError(f"union: column {name!r} clashes: {difference}; pop or rename it in one batch first.")
 
 
 def new_names(columns: Mapping[str, Column], old: str | Sequence[str], new: str | Sequence[str]) -> dict[str, str]:

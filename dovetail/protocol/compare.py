@@ -36,9 +36,9 @@ def batch_difference(left: Batch, right: Batch) -> str | None:
         return f"{len(left)} rows against {len(right)}"
     others = right.columns
     for name, column in left.columns.items():
-        found = first_difference(column, others[name])
-        if found:
-            return f"column {name!r}: {found}"
+        difference = first_difference(column, others[name])
+        if difference:
+            return f"column {name!r}: {difference}"
     for key, value in left.meta_info.items():
         if not deep_equal(value, right.meta_info[key]):
             return f"meta_info[{key!r}]: {value!r} against {right.meta_info[key]!r}"
@@ -90,7 +90,7 @@ def deep_equal(left: Any, right: Any, open_pairs: frozenset[tuple[int, int]] = f
 
 
 def _first_differing_row(left: torch.Tensor, right: torch.Tensor) -> int | None:
-    # Bitwise first: it is one pass over memory and settles nearly every call.
+    # Bitwise first: it is one pass over memory and decides nearly every call.
     if torch.equal(left, right):
         return None
     differs = left != right

@@ -345,7 +345,7 @@ class DataProto:
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=dict(self.meta_info))
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write the batch to one file; the file appears whole or not at all."""
+        """Write the batch to one file; the file appears complete or not at all."""
         rows = None if self.batch is None else len(self)
         save_plain({_FILE: [rows, self.tensors, self.non_tensor_batch, self.meta_info]}, filepath)
 

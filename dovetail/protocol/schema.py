@@ -126,18 +126,18 @@ def validate(batch: DataProto, columns: Sequence[str] | None = None) -> None:
 
     ``columns`` must be there; None checks the known columns that are there. `dovetail.protocol.stages` checks a stage.
     """
-    found = batch.columns
-    names = [name for name in found if name in COLUMNS] if columns is None else list(columns)
+    present = batch.columns
+    names = [name for name in present if name in COLUMNS] if columns is None else list(columns)
     sizes: dict[str, int] = {"rows": len(batch)}
     problems: list[str] = []
     for name in names:
         if name not in COLUMNS:
             problems.append(f"column {name!r} is not in the schema; declare it in dovetail.protocol.schema")
-        elif name not in found:
+        elif name not in present:
             spec = COLUMNS[name]
             problems.append(f"column {name!r} is missing; {spec.writer} writes it as {spec.describe(sizes)}")
         else:
-            problems.extend(_check_column(COLUMNS[name], found[name], sizes))
+            problems.extend(_check_column(COLUMNS[name], present[name], sizes))
     if not problems:
         problems.extend(_check_lengths(sizes))
     if problems:

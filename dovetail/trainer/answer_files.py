@@ -1,6 +1,6 @@
 """The files of a step's answers: the run folder's, and those of `trainer.rollout_data_dir` and `validation_data_dir`.
 
-Written in a thread of their own, beside the step; every file appears when it is whole.
+Written in a thread of their own, beside the step; every file appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class AnswerFiles:
     def write_training(self, step: int, batch: DataProto) -> None:
         self._work.submit(lambda: self._write_training(step, batch))
 
-    def write_validation(self, step: int, found: Validation) -> None:
-        self._work.submit(lambda: self._write_validation(step, found))
+    def write_validation(self, step: int, validation: Validation) -> None:
+        self._work.submit(lambda: self._write_validation(step, validation))
 
     def validation_dump(self, step: int) -> Dump | None:
         """What makes the lines of a validation's batch; None when nobody has asked for them."""
@@ -65,10 +65,10 @@ class AnswerFiles:
         answers = [row["response"] for row in rows]
         self._write_dump("rollout_data_dir", step, dump_records(batch, self._tokenizer, answers, step))
 
-    def _write_validation(self, step: int, found: Validation) -> None:
-        self._folder.write_answers(step, found.rows, "validation")
+    def _write_validation(self, step: int, validation: Validation) -> None:
+        self._folder.write_answers(step, validation.rows, "validation")
         if self._settings.validation_data_dir is not None:
-            self._write_dump("validation_data_dir", step, found.dumped)
+            self._write_dump("validation_data_dir", step, validation.dumped)
 
     def _write_dump(self, key: str, step: int, rows: list[dict[str, Any]]) -> None:
         file = Path(getattr(self._settings, key)) / f"{step}.jsonl"

@@ -26,12 +26,12 @@ class RolloutRows:
         self._pieces: dict[int, str] = {}
 
     def of(self, batch: DataProto) -> Iterator[dict[str, Any]]:
-        """A dict per answer: `answer_records`, and of its tokens id, end in the text, advantage, log-prob gap, entropy.
+        """A dict per response: `answer_records` and its tokens' id, end in the text, advantage, mismatch, entropy.
 
         Written beside a step that runs: what is per token is left to numpy.
         """
         room = MOST_TOKENS
-        # A few rows at a time: of a whole batch of long answers each column in between would take gigabytes.
+        # A few rows at a time: for a large batch of long responses each temporary column would take gigabytes.
         for part in batch.split(_ROWS_AT_ONCE):
             lengths = response_attention(part).sum(dim=1)
             shown = int((lengths.cumsum(0) <= room).sum())

@@ -39,7 +39,7 @@ def arrange_rows(lengths: Sequence[int], num_ranks: int, mini_batch_rows: int, *
 
 
 def imbalance(lengths: Sequence[int], num_ranks: int) -> dict[str, float]:
-    """How many tokens ranks get: fewest, most, and their gap."""
+    """How many tokens ranks get: fewest, most, and their difference."""
     size = len(lengths) // num_ranks
     tokens = [sum(lengths[rank * size : (rank + 1) * size]) for rank in range(num_ranks)]
     return {

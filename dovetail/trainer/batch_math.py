@@ -45,11 +45,11 @@ def add_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl_ctrl: FixedKLCo
 
 
 def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, Metrics]:
-    """Importance weights and rejection for the gap between engine and trainer, and the gap itself as metrics.
+    """Importance weights and rejection for the mismatch between engine and trainer log-probs, and its metrics.
 
     Without the engine's log-probs, or without a token that is trained on (all answers failed or cut off), there is
-    nothing to do; without a correction only the metrics are made. In bypass mode the gap is not known here: the update
-    corrects and reports it.
+    nothing to do; without a correction only the metrics are made. In bypass mode the mismatch is not known
+    here: the update corrects and reports it.
     """
     columns = batch.tensors
     settings = algorithm.rollout_correction
@@ -58,11 +58,11 @@ def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataP
     if not columns["response_mask"].any():
         return batch, {}
     pair = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
-    gap = compute_probs_diff_metrics(*pair) | ({} if settings.active else compute_offpolicy_metrics(*pair))
-    metrics = {f"rollout_corr/{name}": value for name, value in gap.items()}
+    mismatch = compute_probs_diff_metrics(*pair) | ({} if settings.active else compute_offpolicy_metrics(*pair))
+    metrics = {f"rollout_corr/{name}": value for name, value in mismatch.items()}
     if not settings.active:
         return batch, metrics
-    found = compute_rollout_correction_and_rejection_mask(
+    correction = compute_rollout_correction_and_rejection_mask(
         columns["old_log_probs"],
         columns["rollout_log_probs"],
         columns["response_mask"],
@@ -72,10 +72,10 @@ def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataP
         rollout_rs=settings.rollout_rs,
         rollout_rs_threshold=settings.rollout_rs_threshold,
     )
-    batch = _with(batch, response_mask=found.response_mask)
-    if found.rollout_is_weights is not None:
-        batch = _with(batch, rollout_is_weights=found.rollout_is_weights)
-    return batch, metrics | found.metrics
+    batch = _with(batch, response_mask=correction.response_mask)
+    if correction.rollout_is_weights is not None:
+        batch = _with(batch, rollout_is_weights=correction.rollout_is_weights)
+    return batch, metrics | correction.metrics
 
 
 def add_advantages(batch: DataProto, algorithm: AlgorithmConfig, *, num_repeat: int) -> DataProto:
@@ -179,13 +179,13 @@ def _scored_rows(batch: DataProto, *, compares: bool) -> torch.Tensor:
     return scored & torch.tensor([left[uid] > 1 for uid in uids])
 
 
-def _at_rows(found: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`found` at these rows of a batch, 0 at the others."""
+def _at_rows(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`values` at these rows of a batch, 0 at the others."""
     if rows.all():
-        return found
-    whole = found.new_zeros(len(rows), found.shape[1])
-    whole[rows] = found
-    return whole
+        return values
+    padded = values.new_zeros(len(rows), values.shape[1])
+    padded[rows] = values
+    return padded
 
 
 def _without_rows(batch: DataProto, rows: torch.Tensor) -> DataProto:

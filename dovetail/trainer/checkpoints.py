@@ -37,7 +37,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class FoundCheckpoint:
+class LoadedCheckpoint:
     """A checkpoint that was loaded into the workers."""
 
     step: int
@@ -57,7 +57,7 @@ class _OpenSave:
 
 
 class TrainerCheckpoints:
-    """Saves and loads through the groups. Folders are whole or absent."""
+    """Saves and loads through the groups. A folder is complete or absent."""
 
     def __init__(self, config: DovetailConfig) -> None:
         self._config = config
@@ -68,13 +68,13 @@ class TrainerCheckpoints:
     def save(
         self, step: int, groups: RoleGroups, state: dict[str, Any], *, surplus: DataProto | None = None
     ) -> list[int]:
-        """Write what a resumed run needs; returns the steps whose checkpoints have become whole by this call.
+        """Write what a resumed run needs; returns the steps whose checkpoints this call completed.
 
-        A save that still goes on in the background is waited for.
+        Waits for a save that still runs in the background.
         """
         finished = self.finish()
         policy, critic = self._config.actor_rollout_ref.actor.checkpoint, self._config.critic.checkpoint
-        with self._whole_or_nothing(step):
+        with self._complete_or_absent(step):
             folder = self._store.begin(step)
             save = _OpenSave(step)
             self._save_role(groups.actor_rollout, policy, folder / "actor", save)
@@ -93,18 +93,18 @@ class TrainerCheckpoints:
         return self.finish()
 
     def finish(self) -> list[int]:
-        """Wait for the save in the background, if there is one, and make its folder whole."""
+        """Wait for the save in the background, if there is one, and complete its folder."""
         save, self._open = self._open, None
         if save is None:
             return []
-        with self._whole_or_nothing(save.step):
+        with self._complete_or_absent(save.step):
             for group in save.writing:
                 group.finish_saving()
             self._store.commit(save.step, world_size=self._config.trainer.world_size, parts=save.parts)
         self._store.prune()
         return [save.step]
 
-    def load(self, groups: RoleGroups) -> FoundCheckpoint | None:
+    def load(self, groups: RoleGroups) -> LoadedCheckpoint | None:
         """Load what `trainer.resume_mode` says into the workers; None: the run starts from the beginning.
 
         With `auto`, a damaged checkpoint is named in a warning and the next older one is taken. One that was asked for
@@ -128,7 +128,7 @@ class TrainerCheckpoints:
         assert self._surplus is not None, "load comes first, of a checkpoint that has them"
         return self._surplus
 
-    def _load(self, folder: Path, groups: RoleGroups) -> FoundCheckpoint:
+    def _load(self, folder: Path, groups: RoleGroups) -> LoadedCheckpoint:
         try:
             state = json.loads((folder / _DRIVER_STATE).read_text())
             step, metrics = int(state.pop("step")), state.pop("metrics")
@@ -139,7 +139,7 @@ class TrainerCheckpoints:
         _load_role(groups.actor_rollout, folder / "actor")
         if groups.critic is not None:
             _load_role(groups.critic, folder / "critic")
-        return FoundCheckpoint(step, folder, state, metrics)
+        return LoadedCheckpoint(step, folder, state, metrics)
 
     def _save_role(self, group: WorkerGroup, settings: CheckpointConfig, folder: Path, save: _OpenSave) -> None:
         if "hf_model" in settings.save_contents:
@@ -150,7 +150,7 @@ class TrainerCheckpoints:
             save.writing.append(group)
 
     @contextmanager
-    def _whole_or_nothing(self, step: int) -> Iterator[None]:
+    def _complete_or_absent(self, step: int) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -166,9 +166,9 @@ class TrainerCheckpoints:
     def _advice(self) -> str:
         try:
             latest = self._store.latest(checksums=False)
-        except BrokenCheckpoint:  # none is whole; the error that is being explained matters more
+        except BrokenCheckpoint:  # none is complete; the error that is being explained matters more
             latest = None
-        kept = f"; {latest} is whole, and the run continues from it when started again" if latest else ""
+        kept = f"; {latest} is complete, and the run continues from it when started again" if latest else ""
         return (
             "free some space, set trainer.max_actor_ckpt_to_keep to keep fewer checkpoints, or set "
             f"trainer.default_local_dir to another disk{kept}"

@@ -65,9 +65,9 @@ class RayDAPOTrainer(RayPPOTrainer):
     def _scored_batch(self) -> DataProto:
         """One generation round with its scores as columns, because filtering needs them at once."""
         batch = self._generate(self.draws.number(self.train_loader.next_batch()))
-        found = self._finish_rewards(self._start_rewards(batch))
-        self._rounds.append(found.metrics)
-        return batch.union(found.columns)
+        rewards = self._finish_rewards(self._start_rewards(batch))
+        self._rounds.append(rewards.metrics)
+        return batch.union(rewards.columns)
 
     def _as_rollout(self, with_signal: list[DataProto], without: list[DataProto]) -> Rollout:
         wanted = self.config.data.train_batch_size
@@ -120,11 +120,11 @@ def _split_groups(batch: DataProto) -> list[DataProto]:
     rows: dict[str, list[int]] = {}
     for row, uid in enumerate(batch.non_tensor_batch["uid"]):
         rows.setdefault(str(uid), []).append(row)
-    return [batch.select_idxs(found) for found in rows.values()]
+    return [batch.select_idxs(members) for members in rows.values()]
 
 
 def _over_rounds(rounds: list[Metrics]) -> Metrics:
     """Failures of all rounds together, means of everything else; nothing for a step that needed no generation."""
-    names = dict.fromkeys(name for found in rounds for name in found)
-    values = {name: [found[name] for found in rounds if name in found] for name in names}
-    return {name: sum(found) / (1 if name == "reward/failed" else len(found)) for name, found in values.items()}
+    names = dict.fromkeys(name for metrics in rounds for name in metrics)
+    values = {name: [metrics[name] for metrics in rounds if name in metrics] for name in names}
+    return {name: sum(numbers) / (1 if name == "reward/failed" else len(numbers)) for name, numbers in values.items()}

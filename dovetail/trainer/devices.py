@@ -1,4 +1,4 @@
-"""The devices of a run: what Ray is told, and whether workers compute on GPUs. Decided from what is there, not guessed.
+"""The devices of a run: the resources Ray starts with, and whether workers compute on GPUs. Detected, never guessed.
 
 On a cluster the driver's own machine says nothing (a head node often has no GPU): the cluster's resources decide.
 """

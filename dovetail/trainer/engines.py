@@ -83,8 +83,8 @@ class SeparateEngines:
         self._send(check=True)
         return self._judged()
 
-    def settle(self) -> None:
-        self._retrying(lambda: self.group.settle())
+    def freeze_gc(self) -> None:
+        self._retrying(lambda: self.group.freeze_gc())
 
     def shutdown(self) -> None:
         self.group.shutdown()

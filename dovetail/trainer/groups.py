@@ -55,11 +55,11 @@ class RoleGroups:
         if self.engines is not None:
             self.engines.weights_changed()
 
-    def settle(self) -> None:
-        """Spare the processes the walks of garbage collections over what they have built."""
-        self.processes.settle()
+    def freeze_gc(self) -> None:
+        """Exclude what the processes have built from later garbage collections."""
+        self.processes.freeze_gc()
         if self.engines is not None:
-            self.engines.settle()
+            self.engines.freeze_gc()
 
     def shutdown(self) -> None:
         if self.engines is not None:

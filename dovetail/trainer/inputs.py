@@ -95,10 +95,10 @@ def _why_not_there(path: str, name: str) -> str | None:
     if path.startswith(PACKAGE_PREFIX):
         module = path.removeprefix(PACKAGE_PREFIX)
         try:
-            found = importlib.util.find_spec(module.partition(".")[0])
+            spec = importlib.util.find_spec(module.partition(".")[0])
         except (ImportError, ValueError):
-            found = None
-        return None if found else f"there is no module {module} here; install it, or put its folder on PYTHONPATH."
+            spec = None
+        return None if spec else f"there is no module {module} here; install it, or put its folder on PYTHONPATH."
     file = Path(path).expanduser()
     if not file.is_file():
         return f"there is no file {file.absolute()}; give a Python file or {PACKAGE_PREFIX}module."

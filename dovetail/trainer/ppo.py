@@ -15,7 +15,7 @@ from typing import Any
 from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError
-from dovetail.controller.heap import settling
+from dovetail.controller.freeze_gc import frozen_gc
 from dovetail.data.loader import PromptLoader
 from dovetail.models.flops import StepUtilisation
 from dovetail.observability.shown_answers import choose_answers
@@ -58,8 +58,8 @@ logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
-_STEPS_THAT_BUILD = 2
-"""Kernels are compiled, graphs captured and caches filled in these; what they leave behind stays."""
+_WARM_UP_STEPS = 2
+"""They compile kernels, capture graphs and fill caches; what they leave behind lives until the run ends."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Rollout:
 
 
 class RayPPOTrainer:
-    """Call `init_workers`, then `fit`. Everything it needs is handed in, so tests hand in small things."""
+    """Call `init_workers`, then `fit`. Takes everything it needs as arguments, so tests can pass small fakes."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class RayPPOTrainer:
         self.global_step = 0
         self._saved_step = 0
         self._last_metrics: Metrics = {}
-        self._num_written = 0
+        self._num_generated = 0
         self.total_steps = total_training_steps(config, len(train_loader))
         self._skipped_steps = SkippedSteps(self.total_steps)
         self._answer_files = AnswerFiles(config.trainer, tracker.folder, tokenizer)
@@ -123,7 +123,7 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Start the processes and build the models in them."""
-        self._tell_now("start")
+        self._write_now("start")
         self._groups = self._create_groups()
         if self._groups.critic is not None:
             self._groups.critic.init_model(self.total_steps)
@@ -147,21 +147,21 @@ class RayPPOTrainer:
             if last_validation:
                 self.tracker.log(self.global_step, last_validation)
         if not settings.val_only:
-            with settling() as settle, self.stop.training(), self._naming_failures():
-                last_validation = self._train(last_validation, settle)
+            with frozen_gc() as freeze_gc, self.stop.training(), self._naming_failures():
+                last_validation = self._train(last_validation, freeze_gc)
         self._answer_files.close()
         self._note_saved(self.checkpoints.finish())
         self._phase_changed(None)
-        self._tell_now(None, finished=self.stop.name is None)
+        self._write_now(None, finished=self.stop.name is None)
         return last_validation
 
-    def _train(self, last_validation: Metrics, settle: Callable[[], None]) -> Metrics:
-        """Every step that is left; returns the last validation's metrics. `settle` is called once all is built."""
+    def _train(self, last_validation: Metrics, freeze_gc: Callable[[], None]) -> Metrics:
+        """Every step that is left; returns the last validation's metrics. `freeze_gc` is called after warm-up."""
         settings = self.config.trainer
         started = take_timeline(self.timers, self.groups.processes)
         if self.global_step == 0:
             self.tracker.folder.log_timeline(0, started)
-        settle_after = self.global_step + _STEPS_THAT_BUILD
+        freeze_after = self.global_step + _WARM_UP_STEPS
         while self.global_step < self.total_steps:
             before = self._driver_state(), self._carried_over()
             self.global_step += 1
@@ -191,13 +191,13 @@ class RayPPOTrainer:
             if self.stop.name is not None:
                 self._save_and_stop(self._driver_state(), self._carried_over())
                 break
-            if self.global_step == settle_after < self.total_steps:
-                self.groups.settle()
-                settle()
+            if self.global_step == freeze_after < self.total_steps:
+                self.groups.freeze_gc()
+                freeze_gc()
         return last_validation
 
     def _save_and_stop(self, state: dict[str, Any], surplus: DataProto | None) -> None:
-        """Somebody asked the run to end: a checkpoint of the last finished step, unless there is one."""
+        """The run was asked to stop: save a checkpoint of the last finished step, unless there is one."""
         self._note_saved(self.checkpoints.finish())
         if self.global_step not in (0, self._saved_step):
             state |= {"metrics": self._last_metrics}
@@ -207,7 +207,7 @@ class RayPPOTrainer:
 
     @contextmanager
     def _naming_failures(self) -> Iterator[None]:
-        """A worker that fails is recorded with the phase and the step, and says what the run goes on from."""
+        """Record a worker's failure with phase and step, and tell the user which checkpoint the run continues from."""
         try:
             yield
         except WorkerError as error:
@@ -292,8 +292,8 @@ class RayPPOTrainer:
         return join_answers(prompts, answers, n=n)
 
     def _count_generation(self, answers: DataProto) -> None:
-        """What an engine has written in this step, also what no update will see."""
-        self._num_written += token_counts(answers)[1]
+        """Count the tokens that engines generated in this step, also those that no update uses."""
+        self._num_generated += token_counts(answers)[1]
         self.utilisation.count_generation(answers)
 
     def _note_restarts(self, total: int) -> None:
@@ -334,20 +334,20 @@ class RayPPOTrainer:
     def _finish_rewards(self, rewards: PendingRewards | RewardResult) -> RewardResult:
         if isinstance(rewards, RewardResult):
             return rewards
-        found = rewards.result()
-        if found.failures:
-            first = next(iter(found.failures.values()))
-            # Into the file alone: the console has had it as a warning.
+        result = rewards.result()
+        if result.failures:
+            first = next(iter(result.failures.values()))
+            # Only into the file: the console has already shown it as a warning.
             self.tracker.folder.log_event(
-                "reward_failed", self.global_step, count=len(found.failures), first=str(first)
+                "reward_failed", self.global_step, count=len(result.failures), first=str(first)
             )
-        return found
+        return result
 
     def _take_rewards(self, batch: DataProto, rewards: PendingRewards | RewardResult, metrics: Metrics) -> DataProto:
         """Scores as columns. A row that could not be scored leaves every loss, count and group."""
-        found = self._finish_rewards(rewards)
-        metrics |= found.metrics
-        batch = mask_failed(with_baseline_failures(batch.union(found.columns)))
+        result = self._finish_rewards(rewards)
+        metrics |= result.metrics
+        batch = mask_failed(with_baseline_failures(batch.union(result.columns)))
         if self.config.algorithm.filter_truncated:
             batch, share = mask_truncated(batch)
             metrics["response/filtered_truncated_share"] = share
@@ -356,17 +356,16 @@ class RayPPOTrainer:
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
         if self.config.algorithm.rollout_correction.bypass_mode:
             return batch.union(DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()}))
-        found = self.groups.actor_rollout.compute_log_prob(stage_columns(batch, "compute_log_prob"))
-        entropies, mask = found.tensors["entropys"], batch.tensors["response_mask"]
+        scored = self.groups.actor_rollout.compute_log_prob(stage_columns(batch, "compute_log_prob"))
+        entropies, mask = scored.tensors["entropys"], batch.tensors["response_mask"]
         metrics["actor/entropy"] = float((entropies * mask).sum() / mask.sum().clamp(min=1))
-        return batch.union(found)
+        return batch.union(scored)
 
     def _add_advantages(self, batch: DataProto, metrics: Metrics) -> DataProto:
         algorithm = self.config.algorithm
-        batch, found = correct_rollout(batch, algorithm)
-        metrics |= found
-        batch, found = add_rewards(batch, algorithm, self.kl_ctrl)
-        metrics |= found
+        batch, mismatch = correct_rollout(batch, algorithm)
+        batch, kl = add_rewards(batch, algorithm, self.kl_ctrl)
+        metrics |= mismatch | kl
         return add_advantages(batch, algorithm, num_repeat=self.config.actor_rollout_ref.rollout.n)
 
     def _filtered(self, batch: DataProto, order: list[int], metrics: Metrics) -> tuple[DataProto, list[int]]:
@@ -387,30 +386,30 @@ class RayPPOTrainer:
         """Scores of the validation prompts; empty without `data.val_files`."""
         if self.val_loader is None:
             return {}
-        found = validate(
+        validation = validate(
             self.config,
             self.val_loader,
             lambda prompts, **meta: self._answers(prompts, **meta),
             lambda batch: self._start_rewards(batch, shaped=False).result(),
             self._answer_files.validation_dump(self.global_step),
         )
-        self._answer_files.write_validation(self.global_step, found)
-        shown = choose_answers(found.dumped, self.config.trainer.log_val_generations)
+        self._answer_files.write_validation(self.global_step, validation)
+        shown = choose_answers(validation.dumped, self.config.trainer.log_val_generations)
         if shown:
             self.tracker.show_answers(self.global_step, shown)
-        self.tracker.event("validation", self.global_step, **found.metrics)
-        return found.metrics
+        self.tracker.event("validation", self.global_step, **validation.metrics)
+        return validation.metrics
 
     def _report(self, batch: DataProto, metrics: Metrics) -> None:
         tokens, _ = token_counts(batch)
-        written, self._num_written = self._num_written, 0
+        generated, self._num_generated = self._num_generated, 0
         seconds = self.timers.seconds()
         metrics |= data_metrics(
             batch,
             use_critic=self.groups.critic is not None,
             max_response_length=self.config.actor_rollout_ref.rollout.response_length,
         )
-        metrics |= timing_metrics(seconds, tokens, written)
+        metrics |= timing_metrics(seconds, tokens, generated)
         metrics |= throughput_metrics(seconds["step"], tokens, self._num_devices)
         metrics |= memory_metrics(metrics)
         metrics |= self.utilisation.take(batch, seconds)
@@ -418,12 +417,12 @@ class RayPPOTrainer:
             self.tracker.event("skipped_step", self.global_step)
 
     def _phase_changed(self, name: str | None) -> None:
-        self._tell_now(name)
+        self._write_now(name)
         if self._on_phase is not None:
             self._on_phase(name)
 
-    def _tell_now(self, phase: str | None, *, finished: bool = False) -> None:
-        # A run that only validates goes nowhere, so it has no number of steps to reach.
+    def _write_now(self, phase: str | None, *, finished: bool = False) -> None:
+        # A run that only validates takes no steps, so it has no total.
         total = None if self.config.trainer.val_only else self.total_steps
         self.tracker.folder.write_now(step=self.global_step, total_steps=total, phase=phase, finished=finished)
 
@@ -447,20 +446,20 @@ class RayPPOTrainer:
             self.tracker.event("checkpoint", step)
 
     def _load_checkpoint(self) -> None:
-        found = self.checkpoints.load(self.groups)
-        if found is None:
+        checkpoint = self.checkpoints.load(self.groups)
+        if checkpoint is None:
             self.tracker.folder.start()
             return
-        self.global_step = self._saved_step = found.step
-        self._last_metrics = found.metrics
+        self.global_step = self._saved_step = checkpoint.step
+        self._last_metrics = checkpoint.metrics
         self.groups.weights_changed()
-        logger.info("resumed from %s at step %d", found.folder, found.step)
+        logger.info("resumed from %s at step %d", checkpoint.folder, checkpoint.step)
         if self.config.trainer.val_only:
-            return  # no step will happen again, so what was recorded beyond this one stays
-        self._load_driver_state(found.state)
-        self.tracker.resume(found.step)
-        if all(row["step"] != found.step for row in self.tracker.folder.read_metrics()):
-            self.tracker.log(found.step, found.metrics)
+            return  # no step is repeated, so what was recorded after this one stays
+        self._load_driver_state(checkpoint.state)
+        self.tracker.resume(checkpoint.step)
+        if all(row["step"] != checkpoint.step for row in self.tracker.folder.read_metrics()):
+            self.tracker.log(checkpoint.step, checkpoint.metrics)
 
     def _carried_over(self) -> DataProto | None:
         """Rows that are generated and wait for the next step."""

@@ -27,14 +27,14 @@ def refuse_unmet_names(config: DovetailConfig, dataset_columns: Iterable[str]) -
         ("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, get_policy_loss_fn),
     ):
         try:
-            found = find(name)
+            function = find(name)
         except ValueError as error:
             modules = ", ".join(config.trainer.import_modules)
             problems.append(
                 Problem(key, f"{key}={name}: {error} trainer.import_modules ({modules}) registers no other.")
             )
             continue
-        if key == "algorithm.adv_estimator" and (lacking := _lacking(found, config, dataset_columns)):
+        if key == "algorithm.adv_estimator" and (lacking := _lacking(function, config, dataset_columns)):
             problems.append(Problem(key, lacking))
     if problems:
         raise ConfigError(problems)

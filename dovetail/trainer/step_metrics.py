@@ -11,7 +11,7 @@ from dovetail.protocol import DataProto
 
 Metrics = dict[str, float]
 
-# Phases whose time is also given per token, and whether prompt tokens count (an engine is judged by what it writes).
+# Phases whose time is also given per token, and whether prompt tokens count (not for generation).
 _PER_TOKEN = {"gen": False, "old_log_prob": True, "ref": True, "values": True, "adv": True, "update_critic": True}
 _PER_TOKEN["update_actor"] = True
 
@@ -33,38 +33,38 @@ def data_metrics(batch: DataProto, *, use_critic: bool, max_response_length: int
     attention = columns["attention_mask"].bool()
     mask = columns["response_mask"].bool()
     scored = ~columns["reward_failed"].bool()
-    found: Metrics = {}
-    found |= _spread("critic/score", columns["token_level_scores"].sum(dim=1)[scored])
-    found |= _spread("critic/rewards", columns["token_level_rewards"].sum(dim=1)[scored])
-    found |= _spread("critic/advantages", columns["advantages"][mask])
-    found |= _spread("critic/returns", columns["returns"][mask])
+    metrics: Metrics = {}
+    metrics |= _spread("critic/score", columns["token_level_scores"].sum(dim=1)[scored])
+    metrics |= _spread("critic/rewards", columns["token_level_rewards"].sum(dim=1)[scored])
+    metrics |= _spread("critic/advantages", columns["advantages"][mask])
+    metrics |= _spread("critic/returns", columns["returns"][mask])
     if use_critic:
         values, returns = columns["values"][mask], columns["returns"][mask]
-        found |= _spread("critic/values", values)
+        metrics |= _spread("critic/values", values)
         variance = returns.var(unbiased=False)
         unexplained = (returns - values).var(unbiased=False)
-        found["critic/vf_explained_var"] = float(1 - unexplained / (variance + 1e-5)) if len(returns) else 0.0
+        metrics["critic/vf_explained_var"] = float(1 - unexplained / (variance + 1e-5)) if len(returns) else 0.0
     response_lengths = attention[:, -width:].sum(dim=1).float()
     prompt_lengths = attention[:, :-width].sum(dim=1).float()
-    found |= _spread("response_length", response_lengths)
-    found["response_length/clip_ratio"] = _share(response_lengths >= max_response_length)
-    found["response/aborted_ratio"] = _share(response_lengths == 0)
-    found |= _spread("prompt_length", prompt_lengths)
-    found["prompt_length/clip_ratio"] = _share(prompt_lengths >= attention.shape[1] - width)
-    return found
+    metrics |= _spread("response_length", response_lengths)
+    metrics["response_length/clip_ratio"] = _share(response_lengths >= max_response_length)
+    metrics["response/aborted_ratio"] = _share(response_lengths == 0)
+    metrics |= _spread("prompt_length", prompt_lengths)
+    metrics["prompt_length/clip_ratio"] = _share(prompt_lengths >= attention.shape[1] - width)
+    return metrics
 
 
-def timing_metrics(seconds: Mapping[str, float], num_tokens: int, num_written: int) -> Metrics:
+def timing_metrics(seconds: Mapping[str, float], num_tokens: int, num_generated: int) -> Metrics:
     """`timing_s/*`, and `timing_per_token_ms/*` for the phases that work token by token.
 
-    `num_written` counts all tokens that engines wrote in the step: dynamic sampling trains on a part of them only.
+    `num_generated` counts all generated tokens of the step: dynamic sampling trains on only a part of them.
     """
-    found = {f"timing_s/{name}": value for name, value in seconds.items()}
-    for name, whole in _PER_TOKEN.items():
-        tokens = num_tokens if whole else num_written
+    metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
+    for name, with_prompt in _PER_TOKEN.items():
+        tokens = num_tokens if with_prompt else num_generated
         if name in seconds and tokens:
-            found[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / tokens
-    return found
+            metrics[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / tokens
+    return metrics
 
 
 def throughput_metrics(seconds: float, num_tokens: int, num_devices: int) -> Metrics:
@@ -81,8 +81,8 @@ def update_metrics(output: DataProto, before: Mapping[str, float] | None = None)
 
     `before` are the metrics of the step so far: the critic's processes report memory under the same names.
     """
-    found = output.meta_info["metrics"]
-    largest = {name: max(values) if isinstance(values, list) else values for name, values in found.items()}
+    reported = output.meta_info["metrics"]
+    largest = {name: max(values) if isinstance(values, list) else values for name, values in reported.items()}
     earlier = {name: value for name, value in (before or {}).items() if name.startswith("memory/")}
     return largest | {name: max(value, largest.get(name, value)) for name, value in earlier.items()}
 

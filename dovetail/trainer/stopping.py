@@ -1,7 +1,7 @@
 """SIGTERM and Ctrl-C: end after the current phase, with a checkpoint. A second one ends the run at once.
 
 A step that has not begun to update weights is given up, and the checkpoint is that of the step before: a resumed run
-does the whole step again. Once an update has begun, the step is finished first.
+repeats the step. Once an update has begun, the step is finished first.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ def token_ends(text: str, pieces: Sequence[str]) -> list[int]:
             ends.append(position)
             continue
         # One more for a space that decoding alone has dropped.
-        found = text.find(piece, position + least, position + most + 1 + len(piece)) if piece else -1
-        if found >= 0:
+        start = text.find(piece, position + least, position + most + 1 + len(piece)) if piece else -1
+        if start >= 0:
             if most:
-                ends[-1] = found
-            position = found + len(piece)
+                ends[-1] = start
+            position = start + len(piece)
             least, most = 0, 0
         ends.append(position)
     if most:

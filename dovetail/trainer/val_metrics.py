@@ -32,7 +32,7 @@ def validation_metrics(
     rows: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, (source, prompt) in enumerate(zip(data_sources, prompt_ids, strict=True)):
         rows[str(source)][str(prompt)].append(row)
-    found: dict[str, float] = {}
+    summary: dict[str, float] = {}
     for source, prompts in rows.items():
         most = max(len(group) for group in prompts.values())
         for name, numbers in values.items():
@@ -49,8 +49,8 @@ def validation_metrics(
                 numbers_of_key = [metrics[key] for metrics in per_prompt if key in metrics]
                 is_core = core and key.split("/")[0].endswith(f"@{most}") and key.startswith(_CORE)
                 area = "val-core" if is_core else "val-aux"
-                found[f"{area}/{source}/{name}/{key}"] = float(np.mean(numbers_of_key))
-    return found
+                summary[f"{area}/{source}/{name}/{key}"] = float(np.mean(numbers_of_key))
+    return summary
 
 
 def _prompt_metrics(numbers: np.ndarray, answers: list[object] | None, most: int) -> dict[str, float]:
@@ -58,23 +58,23 @@ def _prompt_metrics(numbers: np.ndarray, answers: list[object] | None, most: int
     same, and it has no best of more than there are.
     """
     count = len(numbers)
-    found = {f"mean@{most}": float(numbers.mean())}
+    metrics = {f"mean@{most}": float(numbers.mean())}
     if count == 1:
-        return found
-    found[f"std@{most}"] = float(numbers.std())
+        return metrics
+    metrics[f"std@{most}"] = float(numbers.std())
     for k in sorted({*_powers_of_two(most), most}):
         if k > count:
             break
         draws = _draws(count, k)
         drawn = {"best": numbers[draws].max(axis=1), "worst": numbers[draws].min(axis=1)}
-        whole = {"best": numbers.max(), "worst": numbers.min()}
+        of_all = {"best": numbers.max(), "worst": numbers.min()}
         if answers is not None:
             drawn["maj"] = np.array([_majority(numbers, answers, draw) for draw in draws])
-            whole["maj"] = _majority(numbers, answers, np.arange(count))
+            of_all["maj"] = _majority(numbers, answers, np.arange(count))
         for name, values in drawn.items():
-            found[f"{name}@{k}"] = float(values.mean() if k < count else whole[name])
-            found[f"{name}@{k}/mean"], found[f"{name}@{k}/std"] = float(values.mean()), float(values.std())
-    return found
+            metrics[f"{name}@{k}"] = float(values.mean() if k < count else of_all[name])
+            metrics[f"{name}@{k}/mean"], metrics[f"{name}@{k}/std"] = float(values.mean()), float(values.std())
+    return metrics
 
 
 @functools.cache

@@ -48,10 +48,10 @@ def validate(
         uids = [f"val-{first + index}" for index in range(len(prompts))]
         first += len(prompts)
         batch = answer(with_seeds(prompts, uids, config.trainer.seed), n=n, validate=True)
-        found = score(batch)
-        rows += _scored_rows(batch, found, config.data.reward_fn_key)
+        rewards = score(batch)
+        rows += _scored_rows(batch, rewards, config.data.reward_fn_key)
         if dump is not None:
-            dumped += dump(batch.union(found.columns), found.solution_strs)
+            dumped += dump(batch.union(rewards.columns), rewards.solution_strs)
     scored = [row for row in rows if not row["failed"]]
     metrics: dict[str, float] = {"val-aux/failed": float(len(rows) - len(scored))}
     for source in dict.fromkeys(row["data_source"] for row in scored):
@@ -67,16 +67,16 @@ def _source_metrics(source: str, rows: list[dict[str, Any]]) -> dict[str, float]
     return validation_metrics([source] * len(rows), [row["uid"] for row in rows], values, answers)
 
 
-def _scored_rows(batch: DataProto, found: RewardResult, source_key: str) -> list[dict[str, Any]]:
-    columns, others = batch.tensors, {**batch.non_tensor_batch, **found.columns.non_tensor_batch}
-    scores = found.columns.tensors["token_level_scores"].sum(dim=1).tolist()
+def _scored_rows(batch: DataProto, rewards: RewardResult, source_key: str) -> list[dict[str, Any]]:
+    columns, others = batch.tensors, {**batch.non_tensor_batch, **rewards.columns.non_tensor_batch}
+    scores = rewards.columns.tensors["token_level_scores"].sum(dim=1).tolist()
     lengths = columns["response_mask"].sum(dim=1).tolist()
     numeric = [
         name
-        for name, column in found.columns.non_tensor_batch.items()
+        for name, column in rewards.columns.non_tensor_batch.items()
         if column.dtype != object and name not in (*_NOT_VALUES, "score")
     ]
-    rows, texts = [], found.solution_strs
+    rows, texts = [], rewards.solution_strs
     for row in range(len(batch)):
         values = {"reward": scores[row], **{name: float(others[name][row]) for name in numeric}}
         truth = others["reward_model"][row] if "reward_model" in others else None
@@ -90,7 +90,7 @@ def _scored_rows(batch: DataProto, found: RewardResult, source_key: str) -> list
                 "values": {name: value for name, value in values.items() if np.isfinite(value)},
                 "pred": others["pred"][row] if "pred" in others else None,
                 "length": lengths[row],
-                "failed": row in found.failures,
+                "failed": row in rewards.failures,
             }
         )
     return rows

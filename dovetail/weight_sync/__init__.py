@@ -20,7 +20,7 @@ from dovetail.weight_sync.checksum import (
     tensor_checksum,
     weight_checksum,
 )
-from dovetail.weight_sync.device_memory import Ticket, borrow, lend
+from dovetail.weight_sync.device_memory import IpcHandle, Ticket, borrow, export_ipc_handle, import_ipc_handle, lend
 from dovetail.weight_sync.disk import DiskVersion, DiskWeights
 from dovetail.weight_sync.group import GroupFailedError
 from dovetail.weight_sync.sharding_manager import (
@@ -46,6 +46,7 @@ __all__ = [
     "GatheredWeights",
     "GroupAddress",
     "GroupFailedError",
+    "IpcHandle",
     "LoraAdapter",
     "MegatronVLLMShardingManager",
     "NamedTensors",
@@ -60,6 +61,8 @@ __all__ = [
     "cancel_broadcast",
     "choose_sample",
     "entries_of",
+    "export_ipc_handle",
+    "import_ipc_handle",
     "in_engine_dtype",
     "iter_buckets",
     "lend",

@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT_S = 300.0
 _MORE, _LAST, _FAILED = "m", "l", "f"  # a bucket, the last bucket of an update, no more buckets
 _SENDER = 0
-_BOARD, _SETTLED, _CANCELLED = "announcements", "settled", "cancelled"
+_BOARD, _ALL_READ, _CANCELLED = "announcements", "all_read", "cancelled"
 _CANCEL_TIMEOUT_S = 10.0
 _LINGER_S = 10.0
 _POLL_S = 0.002
@@ -116,7 +116,7 @@ class WeightSender:
         """What is announced ends with this process. Small weights fit into sockets and are sent before they are
         expected, so there may be receivers that have yet to read of them."""
         deadline = time.monotonic() + _LINGER_S
-        while self._board.add(_SETTLED, 0) < self._num_announced and time.monotonic() < deadline:
+        while self._board.add(_ALL_READ, 0) < self._num_announced and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 
@@ -165,7 +165,7 @@ class Announcements:
         if self._board.add(f"{key}/read", self._num_ranks) == self._num_receivers:  # all have: it has done its work
             self._board.delete_key(key)
             self._board.delete_key(f"{key}/read")
-            self._board.add(_SETTLED, 1)
+            self._board.add(_ALL_READ, 1)
         return message[:1], message[1:]
 
 

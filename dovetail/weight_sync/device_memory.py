@@ -1,6 +1,6 @@
-"""Hand buckets to a process on the same GPU: it maps the memory they lie in. Nothing passes through the host.
+"""CUDA IPC: another process on the same GPU maps the memory that buckets lie in. Nothing passes through the host.
 
-A ticket is good for one reader and once. It holds plain values, so that any channel can carry it.
+A handle is for one reader and can be imported once. It holds plain values, so any channel can carry it.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-Ticket: TypeAlias = tuple[Any, ...]
-"""Numbers, bytes and booleans: what `borrow` needs to map the memory that `lend` was given."""
+IpcHandle: TypeAlias = tuple[Any, ...]
+"""Numbers, bytes and booleans: what `import_ipc_handle` needs to map exported memory."""
 
 
-def lend(memory: Tensor) -> Ticket:
-    """Let one other process read `memory`, all of its storage. Keep it, unchanged, until that process has let go."""
+def export_ipc_handle(memory: Tensor) -> IpcHandle:
+    """Let one other process read the storage of `memory`. Keep it unchanged until that process has released it."""
     torch.cuda.current_stream(memory.device).synchronize()
-    # Which number the device has is each process's own affair.
-    _, *ticket = memory.untyped_storage()._share_cuda_()
-    return tuple(ticket)
+    # The device index is left out: processes number their devices differently.
+    _, *handle = memory.untyped_storage()._share_cuda_()
+    return tuple(handle)
 
 
-def borrow(ticket: Sequence[Any], device: torch.device) -> Tensor:
-    """The lent memory as bytes. RuntimeError where this process cannot map it: on another device, in another container.
+def import_ipc_handle(handle: Sequence[Any], device: torch.device) -> Tensor:
+    """Exported memory as bytes. RuntimeError where this process cannot map it: other device, other container.
 
-    It is still the lender's: copy what must outlive the loan, and let the copy finish first.
+    The exporting process owns it: copy what must live longer, and let the copy finish before releasing it.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    storage = torch.UntypedStorage._new_shared_cuda(index, *ticket)
+    storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+
+
+Ticket, borrow, lend = IpcHandle, import_ipc_handle, export_ipc_handle
+"""Names that `rollout.vllm` still uses."""

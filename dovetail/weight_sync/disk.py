@@ -1,4 +1,4 @@
-"""Weights through a folder that trainer and engines both see. A reader finds a whole version or none.
+"""Weights through a folder that trainer and engines both see. A reader sees a complete version or none.
 
     <folder>/VERSION                  {"version": 12, "folder": "v00000012"}
     <folder>/v00000012/model-00000.safetensors ... model.safetensors.index.json

@@ -95,10 +95,14 @@ class DataParallelPPOActor:
         outputs = self.backend.forward(cut(batch, plan), options)
         width = response_width(batch)
 
-        def whole(name: str) -> Tensor:
+        def joined(name: str) -> Tensor:
             return restore([at_responses(getattr(output, name), width) for output in outputs], plan).float().cpu()
 
-        return whole("log_probs"), whole("entropy") if entropy else None, whole("sum_squares") if sum_squares else None
+        return (
+            joined("log_probs"),
+            joined("entropy") if entropy else None,
+            joined("sum_squares") if sum_squares else None,
+        )
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """PPO epochs over mini-batches, one optimizer step each; metrics over all data-parallel ranks.
@@ -150,7 +154,7 @@ class DataParallelPPOActor:
                 "call compute_log_prob first."
             )
         elif "rollout_log_probs" in data:
-            # Without a pass of its own the gap between engine and trainer is measured in the update.
+            # Without a log-prob pass of its own, the mismatch between engine and trainer is measured in the update.
             names.append("rollout_log_probs")
         if self.config.use_kl_loss:
             names.append("ref_log_prob")
@@ -166,7 +170,7 @@ class DataParallelPPOActor:
             columns = micro_batch.tensors
             mask, width = columns["response_mask"], response_width(micro_batch)
             log_prob = at_responses(output.log_probs, width)
-            weights, whole_mask = columns.get("rollout_is_weights"), mask
+            weights, full_mask = columns.get("rollout_is_weights"), mask
             if self._bypass is not None:
                 mask, weights = bypass_terms(log_prob.detach(), columns["old_log_probs"], mask, self._bypass)
             loss, metrics = self._policy_loss(
@@ -183,10 +187,10 @@ class DataParallelPPOActor:
             metrics = {"actor/pg_loss": loss.detach(), **metrics}
             engine = columns["old_log_probs"] if self._bypass is not None else columns.get("rollout_log_probs")
             if engine is not None:
-                metrics |= _engine_gap(log_prob.detach(), engine, whole_mask, counts)
+                metrics |= _engine_mismatch(log_prob.detach(), engine, full_mask, counts)
             if self._bypass is not None and self._bypass.rollout_rs is not None:
-                rejected = whole_mask.float() - mask.float()
-                metrics["rollout_corr/rollout_rs_masked_fraction"] = token_share(rejected, whole_mask, counts)
+                rejected = full_mask.float() - mask.float()
+                metrics["rollout_corr/rollout_rs_masked_fraction"] = token_share(rejected, full_mask, counts)
             if output.entropy is not None:
                 entropies = at_responses(output.entropy, width)
                 entropy = agg_loss(entropies, mask, mode, counts=counts, loss_scale_factor=scale)
@@ -194,8 +198,8 @@ class DataParallelPPOActor:
                 # Nats per token, as the pass for the old log-probs reports it, however the loss adds tokens up.
                 metrics["actor/entropy"] = token_share(entropies.detach(), mask, counts)
             if config.use_kl_loss:
-                gap = kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type)
-                kl = agg_loss(gap, mask, mode, counts=counts, loss_scale_factor=scale)
+                token_kl = kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type)
+                kl = agg_loss(token_kl, mask, mode, counts=counts, loss_scale_factor=scale)
                 loss = loss + config.kl_loss_coef * kl
                 metrics["actor/kl_loss"] = kl.detach()
             return loss, metrics
@@ -226,13 +230,13 @@ class DataParallelPPOActor:
         log_prob = restore([at_responses(output.log_probs, width) for output in outputs], plan).float()
         old_log_prob = columns.get("old_log_probs", log_prob).to(log_prob.device)
         own = [old_log_prob, log_prob, columns["advantages"].to(log_prob), columns["response_mask"].to(log_prob)]
-        whole = [_gather_rows(column, self.backend.dp_group) for column in own]
+        gathered = [_gather_rows(column, self.backend.dp_group) for column in own]
         # Rows in an order of their own: a random choice must not depend on which rank holds which row.
         keys = _row_keys(columns["input_ids"], columns["attention_mask"]).to(log_prob.device)
         keys = _gather_rows(keys, self.backend.dp_group)
         order = keys.argsort(stable=True)
         chosen = self._select_tokens(
-            *(column[order] for column in whole), seed=self._seed + self.num_updates, **self._loss_settings()
+            *(column[order] for column in gathered), seed=self._seed + self.num_updates, **self._loss_settings()
         )
         selection = chosen[order.argsort()]
         first = self.backend.rank_info.dp_rank * len(mini_batch)
@@ -247,7 +251,7 @@ def _row_keys(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     return (input_ids * attention_mask * factors).sum(dim=1)
 
 
-def _engine_gap(log_prob: Tensor, engine_log_prob: Tensor, mask: Tensor, counts: BatchCounts) -> dict[str, Tensor]:
+def _engine_mismatch(log_prob: Tensor, engine_log_prob: Tensor, mask: Tensor, counts: BatchCounts) -> dict[str, Tensor]:
     """Shares of the means over tokens that `compute_offpolicy_metrics` reports of a whole batch."""
     log_ratio = log_prob.float() - engine_log_prob
     return {

@@ -80,12 +80,12 @@ class ActorRolloutRefWorker(CheckpointedRole):
                 device=self.device,
             )
             self.actor = self._actor_of(actor_backend)
-            self.place_in_mesh("actor", actor_backend)
+            self.register_in_mesh("actor", actor_backend)
             if not self._is_rollout:
                 self._sending = WeightSending(actor_backend, policy.rollout)
         if self._is_ref and self.config.uses_reference:
             self.ref = self._build_ref(actor_backend)
-            self.place_in_mesh("ref", self.ref.backend)
+            self.register_in_mesh("ref", self.ref.backend)
         if self._is_rollout:
             assert actor_backend is not None, "every role that generates here trains as well"
             self.hybrid = HybridEngine(self.config, actor_backend, device=self.device, rank=self.rank)

@@ -214,7 +214,7 @@ def _freeze_vision_towers(hf_model: Any) -> None:
 
 
 def _use_triton(impl_backend: str, device: torch.device) -> bool | None:
-    """What the fused head is told; None lets it look for itself."""
+    """The fused head's `use_triton`; None lets it decide."""
     if impl_backend == "triton" and (device.type != "cuda" or importlib.util.find_spec("triton") is None):
         missing = "CUDA" if device.type != "cuda" else "the package triton"
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Bypass mode: the engine's log-probs stand for the old ones, so the gap to the engine is known in the update only.
+"""Bypass mode: the engine's log-probs stand in for the old ones, so the mismatch is known only in the update.
 
 The same weights and rules as `algorithm.rollout_correction` has elsewhere, with the policy that is being trained in the
 place of the old one. A rejected token adds nothing to the loss; it still counts in the means that losses are divided

@@ -27,8 +27,8 @@ class CacheRoom:
 
     @classmethod
     def beside_training(cls, config: DovetailConfig, device: torch.device) -> CacheRoom | None:
-        """None where the cache has to go: told so, nothing but the host's memory, parameters that leave the device
-        themselves, or a model that the plan does not know."""
+        """None where the cache must be freed: `free_cache_engine` says so, the device is the CPU, parameters are
+        offloaded, or the plan does not know the model."""
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         if rollout.free_cache_engine or device.type != "cuda" or actor.offloading.param_offload:
             return None

@@ -57,7 +57,7 @@ class CriticWorker(CheckpointedRole):
             loss_scale_factor=self.config.loss_scale_factor,
             seed=self.config.trainer.seed,
         )
-        self.place_in_mesh("critic", backend)
+        self.register_in_mesh("critic", backend)
         backend.offload(params=config.offloading.param_offload, optimizer=config.offloading.optimizer_offload)
 
     @register(dispatch_mode=Dispatch.mesh("critic", pad=True))

@@ -54,6 +54,6 @@ def cut(data: DataProto, plan: MicroBatchPlan) -> list[DataProto]:
 
 def restore(outputs: Sequence[Tensor | None], plan: MicroBatchPlan) -> Tensor:
     """One tensor in the order of the rows that were cut."""
-    found = [output for output in outputs if output is not None]
-    assert len(found) == len(outputs), "the backend was asked for this output and must return it for every micro-batch"
-    return plan.restore(found)
+    parts = [output for output in outputs if output is not None]
+    assert len(parts) == len(outputs), "the backend was asked for this output and must return it for every micro-batch"
+    return plan.restore(parts)

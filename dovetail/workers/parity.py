@@ -25,7 +25,7 @@ MAX_PROMPT_TOKENS = 32
 
 @dataclass(frozen=True)
 class PassMark:
-    """Largest gap of log-probs (nats) that rounding explains: on average, and on any one token."""
+    """Largest difference of log-probs (nats) that rounding explains: on average, and on any one token."""
 
     mean: float
     largest: float
@@ -61,13 +61,13 @@ class TokenGap:
 
     @property
     def regret(self) -> float:
-        """How much better the trainer likes another token than the one the engine took for the best."""
+        """Log-prob of the trainer's most likely token, less that of the token the engine chose greedily."""
         return 0.0 if self.best is None else self.best - self.trainer
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What a comparison found. `dtype` is the coarser one of the two computations."""
+    """The result of a comparison. `dtype` is the coarser one of the two computations."""
 
     dtype: str
     mark: PassMark
@@ -79,7 +79,7 @@ class ParityReport:
 
     @property
     def worst(self) -> TokenGap:
-        """The token with the largest gap, or with the worst choice where that is larger."""
+        """The token with the largest log-prob difference or regret."""
         return max(self.tokens, key=lambda token: max(token.gap, token.regret))
 
     @property

@@ -1,8 +1,8 @@
-"""Finish a batch although an engine dies, where the trainer's weights are spread over several processes.
+"""Finish a batch after an engine died, where the trainer's weights are sharded over several processes.
 
-Weights can only be gathered by all ranks together, so a rank whose engine died may not ask for them by itself. Every
-rank therefore stops at the end of its own requests and hears how the others fared; those with a dead engine start it
-again, all gather, and the lost requests are written anew.
+Gathering weights is collective, so a rank whose engine died cannot reload them alone. Every rank finishes its own
+requests, then all ranks exchange their status: those with a dead engine restart it, all gather the weights, and the
+lost requests are generated again.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class RewardModelWorker(TrainingRole):
             device=self.device,
         )
         self._tokenizers = _different_tokenizers(config.model)
-        self.place_in_mesh("reward_model", self._backend)
+        self.register_in_mesh("reward_model", self._backend)
         self._backend.offload(params=config.offloading.param_offload, optimizer=False)
 
     @register(dispatch_mode=Dispatch.mesh("reward_model", pad=True))

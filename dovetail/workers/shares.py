@@ -51,12 +51,12 @@ class StepLog:
 
     def result(self) -> dict[str, float]:
         """Means over optimizer steps; the norm over the steps that were taken; the rate of the last one."""
-        found = {name: sum(values) / len(values) for name, values in self._values.items()}
+        metrics = {name: sum(values) / len(values) for name, values in self._values.items()}
         norms = [step.grad_norm for step in self._steps if not step.skipped]
-        found[f"{self._area}/grad_norm"] = sum(norms) / len(norms) if norms else math.nan
-        found[f"{self._area}/lr"] = self._steps[-1].lr
-        found[f"{self._area}/skipped_steps"] = float(sum(step.skipped for step in self._steps))
-        return found
+        metrics[f"{self._area}/grad_norm"] = sum(norms) / len(norms) if norms else math.nan
+        metrics[f"{self._area}/lr"] = self._steps[-1].lr
+        metrics[f"{self._area}/skipped_steps"] = float(sum(step.skipped for step in self._steps))
+        return metrics
 
 
 def _number(value: Tensor | float, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every role with a backend does the same way: meet its peers, place itself, offload between calls, checkpoint."""
+"""What every role with a backend does the same way: join the process group, register its mesh, offload, checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrainingRole(Worker):
     def join_group(
         self, *, timeout_seconds: int, float32_matmul_precision: str = "highest", full_determinism: bool = False
     ) -> None:
-        """Meet the other ranks. Roles that share a process share the group, so a second call finds it made."""
+        """Join the process group. Roles that share a process share the group: a second call does nothing."""
         if full_determinism:
             _compute_deterministically()
         torch.set_float32_matmul_precision(float32_matmul_precision)
@@ -67,7 +67,7 @@ class TrainingRole(Worker):
         trace, self._trace = self._trace, None
         return None if trace is None else trace.finish()
 
-    def place_in_mesh(self, name: str, backend: TrainBackend) -> None:
+    def register_in_mesh(self, name: str, backend: TrainBackend) -> None:
         """Ranks that share sequences or layers get the same rows; one of them answers."""
         rank_info = backend.rank_info
         self._register_dispatch_collect_info(name, rank_info.dp_rank, rank_info.is_collected)

@@ -1,6 +1,6 @@
-"""The trainer's side of a weight broadcast to engines elsewhere: rank 0 sends, every rank gathers along.
+"""The trainer's side of a weight broadcast to engines on other devices: rank 0 sends, every rank joins the gathering.
 
-An engine that dies in the middle must not take the trainer with it: what happened is returned, not raised.
+An engine that dies during a broadcast must not end the trainer: problems are returned, not raised.
 """
 
 from __future__ import annotations

@@ -210,9 +210,9 @@ def test_every_process_says_when_it_worked_on_what(group: RayWorkerGroup) -> Non
     assert group.take_spans() == [[]] * 4
 
 
-def test_processes_of_a_group_settle_and_the_callers_own_does_not(group: RayWorkerGroup) -> None:
+def test_processes_of_a_group_freeze_gc_and_the_callers_own_does_not(group: RayWorkerGroup) -> None:
     gc.unfreeze()
-    group.settle()
+    group.freeze_gc()
     assert group.execute_func_rank_zero(gc.get_freeze_count) > 10_000
-    LocalWorkerGroup(RayClassWithInitArgs(Calculator)).settle()
+    LocalWorkerGroup(RayClassWithInitArgs(Calculator)).freeze_gc()
     assert gc.get_freeze_count() == 0

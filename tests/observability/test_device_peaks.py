@@ -236,7 +236,7 @@ def test_the_call_that_starts_the_device_does_not_pass_the_hosts_memory_off_as_t
     cuda.has_started = False
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     recorder = SpanRecorder()
-    with recorder.recording("actor", "place_in_mesh"):
+    with recorder.recording("actor", "register_in_mesh"):
         pass
     with recorder.recording("actor", "init_model"):
         cuda.has_started = True

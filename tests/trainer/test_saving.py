@@ -179,7 +179,7 @@ def test_a_disk_that_is_really_full_is_said_and_the_run_goes_on_when_there_is_sp
     assert "are needed and" in said
     assert "are free" in said
     assert "trainer.max_actor_ckpt_to_keep" in said
-    assert f"{disk}/run/global_step_1 is whole" in said
+    assert f"{disk}/run/global_step_1 is complete" in said
     assert [name for name in (tmp_path / "listed.txt").read_text().split() if "global_step" in name] == [
         "global_step_1"
     ]

@@ -1,4 +1,4 @@
-"""Settled objects are left alone by the garbage collector; new ones are not, and nothing stays settled by mistake."""
+"""The garbage collector skips frozen objects and still sees new ones; nothing stays frozen by mistake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dovetail.controller.heap import settle, settling
+from dovetail.controller.freeze_gc import freeze_gc, frozen_gc
 
 pytestmark = pytest.mark.unit
 
@@ -38,7 +38,7 @@ def test_garbage_is_freed_first_and_later_garbage_still_is() -> None:
     try:
         before = cycle()
         assert before() is not None
-        settle()
+        freeze_gc()
         assert before() is None
         assert gc.get_freeze_count() > 10_000
         assert len(gc.get_objects()) < 1_000, "what a collection walks over"
@@ -52,8 +52,8 @@ def test_garbage_is_freed_first_and_later_garbage_still_is() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_process_that_lives_on_is_as_it_was(fails: bool) -> None:
     def work() -> None:
-        with settling() as settle_here:
-            settle_here()
+        with frozen_gc() as freeze_here:
+            freeze_here()
             assert gc.get_freeze_count() > 0
             if fails:
                 raise KeyError("step 3")
@@ -66,8 +66,8 @@ def test_a_process_that_lives_on_is_as_it_was(fails: bool) -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_what_somebody_else_settled_is_left_settled() -> None:
+def test_what_somebody_else_froze_stays_frozen() -> None:
     gc.freeze()
-    with settling():
+    with frozen_gc():
         pass
     assert gc.get_freeze_count() > 0
