@@ -160,6 +160,8 @@ class Prompts:
         }
         return DataProto.from_dict(columns, facts)
 
+    def show_batch(self, batch: DataProto) -> None: ...
+
 
 _PADDED = ("input_ids", "attention_mask", "position_ids")
 

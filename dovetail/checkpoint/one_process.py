@@ -1,4 +1,4 @@
-"""Tell torch's checkpoint functions that one process is meant, which they otherwise warn about at every save and load.
+"""Silence torch's checkpoint functions, which warn at every save and load in a single process.
 
 `no_dist=True` says so already, and they warn nevertheless (torch 2.11 to 2.13, `checkpoint/state_dict_saver.py`).
 """

@@ -1,4 +1,4 @@
-"""How long a call on a group may take, learned from earlier calls of the same method. Waits for nothing.
+"""Time limits of calls on a group, learned from earlier calls of the same method.
 
 A call is slow when it takes three times as long as the longest before it, and hung at ten times: long enough for
 answers that grow and for a machine that is shared, short enough to end a deadlock the same hour. The first call of a

@@ -1,4 +1,4 @@
-"""What went wrong in a worker, said so that a person can act on it. Carries text, never live objects of the worker."""
+"""Errors of workers, with what a person needs to act on them. They carry text, never live objects of the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of a rank: builds the workers of its roles and runs their methods. Decides nothing by itself."""
+"""The process of one rank: builds the workers of its roles and runs their methods."""
 
 from __future__ import annotations
 

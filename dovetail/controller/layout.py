@@ -1,4 +1,4 @@
-"""What dispatching a call needs to know of a group: how many ranks there are, and who takes which share of a batch."""
+"""What dispatch needs to know about a group: its number of ranks, and which rank gets which share of a batch."""
 
 from __future__ import annotations
 

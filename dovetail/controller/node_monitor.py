@@ -1,4 +1,4 @@
-"""Looks at worker processes from outside, on whichever node they are. Decides nothing.
+"""Inspects worker processes from outside, on any node.
 
 The driver reads the process table of its own machine; on every other node a small actor of its own process does.
 """

@@ -1,6 +1,6 @@
-"""What the operating system says of processes on this machine: running, stopped, and where their Python code is.
+"""The state of processes on this machine, from the operating system: running or stopped, and their Python stacks.
 
-Asks nothing of the processes themselves, so it works for one that is stopped, or that holds Python's lock in C++ code.
+Needs no cooperation of the processes, so it works for one that is stopped, or that holds Python's lock in C++ code.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Failure rules. The first failing rank ends a wait. The other ranks get ``failure_grace_s`` to finish: ranks that are
 still busy then wait in a collective for the failed one, and all processes of the group are killed. A dead process stops
-its group at once. If an exception is only the echo of a peer's death (a broken connection), the death is reported.
+its group at once. If an exception is only a consequence of a peer's death (a broken connection), the death is reported.
 A call that takes far longer than earlier ones is given up. Of the ranks that have not finished, the one that hangs is
 named, not those that wait for it in a collective (`hangs`).
 """

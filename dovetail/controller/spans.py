@@ -1,4 +1,4 @@
-"""When a process worked on which call, and how much memory it had: the raw material of a timeline. Decides nothing.
+"""When a process worked on which call, and how much memory it had: the data of a timeline.
 
 Memory is in GiB. With a GPU: the most that was in use on the device, by all its processes, during the call
 (`observability.device_peaks`). Without: the largest resident set seen during the call.

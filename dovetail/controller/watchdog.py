@@ -1,4 +1,4 @@
-"""Notices processes that die or are stopped, also between calls and in groups nobody waits for. One thread a driver.
+"""Detects processes that die or are stopped, also between calls and in groups nobody waits for. One thread per driver.
 
 It asks the cluster for the names of living actors once a second, and every node for workers that are stopped (SIGSTOP,
 also of an engine's process below a worker). A death ends its group at once, a stop after `STOPPED_S`; both are logged.

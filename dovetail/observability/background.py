@@ -1,4 +1,4 @@
-"""One job at a time beside the driver: what is written for people must not hold up the devices.
+"""One background job at a time, so that writing logs and responses does not delay the devices.
 
 A job's error is raised by the next call, in the driver's thread. Keeps no queue: a job that is slower than a step makes
 the next one wait, so memory stays that of one step.

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: a live picture in a terminal, one plain line per step elsewhere."""
+"""The console of a run: a live display in a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full disk in words: what could not be written, how much space it needs and has, and what helps."""
+"""Explain a full disk: what could not be written, how much space it needs and has, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every wait has an end, and a name: who waits for what, since when. One mechanism for the whole project.
+"""Every wait has a limit and a description: who waits for what, since when. One mechanism for the project.
 
     with waiting("the driver", "actor.update_actor on ranks [1]", limit_s=600) as wait:
         result = queue.get(timeout=wait.left())    # a wait that takes a timeout ends by itself ...

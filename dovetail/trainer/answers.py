@@ -1,4 +1,4 @@
-"""A batch as rows for people: each answer's record, and the numbers of its tokens. Written to the run folder."""
+"""A batch as readable rows for the run folder: each response's record, and its numbers per token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.rewards.answers import response_attention
 from dovetail.rewards.records import answer_records
 from dovetail.trainer.token_text import token_ends
 
-# Numbers of single tokens are for eyes. Beyond this many tokens a step's file holds its answers without them.
+# Per-token numbers are for people to look at. Beyond this many tokens a step's file holds its responses without them.
 MOST_TOKENS = 500_000
 _ROWS_AT_ONCE = 256
 

@@ -1,8 +1,8 @@
 """`RayDAPOTrainer`: PPO's loop with dynamic sampling (https://arxiv.org/abs/2503.14476).
 
-Groups whose answers all score the same carry no signal. They are replaced by generating more, and groups beyond what
-the batch needs are carried over to the next step instead of being thrown away. When the limit of generation rounds is
-reached the batch is filled up with groups without signal: a step with less signal instead of a crashed run.
+Groups whose responses all have the same score carry no signal. More prompts are generated to replace them; groups
+beyond what the batch needs are carried over to the next step. When the limit of generation rounds is reached, the batch
+is filled up with groups without signal: a step with less signal is better than a crashed run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which roles a run has, and the groups of processes that play them: on Ray, or in this process.
+"""The roles of a run and the worker groups that run them, on Ray or in this process.
 
 Roles that share devices share processes: one process per device holds the actor, its engine, the reference, the critic
-and the reward model, so weights never compete with a second copy of themselves. With `hybrid_engine=False` the engines
+and the reward model, so weights are never held twice on a device. With `hybrid_engine=False` the engines
 are processes on a pool of their own.
 """
 
@@ -29,7 +29,7 @@ POLICY, CRITIC, REWARD = "actor_rollout_ref", "critic", "reward_model"
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """The groups of a run; `all` are the processes behind them."""
+    """The groups of a run; `processes` are the processes behind them."""
 
     actor_rollout: WorkerGroup
     ref: WorkerGroup | None
@@ -47,11 +47,11 @@ class RoleGroups:
 
     @property
     def rollout(self) -> WorkerGroup | SeparateEngines:
-        """Who has `generate_sequences`."""
+        """The group, or the engines, to call `generate_sequences` on."""
         return self.actor_rollout if self.engines is None else self.engines
 
     def weights_changed(self) -> None:
-        """After an update or a load. Processes that train and generate know it themselves."""
+        """Call after an update or a load. Processes that both train and generate keep track themselves."""
         if self.engines is not None:
             self.engines.weights_changed()
 
@@ -68,7 +68,7 @@ class RoleGroups:
 
 
 def role_classes(config: DovetailConfig) -> dict[str, RayClassWithInitArgs]:
-    """The worker class of every role that the trainer's processes play."""
+    """The worker class of every role in the trainer's processes."""
     policy = POLICY if config.actor_rollout_ref.hybrid_engine else "actor_ref"
     roles = {POLICY: RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role=policy)}
     if config.uses_critic:

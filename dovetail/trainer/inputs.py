@@ -1,6 +1,6 @@
-"""What a run reads from disk, looked at before anything is started, for `dovetail check` and `dovetail train` alike.
+"""Check the files that a run will read before anything is started, for `dovetail check` and `dovetail train`.
 
-Looks at names, endings, columns and definitions; runs no user code and imports neither torch nor ray.
+Checks names, extensions, columns and definitions; runs no user code and imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dovetail.data.errors import DataError
 
 
 def missing_inputs(config: DovetailConfig) -> list[Problem]:
-    """An error for everything that the run will read and that is not there, or is not what it must be."""
+    """An error for every input of the run that is missing or of the wrong kind."""
     return [*_data_files(config), *_folders(config), *_user_code(config), *_other_files(config)]
 
 

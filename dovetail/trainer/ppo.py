@@ -273,7 +273,7 @@ class RayPPOTrainer:
     # ---- the phases ----
 
     def _generate(self, prompts: DataProto) -> DataProto:
-        """`rollout.n` answers to each prompt; ReMax also asks for the greedy one, whose score is the baseline."""
+        """`rollout.n` responses to each prompt; for ReMax also the greedy one, whose score is the baseline."""
         n = self.config.actor_rollout_ref.rollout.n
         batch = self._answers(prompts, n=n)
         self._count_generation(batch)
@@ -435,8 +435,8 @@ class RayPPOTrainer:
         return self.global_step == self.total_steps or (freq > 0 and self.global_step % freq == 0)
 
     def _save_checkpoint(self, metrics: Metrics) -> None:
-        self._answer_files.wait()  # a checkpoint stands for everything before it
-        # The step's metrics are written after its checkpoint: a run that dies in between takes them from here.
+        self._answer_files.wait()  # a checkpoint covers everything before it
+        # The step's metrics are logged after its checkpoint; a run killed in between restores them from here.
         state = {**self._driver_state(), "metrics": metrics}
         self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, surplus=self._carried_over()))
 
@@ -462,11 +462,11 @@ class RayPPOTrainer:
             self.tracker.log(checkpoint.step, checkpoint.metrics)
 
     def _carried_over(self) -> DataProto | None:
-        """Rows that are generated and wait for the next step."""
+        """Rows that are already generated and belong to the next step."""
         return None
 
     def _driver_state(self) -> dict[str, Any]:
-        """Everything the driver must remember. Keep it small and plain: it is written as JSON."""
+        """The driver's part of a checkpoint. Keep it small and plain: it is written as JSON."""
         return {
             "loader": self.train_loader.state_dict(),
             "kl_ctrl": self.kl_ctrl.state_dict(),

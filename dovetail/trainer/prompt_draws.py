@@ -1,7 +1,7 @@
-"""Number every prompt that a run draws, and make group ids and sampling seeds from the number.
+"""Number every prompt that a run samples (a draw), and derive group ids and sampling seeds from the number.
 
-A seed follows from the run's seed and the draw alone, so answers do not depend on batching, on the number of workers,
-or on what was filtered away; a resumed run draws the same ones. Knows nothing of engines.
+A seed depends only on the run's seed and the draw, so responses do not depend on batching, on the number of workers,
+or on what was filtered out; a resumed run samples the same ones. Knows nothing of engines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether the estimator and the loss that a run names are there and can have what they ask for. Generates nothing."""
+"""Check that the estimator and loss named by a run are registered, and that their arguments will be available."""
 
 from __future__ import annotations
 

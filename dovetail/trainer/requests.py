@@ -1,4 +1,4 @@
-"""The columns that groups are sent, and batches made of what they answer. Sends nothing."""
+"""Select the columns that engines are sent, and join their responses with the prompts. Sends nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ENGINE_COLUMNS = ("raw_prompt_ids", "sampling_seed")
 
 
 def engine_request(prompts: DataProto, *, n: int, media_column: str, **sampling: Any) -> DataProto:
-    """What `generate_sequences` reads: the prompts without padding, and how they are to be answered.
+    """What `generate_sequences` reads: the prompts without padding, and the sampling settings.
 
-    With images also `media_column`, which is the form in which the engine takes them, and the prompts as the processor
-    widened them: models read those.
+    With images also `media_column`, the form in which the engine takes them, and the prompts as the processor expanded
+    them, which models read.
     """
     tensors, others = [], [name for name in _ENGINE_COLUMNS if name in prompts.non_tensor_batch]
     if any(prompts.non_tensor_batch.get("multi_modal_data", ())):
@@ -28,7 +28,7 @@ def engine_request(prompts: DataProto, *, n: int, media_column: str, **sampling:
 
 
 def join_answers(prompts: DataProto, answers: DataProto, *, n: int) -> DataProto:
-    """Each prompt's own columns beside its `n` answers. Pictures stay behind: models read the tensors made of them."""
+    """Each prompt's own columns beside its `n` answers. Raw images are dropped: models read tensors made of them."""
     answers.meta_info = {
         name: answers.meta_info[name] for name in ("temperature", PAD_TOKEN_ID) if name in answers.meta_info
     }

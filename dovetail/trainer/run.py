@@ -58,12 +58,12 @@ USER_ERRORS = (
     BrokenCheckpoint,
     MissingTrackerError,
 )
-"""What a user can put right: commands show the message alone and exit with 2. Everything else keeps its traceback."""
+"""Errors that a user can fix: commands print only the message and exit with 2. All others keep their traceback."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a caller may want after a run."""
+    """The outcome of a run."""
 
     folder: Path
     steps: int
@@ -81,7 +81,7 @@ def run_training(
 ) -> RunResult:
     """Train as the configuration says. `use_ray=False` runs everything in this process, for a debugger.
 
-    Whatever can be wrong is found before a process is started: keys, files, columns, reward functions.
+    Errors in keys, files, columns and reward functions are raised before a process is started.
     """
     config = with_absolute_folders(config)
     import_user_modules(config.trainer.import_modules)
@@ -160,7 +160,7 @@ def run_training(
             trainer.init_workers()
             validation = trainer.fit()
         except WorkerError as error:
-            # What a user can put right needs neither the worker's name nor its traceback.
+            # An error that the user can fix needs neither the worker's name nor its traceback.
             if isinstance(error.exception, USER_ERRORS):
                 raise error.exception from error
             raise
@@ -171,7 +171,7 @@ def run_training(
 
 
 def stopped_message(result: RunResult, config: DovetailConfig) -> str:
-    """For a run that was asked to end: what it has, and the line that goes on."""
+    """For a run that was stopped by a signal: its last checkpoint, and the command that continues it."""
     name = signal.Signals(result.stopped_by or 0).name
     has = f"its checkpoint is {result.folder}/global_step_{result.steps}" if result.steps else "nothing was trained yet"
     line = resume_line(resume_mode=config.trainer.resume_mode)
@@ -197,7 +197,7 @@ def _make_folder(path: Path, key: str, what: str) -> None:
 
 
 def _refuse_unknown_fields(config: DovetailConfig) -> None:
-    """Now, instead of in every worker that builds a network with such a field."""
+    """Fail here, instead of in every worker that builds a network with such a field."""
     sections = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
     if config.uses_critic:
         sections["critic.model"] = config.critic.model
@@ -212,7 +212,7 @@ def _refuse_unknown_fields(config: DovetailConfig) -> None:
 
 
 def fetch_models(config: DovetailConfig) -> None:
-    """Models named on the hub, into its cache: what cannot be had is found before a process starts.
+    """Download models named on the hub into its cache, so that a missing one fails before a process starts.
 
     Workers on other machines fetch for themselves, into the cache of their machine.
     """
@@ -229,7 +229,7 @@ def fetch_models(config: DovetailConfig) -> None:
 
 
 def _refuse_broken_models(config: DovetailConfig) -> None:
-    """Now, in one line, instead of in every worker that reads the folder."""
+    """Fail here, in one line, instead of in every worker that reads the folder."""
     policy, reward = config.actor_rollout_ref.model, config.reward_model
     folders: dict[tuple[str, Role], bool] = {(policy.path, "policy"): policy.trust_remote_code}
     if config.uses_critic:
@@ -256,7 +256,7 @@ def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:
 
 
 def _refuse_unread_images(config: DovetailConfig, dataset: Any, *, on_cuda: bool) -> None:
-    """Now, instead of at the first request that an engine of text refuses."""
+    """Fail here, instead of at the first request that a text-only engine refuses."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.reads_images(on_cuda=on_cuda) or not isinstance(dataset, PromptDataset) or not dataset.has_media():
         return

@@ -1,4 +1,4 @@
-"""Is the run folder the same folder on every node? Asked before the first checkpoint is written into it."""
+"""Check that the run folder is the same folder on every node, before the first checkpoint is written into it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VISIBLE_S = 30.0
 
 
 def with_absolute_folders(config: DovetailConfig) -> DovetailConfig:
-    """The folders that workers read and write, as the driver resolves them: a worker starts in a folder of its own."""
+    """Folders as absolute paths, resolved by the driver: a worker's current directory may differ."""
     settings = config.trainer
     changes = {"default_local_dir": _absolute(settings.run_dir)}
     if settings.resume_from_path is not None:
@@ -25,7 +25,7 @@ def with_absolute_folders(config: DovetailConfig) -> DovetailConfig:
 
 
 def check_shared_folder(workers: WorkerGroup, folder: Path) -> None:
-    """Write a file and have the workers of every node read it; refuses a folder that is another one over there."""
+    """Write a file and have the workers of every node read it; ConfigError if a node has a different folder there."""
     if not isinstance(workers, RayWorkerGroup):
         return
     nodes = [identity.node for identity in workers.identities]

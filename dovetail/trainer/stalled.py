@@ -1,4 +1,4 @@
-"""Notice that a run learns nothing any more, and stop it: it must not end as if it had trained."""
+"""Stop a run that no longer learns anything, so that it does not end as if it had trained."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""SIGTERM and Ctrl-C: end after the current phase, with a checkpoint. A second one ends the run at once.
+"""SIGTERM and Ctrl-C: stop after the current phase, with a checkpoint. A second signal ends the run at once.
 
-A step that has not begun to update weights is given up, and the checkpoint is that of the step before: a resumed run
+A step that has not begun to update weights is abandoned, and the checkpoint is of the step before: a resumed run
 repeats the step. Once an update has begun, the step is finished first.
 """
 
@@ -31,7 +31,7 @@ class StopAfterPhase(Exception):
 
 
 class StopRequest:
-    """Whether somebody has asked the run to end. Signals count while `listening`; before training they end at once."""
+    """Whether a signal asked the run to stop. Handled while `listening`; before training a signal ends it at once."""
 
     def __init__(self) -> None:
         self.signum: int | None = None

@@ -7,7 +7,7 @@ from dovetail.observability.timers import PhaseTimers
 
 TimelineRow = tuple[str, str, float, float, float | None]
 
-# A thousand ranks tell no more than these, and would make the folder grow by gigabytes.
+# A thousand ranks say no more than these, and would make the folder grow by gigabytes.
 MOST_WORKERS = 64
 
 

@@ -20,7 +20,7 @@ from dovetail.weight_sync.checksum import (
     tensor_checksum,
     weight_checksum,
 )
-from dovetail.weight_sync.device_memory import IpcHandle, Ticket, borrow, export_ipc_handle, import_ipc_handle, lend
+from dovetail.weight_sync.device_memory import IpcHandle, export_ipc_handle, import_ipc_handle
 from dovetail.weight_sync.disk import DiskVersion, DiskWeights
 from dovetail.weight_sync.group import GroupFailedError
 from dovetail.weight_sync.sharding_manager import (
@@ -52,12 +52,10 @@ __all__ = [
     "NamedTensors",
     "SampledWeights",
     "SharedMemoryBuckets",
-    "Ticket",
     "WeightAccount",
     "WeightMismatchError",
     "WeightReceiver",
     "WeightSender",
-    "borrow",
     "cancel_broadcast",
     "choose_sample",
     "entries_of",
@@ -65,7 +63,6 @@ __all__ = [
     "import_ipc_handle",
     "in_engine_dtype",
     "iter_buckets",
-    "lend",
     "read_bucket_file",
     "require_equal",
     "tensor_checksum",

@@ -21,7 +21,7 @@ class ExpectedWeights:
 
 
 class WeightAccount:
-    """Counts off one update."""
+    """Checks the tensors of one update off against what is expected."""
 
     def __init__(self, expected: ExpectedWeights) -> None:
         self._expected = expected

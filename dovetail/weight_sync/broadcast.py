@@ -1,9 +1,8 @@
 """Send weights from one trainer rank to every engine worker over a process group of their own (gloo or NCCL).
 
-The sender binds a free port and serves the rendezvous on that very socket, so no port is ever guessed. The group itself
-carries bytes of weights and nothing else, so that processes which know no more than "receive these tensors" can be in
-it. What the bytes are is announced in the rendezvous' store, by the table of contents of each bucket. A sender that
-fails says so there, and no receiver waits for what will never come.
+The sender binds a free port and serves the rendezvous store on that socket: no port is ever guessed. The group carries
+only bytes of weights, so processes that can only "receive these tensors" (SGLang's) can join it. The table of contents
+of each bucket is announced in the store. A sender that fails announces that too, so no receiver waits forever.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ class WeightSender:
         self._num_announced += 1
 
     def _linger(self) -> None:
-        """What is announced ends with this process. Small weights fit into sockets and are sent before they are
-        expected, so there may be receivers that have yet to read of them."""
+        """Wait until all receivers have read the announcements: the store ends with this process. Small weights fit in
+        socket buffers, so a send may finish before receivers have started to read."""
         deadline = time.monotonic() + _LINGER_S
         while self._board.add(_ALL_READ, 0) < self._num_announced and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -196,9 +195,9 @@ class WeightReceiver:
 
 
 def cancel_broadcast(address: GroupAddress, reason: str) -> None:
-    """Have the sender give up what it is sending: NCCL does not notice by itself that a receiver is dead.
+    """Make the sender abort: NCCL does not notice by itself that a receiver is dead.
 
-    For a process that is not in the group and knows of the death. A sender that is gone needs no telling.
+    For a process outside the group that knows of the death. Does nothing if the sender is gone.
     """
     timeout = timedelta(seconds=_CANCEL_TIMEOUT_S)
     try:

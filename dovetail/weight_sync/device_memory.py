@@ -31,7 +31,3 @@ def import_ipc_handle(handle: Sequence[Any], device: torch.device) -> Tensor:
     index = torch.cuda.current_device() if device.index is None else device.index
     storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
-
-
-Ticket, borrow, lend = IpcHandle, import_ipc_handle, export_ipc_handle
-"""Names that `rollout.vllm` still uses."""

@@ -1,7 +1,7 @@
-"""One process's place in a group that carries weights, beside the default group. Its failures stay its own.
+"""A process group for weights, separate from the default group, whose failures do not end the process.
 
-An engine may die at any moment, and the trainer must not die with it. So the host waits for every broadcast, with a
-deadline, and a group that failed is aborted: its communicator and its connections are given back at once.
+An engine may die at any moment, and the trainer must survive. So the host waits for a broadcast with a deadline, and a
+group that failed is aborted: its communicator and connections are released at once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TransferGroup:
             raise GroupFailedError(str(error)) from error
 
     def close(self) -> None:
-        """Leave without asking anybody: who still waits for this process gets an error."""
+        """Leave without a handshake: members that still wait for this process get an error."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()

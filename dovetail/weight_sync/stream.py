@@ -1,4 +1,4 @@
-"""Streams of weights on their way out of a trainer: read to their end whatever happens, in the engine's dtype."""
+"""Streams of weights from a trainer: always read to the end, and cast to the engine's dtype."""
 
 from __future__ import annotations
 

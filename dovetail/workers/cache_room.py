@@ -1,7 +1,7 @@
 """Whether a KV cache may stay on the device while the trainer works there, by what the plan says of training.
 
-A cache that is given back costs more than its memory: graphs over it are captured again, and the trainer asks the
-driver for all its activations again.
+Freeing the cache costs time: graphs over it are captured again, and torch must allocate all activations from the
+CUDA driver again.
 """
 
 from __future__ import annotations

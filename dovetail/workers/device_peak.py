@@ -1,7 +1,7 @@
 """The fastest that a device multiplies matrices, in FLOP/s: what utilisation is measured against.
 
 GPUs are looked up: their makers publish dense peaks. A CPU is measured where the training runs, with its threads and
-its precision setting. A device that is neither is unknown, and nothing is invented for it.
+its precision setting. For any other device the peak is unknown (None).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cut a role's rows into micro-batches and put results back in order. Knows nothing of losses."""
+"""Split a role's rows into micro-batches and restore the order of results. Knows nothing of losses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Do engine and trainer compute the same numbers? A few prompts, the engine's greedy answers, the trainer's forward.
+"""Compare engine and trainer: a few prompts, the engine's greedy responses, the trainer's forward pass over them.
 
-Knows how to ask and how to judge. Who holds engine and model, and in which processes, is the caller's affair.
+Makes the requests and compares the results. Which processes hold engine and model is up to the caller.
 """
 
 from __future__ import annotations

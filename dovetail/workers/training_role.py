@@ -134,7 +134,7 @@ class CheckpointedRole(TrainingRole):
 def _compute_deterministically() -> None:
     # cuBLAS reads this once, when it is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # An operation that has no deterministic form is named in a warning: a run that has one is better than none.
+    # Only warn for an operation without a deterministic form, instead of failing the run.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
 

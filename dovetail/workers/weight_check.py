@@ -1,6 +1,6 @@
-"""Prove that an engine computes with the trainer's weights: checksums on both sides, then a greedy probe.
+"""Verify that an engine computes with the trainer's weights: checksums on both sides, then a greedy probe.
 
-Runs where engine and trainer share processes; for engines elsewhere the driver carries the same numbers between them.
+Runs where engine and trainer share processes; for engines elsewhere the driver passes the same numbers between them.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class WatchedWeights:
 def compare_answers(probe: ParityProbe, answers: Sequence[GenerationResult], backend: TrainBackend) -> ParityReport:
     """The engine's answers against the trainer's forward. Collective: every rank of the backend calls it.
 
-    Greedy answers of several engines may part at a near tie, and ranks that share sequences must read the same rows. So
-    every rank computes the answers of all, each distinct set of answers once.
+    Greedy responses of engines may differ at a near tie, and ranks that share sequences must read the same rows. So
+    every rank computes all distinct sets of responses, each once.
     """
     everyone = [list(answers)]
     if backend.rank_info.world_size > 1:

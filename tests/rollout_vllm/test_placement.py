@@ -40,7 +40,7 @@ def test_on_a_cpu_it_is_given_no_device() -> None:
 def test_memory_is_shared_where_the_engines_process_reads_it_back(
     read: str | None, num_workers: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_engine, "lend", lambda trial: tuple(trial.tolist()))
+    monkeypatch.setattr(ray_engine, "export_ipc_handle", lambda trial: tuple(trial.tolist()))
 
     def read_shared(handle: tuple[int, ...]) -> list[int] | None:
         return list(handle) if read == "the bytes" else None if read is None else [0, *handle]
@@ -49,10 +49,10 @@ def test_memory_is_shared_where_the_engines_process_reads_it_back(
 
 
 def test_an_allocator_that_cannot_share_leaves_weights_to_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lend(trial: torch.Tensor) -> tuple[int, ...]:
+    def export_ipc_handle(trial: torch.Tensor) -> tuple[int, ...]:
         raise RuntimeError("expandable segments cannot be shared")
 
-    monkeypatch.setattr(ray_engine, "lend", lend)
+    monkeypatch.setattr(ray_engine, "export_ipc_handle", export_ipc_handle)
     assert not RayVLLMEngine._can_read(_engine(lambda handle: pytest.fail("asked"), 1), torch.device("cpu"))
 
 

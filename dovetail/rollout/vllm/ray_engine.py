@@ -39,13 +39,13 @@ from dovetail.weight_sync import (
     Bucket,
     DiskVersion,
     GroupAddress,
+    IpcHandle,
     NamedTensors,
     SharedMemoryBuckets,
-    Ticket,
-    borrow,
     entries_of,
+    export_ipc_handle,
+    import_ipc_handle,
     iter_buckets,
-    lend,
     read_bucket_file,
 )
 
@@ -107,10 +107,10 @@ class EngineActor:
         results = [self._results.get() for _ in range(self._results.qsize())]
         return Progress(results, engine.num_tokens, engine.health().paused)
 
-    def read_shared(self, ticket: Ticket) -> list[int] | None:
+    def read_shared(self, handle: IpcHandle) -> list[int] | None:
         """Bytes of device memory that another process shares; None if this one cannot map it."""
         try:
-            return borrow(ticket, torch.device("cuda")).tolist()
+            return import_ipc_handle(handle, torch.device("cuda")).tolist()
         except RuntimeError as error:
             logger.info("device memory that another process shares cannot be mapped here: %s", error)
             return None
@@ -118,9 +118,9 @@ class EngineActor:
     def receive_file(self, path: str) -> None:
         self._arrived += [(name, tensor.clone()) for name, tensor in read_bucket_file(path)]
 
-    def receive_shared(self, ticket: Ticket, header: bytes) -> None:
+    def receive_shared(self, handle: IpcHandle, header: bytes) -> None:
         """A bucket in shared device memory, which the sender fills again after this call."""
-        bucket = Bucket(entries_of(header), borrow(ticket, torch.device("cuda")))
+        bucket = Bucket(entries_of(header), import_ipc_handle(handle, torch.device("cuda")))
         copied = Bucket(bucket.entries, bucket.buffer[: bucket.num_bytes].clone())
         torch.cuda.current_stream().synchronize()
         self._arrived += list(copied.tensors())
@@ -372,7 +372,7 @@ class RayVLLMEngine(RolloutEngine):
             return False
         trial = torch.randint(256, (64,), dtype=torch.uint8, device=device)
         try:
-            handle = lend(trial)
+            handle = export_ipc_handle(trial)
         except RuntimeError as error:  # of an allocator whose memory no other process can map
             logger.info("weights go through shared memory, because memory of %s cannot be shared: %s", device, error)
             return False
@@ -383,7 +383,7 @@ class RayVLLMEngine(RolloutEngine):
         if self._shares is not None:
             for bucket in iter_buckets(weights, self._bucket_bytes):
                 memory = bucket.buffer.to(self._shares)
-                yield self.actor.receive_shared.remote(lend(memory), bucket.header())
+                yield self.actor.receive_shared.remote(export_ipc_handle(memory), bucket.header())
             return
         with SharedMemoryBuckets(self._bucket_bytes) as files:
             for path in files.write(weights):
