@@ -7,7 +7,8 @@ import itertools
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from dovetail.observability.waits import waiting
 from dovetail.rollout.base import EngineError
@@ -21,6 +22,9 @@ _GIVE_UP_S = 10.0
 _FAIL_S = 60.0
 _SHUT_S = 1800.0
 """A weight update is over within this, or is named."""
+
+
+Ended = Callable[[RemoteSample, BaseException | None], None]
 
 
 class SampleCalls:
@@ -39,6 +43,7 @@ class SampleCalls:
         self._failure = ""
         self._changed = asyncio.Condition()
         self._live: set[RemoteSample] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # an event loop alone would not keep them
         # The final dot keeps one name from being the beginning of another: SGLang aborts by prefix.
         self._names = (f"{secrets.token_hex(4)}-{number}." for number in itertools.count())
 
@@ -54,13 +59,30 @@ class SampleCalls:
     def num_running(self) -> int:
         return sum(sample.call is not None for sample in self._live)
 
-    async def finish(self, samples: Sequence[RemoteSample]) -> None:
-        """Write all of them to the end. The first failure ends the rest."""
+    async def start(self, samples: Sequence[RemoteSample], ended: Ended) -> None:
+        """Begin to write them; `ended` is called for each with its failure, or None."""
+        self._add(samples)
+        for sample in samples:
+            task = asyncio.create_task(self._write(sample))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._end_started, sample, ended))
+
+    def _end_started(self, sample: RemoteSample, ended: Ended, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._live.discard(sample)
+        if not task.cancelled():
+            ended(sample, task.exception())
+
+    def _add(self, samples: Sequence[RemoteSample]) -> None:
         running = {sample.request.request_id for sample in self._live}
         repeated = running & {sample.request.request_id for sample in samples}
         if repeated:
             raise ValueError(f"request_id {min(repeated)!r} is in use; ids of running requests must be unique.")
         self._live |= set(samples)
+
+    async def finish(self, samples: Sequence[RemoteSample]) -> None:
+        """Write all of them to the end. The first failure ends the rest."""
+        self._add(samples)
         tasks = [asyncio.create_task(self._write(sample)) for sample in samples]
         try:
             await asyncio.gather(*tasks)
@@ -128,7 +150,7 @@ class SampleCalls:
             await self._changed.wait_for(lambda: self.is_open or sample.cut or self._failure)
 
     async def _call(self, sample: RemoteSample) -> Part:
-        key = sample.request.request_id
+        key = sample.request.session or sample.request.request_id
         sample.dropped = False
         sample.call = asyncio.create_task(self._pool.run(lambda server: self._complete(server, sample), key=key))
         try:

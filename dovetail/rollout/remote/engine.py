@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
@@ -101,6 +102,8 @@ class RemoteRollout(RolloutEngine):
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._paused = False
         self._closed = False
+        self._progress = threading.Condition()
+        self._failures: dict[str, BaseException] = {}  # by request id
         self._loop = LoopThread("dovetail-remote-rollout")
         try:
             client = HttpClient(api_key=api_key)
@@ -161,19 +164,34 @@ class RemoteRollout(RolloutEngine):
         return self._calls.version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        for request in requests:
-            self._check_request(request)
-        ids = [request.request_id for request in requests]
-        check_different_ids(ids)
-        self._check_usable()
-        self._bring_up_to_date()
-        samples = [
-            sample
-            for request in requests
-            for sample in samples_of(request, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
-        ]
+        samples = self._samples_of(requests)
         self._finish(samples)
         return [sample.result() for sample in samples]
+
+    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
+        def ended(sample: RemoteSample, failure: BaseException | None) -> None:
+            with self._progress:
+                if failure is not None:
+                    self._failures[sample.request.request_id] = failure
+                else:
+                    deliver(sample.result())
+                self._progress.notify_all()
+
+        self._run(self._calls.start(self._samples_of(requests), ended))
+
+    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
+        """A request that cannot be finished ends every wait with its error, until it is aborted."""
+        with self._progress:
+            self._progress.wait_for(lambda: done() or self._failures or self._closed, timeout)
+            if self._failures and not done():
+                raise EngineError(str(next(iter(self._failures.values()))))
+        if not done():
+            self._check_open()
+
+    def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
+        """What calls that have ended wrote: servers tell no more before a call ends."""
+        wanted = [s for s in self._calls.live if request_ids is None or s.request.request_id in request_ids]
+        return [sample.so_far() for sample in wanted]
 
     def num_tokens(self) -> dict[str, int]:
         """Tokens that calls which have ended wrote of each running request. Servers tell no more before a call ends."""
@@ -222,7 +240,11 @@ class RemoteRollout(RolloutEngine):
         self._asleep -= wanted
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
-        return self._run(self._calls.abort(None if request_ids is None else frozenset(request_ids)))
+        aborted = self._run(self._calls.abort(None if request_ids is None else frozenset(request_ids)))
+        with self._progress:
+            for name in list(self._failures) if request_ids is None else request_ids:
+                self._failures.pop(name, None)
+        return aborted
 
     def pause(self) -> None:
         """Calls end; what they wrote is kept, and the rest is sent again by `continue_`."""
@@ -259,7 +281,9 @@ class RemoteRollout(RolloutEngine):
         self.abort()
         if self._paused:
             self.continue_()
-        self._closed = True
+        with self._progress:
+            self._closed = True
+            self._progress.notify_all()
         self._loop.run(self._pool.close())
         self._loop.run(self._pool.client.close())
         self._loop.close()
@@ -292,6 +316,19 @@ class RemoteRollout(RolloutEngine):
             weights, lambda stream: self._updater.update(self._loop, stream, version, stay_paused=self._paused)
         )
         self._updater.arrived(version)
+
+    def _samples_of(self, requests: Sequence[GenerationRequest]) -> list[RemoteSample]:
+        """All of them, or the error of the first that cannot be served."""
+        for request in requests:
+            self._check_request(request)
+        check_different_ids([request.request_id for request in requests])
+        self._check_usable()
+        self._bring_up_to_date()
+        return [
+            sample
+            for request in requests
+            for sample in samples_of(request, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
+        ]
 
     def _finish(self, samples: Sequence[RemoteSample]) -> None:
         try:

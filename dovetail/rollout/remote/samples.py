@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from dovetail.rollout.base import FinishReason, GenerationRequest, derive_seed
+from dovetail.rollout.base import FinishReason, GenerationRequest, GenerationResult, derive_seed
 from dovetail.rollout.request_rules import base_seed, stop_tokens
 from dovetail.rollout.response import GrowingResponse
 
@@ -57,6 +57,17 @@ class RemoteSample(GrowingResponse):
         random numbers it began with."""
         return derive_seed(self.base_seed, self.index, len(self.token_ids)) if self.token_ids else self.seed
 
+    def so_far(self) -> GenerationResult:
+        """What is there, of a response that goes on."""
+        return GenerationResult(
+            self.request.request_id,
+            self.index,
+            list(self.token_ids),
+            list(self.log_probs),
+            self.finish_reason or "running",
+            list(self.versions),
+        )
+
     def take(self, part: Part, version: int) -> None:
         """Add a part. One that was aborted leaves the response open, unless it was to be cut or is complete."""
         self.extend(part.token_ids, part.log_probs, version)
@@ -75,4 +86,5 @@ def samples_of(request: GenerationRequest, *, eos_ids: frozenset[int], max_model
     sampling = request.sampling
     stop, seed = stop_tokens(sampling, eos_ids), base_seed(sampling)
     room = max_model_len - len(request.prompt_token_ids)
-    return [RemoteSample(request, index, seed, min(sampling.max_new_tokens, room), stop) for index in range(sampling.n)]
+    indices = range(request.sample_index, request.sample_index + sampling.n)
+    return [RemoteSample(request, index, seed, min(sampling.max_new_tokens, room), stop) for index in indices]
