@@ -108,7 +108,9 @@ def register_token_loss(
 
         for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(policy_loss, attribute, getattr(token_loss, attribute))
-        vars(policy_loss)["token_loss"] = token_loss  # whose signature names the settings that it reads
+        settings_read = {*known, *(inspect.signature(select).parameters if select is not None else ())}
+        clip = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+        vars(policy_loss)["settings_read"] = settings_read | set(clip if "low" in known else ())
         return register_policy_loss(name, select=select)(policy_loss)
 
     return decorate
