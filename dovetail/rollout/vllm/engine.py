@@ -102,7 +102,7 @@ class VLLMEngine(RolloutEngine):
         self._serial = itertools.count()
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._broken = ""
-        self._weights_gap = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
+        self._partial_update = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
         self._staged: tuple[int, Mapping[str, torch.Tensor]] | None = None
         self._closed = False
 
@@ -225,19 +225,19 @@ class VLLMEngine(RolloutEngine):
         with self._gate.between_steps():
             self._check_open()
             require_weights_awake(self._asleep, before="update_adapter")
-            self._settle()
-            self._weights_gap = f"the update of the adapter to version {version} did not finish"
+            self._drain()
+            self._partial_update = f"the update of the adapter to version {version} did not finish"
             self._adapter = load_adapter(self._llm, adapter, self._adapter)
             self._forget_caches()
-            self._weights_gap = ""
+            self._partial_update = ""
             self._version = version
 
     def update_weights_through_shared_memory(self, weights: NamedTensors, version: int) -> None:
         """The path that worker processes use, also for a worker in this process."""
         self._update(weight_calls.loads_through_shared_memory(weights, self._bucket_bytes), version)
 
-    def update_weights_from_disk(self, found: DiskVersion) -> None:
-        self._update(weight_calls.loads_from_disk(found), found.version)
+    def update_weights_from_disk(self, saved: DiskVersion) -> None:
+        self._update(weight_calls.loads_from_disk(saved), saved.version)
 
     def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
         """Join a `WeightSender`'s group; this engine's workers take `num_workers` ranks from `first_rank` on."""
@@ -262,7 +262,7 @@ class VLLMEngine(RolloutEngine):
             self._check_open()
             if self._running and not self._gate.paused:
                 raise EngineError(RUNNING)
-            self._settle()
+            self._drain()
             self._forget_caches()
             if not self.frees_memory:
                 logger.info("sleep(%s): vLLM on CPU keeps its memory.", ", ".join(sorted(wanted)))
@@ -278,7 +278,7 @@ class VLLMEngine(RolloutEngine):
                 self._llm.wake_up(sorted(wanted))
                 if "weights" in wanted and self.settings.sleep_level == 2:
                     self._version = NO_WEIGHTS
-                    self._weights_gap = DROPPED_BY_SLEEP
+                    self._partial_update = DROPPED_BY_SLEEP
             self._asleep -= wanted
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
@@ -290,13 +290,13 @@ class VLLMEngine(RolloutEngine):
     def pause(self) -> None:
         self._gate.pause()
         with self._gate.between_steps():
-            self._settle()
+            self._drain()
 
     def continue_(self) -> None:
         self._gate.continue_()
 
     def health(self) -> EngineHealth:
-        reason = "the engine is closed" if self._closed else self._broken or self._weights_gap
+        reason = "the engine is closed" if self._closed else self._broken or self._partial_update
         num_waiting = 0 if self._closed else min(len(self._core.scheduler.waiting), len(self._running))
         return EngineHealth(
             ok=not reason,
@@ -356,7 +356,7 @@ class VLLMEngine(RolloutEngine):
     def _absorb(self, outputs: Sequence[Any]) -> None:
         self._has_ended = self._running.absorb(outputs, self._version)
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Take in what is in flight: with asynchronous scheduling (CUDA) vLLM is a step ahead of what it returned."""
         if not getattr(self._core, "batch_queue", None):
             return
@@ -371,14 +371,14 @@ class VLLMEngine(RolloutEngine):
             start = time.perf_counter()
             self._check_open()
             require_weights_awake(self._asleep)
-            self._settle()
+            self._drain()
             # Until the last tensor is in, the model is a mixture of two versions.
-            self._weights_gap = f"the weight update to version {version} did not finish"
+            self._partial_update = f"the weight update to version {version} did not finish"
             try:
                 weight_calls.run_calls(weight_calls.update_calls(self._expected, loads), self._call)
             finally:
                 self._forget_caches()
-            self._weights_gap = ""
+            self._partial_update = ""
             self._version = version
             return time.perf_counter() - start
 
@@ -416,7 +416,7 @@ class VLLMEngine(RolloutEngine):
 
     def _check_usable(self) -> None:
         self._check_open()
-        require_usable(self._asleep, self._weights_gap)
+        require_usable(self._asleep, self._partial_update)
 
 
 vLLMRollout = VLLMEngine

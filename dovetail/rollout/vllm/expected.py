@@ -23,16 +23,16 @@ def expected_weights(
     empty = _empty_model(model, override_config, trust_remote_code)
     first_name: dict[int, str] = {}
     ties: dict[str, str] = {}
-    twins: dict[str, tuple[int, ...]] = {}
+    tied_shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in empty.named_parameters(remove_duplicate=False):
         own = first_name.setdefault(id(parameter), name)
         if own != name:
             ties[name] = own
-            twins[name] = tuple(parameter.shape)
+            tied_shapes[name] = tuple(parameter.shape)
     shapes = {name: tuple(tensor.shape) for name, tensor in to_checkpoint_tensors(empty, empty.named_parameters())}
     stored = empty.state_dict().keys()
     buffers = {name: tuple(buffer.shape) for name, buffer in empty.named_buffers() if name in stored}
-    return ExpectedWeights(shapes | twins, {name: own for name, own in ties.items() if own in shapes}, buffers)
+    return ExpectedWeights(shapes | tied_shapes, {name: own for name, own in ties.items() if own in shapes}, buffers)
 
 
 def stop_token_ids(model: str | Path, *, trust_remote_code: bool = False) -> frozenset[int]:

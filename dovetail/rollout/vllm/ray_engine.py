@@ -235,7 +235,7 @@ class RayVLLMEngine(RolloutEngine):
                         results.setdefault(result.request_id, []).append(result)
             except EngineDiedError as error:
                 counts = {request.request_id: request.sampling.n for request in requests}
-                complete = {name: _in_order(found) for name, found in results.items() if len(found) == counts[name]}
+                complete = {name: _in_order(own) for name, own in results.items() if len(own) == counts[name]}
                 raise EngineDiedError(str(error), complete) from error
         return [result for request in requests for result in _in_order(results[request.request_id])]
 
@@ -300,9 +300,9 @@ class RayVLLMEngine(RolloutEngine):
         self._version = version
         return seconds
 
-    def update_weights_from_disk(self, found: DiskVersion) -> None:
-        self._call("update_weights_from_disk", found)
-        self._version = found.version
+    def update_weights_from_disk(self, saved: DiskVersion) -> None:
+        self._call("update_weights_from_disk", saved)
+        self._version = saved.version
 
     def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
         self._call("join_weight_group", address, first_rank)

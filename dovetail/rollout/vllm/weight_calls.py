@@ -42,9 +42,9 @@ def update_calls(expected: ExpectedWeights, loads: Iterable[Call]) -> Calls:
     except Exception:
         yield "dovetail_finish_update", ()
         raise
-    gap = _first(iter((yield "dovetail_finish_update", ())))
-    if problem or gap:
-        raise WeightUpdateError(problem or gap)
+    missing = _first(iter((yield "dovetail_finish_update", ())))
+    if problem or missing:
+        raise WeightUpdateError(problem or missing)
 
 
 def run_calls(calls: Calls, call_workers: Callable[[str, tuple[Any, ...]], list[Any]]) -> None:
