@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
@@ -87,22 +87,18 @@ class Router:
         with self._lock:
             return {name: self._load(name) for name in self._leases}
 
-    def acquire(self, key: str | None = None, *, cost: float = 1.0, avoid: Collection[str] = ()) -> Lease:
-        """A lease on the key's server, or on the least loaded one. `avoid` is kept to while there is another choice.
-
-        Raises NoServerError when none is up.
-        """
+    def acquire(self, key: str | None = None, *, cost: float = 1.0) -> Lease:
+        """A lease on the key's server, or on the least loaded one. Raises NoServerError when none is up."""
         with self._lock:
             up = self._up()
             if not up:
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in self._down.items())
                 raise NoServerError(f"none of {len(self._leases)} servers is up ({reasons}).")
-            choices = [name for name in up if name not in avoid] or list(up)
             server = self._sticky.get(key) if key is not None else None
-            if server not in choices:
+            if server not in up:
                 # Equal loads are split by a hash of key and server, so that several routers over the same servers do
                 # not all begin with the first.
-                server = min(choices, key=lambda name: (self._load(name), _hash(key, name)))
+                server = min(up, key=lambda name: (self._load(name), _hash(key, name)))
             assert server is not None, "there is at least one choice"
             if key is not None:
                 self._remember(key, server)
@@ -125,11 +121,6 @@ class Router:
         self._check(server)
         with self._lock:
             self._down.pop(server, None)
-
-    def forget(self, key: str) -> None:
-        """The key is done with: a conversation ended."""
-        with self._lock:
-            self._sticky.pop(key, None)
 
     def _release(self, lease: Lease) -> None:
         with self._lock:
