@@ -12,10 +12,8 @@ from dovetail.weight_sync.broadcast import (
 )
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
 from dovetail.weight_sync.checksum import (
-    ChecksummedWeights,
     SampledWeights,
     WeightMismatchError,
-    choose_sample,
     require_equal,
     tensor_checksum,
     weight_checksum,
@@ -37,7 +35,6 @@ __all__ = [
     "BroadcastFailedError",
     "Bucket",
     "BucketEntry",
-    "ChecksummedWeights",
     "DiskVersion",
     "DiskWeights",
     "ExpectedWeights",
@@ -57,7 +54,6 @@ __all__ = [
     "WeightReceiver",
     "WeightSender",
     "cancel_broadcast",
-    "choose_sample",
     "entries_of",
     "export_ipc_handle",
     "import_ipc_handle",

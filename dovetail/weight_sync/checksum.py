@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -39,22 +39,6 @@ def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
     digest = hashlib.blake2b(raw.numpy().tobytes(), digest_size=12)
     digest.update(str(values.dtype).encode())
     return digest.hexdigest()
-
-
-class ChecksummedWeights:
-    """Passes a stream on and keeps the checksums of a sample of it, for `rollout.verify_weights`."""
-
-    def __init__(self, weights: NamedTensors, names: list[str], dtype: torch.dtype | None = None) -> None:
-        self._weights = weights
-        self._names = frozenset(names)
-        self._dtype = dtype
-        self.checksums: dict[str, str] = {}
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._weights:
-            if name in self._names:
-                self.checksums[name] = tensor_checksum(tensor, self._dtype)
-            yield name, tensor
 
 
 class SampledWeights:
@@ -97,11 +81,6 @@ class SampledWeights:
         _, displaced = self._chosen.pop()
         self.checksums.pop(displaced, None)
         return displaced != name
-
-
-def choose_sample(names: Iterable[str], count: int) -> list[str]:
-    """`count` of the names, spread as their hashes fall: every process chooses the same."""
-    return sorted(sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))[:count])
 
 
 def require_equal(sent: Mapping[str, str], held: Mapping[str, str], *, where: str) -> None:
