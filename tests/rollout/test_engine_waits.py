@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import types
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -62,33 +62,23 @@ def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(monkeypat
     monkeypatch.setattr(ray_engine, "SILENCE_S", 0.05)
     num_looks = 0
 
-    def answer(value: Any) -> Any:
-        return types.SimpleNamespace(remote=lambda *args: value)
-
-    def no_answer(references: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+    def no_token(seconds: float) -> ray_engine.Progress:
         nonlocal num_looks
         num_looks += 1
-        return [], references
+        return ray_engine.Progress([], num_tokens=5, paused=num_looks <= 200)
+
+    def give_up(error: EngineDiedError) -> None:
+        raise error
 
     engine = ray_engine.RayVLLMEngine.__new__(ray_engine.RayVLLMEngine)
-    engine._closed = False
-    health = types.SimpleNamespace(paused=True)
-    engine.actor = types.SimpleNamespace(
-        generate=answer("reference"), health=answer(health), num_tokens=answer({"a": 5})
-    )
-    engine._ray = types.SimpleNamespace(wait=no_answer, get=_unpaused_after(health, lambda: num_looks > 200))
-    request: Any = types.SimpleNamespace(request_id="a")
+    engine._taking = threading.Lock()
+    running: Any = {"a": None}
+    engine._running = running
+    monkeypatch.setattr(engine, "_take", no_token)
+    monkeypatch.setattr(engine, "_replace", give_up)
     with pytest.raises(EngineDiedError, match="the vLLM engine hangs: this worker waits for 1 requests"):
-        engine._generate([request], {})
+        engine.wait(lambda: False)
     assert num_looks > 200, "as long as it is paused it owes no token"
-
-
-def _unpaused_after(health: Any, is_over: Callable[[], bool]) -> Callable[..., Any]:
-    def get(value: Any, timeout: float | None = None) -> Any:
-        health.paused = not is_over()
-        return value
-
-    return get
 
 
 async def _until(true: Callable[[], bool]) -> None:
