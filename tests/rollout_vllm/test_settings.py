@@ -12,10 +12,10 @@ import pytest
 from dovetail.config.rollout import RolloutConfig
 from dovetail.models.load import build_meta_model
 from dovetail.rollout.base import EngineError, SamplingParams
+from dovetail.rollout.expected import expected_weights, stop_token_ids
 from dovetail.rollout.registry import get_engine_class
 from dovetail.rollout.vllm import VLLMEngine, VLLMSettings, vLLMRollout
 from dovetail.rollout.vllm.environment import check_version, environment, prepare
-from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.requests import check_logprobs
 from tests.models.tiny import save_tiny_model, tiny_config
 

@@ -31,6 +31,7 @@ from dovetail.rollout.base import (
     UnsupportedPromptError,
 )
 from dovetail.rollout.engine_settings import logprobs_of
+from dovetail.rollout.expected import expected_weights, read_config, stop_token_ids
 from dovetail.rollout.readiness import (
     CLOSED,
     DROPPED_BY_SLEEP,
@@ -52,7 +53,6 @@ from dovetail.rollout.remote.update import WeightUpdater
 from dovetail.rollout.remote.vllm_dialect import VLLMDialect
 from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, TensorChannel, WeightChannel
 from dovetail.rollout.request_rules import check_different_ids, check_prompt, same_meaning
-from dovetail.rollout.vllm.expected import expected_weights, read_config, stop_token_ids
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES
 from dovetail.weight_sync.group import GroupBackend
 

@@ -17,6 +17,7 @@ import torch
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import EngineDiedError, EngineError, GenerationResult, RolloutEngine
 from dovetail.rollout.engine_settings import runs_on_cpu
+from dovetail.rollout.expected import read_config
 from dovetail.rollout.remote.client import ServerGoneError
 from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.rollout.remote.router import NoServerError
@@ -26,7 +27,6 @@ from dovetail.rollout.remote.weights import JoinedChannel
 from dovetail.rollout.sglang.environment import GLOO_INTERFACE, server_python
 from dovetail.rollout.sglang.server import SGLangServer
 from dovetail.rollout.sglang.settings import SGLangSettings
-from dovetail.rollout.vllm.expected import read_config
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, GroupAddress
 from dovetail.weight_sync.broadcast import LOOPBACK
 

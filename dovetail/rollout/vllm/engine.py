@@ -28,6 +28,7 @@ from dovetail.rollout.base import (
     WeightUpdateError,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
+from dovetail.rollout.expected import expected_weights, stop_token_ids
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.readiness import (
     CLOSED,
@@ -43,7 +44,6 @@ from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.adapter import load_adapter
 from dovetail.rollout.vllm.core_outputs import CoreOutputs
 from dovetail.rollout.vllm.environment import prepare, without_compiling
-from dovetail.rollout.vllm.expected import expected_weights, stop_token_ids
 from dovetail.rollout.vllm.lifetime import shut_down, start_engine
 from dovetail.rollout.vllm.requests import (
     Deliver,
