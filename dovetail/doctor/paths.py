@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import json
+import os
 import signal
 import sys
 import traceback
@@ -40,7 +41,9 @@ class DoctorPath:
 
     def missing(self, site: Site) -> str:
         """What it would need to be tried here; empty where it can be."""
-        if self.library and importlib.util.find_spec(self.library) is None:
+        # SGLang's servers may run under a Python of their own, which this variable names.
+        apart = self.library == "sglang" and "DOVETAIL_SGLANG_PYTHON" in os.environ
+        if self.library and not apart and importlib.util.find_spec(self.library) is None:
             return f"{self.library} is not installed"
         return "" if site.num_devices >= self.devices else f"needs {self.devices} devices, there is {site.num_devices}"
 

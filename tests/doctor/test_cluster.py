@@ -14,6 +14,7 @@ from dovetail.doctor.collectives import CollectivesWorker
 from dovetail.doctor.paths import PATHS
 from dovetail.doctor.same_update import Update, overrides, update_once
 from dovetail.doctor.site import Site, prepare
+from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,18 @@ def test_a_path_that_needs_more_devices_is_said_to_be_untested(site: Site) -> No
     (result,) = run_paths(alone, ["fsdp2, ulysses 2"], timeout_s=60.0)
     assert (result.verdict, result.seen) == ("not here", "needs 2 devices, there is 1")
     assert not result.failed
+
+
+@pytest.mark.unit
+def test_sglang_is_tried_where_it_is_installed_or_a_python_that_has_it_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = [path for path in PATHS if path.name == "sglang, tensor 1"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    assert path.missing(site) == "sglang is not installed"
+    monkeypatch.setenv(PYTHON_VARIABLE, "python")
+    assert path.missing(site) == ""
 
 
 @pytest.mark.unit
