@@ -76,7 +76,7 @@ def _warnings(run: Run) -> str:
     if not warnings:
         return "<p class=ok>No rule has found anything wrong.</p>"
     rows = "".join(
-        f"<li class={escape(warning['severity'])}><b>{escape(warning['title'])}.</b> {escape(warning['warnings'])} "
+        f"<li class={escape(warning['severity'])}><b>{escape(warning['title'])}.</b> {escape(warning['found'])} "
         f"<i>Try:</i> {escape(warning['what_to_try'])}</li>"
         for warning in warnings
     )
