@@ -72,6 +72,7 @@ def test_a_future_returns_at_once_and_gives_what_the_blocking_call_gives(group: 
 
 def test_futures_chain_through_calls_without_reaching_the_driver(group: RayWorkerGroup, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
+    group.mesh_plus(batch(4))  # the first call on a mesh asks the workers for its layout, and waits its turn for that
     first = group.gated_plus(batch(8), str(gate))
     second = group.plus_later(first, 10)
     third = group.mesh_plus.submit(second)  # four parts become two shares

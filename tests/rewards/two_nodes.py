@@ -48,7 +48,7 @@ def main(folder: Path) -> None:
     with RewardRunner([spec], tiny_tokenizer(), timeout_seconds=90.0) as alone_or_not:
         alone_or_not.use_nodes(most=3)
         assert alone_or_not._pool is not None
-        places = alone_or_not._pool._places
+        places = alone_or_not._pool._targets
         first = alone_or_not.score(batch).columns
         pending = alone_or_not.submit(batch)
         ray.kill(places[1].pool.actor)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.algorithms import registry
 from dovetail.config import ConfigError
 from dovetail.config.user_code import UserCodeError
 from dovetail.data.build import build_train_loader
@@ -25,6 +26,13 @@ NAMES = {
     "actor_rollout_ref.actor.policy_loss.loss_mode": "brought_along",
     "trainer.import_modules": ["brought_algorithm"],
 }
+
+
+@pytest.fixture(autouse=True)
+def _separate_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests register is theirs alone."""
+    for table in ("_ADVANTAGE_ESTIMATORS", "_POLICY_LOSSES", "_SELECTORS", "_LOSS_COLUMNS"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
 
 
 @pytest.fixture
