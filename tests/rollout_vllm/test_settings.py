@@ -178,7 +178,8 @@ def test_code_of_the_model_runs_in_vllm_when_it_is_trusted() -> None:
         assert settings.vllm_arguments(cpu=False)["trust_remote_code"] is trust
 
 
-def test_the_registry_finds_the_engine() -> None:
+def test_the_registry_finds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # whether vLLM is installed is not asked here
     assert get_engine_class("vllm") is vLLMRollout is VLLMEngine
 
 
