@@ -27,7 +27,7 @@ class SharedMemoryBuckets:
 
     def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self._bucket_bytes = bucket_bytes
-        self._folder = Path(tempfile.mkdtemp(prefix="dovetail-weights-", dir=_memory_folder()))
+        self._folder = Path(tempfile.mkdtemp(prefix="dovetail-weights-", dir=memory_folder()))
         self._count = 0
 
     def write(self, weights: NamedTensors) -> Iterator[Path]:
@@ -35,7 +35,7 @@ class SharedMemoryBuckets:
         for bucket in iter_buckets(weights, self._bucket_bytes):
             path = self._folder / f"{self._count}.safetensors"
             self._count += 1
-            _require_room(path.parent, bucket.num_bytes)
+            require_room(path.parent, bucket.num_bytes)
             save_file(_on_host(bucket), path)
             try:
                 yield path
@@ -66,11 +66,13 @@ def _on_host(bucket: Bucket) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in host.tensors()}
 
 
-def _memory_folder() -> str | None:
+def memory_folder() -> str | None:
+    """Where files lie in memory; None where there is no such folder."""
     return "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
 
 
-def _require_room(folder: Path, num_bytes: int) -> None:
+def require_room(folder: Path, num_bytes: int) -> None:
+    """OSError that names the setting, where a bucket of this size does not fit."""
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     if free < num_bytes:

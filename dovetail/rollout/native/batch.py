@@ -47,7 +47,7 @@ class Batch(Protocol):
 
     def abort(self, request_ids: Collection[str] | None) -> int: ...
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return once the device has nothing left to do and every token written is booked."""
 
     def forget_cache(self) -> None:
@@ -93,7 +93,7 @@ class RunningBatch:
     def abort(self, request_ids: Collection[str] | None) -> int:
         return self.scheduler.abort(request_ids)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Every step is booked before it returns."""
 
     def free_cache(self) -> None:

@@ -172,7 +172,7 @@ class NativeEngine(RolloutEngine):
 
     def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
         with self._gate.between_steps():
-            self._batch.settle()
+            self._batch.drain()
             self._deliver_finished()
             return [
                 _result(sample)
@@ -248,7 +248,7 @@ class NativeEngine(RolloutEngine):
     def pause(self) -> None:
         self._gate.pause()
         with self._gate.between_steps():
-            self._batch.settle()
+            self._batch.drain()
             self._deliver_finished()
 
     def continue_(self) -> None:

@@ -70,18 +70,18 @@ def share_model(module: nn.Module, dtype: torch.dtype | None) -> PreTrainedModel
     config = copy.deepcopy(module.config)
     _check_supported(config.get_text_config())
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        twin = type(module)._from_config(config, attn_implementation=_attention_of(config))
-    twin.generation_config = module.generation_config
+        replica = type(module)._from_config(config, attn_implementation=_attention_of(config))
+    replica.generation_config = module.generation_config
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        owner, leaf = _owner(twin, name)
+        owner, leaf = _owner(replica, name)
         owner._parameters[leaf] = parameter
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        owner, leaf = _owner(twin, name)
+        owner, leaf = _owner(replica, name)
         owner._buffers[leaf] = buffer
-    left = [name for name, t in (*twin.named_parameters(), *twin.named_buffers()) if t.is_meta]
+    left = [name for name, t in (*replica.named_parameters(), *replica.named_buffers()) if t.is_meta]
     if left:
         raise ValueError(f"{type(module).__name__} has no tensor for {left[0]} ({len(left)} in all) to share.")
-    return twin.eval()
+    return replica.eval()
 
 
 def stop_ids_of(model: PreTrainedModel) -> frozenset[int]:

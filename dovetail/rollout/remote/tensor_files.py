@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import os
 import pickle
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, Bucket, NamedTensors, iter_buckets
+from dovetail.weight_sync.shared_memory import memory_folder, require_room
 
 
 class TensorFiles:
@@ -25,15 +25,14 @@ class TensorFiles:
 
     def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self._bucket_bytes = bucket_bytes
-        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._folder = Path(tempfile.mkdtemp(prefix="dovetail-sglang-", dir=shared))
+        self._folder = Path(tempfile.mkdtemp(prefix="dovetail-sglang-", dir=memory_folder()))
 
     def payloads(self, weights: NamedTensors) -> Iterator[str]:
         """The payload of each bucket in turn. Its file is gone when the next one is asked for; a reader that has
         mapped it keeps what it has."""
         path = self._folder / "bucket.pt"
         for bucket in iter_buckets(weights, self._bucket_bytes):
-            _require_room(self._folder, bucket.num_bytes)
+            require_room(self._folder, bucket.num_bytes)
             torch.save(_on_host(bucket), path)
             try:
                 yield _payload(path)
@@ -70,13 +69,3 @@ def _payload(path: Path) -> str:
 def _on_host(bucket: Bucket) -> list[tuple[str, Tensor]]:
     host = Bucket(bucket.entries, bucket.buffer[: bucket.num_bytes].cpu().clone())
     return list(host.tensors())
-
-
-def _require_room(folder: Path, num_bytes: int) -> None:
-    room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
-    if free < num_bytes:
-        raise OSError(
-            f"{folder.parent} has {free >> 20} MiB free, a bucket of weights needs {num_bytes >> 20} MiB; lower "
-            "rollout.update_weights_bucket_megabytes or give the machine more shared memory."
-        )

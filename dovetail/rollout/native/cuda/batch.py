@@ -111,17 +111,17 @@ class PagedBatch:
         self._scheduler.add(samples)
 
     def abort(self, request_ids: Collection[str] | None) -> int:
-        self.settle()
+        self.drain()
         return self._scheduler.abort(request_ids)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Book everything that was launched; nothing runs on the device when this returns."""
         while self._launches:
             self._book()
 
     def forget_cache(self) -> None:
         """Old entries must not be read again; running samples are filled anew before their next token."""
-        self.settle()
+        self.drain()
         self._scheduler.forget_cache()
 
     def free_cache(self) -> None:
@@ -151,7 +151,7 @@ class PagedBatch:
         while len(self._launches) > int(launched):
             finished |= self._book()
         if not scheduler.rows and not scheduler.waiting:
-            self.settle()
+            self.drain()
         elif not launched and not finished and not scheduler.rows:
             self._grow_or_refuse()
         return finished
@@ -247,7 +247,7 @@ class PagedBatch:
                 return rows
             # Booking may end rows and so free pages; only if it does not must someone go.
             if self._launches:
-                self.settle()
+                self.drain()
             elif len(rows) > 1:
                 scheduler.requeue(scheduler.rows[-max(1, len(rows) // 8) :])
             else:
