@@ -117,6 +117,7 @@ class NativeEngine(RolloutEngine):
         self._version = 0
         self._still_from_folder = self._folder is not None
         self._weights_gap = ""  # why the weights cannot be used; empty when they can
+        self._loader: WeightLoader | None = None  # for an update that is staged
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._closed = False
         self._running: dict[Sample, Callable[[GenerationResult], None]] = {}
@@ -184,7 +185,8 @@ class NativeEngine(RolloutEngine):
         """Into a second set on the engine's device: the swap is a copy within it."""
         if self._folder is None:
             raise EngineError("this engine reads the trainer's weights in place; there is nothing to stage.")
-        self._staged = version, WeightLoader(self._model).stage(weights)
+        self._loader = WeightLoader(self._model)  # built here, not while decoding is held
+        self._staged = version, self._loader.stage(weights)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         with self._gate.between_steps():
@@ -200,7 +202,10 @@ class NativeEngine(RolloutEngine):
             else:
                 # Until the last tensor is in, the model is a mixture of two versions.
                 self._weights_gap = f"the weight update to version {version} did not finish"
-                WeightLoader(self._model).load(weights)
+                (self._loader or WeightLoader(self._model)).load(weights)
+                self._loader = None
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # so that the seconds held are true
             self._weights_gap = ""
             self._still_from_folder = False
             self._version = version
@@ -225,6 +230,7 @@ class NativeEngine(RolloutEngine):
                 self._batch.forget_cache()
             self._forget_packed()
             if "weights" in wanted - self._asleep and self._folder is not None:
+                self._loader = None
                 for parameter in self._model.parameters():
                     parameter.data = parameter.data.new_empty(0)
             self._asleep |= wanted
