@@ -7,6 +7,7 @@
     rollouts/step_N.jsonl  prompt, response, scores, advantages, log-prob gap
     validation/step_N.jsonl
     timeline.jsonl         who worked on what, and when: one object per step
+    draws.jsonl            what became of every draw (`dovetail.observability.ledger`)
     previous_N/            what an earlier run recorded here, when a new one starts from step 0
     run.lock               whose run it is, while it lasts (`dovetail.observability.run_lock`)
     now.json               the step and the phase the run is in, and at its end that it is finished; replaced each time
@@ -37,6 +38,7 @@ from dovetail.observability.disk import DiskFullError, explaining_full_disk
 logger = logging.getLogger(__name__)
 
 METRICS, EVENTS, TIMELINE, NOW = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "now.json"
+DRAWS = "draws.jsonl"
 CONFIG, PLAN = "config.yaml", "plan.json"
 _BEFORE = "before_"
 AnswerKind = Literal["rollouts", "validation"]
@@ -52,7 +54,7 @@ class RunFolder:
     def start(self) -> None:
         """Begin a run from step 0. What an earlier run recorded here is kept in `previous_N/`, not continued."""
         self.path.mkdir(parents=True, exist_ok=True)
-        names = (METRICS, EVENTS, TIMELINE, "rollouts", "validation")
+        names = (METRICS, EVENTS, TIMELINE, DRAWS, "rollouts", "validation")
         earlier = [self.path / name for name in names if _holds_something(self.path / name)]
         if not earlier:
             return
@@ -67,7 +69,7 @@ class RunFolder:
     def resume(self, step: int) -> None:
         """Continue after `step`: everything recorded beyond it is taken away, because it will happen again."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, EVENTS, TIMELINE):
+        for name in (METRICS, EVENTS, TIMELINE, DRAWS):
             file = self.path / name
             if file.exists():
                 kept = [line for line in read_json_lines(file) if line.get("step", 0) <= step]
@@ -87,11 +89,12 @@ class RunFolder:
 
     def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line. NaN and infinity become null: JSON has no words for them."""
-        _append(self.path / METRICS, {"step": step, **metrics})
+        append_json_lines(self.path / METRICS, [{"step": step, **metrics}])
 
     def log_event(self, kind: str, step: int, **facts: Any) -> None:
         """Append something that happened: `validation`, `checkpoint`, `skipped_step`, `resume`."""
-        _append(self.path / EVENTS, {"time": round(time.time(), 3), "kind": kind, "step": step, **facts})
+        event = {"time": round(time.time(), 3), "kind": kind, "step": step, **facts}
+        append_json_lines(self.path / EVENTS, [event])
 
     def log_timeline(self, step: int, spans: Iterable[Sequence[Any]]) -> None:
         """Append who worked on what in a step: `(worker, phase, start, end, memory in GiB or None)`.
@@ -106,7 +109,7 @@ class RunFolder:
             [worker, phase, round(start - first, 4), round(end - first, 4), None if gib is None else round(gib, 3)]
             for worker, phase, start, end, gib in ordered
         ]
-        _append(self.path / TIMELINE, {"step": step, "time": round(first, 3), "spans": rows})
+        append_json_lines(self.path / TIMELINE, [{"step": step, "time": round(first, 3), "spans": rows}])
 
     def write_now(self, **facts: Any) -> None:
         """What the run is doing at this moment, and which process says so. A reader may find it gone stale."""
@@ -191,9 +194,9 @@ def write_text(file: Path, text: str, *, advice: str = "") -> None:
         raise
 
 
-def _append(file: Path, entry: Mapping[str, Any]) -> None:
-    """One write call per line, so that a kill leaves the line or nothing of it; only a full disk leaves a part."""
-    line = _line(entry).encode()
+def append_json_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """One write call for all lines, so that a kill leaves them or nothing; only a full disk leaves a part."""
+    line = "".join(_line(entry) for entry in entries).encode()
     handle = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         size = os.fstat(handle).st_size

@@ -1,0 +1,178 @@
+"""`DrawLedger`: what became of every draw (a sampled prompt with its group of responses). Appends to `draws.jsonl`.
+
+Each draw is started, finished, and then ends once: trained at a step, or dropped for a reason. Until then it is open.
+
+Lines wait in memory until `flush(step)`. Flush before the checkpoint of that step: the checkpoint then covers every
+line up to its step, and a resume removes all later lines (`RunFolder.resume`), because those draws are drawn again
+under the same numbers. So a kill at any moment leaves a ledger that the next start makes right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dovetail.observability.run_folder import DRAWS, append_json_lines, read_json_lines
+
+VersionRuns = Sequence[Sequence[int]]
+"""`[[version, count], ...]`: how many sampled tokens of a group were generated under which weights."""
+
+
+class DrawLedger:
+    """One writer: the driver."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / DRAWS
+        self._waiting: list[dict[str, Any]] = []
+
+    def resume(self, step: int, num_drawn: int) -> None:
+        """Call after `RunFolder.resume`. A checkpoint of another folder brings draws that this ledger has not seen."""
+        if next(read_json_lines(self._file), None) is None and num_drawn:
+            self._note("resumed", step=step, num_drawn=num_drawn)
+            self.flush(step)
+
+    def started(self, draws: Iterable[int], version: int) -> None:
+        """These draws were given to engines that hold the weights of `version`."""
+        self._note("started", draws=list(draws), version=version)
+
+    def finished(self, draw: int, versions: VersionRuns, outcome: str = "finished") -> None:
+        """All responses of a draw are there; `versions` counts the sampled tokens of the group."""
+        self._note("finished", draw=draw, versions=[list(run) for run in versions], outcome=outcome)
+
+    def trained(self, draws: Iterable[int], step: int) -> None:
+        self._note("trained", step=step, draws=list(draws))
+
+    def dropped(self, draw: int, reason: str, step: int) -> None:
+        self._note("dropped", step=step, draw=draw, reason=reason)
+
+    def flush(self, step: int) -> None:
+        """Write the lines that wait, in one write. Those that have no step yet belong to `step`."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            append_json_lines(self._file, [{"step": step, **line} for line in waiting])
+
+    def discard(self) -> None:
+        """Forget the lines that wait: the step they belong to is given up and will be repeated."""
+        self._waiting = []
+
+    def _note(self, event: str, **facts: Any) -> None:
+        self._waiting.append({"event": event, **facts})
+
+
+@dataclass
+class DrawRecord:
+    """Everything the ledger says about one draw."""
+
+    draw: int
+    starts: list[int] = field(default_factory=list)
+    """Version of the weights at each start."""
+    finishes: list[VersionRuns] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)
+    """Steps."""
+    dropped: list[str] = field(default_factory=list)
+    """Reasons."""
+
+    @property
+    def state(self) -> str:
+        """`trained`, `dropped` or `open`."""
+        return "trained" if self.trained else "dropped" if self.dropped else "open"
+
+    def staleness(self, masked_beyond: int | None = None) -> int | None:
+        """Updates between the weights of its oldest sampled token and the step that trained on it; None: no tokens.
+
+        Tokens older than `masked_beyond` steps were masked and do not count.
+        """
+        if not self.trained or not self.finishes:
+            return None
+        ages = [self.trained[0] - 1 - version for version, count in self.finishes[-1] if count]
+        return max((age for age in ages if masked_beyond is None or age <= masked_beyond), default=None)
+
+
+@dataclass
+class Ledger:
+    """The draws of a run by number. `first_draw` is above 0 in a run that resumed from another folder."""
+
+    draws: dict[int, DrawRecord]
+    first_draw: int
+    num_drawn_at: dict[int, int]
+    """Number of draws that had been started at the end of each step that has lines."""
+
+    def counts(self) -> Counter[str]:
+        """Draws by how they ended: `trained`, `open`, `dropped (reason)`."""
+        return Counter(
+            f"dropped ({record.dropped[0]})" if record.state == "dropped" else record.state
+            for record in self.draws.values()
+        )
+
+
+def read_ledger(folder: Path) -> Ledger | None:
+    """The state of every draw; None where the run has no ledger."""
+    file = folder / DRAWS
+    if not file.exists():
+        return None
+    ledger = Ledger({}, first_draw=0, num_drawn_at={})
+    num_drawn = 0
+    for line in read_json_lines(file):
+        event = line["event"]
+        if event == "resumed":
+            ledger.first_draw = num_drawn = line["num_drawn"]
+        for draw in line["draws"] if "draws" in line else [line["draw"]] if "draw" in line else []:
+            record = ledger.draws.setdefault(draw, DrawRecord(draw))
+            if event == "started":
+                num_drawn = max(num_drawn, draw + 1)
+                record.starts.append(line["version"])
+            elif event == "finished":
+                record.finishes.append(line["versions"])
+            elif event == "trained":
+                record.trained.append(line["step"])
+            elif event == "dropped":
+                record.dropped.append(line["reason"])
+        ledger.num_drawn_at[line["step"]] = num_drawn
+    return ledger
+
+
+def violations(ledger: Ledger, *, bound: int | None, masks_stale: bool = False) -> Iterator[str]:
+    """One sentence for each way in which the ledger breaks its promises; none where all is well.
+
+    `bound`: most steps between the oldest token of a group and its training; None: not limited. With `masks_stale`,
+    tokens beyond it were masked, so a group only needs one token within it.
+    """
+    started = {draw for draw, record in ledger.draws.items() if record.starts}
+    expected = range(ledger.first_draw, max(started, default=ledger.first_draw - 1) + 1)
+    for draw in expected:
+        if draw not in started:
+            yield f"draw {draw} was skipped: draws up to {expected[-1]} were started, and it was not."
+    for draw in sorted(ledger.draws):
+        yield from _broken_promises(ledger.draws[draw], ledger.first_draw, bound, masks_stale)
+
+
+def _broken_promises(record: DrawRecord, first_draw: int, bound: int | None, masks_stale: bool) -> Iterator[str]:
+    name = f"draw {record.draw}"
+    ends = [f"trained at step {step}" for step in record.trained] + [f"dropped ({why})" for why in record.dropped]
+    if len(ends) > 1:
+        yield f"{name} ended {len(ends)} times: {', '.join(ends)}."
+    # What was in flight in another run folder started there, and may have finished there.
+    if record.draw < first_draw:
+        return
+    if (record.finishes or ends) and not record.starts:
+        yield f"{name} was {ends[0] if ends else 'finished'} and never started."
+    if record.trained and not record.finishes:
+        yield f"{name} was trained at step {record.trained[0]} and never finished."
+    if len(record.finishes) > 1:
+        yield f"{name} finished {len(record.finishes)} times."
+    if not record.trained or not record.finishes:
+        return
+    newest = max((version for version, count in record.finishes[-1] if count), default=0)
+    if newest >= record.trained[0]:
+        yield (
+            f"{name} was trained at step {record.trained[0]} and has tokens of version {newest}: weights that did not "
+            "exist before that step."
+        )
+    age = record.staleness(bound if masks_stale else None)
+    if masks_stale and age is None:
+        yield f"{name} was trained at step {record.trained[0]} and all its tokens are older than {bound} steps."
+    elif bound is not None and age is not None and age > bound:
+        yield f"{name} was trained at step {record.trained[0]} with tokens {age} steps old; the bound is {bound}."
