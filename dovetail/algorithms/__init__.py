@@ -8,38 +8,43 @@ Importing this package registers every estimator and loss. Losses and their metr
 
 from __future__ import annotations
 
-from dovetail.algorithms.advantages.gae import compute_gae_advantage_return
 from dovetail.algorithms.advantages.gdpo import compute_gdpo_outcome_advantage
-from dovetail.algorithms.advantages.gpg import compute_gpg_outcome_advantage
-from dovetail.algorithms.advantages.grpo import compute_grpo_outcome_advantage
-from dovetail.algorithms.advantages.grpo_passk import compute_grpo_passk_outcome_advantage
-from dovetail.algorithms.advantages.opo import compute_opo_outcome_advantage
 from dovetail.algorithms.advantages.optimal_token_baseline import (
     compute_multi_turn_optimal_token_baseline_advantage,
     compute_optimal_token_baseline_advantage,
 )
-from dovetail.algorithms.advantages.reinforce_plus_plus import compute_reinforce_plus_plus_outcome_advantage
-from dovetail.algorithms.advantages.reinforce_plus_plus_baseline import (
+from dovetail.algorithms.advantages.outcome import (
+    compute_gpg_outcome_advantage,
+    compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_opo_outcome_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_rloo_outcome_advantage,
 )
-from dovetail.algorithms.advantages.remax import compute_remax_outcome_advantage
-from dovetail.algorithms.advantages.rloo import compute_rloo_outcome_advantage
+from dovetail.algorithms.advantages.returns import (
+    compute_gae_advantage_return,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+)
 from dovetail.algorithms.aggregate import LOSS_AGG_MODES, BatchCounts, agg_loss, count_batch
-from dovetail.algorithms.kl import KL_PENALTIES, apply_kl_penalty, kl_penalty
-from dovetail.algorithms.kl_control import (
+from dovetail.algorithms.kl import (
+    KL_PENALTIES,
     AdaptiveKLController,
     FixedKLController,
+    apply_kl_penalty,
     get_kl_controller,
+    kl_penalty,
 )
 from dovetail.algorithms.losses.cispo import compute_policy_loss_cispo
-from dovetail.algorithms.losses.clip_cov import compute_policy_loss_clip_cov
+from dovetail.algorithms.losses.covariance import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
 from dovetail.algorithms.losses.dppo import compute_policy_loss_dppo_kl, compute_policy_loss_dppo_tv
-from dovetail.algorithms.losses.dro import compute_policy_loss_dro
 from dovetail.algorithms.losses.geo_mean import compute_policy_loss_geo_mean
-from dovetail.algorithms.losses.gpg import compute_policy_loss_gpg
 from dovetail.algorithms.losses.gspo import compute_policy_loss_gspo
-from dovetail.algorithms.losses.kl_cov import compute_policy_loss_kl_cov
-from dovetail.algorithms.losses.reinforce import compute_policy_loss_reinforce
+from dovetail.algorithms.losses.policy_gradient import (
+    compute_policy_loss_dro,
+    compute_policy_loss_gpg,
+    compute_policy_loss_reinforce,
+)
 from dovetail.algorithms.losses.sapo import compute_policy_loss_sapo
 from dovetail.algorithms.losses.value import compute_value_loss
 from dovetail.algorithms.losses.vanilla import compute_policy_loss_vanilla
@@ -66,9 +71,10 @@ from dovetail.algorithms.registry import (
     register_adv_est,
     register_policy_loss,
 )
-from dovetail.algorithms.rejection import REJECTION_RULES, compute_rollout_rejection_mask
 from dovetail.algorithms.rollout_correction import (
+    REJECTION_RULES,
     RolloutCorrection,
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
 )

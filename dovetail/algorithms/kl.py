@@ -1,15 +1,55 @@
 """Per-token estimates of KL(policy, reference) from the log-probs of the sampled tokens, and their use in rewards.
 
 http://joschu.net/blog/kl-approx.html names them k1, k2, k3. The exact divergence ("full") needs the distribution over
-the whole vocabulary, which is not kept, and is refused.
+the whole vocabulary, which is not kept, and is refused. The coefficient of the penalty in rewards is constant, or
+steered to a target; its value is checkpoint state.
 """
 
 from __future__ import annotations
 
 import torch
 
-from dovetail.algorithms.kl_control import FixedKLController
 from dovetail.algorithms.masked import at_least_float32, masked_mean
+from dovetail.config.algorithm import KLControlConfig
+
+
+class FixedKLController:
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to do: the coefficient is fixed."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+class AdaptiveKLController(FixedKLController):
+    """Raises the coefficient when the KL is above target, lowers it below (https://arxiv.org/abs/1909.08593)."""
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        if target_kl <= 0 or horizon <= 0:
+            raise ValueError(f"adaptive KL control needs target_kl={target_kl} > 0 and horizon={horizon} > 0.")
+        super().__init__(init_kl_coef)
+        self.target = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """`n_steps` counts sequences seen; the relative error is limited to 20% per `horizon` of them."""
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.horizon
+
+
+def get_kl_controller(kl_ctrl: KLControlConfig) -> FixedKLController:
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_coef=kl_ctrl.kl_coef)
+    if kl_ctrl.type == "adaptive":
+        return AdaptiveKLController(kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl, horizon=kl_ctrl.horizon)
+    raise ValueError(f"algorithm.kl_ctrl.type={kl_ctrl.type!r} is not known; use 'fixed' or 'adaptive'.")
+
 
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dovetail.algorithms.rejection import compute_rollout_rejection_mask
-from dovetail.algorithms.rollout_correction import compute_rollout_correction_weights
+from dovetail.algorithms.rollout_correction import compute_rollout_correction_weights, compute_rollout_rejection_mask
 from dovetail.config.algorithm import RolloutCorrectionConfig
 
 

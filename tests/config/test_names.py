@@ -8,7 +8,7 @@ import pytest
 
 from dovetail.algorithms.kl import KL_PENALTIES
 from dovetail.algorithms.registry import adv_estimator_names, policy_loss_names
-from dovetail.algorithms.rejection import REJECTION_RULES
+from dovetail.algorithms.rollout_correction import REJECTION_RULES
 from dovetail.config import algorithm, names
 from dovetail.config.actor import KLEstimator
 

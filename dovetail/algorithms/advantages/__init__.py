@@ -1,1 +1,1 @@
-"""Advantage estimators, one file each. Importing this package registers them all."""
+"""Advantage estimators. Importing `dovetail.algorithms` registers them all."""

@@ -1,1 +1,1 @@
-"""Policy losses, one file each, and the value loss. Importing this package registers the policy losses."""
+"""Policy losses, and the value loss. Importing `dovetail.algorithms` registers the policy losses."""

@@ -61,12 +61,17 @@ TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def register_token_loss(
-    name: str, *, default_agg_mode: str = "token-mean", select: SelectorFn | None = None
+    name: str,
+    *,
+    default_agg_mode: str = "token-mean",
+    fixed_agg_mode: str | None = None,
+    select: SelectorFn | None = None,
 ) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
     """Decorator: make a policy loss, with `policy_loss`'s signature, of a function `(tokens, ...) -> TokenLosses`.
 
     The function gets, by keyword, those settings that it names, and `low` and `high`, the clip range, where it names
-    them. `select` is that of `register_policy_loss`; its result arrives as `loss_selection`.
+    them. `select` is that of `register_policy_loss`; its result arrives as `loss_selection`. A method that is defined
+    with one aggregation has `fixed_agg_mode`.
     """
 
     def decorate(token_loss: Callable[..., TokenLosses]) -> PolicyLossFn:
@@ -100,7 +105,8 @@ def register_token_loss(
             # The weight of a token is its probability under the training policy / under the rollout policy.
             if rollout_is_weights is not None:
                 losses = losses * rollout_is_weights
-            loss = agg_loss(losses, response_mask, loss_agg_mode, counts=counts, loss_scale_factor=loss_scale_factor)
+            mode = fixed_agg_mode or loss_agg_mode
+            loss = agg_loss(losses, response_mask, mode, counts=counts, loss_scale_factor=loss_scale_factor)
             return loss, {
                 key: token_share(values.detach().to(losses.dtype), response_mask, counts)
                 for key, values in metrics.items()
