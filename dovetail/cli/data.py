@@ -79,7 +79,7 @@ def _convert(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             most = args.max_calculations if split == "train" else None
             made[split] = convert.gsm8k_rows(raw, split, max_calculations=most, **options)
         else:
-            from dovetail.rewards.rules.boxed import last_boxed
+            from dovetail.rewards.rules.extract import last_boxed
 
             made[split] = convert.math_rows(raw, split, last_boxed, **options)
     return made

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dovetail.config.root import DovetailConfig
-from dovetail.rewards.isolation import detect_isolation
+from dovetail.rewards.sandbox import detect_isolation
 
 GIB = 1024**3
 Status = Literal["ok", "missing", "unsupported"]

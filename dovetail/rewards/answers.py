@@ -10,6 +10,7 @@ import torch
 
 from dovetail.protocol import DataProto
 from dovetail.rewards.decoding import TokenIds
+from dovetail.rewards.functions import ARGUMENTS
 
 
 class Decoder(Protocol):
@@ -45,6 +46,11 @@ class Answer:
 
     def packed(self) -> TokenIds:
         return TokenIds(self.token_ids.astype(np.int32, copy=False).tobytes())
+
+    def arguments(self, solution: Any) -> dict[str, Any]:
+        """The arguments of a reward function, with the response in the form that it takes."""
+        values = (self.data_source, solution, self.ground_truth, self.extra_info)
+        return dict(zip(ARGUMENTS, values, strict=True))
 
 
 def read_answers(batch: DataProto, tokenizer: Decoder, *, reward_fn_key: str = "data_source") -> list[Answer]:

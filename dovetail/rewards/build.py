@@ -8,6 +8,7 @@ from typing import Any
 from dovetail.config import DovetailConfig
 from dovetail.config.user_code import load_user_object
 from dovetail.rewards.answers import Decoder
+from dovetail.rewards.dispatch import RateLimits
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.functions import FunctionSpec
 from dovetail.rewards.managers import (
@@ -16,7 +17,6 @@ from dovetail.rewards.managers import (
     RewardManager,
     find_reward_manager,
 )
-from dovetail.rewards.rate_limit import RateLimits
 from dovetail.rewards.registry import find_rule
 from dovetail.rewards.runner import RewardRunner
 from dovetail.rewards.verl_managers import VerlManagerSpec, adapt, is_verl_manager

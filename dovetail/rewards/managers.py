@@ -59,12 +59,7 @@ class RewardManager:
 
     def prepare(self, answer: Answer) -> dict[str, Any]:
         """The arguments of the reward function for one row; they cross a process boundary."""
-        return {
-            "data_source": answer.data_source,
-            "solution_str": answer.solution_str,
-            "ground_truth": answer.ground_truth,
-            "extra_info": answer.extra_info,
-        }
+        return answer.arguments(answer.solution_str)
 
     def shape(self, answers: Sequence[Answer], outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Change scores once all are known. Failures must stay failures."""

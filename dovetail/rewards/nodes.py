@@ -14,8 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from dovetail.rewards.errors import RewardError
-from dovetail.rewards.pool import KillablePool
-from dovetail.rewards.worker_handle import START_SECONDS
+from dovetail.rewards.pool import START_SECONDS, KillablePool
 
 logger = logging.getLogger(__name__)
 

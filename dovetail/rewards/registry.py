@@ -28,7 +28,7 @@ RULES: dict[str, tuple[str, str]] = {
     "multiple_choice": (f"{_RULES}.multiple_choice", "compute_score"),
     "exact": (f"{_RULES}.exact", "compute_score"),
     "search_qa": (f"{_RULES}.exact", "compute_tagged_score"),
-    "format": (f"{_RULES}.format", "compute_score"),
+    "format": (f"{_RULES}.exact", "compute_format_score"),
     "countdown": (f"{_RULES}.countdown", "compute_score"),
     "arithmetic": (f"{_RULES}.arithmetic", "compute_score"),
     "list": (f"{_RULES}.arithmetic", "compute_list_score"),

@@ -26,13 +26,12 @@ from dovetail.rewards.columns import (
     score_batch,
 )
 from dovetail.rewards.decoding import TEXT, decoder_source
-from dovetail.rewards.dispatch import ScoringDispatcher
+from dovetail.rewards.dispatch import RateLimits, ScoringDispatcher
 from dovetail.rewards.errors import Failure, RewardError
-from dovetail.rewards.functions import BATCH_ARGUMENTS, FunctionSpec
+from dovetail.rewards.functions import ARGUMENTS, BATCH_ARGUMENTS, FunctionSpec
 from dovetail.rewards.managers import NaiveRewardManager, Outcome, RewardManager
 from dovetail.rewards.nodes import start_node_pools
 from dovetail.rewards.pool import KillablePool
-from dovetail.rewards.rate_limit import RateLimits
 from dovetail.rewards.registry import check_sources, default_compute_score
 
 logger = logging.getLogger(__name__)
@@ -151,19 +150,11 @@ class RewardRunner:
             futures = {row: self._pool.submit(self._call(answers[row])) for row in order}
             return [futures[row] for row in range(len(answers))]
         calls = [self._call(answer) for answer in answers]
-        singular = ("data_source", "solution_str", "ground_truth", "extra_info")
-        names = zip(BATCH_ARGUMENTS, singular, strict=True)
+        names = zip(BATCH_ARGUMENTS, ARGUMENTS, strict=True)
         return [self._pool.submit({plural: [call[name] for call in calls] for plural, name in names})]
 
     def _call(self, answer: Answer) -> dict[str, Any]:
-        if self._decoder is None:
-            return self._manager.prepare(answer)
-        return {
-            "data_source": answer.data_source,
-            "solution_str": answer.packed(),
-            "ground_truth": answer.ground_truth,
-            "extra_info": answer.extra_info,
-        }
+        return self._manager.prepare(answer) if self._decoder is None else answer.arguments(answer.packed())
 
     def _finish(self, batch: DataProto, answers: list[Answer], outcomes: list[Outcome], shaped: bool) -> RewardResult:
         if shaped:

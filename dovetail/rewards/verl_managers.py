@@ -59,12 +59,7 @@ class VerlRewardManager(RewardManager):
         return answers
 
     def prepare(self, answer: Answer) -> dict[str, Any]:
-        return {
-            "data_source": answer.data_source,
-            "solution_str": self._rows.pop(id(answer)),
-            "ground_truth": answer.ground_truth,
-            "extra_info": answer.extra_info,
-        }
+        return answer.arguments(self._rows.pop(id(answer)))
 
 
 def is_verl_manager(manager: Any) -> bool:

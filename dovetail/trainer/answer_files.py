@@ -14,7 +14,7 @@ from dovetail.config.trainer import TrainerConfig
 from dovetail.observability.background import Background
 from dovetail.observability.run_folder import RunFolder, write_json_lines
 from dovetail.protocol import DataProto
-from dovetail.rewards.records import dump_records
+from dovetail.rewards.columns import dump_records
 from dovetail.trainer.answers import RolloutRows
 from dovetail.trainer.validation import Validation
 

@@ -10,7 +10,7 @@ import torch
 
 from dovetail.protocol import DataProto
 from dovetail.rewards.answers import response_attention
-from dovetail.rewards.records import answer_records
+from dovetail.rewards.columns import answer_records
 from dovetail.trainer.token_text import token_ends
 
 # Per-token numbers are for people to look at. Beyond this many tokens a step's file holds its responses without them.

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from dovetail.config import DovetailConfig
-from dovetail.rewards.isolation import Isolation, detect_isolation
 from dovetail.rewards.registry import check_sources, default_compute_score
-from dovetail.rewards.sandbox import LocalSandbox, ProgramRun, SandboxUnavailable
+from dovetail.rewards.sandbox import Isolation, LocalSandbox, ProgramRun, SandboxUnavailable, detect_isolation
 
 pytestmark = pytest.mark.unit
 

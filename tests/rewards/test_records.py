@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.protocol import DataProto
-from dovetail.rewards.records import answer_records, dump_records
+from dovetail.rewards.columns import answer_records, dump_records
 from tests.models.tiny import tiny_tokenizer
 from tests.rewards.test_runner import WIDTH, answers
 

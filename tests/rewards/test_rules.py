@@ -14,9 +14,7 @@ from dovetail.rewards.build import reward_specs, scoring_processes
 from dovetail.rewards.pool import KillablePool
 from dovetail.rewards.registry import RULES, default_compute_score, find_rule
 from dovetail.rewards.rules import arithmetic, code, countdown, exact, gsm8k, latex, math, multiple_choice
-from dovetail.rewards.rules import format as form
-from dovetail.rewards.rules.boxed import last_boxed
-from dovetail.rewards.rules.numbers import find_numbers
+from dovetail.rewards.rules.extract import find_numbers, last_boxed
 from dovetail.rewards.sandbox import LocalSandbox, RemoteSandbox, SandboxUnavailable
 
 pytestmark = pytest.mark.unit
@@ -122,9 +120,9 @@ def test_exact_match_ignores_case_articles_and_punctuation_and_takes_any_truth()
 
 
 def test_format_wants_one_thought_and_one_answer() -> None:
-    assert form.compute_score("<think>hm</think>\n<answer>4</answer>") == 1.0
-    assert form.compute_score("<answer>4</answer>") == 0.0
-    assert form.compute_score("<think>a</think><answer>4</answer><answer>5</answer>") == 0.0
+    assert exact.compute_format_score("<think>hm</think>\n<answer>4</answer>") == 1.0
+    assert exact.compute_format_score("<answer>4</answer>") == 0.0
+    assert exact.compute_format_score("<think>a</think><answer>4</answer><answer>5</answer>") == 0.0
 
 
 @pytest.mark.parametrize(

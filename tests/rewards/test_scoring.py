@@ -15,11 +15,10 @@ from dovetail.config import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.rewards.build import build_reward_runner
 from dovetail.rewards.decoding import TokenIds, decoder_source
-from dovetail.rewards.dispatch import ScoringDispatcher
+from dovetail.rewards.dispatch import RateLimiter, RateLimits, ScoringDispatcher
 from dovetail.rewards.errors import Failure, RewardError
 from dovetail.rewards.functions import FunctionSpec
 from dovetail.rewards.managers import NaiveRewardManager
-from dovetail.rewards.rate_limit import RateLimiter, RateLimits
 from dovetail.rewards.runner import RewardRunner
 from tests.models.tiny import tiny_tokenizer
 from tests.rewards.test_runner import answers

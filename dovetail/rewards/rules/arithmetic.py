@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dovetail.rewards.rules.numbers import find_numbers, same_number
+from dovetail.rewards.rules.extract import find_numbers, same_number
 
 _LIST = re.compile(r"[\w-]+(?:\s*,\s*[\w-]+)+")
 

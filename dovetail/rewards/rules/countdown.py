@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from dovetail.rewards.rules.boxed import last_boxed
+from dovetail.rewards.rules.extract import last_boxed
 
 _TAG = re.compile(r"(?s)<answer>(.*?)</answer>")
 _SIGNS = {"\u00d7": "*", "\u00f7": "/", "\u2212": "-", r"\times": "*", r"\div": "/"}

@@ -1,4 +1,4 @@
-"""Exact match after dropping case, punctuation and articles; several truths may be right."""
+"""Exact match after dropping case, punctuation and articles (several truths may be right), and rules of form alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 _TAG = re.compile(r"(?s)<answer>(.*?)</answer>")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+THINK_ANSWER = r"(?s)\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 
 
 def compute_score(
@@ -34,6 +35,13 @@ def compute_tagged_score(
     if not result["acc"]:
         return {**result, "score": format_score}
     return {**result, "score": score / 4 if tags > 10 else score}
+
+
+def compute_format_score(
+    solution_str: str, ground_truth: Any = None, *, pattern: str = THINK_ANSWER, score: float = 1.0
+) -> float:
+    """`score` when the whole response has the form of `pattern`, otherwise 0. The truth is ignored."""
+    return score if re.fullmatch(pattern, solution_str) else 0.0
 
 
 def normalize_text(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from dovetail.rewards.rules.numbers import find_numbers, same_number
+from dovetail.rewards.rules.extract import find_numbers, same_number
 
 Method = Literal["strict", "flexible"]
 # Answers end with their result: a solution that lists a hundred candidates is not read from the start.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from dovetail.rewards.rules.numbers import parse_number
+from dovetail.rewards.rules.extract import parse_number
 
 _DROPPED = (r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\ ", r"\quad", r"\displaystyle", r"\big", r"\Big", "~")
 # A row break comes first, so that its second backslash is not read as the start of a command (`\\\\ ` in a matrix).

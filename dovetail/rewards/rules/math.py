@@ -9,7 +9,7 @@ import re
 import time
 from typing import Any
 
-from dovetail.rewards.rules.boxed import last_boxed
+from dovetail.rewards.rules.extract import last_boxed
 from dovetail.rewards.rules.latex import same_answer
 
 _ANSWER_LINE = re.compile(r"(?im)^\W*(?:final\s+)?answer\s*(?:is)?\s*:\s*(.+?)\s*$")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dovetail.rewards.rules.boxed import last_boxed
+from dovetail.rewards.rules.extract import last_boxed
 
 _REWRITTEN = (
     ("\n", ""), (r"\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), (r"\left", ""), (r"\right", ""),

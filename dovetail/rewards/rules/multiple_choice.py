@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dovetail.rewards.rules.boxed import last_boxed
+from dovetail.rewards.rules.extract import last_boxed
 
 _STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b\s*(?:is|:|=)*\s*[*\"'(\[]*\s*([A-J])\b(?!['\u2019])")
 _ALONE = re.compile(r"(?<![\w'\u2019])\(?([A-J])\)?(?![\w'\u2019])")
