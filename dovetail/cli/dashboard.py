@@ -19,12 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from dovetail.dashboard.app import build_app
-        from dovetail.dashboard.server import bind, serve
+        from dovetail.dashboard.app import bind, build_app, serve
     except ModuleNotFoundError as error:
         sys.stderr.write(f"the dashboard needs {error.name}: pip install 'dovetail[dashboard]'\n")
         return 2
-    from dovetail.dashboard.errors import DashboardError
+    from dovetail.dashboard.run_files import DashboardError
     from dovetail.dashboard.runs import Runs
 
     try:

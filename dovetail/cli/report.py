@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dovetail.dashboard.errors import DashboardError
+    from dovetail.dashboard.run_files import DashboardError
 
     try:
         from dovetail.dashboard.report import write_report

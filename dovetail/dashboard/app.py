@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import uvicorn
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
@@ -19,9 +21,9 @@ from starlette.exceptions import HTTPException
 
 from dovetail.dashboard.charts import OVERVIEW, names_of, points
 from dovetail.dashboard.config_view import config_rows
-from dovetail.dashboard.errors import DashboardError
 from dovetail.dashboard.health import RULE_TITLES
-from dovetail.dashboard.response_pages import Filter, Kind, Order, Wish
+from dovetail.dashboard.responses import Filter, Kind, Order, Wish
+from dovetail.dashboard.run_files import DashboardError
 from dovetail.dashboard.runs import Run, Runs
 from dovetail.dashboard.step_times import PHASE_WORDS, phases, what_it_waits_for
 
@@ -265,3 +267,37 @@ def _cards(run: Run) -> list[dict[str, Any]]:
 
 def _error(message: str, status: int) -> JSONResponse:
     return JSONResponse({"error": message}, status_code=status)
+
+
+HOST = "127.0.0.1"
+DEFAULT_PORT = 6262
+
+
+def bind(port: int | None) -> socket.socket:
+    """A listening place. Without a wish: the default port, or any free one when it is taken."""
+    try:
+        return _bound(DEFAULT_PORT if port is None else port)
+    except OSError:
+        if port is not None:
+            raise
+        return _bound(0)
+
+
+def serve(app: FastAPI, listening: socket.socket, *, started: Callable[[str], None]) -> None:
+    """Answer until interrupted. `started` gets the address once the port is bound."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    started(f"http://{HOST}:{listening.getsockname()[1]}")
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _bound(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+        # Who reads the address may connect at once, before the server has started.
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener

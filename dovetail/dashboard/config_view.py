@@ -11,7 +11,7 @@ import yaml
 
 from dovetail.config.keys import catalogue
 from dovetail.config.root import DovetailConfig
-from dovetail.dashboard.errors import DashboardError
+from dovetail.dashboard.run_files import DashboardError
 
 _SECRET = re.compile(r"(api_?key|access_?key|password|secret|auth_?token|hf_?token)", re.IGNORECASE)
 _HIDDEN = "(hidden)"

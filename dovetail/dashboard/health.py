@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dovetail.dashboard.metrics_table import MetricsTable
+from dovetail.dashboard.run_files import MetricsTable
 from dovetail.dashboard.step_times import PHASE_WORDS, recent_shares
 
 _RECENT = 10
@@ -37,7 +37,7 @@ class Finding:
     rule: str
     severity: Literal["bad", "warn"]
     title: str
-    found: str
+    evidence: str
     what_to_try: str
     metric: str | None = None
 

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.dashboard.config_view import read_config
-from dovetail.dashboard.errors import DashboardError
-from dovetail.dashboard.event_log import EventLog, read_now, run_state
 from dovetail.dashboard.health import Facts, check_health
-from dovetail.dashboard.memory_view import memory_view
-from dovetail.dashboard.metrics_table import MetricsTable
-from dovetail.dashboard.response_pages import Kind, ResponseFolder, counts
-from dovetail.dashboard.step_times import Timelines
+from dovetail.dashboard.responses import Kind, ResponseFolder, counts
+from dovetail.dashboard.run_files import DashboardError, EventLog, MetricsTable, read_now, run_state
+from dovetail.dashboard.step_times import Timelines, memory_view
 from dovetail.observability.run_folder import EVENTS, METRICS, NOW, TIMELINE
 
 _MARKS = ("metrics.jsonl", "config.yaml")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dovetail.dashboard.health import RULE_TITLES, RULES, Facts, check_health
-from dovetail.dashboard.metrics_table import MetricsTable
+from dovetail.dashboard.run_files import MetricsTable
 from tests.dashboard.synthetic import line, metrics_row
 
 pytestmark = pytest.mark.unit
@@ -55,7 +55,7 @@ TROUBLES: dict[str, Change] = {
 def test_a_rule_finds_its_trouble_and_no_other(rule: str, tmp_path: Path) -> None:
     found = check_health(Facts(table_of(tmp_path, TROUBLES[rule])))
     assert [warning["rule"] for warning in found] == [rule]
-    assert all(len(found[0][part]) > 10 for part in ("title", "found", "what_to_try"))
+    assert all(len(found[0][part]) > 10 for part in ("title", "evidence", "what_to_try"))
 
 
 def test_a_healthy_run_has_no_warning(tmp_path: Path) -> None:

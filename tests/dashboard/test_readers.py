@@ -8,15 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dovetail.dashboard.charts import OVERVIEW, names_of, points
+from dovetail.dashboard.charts import OVERVIEW, binned_means, names_of, points, smoothed, thinned
 from dovetail.dashboard.config_view import config_rows, read_config
-from dovetail.dashboard.errors import DashboardError
-from dovetail.dashboard.growing_file import parse_object
-from dovetail.dashboard.metrics_table import MetricsTable
-from dovetail.dashboard.response_file import ResponseFile, parse_head
-from dovetail.dashboard.response_pages import Filter, Order, ResponseFolder, Wish
+from dovetail.dashboard.responses import Filter, Order, ResponseFile, ResponseFolder, Wish, parse_head
+from dovetail.dashboard.run_files import DashboardError, MetricsTable, parse_object
 from dovetail.dashboard.runs import Runs
-from dovetail.dashboard.series import binned_means, smoothed, thinned
 from dovetail.dashboard.step_times import Timelines, idle_share, phases, what_it_waits_for
 from dovetail.observability.run_folder import RunFolder
 from tests.dashboard.synthetic import answer_row, line, metrics_row, timeline_row, write_config, write_run
@@ -179,7 +175,7 @@ def test_a_search_over_all_steps_comes_in_bites_and_finds_everything(answers: Re
     found, cursor, bites = [], -1, 0
     while cursor is not None:
         bite = answers.search(Wish(words="in row 5 is"), cursor=cursor, seconds=0.0, most=40)
-        found += [answer["step"] for answer in bite["found"]]
+        found += [answer["step"] for answer in bite["matches"]]
         cursor, bites = bite["next"], bites + 1
     assert found == list(range(25, 0, -1))
     assert bites == 25

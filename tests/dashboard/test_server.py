@@ -11,9 +11,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from dovetail.cli.main import main
-from dovetail.dashboard.app import build_app, plotly_file
+from dovetail.dashboard.app import HOST, bind, build_app, plotly_file
 from dovetail.dashboard.runs import Run, Runs
-from dovetail.dashboard.server import HOST, bind
 from dovetail.observability.run_folder import RunFolder
 from tests.dashboard.synthetic import answer_row, line, metrics_row, write_config, write_run
 

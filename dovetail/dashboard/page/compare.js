@@ -18,8 +18,8 @@ export async function compare(place, group, drawAnswer) {
 
   const draw = async (side, step) => {
     const at = { ...place, step };
-    const found = await ask("group", { ...at, key: group.key });
-    side.replaceChildren(el("h3", { text: `step ${step}` }), el("div", { class: "answers" }, found.answers.map((answer) => drawAnswer(answer, at))));
+    const reply = await ask("group", { ...at, key: group.key });
+    side.replaceChildren(el("h3", { text: `step ${step}` }), el("div", { class: "answers" }, reply.answers.map((answer) => drawAnswer(answer, at))));
   };
   const show = async (other) => {
     const [early, late] = other < step ? [other, step] : [step, other];
@@ -31,13 +31,13 @@ export async function compare(place, group, drawAnswer) {
   const known = [];
   let cursor = -1;
   while (open && cursor !== null && known.length < 60) {
-    const found = await ask("same-prompt", { ...place, row: group.answers[0].row, cursor });
-    cursor = found.next;
-    for (const other of found.steps) {
+    const reply = await ask("same-prompt", { ...place, row: group.answers[0].row, cursor });
+    cursor = reply.next;
+    for (const other of reply.steps) {
       known.push(other);
       picks.append(el("button", { class: "chip", data: { step: String(other) }, text: `step ${other}`, onclick: () => show(other) }));
     }
-    status.textContent = known.length ? `Answered in ${known.length + 1} steps${cursor === null ? "." : ` so far, ${found.left} steps left to read …`}`
+    status.textContent = known.length ? `Answered in ${known.length + 1} steps${cursor === null ? "." : ` so far, ${reply.left} steps left to read …`}`
       : cursor === null ? "No other step has answered this prompt. Prompts of validation come back at every validation, those of training in the next epoch." : status.textContent;
     if (known.length && right.childElementCount === 0) await show(known.at(-1));
   }

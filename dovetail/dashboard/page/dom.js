@@ -38,9 +38,9 @@ export async function ask(path, parameters = {}, signal = undefined) {
     if (error.name === "AbortError") throw error;
     throw new Error("The dashboard does not answer. Is `dovetail dashboard` still running?");
   }
-  const found = await response.json().catch(() => ({ error: "The answer of the dashboard is not readable." }));
-  if (!response.ok) throw new Error(found.error || `The dashboard answered ${response.status}.`);
-  return found;
+  const reply = await response.json().catch(() => ({ error: "The answer of the dashboard is not readable." }));
+  if (!response.ok) throw new Error(reply.error || `The dashboard answered ${response.status}.`);
+  return reply;
 }
 
 export const short = (value, digits = 3) => {

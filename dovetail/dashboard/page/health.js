@@ -5,13 +5,13 @@ import { go } from "./address.js";
 
 export async function health(box, state) {
   async function load() {
-    const found = await ask("health", { run: state.run });
-    const list = found.warnings.map((warning) => el("article", { class: `card finding ${warning.severity}` },
+    const reply = await ask("health", { run: state.run });
+    const list = reply.warnings.map((warning) => el("article", { class: `card finding ${warning.severity}` },
       el("h2", {}, el("span", { class: `badge ${warning.severity === "bad" ? "no" : "cut"}`, text: warning.severity === "bad" ? "act now" : "look" }), " ", warning.title),
-      el("p", { text: warning.found }), el("p", {}, el("b", { text: "Try: " }), warning.what_to_try),
+      el("p", { text: warning.evidence }), el("p", {}, el("b", { text: "Try: " }), warning.what_to_try),
       warning.metric && el("button", { class: "link", text: `show ${warning.metric}`, onclick: () => go({ view: "overview", parameters: { extra: warning.metric } }) })));
-    const head = el("p", { class: "verdict", text: found.warnings.length ? `${found.warnings.length} of ${found.rules.length} rules have found something.` : `All ${found.rules.length} rules are content.` });
-    box.replaceChildren(head, ...list, el("details", { class: "card", open: !list.length }, el("summary", { text: "What is checked" }), el("ul", { class: "rules" }, found.rules.map((rule) => el("li", { text: rule }))),
+    const head = el("p", { class: "verdict", text: reply.warnings.length ? `${reply.warnings.length} of ${reply.rules.length} rules have found something.` : `All ${reply.rules.length} rules are content.` });
+    box.replaceChildren(head, ...list, el("details", { class: "card", open: !list.length }, el("summary", { text: "What is checked" }), el("ul", { class: "rules" }, reply.rules.map((rule) => el("li", { text: rule }))),
       el("p", { class: "soft", text: "Rules compare the last 10 steps with the first 5; bounds are in docs/dashboard.md." })));
   }
   await load();

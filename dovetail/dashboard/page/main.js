@@ -80,12 +80,12 @@ async function show() {
 async function lookForNews() {
   if (document.hidden || !state.run) return;
   try {
-    const found = await ask("pulse", { run: [...state.shown] });
-    const changed = Object.keys(found.stamps).filter((name) => found.stamps[name] !== stamps[name]);
+    const reply = await ask("pulse", { run: [...state.shown] });
+    const changed = Object.keys(reply.stamps).filter((name) => reply.stamps[name] !== stamps[name]);
     const first = !Object.keys(stamps).length;
-    stamps = found.stamps;
-    if (found.num_runs !== numRuns || changed.length) {
-      numRuns = found.num_runs;
+    stamps = reply.stamps;
+    if (reply.num_runs !== numRuns || changed.length) {
+      numRuns = reply.num_runs;
       state.runs = await ask("runs");
       drawFrame();
       if (!first && changed.length) await current?.refresh?.();

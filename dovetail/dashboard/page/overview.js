@@ -13,7 +13,7 @@ export async function overview(box, state) {
   const warnings = el("div", { class: "warning-strip" });
   const grid = el("div", { class: "grid" });
   const boxes = new Map();
-  let found = [];
+  let overviews = [];
 
   const remember = () => go({ parameters: { smooth: options.smoothing, log: options.log ? "1" : "", extra: options.extra.join("\n") } }, { replace: true });
   const slider = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", "aria-label": "Smoothing" });
@@ -25,7 +25,7 @@ export async function overview(box, state) {
   const pickerNames = el("datalist", { id: "metric-names" });
   picker.addEventListener("change", () => {
     const name = picker.value.trim();
-    if (found[0]?.names.includes(name) && !options.extra.includes(name)) { options.extra.push(name); remember(); reload(); }
+    if (overviews[0]?.names.includes(name) && !options.extra.includes(name)) { options.extra.push(name); remember(); reload(); }
     picker.value = "";
   });
   const reset = el("button", { class: "button", hidden: true, text: "Whole run", onclick: () => { options.range = null; load(); } });
@@ -41,19 +41,19 @@ export async function overview(box, state) {
     const results = await Promise.allSettled(names.map((run) => ask("overview", { run, ...want })));
     if (mine !== asked) return;
     if (results[0].status === "rejected") throw results[0].reason;
-    found = results.map((result, index) => ({ run: names[index], ...(result.value ?? { charts: [], events: [], names: [] }) }));
+    overviews = results.map((result, index) => ({ run: names[index], ...(result.value ?? { charts: [], events: [], names: [] }) }));
     slider.value = options.smoothing;
     sliderValue.textContent = Number(options.smoothing).toFixed(2);
     reset.hidden = !options.range;
-    pickerNames.replaceChildren(...found[0].names.map((name) => el("option", { value: name })));
+    pickerNames.replaceChildren(...overviews[0].names.map((name) => el("option", { value: name })));
     paint();
   }
 
   function paint() {
-    drawCards(cards, found[0].cards);
-    drawWarnings(warnings, found[0].warnings);
+    drawCards(cards, overviews[0].cards);
+    drawWarnings(warnings, overviews[0].warnings);
     const known = new Set();
-    for (const chart of found[0].charts) { known.add(chart.key); drawChart(chart); }
+    for (const chart of overviews[0].charts) { known.add(chart.key); drawChart(chart); }
     for (const [key, made] of boxes) if (!known.has(key)) { made.card.remove(); boxes.delete(key); }
   }
 
@@ -61,7 +61,7 @@ export async function overview(box, state) {
     if (!boxes.has(chart.key)) boxes.set(chart.key, makeChart(chart));
     const made = boxes.get(chart.key);
     const manyRuns = names.length > 1;
-    const lines = found.flatMap((one) => {
+    const lines = overviews.flatMap((one) => {
       const same = one.charts.find((other) => other.key === chart.key);
       const runIndex = state.runs.findIndex((run) => run.name === one.run);
       return Object.entries(same?.lines ?? {}).map(([name, line]) => ({ run: one.run, runIndex, name, ...line }));
@@ -72,7 +72,7 @@ export async function overview(box, state) {
     made.plot.hidden = !lines.length;
     made.card.classList.toggle("without", !lines.length);
     if (!lines.length) return;
-    const events = found[0].events;
+    const events = overviews[0].events;
     sketch(made.plot, lines, { manyRuns, log: options.log });
     drawWhenSeen(made.plot, async () => {
       await draw(made.plot, [...lineTraces(lines, { smoothing: options.smoothing, manyRuns }), ...eventTraces(events)],
@@ -127,7 +127,7 @@ function drawWarnings(box, warnings) {
     return;
   }
   box.replaceChildren(...warnings.slice(0, 4).map((warning) =>
-    el("a", { class: `warn ${warning.severity}`, href: "#", data: { tip: warning.found }, text: warning.title, onclick: openHealth })));
+    el("a", { class: `warn ${warning.severity}`, href: "#", data: { tip: warning.evidence }, text: warning.title, onclick: openHealth })));
 }
 
 function openHealth(event) {

@@ -149,10 +149,10 @@ export function lineTraces(lines, { smoothing, manyRuns }) {
 
 export function eventTraces(events) {
   return Object.entries(EVENTS).flatMap(([kind, look]) => {
-    const found = events.filter((event) => event.kind === kind);
-    if (!found.length) return [];
+    const shown = events.filter((event) => event.kind === kind);
+    if (!shown.length) return [];
     return [{
-      x: found.map((event) => event.step), y: found.map(() => 0.03), yaxis: "y2", mode: "markers", name: look.name,
+      x: shown.map((event) => event.step), y: shown.map(() => 0.03), yaxis: "y2", mode: "markers", name: look.name,
       marker: { symbol: look.symbol, size: 7, color: look.colour, opacity: 0.85 },
       hovertemplate: `${look.name}<extra></extra>`, cliponaxis: false,
     }];

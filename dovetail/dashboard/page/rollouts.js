@@ -54,9 +54,9 @@ export async function rollouts(box, state) {
 
   async function start() {
     const mine = ++asked;
-    const found = await ask("steps", { run: state.run, kind: wish.kind });
+    const reply = await ask("steps", { run: state.run, kind: wish.kind });
     if (mine !== asked) return;
-    steps = found.steps;
+    steps = reply.steps;
     if (!steps.length) {
       list.replaceChildren();
       chips.replaceChildren();
@@ -78,15 +78,15 @@ export async function rollouts(box, state) {
     legend.replaceChildren(colourLegend(wish.colour) ?? "");
     if (wish.scope === "run" && (wish.words || wish.wanted !== "all")) return searchRun(mine);
     const place = { run: state.run, kind: wish.kind, step: wish.step };
-    const found = await ask("groups", { ...place, wanted: wish.wanted, words: wish.words, order: wish.order, first, count: PAGE });
+    const reply = await ask("groups", { ...place, wanted: wish.wanted, words: wish.words, order: wish.order, first, count: PAGE });
     if (mine !== asked) return;
-    drawChips(found.counts);
-    summary.textContent = [`${found.num_groups} of ${found.counts.groups} prompts`, `${found.counts.all} answers in step ${found.step}`,
-      found.bad_lines ? `${found.bad_lines} lines of the file are not whole and are left out` : ""].filter(Boolean).join(" · ");
+    drawChips(reply.counts);
+    summary.textContent = [`${reply.num_groups} of ${reply.counts.groups} prompts`, `${reply.counts.all} answers in step ${reply.step}`,
+      reply.bad_lines ? `${reply.bad_lines} lines of the file are not whole and are left out` : ""].filter(Boolean).join(" · ");
     if (!append) list.replaceChildren();
-    list.append(...found.groups.map((group) => drawGroup(group, place)));
-    if (!found.groups.length && !append) list.append(el("p", { class: "empty", text: "No answer of this step fits." }));
-    more.hidden = first + PAGE >= found.num_groups;
+    list.append(...reply.groups.map((group) => drawGroup(group, place)));
+    if (!reply.groups.length && !append) list.append(el("p", { class: "empty", text: "No answer of this step fits." }));
+    more.hidden = first + PAGE >= reply.num_groups;
   }
 
   async function searchRun(mine) {
@@ -97,15 +97,15 @@ export async function rollouts(box, state) {
     let cursor = -1;
     let count = 0;
     while (mine === asked && cursor !== null && count < 40) {
-      let found;
+      let reply;
       try {
-        found = await ask("search", { run: state.run, kind, wanted: wish.wanted, words: wish.words, cursor }, searching.signal);
+        reply = await ask("search", { run: state.run, kind, wanted: wish.wanted, words: wish.words, cursor }, searching.signal);
       } catch (error) { if (error.name === "AbortError") return; throw error; }
       if (mine !== asked) return;
-      count += found.found.length;
-      cursor = found.next;
-      list.append(...found.found.map((answer) => drawFound(answer, kind)));
-      summary.textContent = `${count} answers found${cursor === null ? " in all steps" : `, ${found.left} steps left to read …`}`;
+      count += reply.matches.length;
+      cursor = reply.next;
+      list.append(...reply.matches.map((answer) => drawMatch(answer, kind)));
+      summary.textContent = `${count} answers found${cursor === null ? " in all steps" : `, ${reply.left} steps left to read …`}`;
     }
     if (cursor !== null && count) summary.textContent = `the newest ${count} answers that fit`;
     if (!count) list.append(el("p", { class: "empty", text: "No answer of any step fits." }));
@@ -127,7 +127,7 @@ export async function rollouts(box, state) {
     return el("article", { class: "card group", data: { uid: group.uid } }, head, whole, el("div", { class: "answers" }, group.answers.map((answer) => drawAnswer(answer, place))));
   }
 
-  const drawFound = (answer, kind) => el("article", { class: "card group" }, el("header", {}, el("div", { class: "prompt", text: shortPrompt(answer.prompt) }),
+  const drawMatch = (answer, kind) => el("article", { class: "card group" }, el("header", {}, el("div", { class: "prompt", text: shortPrompt(answer.prompt) }),
     el("div", { class: "facts soft" }, el("button", { class: "link", text: `step ${answer.step}`, onclick: () => { change({ scope: "step", step: answer.step }); document.getElementById("scope").value = "step"; } }))),
   el("div", { class: "answers" }, drawAnswer(answer, { run: state.run, kind, step: answer.step })));
 

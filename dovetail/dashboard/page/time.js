@@ -17,30 +17,30 @@ export async function time(box, state) {
   bars.card.classList.add("wide");
   const grid = el("div", { class: "grid" }, bars.card, line.card, speed.card, mfu.card, memory.card);
   box.append(sentence, grid);
-  let found = null;
+  let reply = null;
   let step = state.parameters.step ? Number(state.parameters.step) : null;
   let wired = false;
 
   steps.addEventListener("change", () => { step = Number(steps.value); go({ parameters: { step } }, { replace: true }); drawTimeline(); });
 
   async function load() {
-    found = await ask("time", { run: state.run });
+    reply = await ask("time", { run: state.run });
     paint();
   }
 
   function paint() {
-    const now = found.status.phase ? `Right now: ${found.words[found.status.phase] ?? found.status.phase}, step ${found.status.now_step}. ` : "";
-    sentence.replaceChildren(el("p", {}, el("strong", { text: found.waits.sentence })),
-      el("p", { class: "soft", text: `${now}${found.waits.advice}` }));
+    const now = reply.status.phase ? `Right now: ${reply.words[reply.status.phase] ?? reply.status.phase}, step ${reply.status.now_step}. ` : "";
+    sentence.replaceChildren(el("p", {}, el("strong", { text: reply.waits.sentence })),
+      el("p", { class: "soft", text: `${now}${reply.waits.advice}` }));
     drawBars();
     drawRates();
     drawMemory();
-    if (step === null || (found.timeline_steps && step > found.timeline_steps[1])) step = found.timeline_steps?.[1] ?? null;
+    if (step === null || (reply.timeline_steps && step > reply.timeline_steps[1])) step = reply.timeline_steps?.[1] ?? null;
     drawTimeline();
   }
 
   function drawBars() {
-    const { phases, steps: at, per_bar } = found.phases;
+    const { phases, steps: at, per_bar } = reply.phases;
     bars.note(phases.length ? (per_bar > 1 ? `each bar is the mean of about ${per_bar} steps` : "") : "No step has been timed yet.");
     const kept = phases.filter((phase) => phase.seconds.some((seconds) => seconds > 0));
     bars.legend(kept.map((phase) => [phase.name, phaseColour(phase.key)]));
@@ -69,7 +69,7 @@ export async function time(box, state) {
     const workers = [...new Set(timeline.spans.map((span) => span.worker))].sort((a, b) => order(a) - order(b));
     const phases = [...new Set(timeline.spans.map((span) => span.phase))];
     const named = new Map();
-    for (const phase of phases) if (!named.has(phaseColour(phase))) named.set(phaseColour(phase), found.words[phase] ?? phase.replaceAll("_", " "));
+    for (const phase of phases) if (!named.has(phaseColour(phase))) named.set(phaseColour(phase), reply.words[phase] ?? phase.replaceAll("_", " "));
     line.legend([...named].map(([shade, name]) => [name, shade]));
     const last = Math.max(...timeline.spans.map((span) => span.end));
     line.plot.style.height = `${Math.max(170, 44 + 26 * workers.length)}px`;
@@ -86,7 +86,7 @@ export async function time(box, state) {
   }
 
   function drawRates() {
-    const rates = Object.entries(found.rates).map(([name, points]) => ({ name, ...points }));
+    const rates = Object.entries(reply.rates).map(([name, points]) => ({ name, ...points }));
     for (const [card, lines, absent] of [
       [speed, rates.filter((rate) => rate.name === "perf/throughput"), "No step has been timed yet."],
       [mfu, rates.filter((rate) => rate.name.startsWith("perf/mfu/")), "Not recorded in this run: the peak of the device is not known (a CPU, as a rule)."],
@@ -98,7 +98,7 @@ export async function time(box, state) {
   }
 
   function drawMemory() {
-    const { phases, device, device_gib, reported, verdict } = found.memory;
+    const { phases, device, device_gib, reported, verdict } = reply.memory;
     const words = [["allocated on the device", reported.allocated], ["reserved on the device", reported.reserved], ["of the largest process on the host", reported.host]];
     const peak = words.filter(([, gib]) => gib !== null).map(([name, gib]) => `${short(gib)} GiB ${name}`).join(", ");
     memory.note([verdict && `Plan: ${verdict}.`, peak && `Peaks over the run: ${peak}.`].filter(Boolean).join(" ") || "This run has no plan.json.");
@@ -125,7 +125,7 @@ export async function time(box, state) {
   await load();
   return { refresh: load, repaint: paint, key: (key) => {
     if (step === null || (key !== "," && key !== ".")) return;
-    step = Math.min(found.timeline_steps[1], Math.max(found.timeline_steps[0], step + (key === "." ? 1 : -1)));
+    step = Math.min(reply.timeline_steps[1], Math.max(reply.timeline_steps[0], step + (key === "." ? 1 : -1)));
     drawTimeline();
   } };
 }

@@ -1,16 +1,164 @@
-"""Pages of responses: groups of a step by filter, words and order; and a search over all steps in small bites."""
+"""Responses of a run: an index of each `step_N.jsonl`, pages of groups by filter, words and order, search in all steps.
+
+Lines end with long lists of numbers, one per token. The index reads what stands before them, and keeps numbers only: a
+file may be far larger than memory.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dovetail.dashboard.errors import DashboardError
-from dovetail.dashboard.response_file import Entry, ResponseFile, prompt_bytes, stamp_of
+from dovetail.dashboard.run_files import DashboardError, parse_object, read_at
+
+# In a JSON line an unescaped quote cannot be inside a text, so this is the key and never somebody's answer.
+_FIRST_TOKEN_LIST = b', "response_ids": ['
+_TOKEN_LISTS = ("response_ids", "token_ends", "token_advantages", "token_logprob_gaps", "token_entropies")
+_LONGEST_LINE = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the index knows of a response."""
+
+    row: int
+    offset: int
+    size: int
+    group: str
+    prompt_key: str
+    score: float | None
+    advantage: float | None
+    length: int
+    truncated: bool
+    failed: bool
+    wrong: bool
+    gap: float | None
+
+
+@dataclass(frozen=True)
+class ResponseFile:
+    """The index of a file, and whether the file on disk is still the one indexed (`stamp`)."""
+
+    path: Path
+    stamp: tuple[int, int]
+    entries: tuple[Entry, ...]
+    bad_lines: int
+
+    @classmethod
+    def read(cls, path: Path) -> ResponseFile:
+        """Index a file. Lines that are no JSON objects are counted, not shown."""
+        entries: list[Entry] = []
+        bad = 0
+        for offset, line in _lines(path):
+            head = parse_head(line)
+            if head is None:
+                bad += 1
+                continue
+            entries.append(_entry(len(entries), offset, len(line), head))
+        return cls(path, stamp_of(path), tuple(entries), bad)
+
+    def head(self, entry: Entry) -> dict[str, Any]:
+        """A response without the numbers of its tokens."""
+        row = parse_head(read_at(self.path, entry.offset, entry.size))
+        if row is None:
+            raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
+        return plain_names(row)
+
+    def full_row(self, entry: Entry) -> dict[str, Any]:
+        """A response with the numbers of its tokens, where they were recorded."""
+        row = parse_object(read_at(self.path, entry.offset, entry.size))
+        if row is None:
+            raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
+        tokens = {name: row[name] for name in _TOKEN_LISTS if isinstance(row.get(name), list)}
+        return {**plain_names(row), **tokens}
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Changes when the file does."""
+    try:
+        status = path.stat()
+    except OSError:
+        raise DashboardError(f"there is no {path.parent.name}/{path.name} in this run.") from None
+    return status.st_mtime_ns, status.st_size
+
+
+def parse_head(line: bytes) -> dict[str, Any] | None:
+    """A line up to its lists of numbers."""
+    cut = line.find(_FIRST_TOKEN_LIST)
+    return parse_object(line if cut < 0 else line[:cut] + b"}")
+
+
+def prompt_key(prompt: Any) -> str:
+    """The same for the same prompt, in whatever step."""
+    return hashlib.sha1(str(prompt).encode(), usedforsecurity=False).hexdigest()[:16]
+
+
+def prompt_bytes(prompt: Any) -> bytes:
+    """How a prompt stands in a line: to find it without parsing."""
+    return f'"prompt": {json.dumps(prompt, ensure_ascii=False)}'.encode()
+
+
+def plain_names(row: dict[str, Any]) -> dict[str, Any]:
+    """Answers of training and of validation under the same names."""
+    values = row.get("values") if isinstance(row.get("values"), dict) else {}
+    assert isinstance(values, dict)
+    score = row.get("score", values.get("reward"))
+    known = {*_TOKEN_LISTS, "values", "prompt", "response", "score", "advantage", "truncated"}
+    extra = {name: value for name, value in {**row, **values}.items() if name not in known and _is_plain(value)}
+    return {
+        "prompt": str(row.get("prompt") or ""),
+        "response": str(row.get("response") or ""),
+        "uid": str(row.get("uid", "")),
+        "ground_truth": row.get("ground_truth"),
+        "score": _number(score),
+        "advantage": _number(row.get("advantage")),
+        "gap": _number(row.get("logprob_gap")),
+        "length": int(_number(row.get("response_length", row.get("length"))) or 0),
+        "truncated": bool(row.get("truncated", False)),
+        "failed": bool(row.get("reward_failed", row.get("failed", False))),
+        "wrong": _is_wrong(score, row.get("acc", values.get("acc"))),
+        "extra": extra,
+    }
+
+
+def _entry(row: int, offset: int, size: int, head: dict[str, Any]) -> Entry:
+    plain = plain_names(head)
+    key = prompt_key(plain["prompt"])
+    names = ("score", "advantage", "length", "truncated", "failed", "wrong", "gap")
+    return Entry(row, offset, size, plain["uid"] or key, key, **{name: plain[name] for name in names})
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    stamp_of(path)
+    offset = 0
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):
+            if line.strip():
+                yield offset, line.rstrip(b"\n")
+            offset += len(line)
+
+
+def _is_wrong(score: Any, accuracy: Any) -> bool:
+    """By the reward's own word for right and wrong where it has one, else by a score that is not positive."""
+    if isinstance(accuracy, (bool, int, float)):
+        return float(accuracy) < 0.5
+    number = _number(score)
+    return number is not None and number <= 0
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, bool))
+
 
 Kind = Literal["rollouts", "validation"]
 Filter = Literal["all", "wrong", "truncated", "no_signal", "failed"]
@@ -113,7 +261,7 @@ class ResponseFolder:
     def search(self, wish: Wish, *, cursor: int, seconds: float, most: int, stop: int | None = None) -> dict[str, Any]:
         """Answers of any step that fit, from the newest step before `cursor` back, for a moment.
 
-        Returns what was found and where to go on; `next` is None at the end.
+        Returns the matches and where to go on; `next` is None at the end.
         """
         steps = [step for step in self.steps() if (cursor < 0 or step < cursor) and (stop is None or step >= stop)]
         matches: list[dict[str, Any]] = []
@@ -122,9 +270,9 @@ class ResponseFolder:
         while steps and len(matches) < most and (time.monotonic() < until or num_read == 0):
             step = steps.pop()
             num_read += 1
-            matches += self._found_in(step, wish)
+            matches += self._matches_in(step, wish)
             cursor = step
-        return {"found": matches[: 2 * most], "next": cursor if steps else None, "left": len(steps)}
+        return {"matches": matches[: 2 * most], "next": cursor if steps else None, "left": len(steps)}
 
     def steps_with_prompt(self, step: int, row: int, *, cursor: int, seconds: float) -> dict[str, Any]:
         """Other steps that answered the prompt of this response, from the newest back, for a moment."""
@@ -144,7 +292,7 @@ class ResponseFolder:
         key = file.entries[row].prompt_key
         return {"key": key, "steps": matches, "next": cursor if steps else None, "left": len(steps)}
 
-    def _found_in(self, step: int, wish: Wish) -> list[dict[str, Any]]:
+    def _matches_in(self, step: int, wish: Wish) -> list[dict[str, Any]]:
         path = self._resolve(self._path / f"step_{step}.jsonl")
         if wish.filter == "all" and wish.words and not _file_may_have(path, wish.words):
             return []
