@@ -7,56 +7,32 @@ from __future__ import annotations
 
 from dovetail.config.base import Rule, unsupported, unused
 
+_ROLLOUT = "actor_rollout_ref.rollout."
+_MTP = "multi-token-prediction heads are neither trained nor used to generate"
+_LORA = "adapters are plain LoRA, initialised as PEFT does"
+_ROUTING = "the trainer routes tokens to experts itself; routing is not recorded or replayed"
+_MUON = "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn"
+_FULL_PRECISION = "weights are trained in full precision; only the engine may be quantised"
+_NO_REPLAY = "responses are never replayed from an earlier run"
+
 # The reason, patterns of keys (`*` stands for anything, `ROLLOUT` for the section), values that ask for no more.
 _REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("prompts are not generated during training; write them to a file first", "data.datagen.path", ()),
-    (
-        "multi-token-prediction heads are neither trained nor used to generate",
-        "*.model.mtp.enable *.model.mtp.enable_train",
-        (False,),
-    ),
-    ("adapters are plain LoRA, initialised as PEFT does", "*.model.lora.type", ("lora", "canonical_lora")),
+    (_MTP, "*.model.mtp.enable *.model.mtp.enable_train", (False,)),
+    (_LORA, "*.model.lora.type", ("lora", "canonical_lora")),
     ("weight decay is constant", "*.optim.weight_decay_incr_style", ("constant",)),
     ("weights are always loaded from `model.path`", "*.load_weight", (True,)),
-    (
-        "the trainer routes tokens to experts itself; routing is not recorded or replayed",
-        "*.router_replay.mode",
-        ("disabled",),
-    ),
-    (
-        "the trainer routes tokens to experts itself; routing is not recorded or replayed",
-        "ROLLOUT.enable_rollout_routing_replay",
-        (False,),
-    ),
-    (
-        "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn",
-        "*.optim.muon_split_qkv *.optim.muon_extra_scale_factor",
-        (True,),
-    ),
-    (
-        "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn",
-        "*.optim.muon_scale_mode",
-        ("spectral",),
-    ),
-    (
-        "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn",
-        "*.optim.muon_coefficient_type",
-        ("quintic",),
-    ),
-    (
-        "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn",
-        "*.optim.muon_scalar_optimizer",
-        ("adam",),
-    ),
+    (_ROUTING, "*.router_replay.mode", ("disabled",)),
+    (_ROUTING, "ROLLOUT.enable_rollout_routing_replay", (False,)),
+    (_MUON, "*.optim.muon_split_qkv *.optim.muon_extra_scale_factor", (True,)),
+    (_MUON, "*.optim.muon_scale_mode", ("spectral",)),
+    (_MUON, "*.optim.muon_coefficient_type", ("quintic",)),
+    (_MUON, "*.optim.muon_scalar_optimizer", ("adam",)),
     ("`muon_adjust_lr_fn=match_rms_adamw` does that", "*.optim.muon_match_adamw_update_rms", (False,)),
     ("there is no distillation from a teacher", "distillation.enabled", (False,)),
     ("`actor_rollout_ref.actor.loss_scale_factor` is that of both losses", "critic.loss_scale_factor", ()),
-    ("weights are trained in full precision; only the engine may be quantised", "*.qat.enable", (False,)),
-    (
-        "responses are never replayed from an earlier run",
-        "skip.enable ROLLOUT.skip_rollout ROLLOUT.skip.enable",
-        (False,),
-    ),
+    (_FULL_PRECISION, "*.qat.enable", (False,)),
+    (_NO_REPLAY, "skip.enable ROLLOUT.skip_rollout ROLLOUT.skip.enable", (False,)),
     ("a response ends where the model ends it", "data.min_response_length", (0,)),
     ("the first token is sampled like the others", "ROLLOUT.use_fire_sampling", (False,)),
 )
@@ -76,10 +52,10 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("`data.filter_overlong_prompts` decides", "data.filter_prompts"),
     ("dovetail has its own fused head; other Liger kernels are not used", "*.model.use_liger"),
     ("feed-forward layers are not tiled; use gradient checkpointing or a longer SP", "*.model.tiled_mlp.*"),
-    ("multi-token-prediction heads are neither trained nor used to generate", "*.model.mtp.* ROLLOUT.mtp.*"),
+    (_MTP, "*.model.mtp.* ROLLOUT.mtp.*"),
     ("gradient checkpointing has one, non-reentrant, form", "*.model.gradient_checkpointing_kwargs.*"),
     ("`fsdp_config.model_dtype` is the dtype of the weights", "*.model.torch_dtype"),
-    ("adapters are plain LoRA, initialised as PEFT does", "*.model.lora.*"),
+    (_LORA, "*.model.lora.*"),
     ("FSDP2 always keeps the original parameters, and fsdp is told to", "*.fsdp_config.use_orig_params"),
     ("the role decides: reference and reward model are forward only", "*.fsdp_config.forward_only"),
     ("`trainer.seed` seeds every role", "*.fsdp_config.seed *.megatron.seed *.data_loader_seed"),
@@ -102,7 +78,7 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("equal prompts are not merged; results are the same", "actor_rollout_ref.actor.use_prefix_grouper"),
     ("it is computed without gradients, in chunks", "actor_rollout_ref.actor.sum_pi_squared_checkpointing"),
     (
-        "the trainer routes tokens to experts itself; routing is not recorded or replayed",
+        _ROUTING,
         "actor_rollout_ref.actor.router_replay.* actor_rollout_ref.ref.router_replay.* *.megatron.router_replay.*",
     ),
     ("`actor_rollout_ref.model.use_fused_kernels` decides", "actor_rollout_ref.ref.use_fused_kernels"),
@@ -113,10 +89,7 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ),
     ("a checkpoint that does not fit the model is always refused", "*.checkpoint.strict"),
     ("the reference is not trained", "actor_rollout_ref.ref.optim.*"),
-    (
-        "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn",
-        "*.optim.muon_tp_mode *.optim.muon_fp32_matmul_prec *.optim.use_layer_wise_distributed_optimizer",
-    ),
+    (_MUON, "*.optim.muon_tp_mode *.optim.muon_fp32_matmul_prec *.optim.use_layer_wise_distributed_optimizer"),
     ("write it in `override_optimizer_config`", "*.optim.use_precision_aware_optimizer *.optim.*_dtype"),
     (
         "`context_parallel_size` holds for every batch",
@@ -147,11 +120,8 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("there is one trainer", "trainer.use_v1"),
     ("there is one trainer; `async_training` holds what runs ahead", "trainer.v1.*"),
     ("generation batches run one after the other", "algorithm.filter_groups.max_inflight_gen_batches"),
-    ("weights are trained in full precision; only the engine may be quantised", "*.qat.*"),
-    (
-        "responses are never replayed from an earlier run",
-        "skip.* ROLLOUT.skip_dump_dir ROLLOUT.skip.* ROLLOUT.skip_use_default_dir",
-    ),
+    (_FULL_PRECISION, "*.qat.*"),
+    (_NO_REPLAY, "skip.* ROLLOUT.skip_dump_dir ROLLOUT.skip.* ROLLOUT.skip_use_default_dir"),
     ("turns share `data.max_response_length`", "ROLLOUT.single_turn_response_length"),
     ("`actor_rollout_ref.rollout.free_cache_engine` decides", "ROLLOUT.enable_sleep_mode ROLLOUT.enable_memory_saver"),
     ("`model.use_fused_kernels` is the fused head", "*.use_gemm_fusion"),
@@ -199,14 +169,10 @@ _UNUSED: tuple[tuple[str, str], ...] = (
 )
 
 
-def _patterns(text: str) -> str:
-    return text.replace("ROLLOUT.", "actor_rollout_ref.rollout.")
-
-
 # A switch is asked before the section that it is in.
 FOREIGN_KEYS: tuple[Rule, ...] = (
-    *(unsupported(why, only=_patterns(keys), unless=harmless) for why, keys, harmless in _REFUSED),
-    *(unused(why, only=_patterns(keys)) for why, keys in _UNUSED),
+    *(unsupported(why, only=keys.replace("ROLLOUT.", _ROLLOUT), unless=harmless) for why, keys, harmless in _REFUSED),
+    *(unused(why, only=keys.replace("ROLLOUT.", _ROLLOUT)) for why, keys in _UNUSED),
 )
 
 

@@ -16,191 +16,207 @@ from dovetail.config.trainer import TrainerConfig
 
 
 @dataclass
-class GroupResult:
-    """Keys that a rule consumed, and the values it sets: new key -> (value, how it was written)."""
+class Group:
+    """The leaf keys that are set; keys that a rule consumed, and what it sets: new key -> (value, how it was written).
 
+    What is set to None is not set.
+    """
+
+    leaves: Mapping[str, Any]
     consumed: list[str] = field(default_factory=list)
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     notices: list[Notice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
+    def notice(self, key: str, message: str) -> None:
+        self.notices.append(Notice(key, message))
+
+    def problem(self, key: str, message: str) -> None:
+        self.problems.append(Problem(key, message))
+
+    def size(self, *keys: str) -> Any:
+        """The first of `keys` that is set, else 1."""
+        return next((self.leaves[key] for key in keys if self.leaves.get(key) is not None), 1)
+
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
+_IS, _THRESHOLD = f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_is_threshold"
+_RS, _BOUND = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
 # Levels of the second generation, as rejection rules of the third.
 _REJECTION = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 _VETOES = (f"{_CORRECTION}.rollout_token_veto_threshold", f"{_CORRECTION}.rollout_is_veto_threshold")
 _RATIO_CAPS = (f"{_ACTOR}.tis_imp_ratio_cap", f"{_ACTOR}.behav_imp_weight_cap")
 
 
-def ratio_cap(leaves: Mapping[str, Any]) -> GroupResult:
+def ratio_cap(group: Group) -> None:
     """First generation: one cap on the token ratio; -1 switches it off."""
-    result = GroupResult(consumed=[key for key in _RATIO_CAPS if key in leaves])
-    for key in result.consumed:
-        cap = leaves[key]
+    group.consumed += [key for key in _RATIO_CAPS if key in group.leaves]
+    for key in group.consumed:
+        cap = group.leaves[key]
         if not isinstance(cap, int | float) or cap <= 0:
-            result.notices.append(Notice(key, f"{key}={cap} means no importance weights here, as it did."))
+            group.notice(key, f"{key}={cap} means no importance weights here, as it did.")
             continue
-        result.values[f"{_CORRECTION}.rollout_is"] = ("token", key)
-        result.values[f"{_CORRECTION}.rollout_is_threshold"] = (cap, key)
-        result.notices.append(
-            Notice(key, f"{key}={cap} is read as {_CORRECTION}.rollout_is=token with rollout_is_threshold={cap}.")
-        )
-    return result
+        group.values |= {_IS: ("token", key), _THRESHOLD: (cap, key)}
+        group.notice(key, f"{key}={cap} is read as {_IS}=token with rollout_is_threshold={cap}.")
 
 
-def flat_importance_sampling(leaves: Mapping[str, Any]) -> GroupResult:
+def flat_importance_sampling(group: Group) -> None:
     """Second generation: `algorithm.rollout_is` and `algorithm.rollout_is_*` (see `FLAT_KEYS`)."""
     prefix = "algorithm.rollout_is"
-    result = GroupResult(consumed=[key for key in leaves if key == prefix or key.startswith(f"{prefix}_")])
-    if not result.consumed:
-        return result
-    values = {key.removeprefix("algorithm."): leaves[key] for key in result.consumed}
-    unknown = set(values) - {name for name, _, _ in FLAT_KEYS}
-    result.consumed = [key for key in result.consumed if key.removeprefix("algorithm.") not in unknown]
+    values = {
+        key.removeprefix("algorithm."): value
+        for key, value in group.leaves.items()
+        if key == prefix or key.startswith(f"{prefix}_")
+    }
+    if not values:
+        return
+    group.consumed += [f"algorithm.{name}" for name, _, _ in FLAT_KEYS if name in values]
     threshold, level = values.get("rollout_is_threshold"), values.get("rollout_is_level", "token")
     mode, lower = values.get("rollout_is_mode", "truncate"), values.get("rollout_is_threshold_lower")
-    if (problem := _check_flat(level, mode)) is not None:
-        result.problems.append(problem)
-        return result
-    weighted = bool(values.get("rollout_is")) and threshold is not None
-    if weighted and level != "geometric":
-        result.values[f"{_CORRECTION}.rollout_is"] = (level, prefix)
-        result.values[f"{_CORRECTION}.rollout_is_threshold"] = (threshold, f"{prefix}_threshold")
+    if level not in _REJECTION:
+        return group.problem(f"{prefix}_level", f"{prefix}_level={level}: use one of {', '.join(_REJECTION)}.")
+    if mode not in ("truncate", "mask"):
+        return group.problem(f"{prefix}_mode", f"{prefix}_mode={mode}: use truncate or mask.")
+    if level == "geometric" and mode == "truncate":
+        return group.problem(
+            f"{prefix}_level",
+            f"{prefix}_level=geometric with rollout_is_mode=truncate has no counterpart: a geometric mean "
+            f"is not an importance weight; set {_RS}=seq_mean_k1 with rollout_rs_threshold.",
+        )
+    if values.get("rollout_is") and threshold is not None and level != "geometric":
+        group.values |= {_IS: (level, prefix), _THRESHOLD: (threshold, f"{prefix}_threshold")}
     if mode == "mask" and threshold is not None:
         bounds = f"{lower if lower is not None else round(1 / threshold, 6)}_{threshold}"
-        result.values[f"{_CORRECTION}.rollout_rs"] = (_REJECTION[level], f"{prefix}_mode")
-        result.values[f"{_CORRECTION}.rollout_rs_threshold"] = (bounds, f"{prefix}_threshold")
-    normalize = "rollout_is_batch_normalize"
-    result.values[f"{_CORRECTION}.{normalize}"] = (values.get(normalize), f"algorithm.{normalize}")
-    _veto(result, values.get("rollout_is_veto_threshold"), f"{prefix}_veto_threshold")
-    written = ", ".join(f"{key.rpartition('.')[2]}={value[0]}" for key, value in result.values.items() if value[0])
-    result.notices.append(
-        Notice(prefix, f"{prefix}* is read as {_CORRECTION}: {written or 'no importance weights, no rejection'}.")
-    )
-    return result
+        group.values |= {_RS: (_REJECTION[level], f"{prefix}_mode"), _BOUND: (bounds, f"{prefix}_threshold")}
+    normalize = values.get("rollout_is_batch_normalize")
+    group.values[f"{_IS}_batch_normalize"] = (normalize, f"{prefix}_batch_normalize")
+    _veto(group, values.get("rollout_is_veto_threshold"), f"{prefix}_veto_threshold")
+    written = ", ".join(f"{key.rpartition('.')[2]}={value[0]}" for key, value in group.values.items() if value[0])
+    group.notice(prefix, f"{prefix}* is read as {_CORRECTION}: {written or 'no importance weights, no rejection'}.")
 
 
-def early_rollout_correction(leaves: Mapping[str, Any]) -> GroupResult:
+def early_rollout_correction(group: Group) -> None:
     """Third generation, first names: rejection by level, a separate lower bound, a veto, `use_policy_gradient`."""
-    result = GroupResult()
-    rule, bound = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
-    name, lower, upper = leaves.get(rule), leaves.get(f"{bound}_lower"), leaves.get(bound)
-    result.consumed += [key for key in (f"{bound}_lower", *_VETOES) if key in leaves]
+    leaves = group.leaves
+    name, lower, upper = leaves.get(_RS), leaves.get(f"{_BOUND}_lower"), leaves.get(_BOUND)
+    group.consumed += [key for key in (f"{_BOUND}_lower", *_VETOES) if key in leaves]
     if isinstance(name, str) and name in _REJECTION:
-        result.consumed += [rule, bound]
-        upper = leaves.get(f"{_CORRECTION}.rollout_is_threshold", 2.0) if upper is None else upper
+        group.consumed += [_RS, _BOUND]
+        upper = leaves.get(_THRESHOLD, 2.0) if upper is None else upper
         bounds = upper if lower is None else f"{lower}_{upper}"
-        result.values |= {rule: (_REJECTION[name], f"{rule}={name}"), bound: (bounds, f"{bound}_lower")}
-        result.notices.append(Notice(rule, f"{rule}={name} is read as {_REJECTION[name]} with the bounds {bounds}."))
+        group.values |= {_RS: (_REJECTION[name], f"{_RS}={name}"), _BOUND: (bounds, f"{_BOUND}_lower")}
+        group.notice(_RS, f"{_RS}={name} is read as {_REJECTION[name]} with the bounds {bounds}.")
     elif name is not None:
-        result.values |= {rule: (name, rule), bound: (upper, bound)}
+        group.values |= {_RS: (name, _RS), _BOUND: (upper, _BOUND)}
     for key in _VETOES:
-        _veto(result, leaves.get(key), key)
-    _pair_of_thresholds(leaves, result)
-    if leaves.get(f"{_CORRECTION}.rollout_is") == "geometric" and name is not None:
-        weights = f"{_CORRECTION}.rollout_is"
-        result.consumed.append(weights)
-        message = f"{weights}=geometric is read as null: a geometric mean is no importance weight; the rejection stays."
-        result.notices.append(Notice(weights, message))
+        _veto(group, leaves.get(key), key)
+    threshold = leaves.get(_THRESHOLD)
+    if isinstance(threshold, str) and "_" in threshold:
+        # `lower_upper` drops weights outside the two instead of cutting them.
+        lower, _, upper = threshold.partition("_")
+        group.consumed.append(_THRESHOLD)
+        group.values |= {_THRESHOLD: (upper, _THRESHOLD), f"{_THRESHOLD}_lower": (lower, _THRESHOLD)}
+        group.notice(_THRESHOLD, f"{_THRESHOLD}={threshold} is read as {upper} with {_THRESHOLD}_lower={lower}.")
+    if leaves.get(_IS) == "geometric" and name is not None:
+        group.consumed.append(_IS)
+        reason = "a geometric mean is no importance weight; the rejection stays"
+        group.notice(_IS, f"{_IS}=geometric is read as null: {reason}.")
     for old in ("use_policy_gradient", "use_pure_rollout_correction"):
         key = f"{_CORRECTION}.{old}"
         if key in leaves:
-            result.consumed.append(key)
+            group.consumed.append(key)
             if leaves[key]:
-                result.values[f"{_CORRECTION}.loss_type"] = ("reinforce", key)
-                result.notices.append(Notice(key, f"{key} is read as {_CORRECTION}.loss_type=reinforce."))
-    result.consumed += [key for key in result.values if key in leaves]
-    return result
+                group.values[f"{_CORRECTION}.loss_type"] = ("reinforce", key)
+                group.notice(key, f"{key} is read as {_CORRECTION}.loss_type=reinforce.")
+    group.consumed += [key for key in group.values if key in leaves]
 
 
-def _pair_of_thresholds(leaves: Mapping[str, Any], result: GroupResult) -> None:
-    """`rollout_is_threshold=lower_upper` drops weights outside the two instead of cutting them."""
-    key = f"{_CORRECTION}.rollout_is_threshold"
-    threshold = leaves.get(key)
-    if isinstance(threshold, str) and "_" in threshold:
-        lower, _, upper = threshold.partition("_")
-        result.consumed.append(key)
-        result.values |= {key: (upper, key), f"{key}_lower": (lower, key)}
-        result.notices.append(Notice(key, f"{key}={threshold} is read as {upper} with {key}_lower={lower}."))
-
-
-def _veto(result: GroupResult, threshold: Any, key: str) -> None:
+def _veto(group: Group, threshold: Any, key: str) -> None:
     """A veto on single tokens is one more rejection rule. That rule is symmetric: it also vetoes tokens that are as
     much more likely."""
     if not isinstance(threshold, int | float) or not 0 < threshold < 1:
         return
-    rule, bound = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
     limit = round(0.5 * math.log(threshold) ** 2, 4)
-    first, first_bound = (result.values.get(name, (None, ""))[0] for name in (rule, bound))
-    result.values[rule] = (f"{first},seq_max_k2" if first else "seq_max_k2", key)
-    result.values[bound] = (f"{first_bound},{limit}" if first else limit, key)
-    message = (
+    first, first_bound = (group.values.get(name, (None, ""))[0] for name in (_RS, _BOUND))
+    group.values[_RS] = (f"{first},seq_max_k2" if first else "seq_max_k2", key)
+    group.values[_BOUND] = (f"{first_bound},{limit}" if first else limit, key)
+    group.notice(
+        key,
         f"{key}={threshold} is read as the rejection rule seq_max_k2 with the bound {limit}, "
-        "which also drops sequences with a token that is as many times more likely."
+        "which also drops sequences with a token that is as many times more likely.",
     )
-    result.notices.append(Notice(key, message))
 
 
-def implied_megatron(leaves: Mapping[str, Any]) -> GroupResult:
+def implied_megatron(group: Group) -> None:
     """Lists for a Megatron file set `*.megatron.*` and no strategy, because that file chose the backend."""
-    result = GroupResult(consumed=[key for key in ("model_engine",) if key in leaves])
+    leaves = group.leaves
+    group.consumed += [key for key in ("model_engine",) if key in leaves]
     if leaves.get(f"{_ACTOR}.strategy") is not None:
-        return result
+        return
     if leaves.get("model_engine") == "megatron":
-        result.values[f"{_ACTOR}.strategy"] = ("megatron", "model_engine")
-        result.notices.append(Notice("model_engine", f"model_engine=megatron is read as {_ACTOR}.strategy=megatron."))
-        return result
+        group.values[f"{_ACTOR}.strategy"] = ("megatron", "model_engine")
+        group.notice("model_engine", f"model_engine=megatron is read as {_ACTOR}.strategy=megatron.")
+        return
     for role in (_ACTOR, "critic"):
         used = next((key for key in leaves if key.startswith(f"{role}.megatron.")), None)
         if used is not None and leaves.get(f"{role}.strategy") is None:
-            result.values[f"{role}.strategy"] = ("megatron", used)
-            result.notices.append(
-                Notice(f"{role}.strategy", f"{used} is set and {role}.strategy is not: it is read as megatron.")
-            )
-    return result
+            group.values[f"{role}.strategy"] = ("megatron", used)
+            group.notice(f"{role}.strategy", f"{used} is set and {role}.strategy is not: it is read as megatron.")
 
 
-def streamed_batch(leaves: Mapping[str, Any]) -> GroupResult:
+def streamed_batch(group: Group) -> None:
     """Fully asynchronous lists set `data.train_batch_size=0`: a step takes what `require_batches` asks for."""
-    key = "data.train_batch_size"
+    key, leaves = "data.train_batch_size", group.leaves
     if leaves.get(key) != 0 or isinstance(leaves[key], bool):
-        return GroupResult()
+        return
     mini = leaves.get(f"{_ACTOR}.ppo_mini_batch_size", ActorConfig.model_fields["ppo_mini_batch_size"].default)
     batches = leaves.get("async_training.require_batches", AsyncTrainingConfig.model_fields["require_batches"].default)
-    if not isinstance(mini, int) or not isinstance(batches, int):
-        return GroupResult()
-    message = f"{key}=0 is read as {mini * batches}: require_batches={batches} mini-batches of {mini} prompts."
-    return GroupResult([key], {key: (mini * batches, f"{key}=0")}, [Notice(key, message)])
+    if isinstance(mini, int) and isinstance(batches, int):
+        group.consumed.append(key)
+        group.values[key] = (mini * batches, f"{key}=0")
+        group.notice(
+            key, f"{key}=0 is read as {mini * batches}: require_batches={batches} mini-batches of {mini} prompts."
+        )
 
 
-def global_micro_batches(leaves: Mapping[str, Any]) -> GroupResult:
+def global_micro_batches(group: Group) -> None:
     """Micro-batch sizes that count sequences over all devices become sizes on one device."""
-    result = GroupResult()
     for old, new in GLOBAL_MICRO_BATCHES.items():
-        if old not in leaves:
-            continue
-        result.consumed.append(old)
-        size = leaves[old]
+        size = group.leaves.get(old)
+        group.consumed += [old] if old in group.leaves else []
         if size is None:
             continue
-        replicas = _data_parallel_size(leaves, old)
+        replicas = _data_parallel_size(group, old)
         if not isinstance(size, int) or size <= 0 or replicas is None or size % replicas:
             count = "the number of data-parallel ranks" if replicas is None else f"{replicas} data-parallel ranks"
-            result.problems.append(
-                Problem(
-                    old, f"{old}={size} counts sequences over all devices and does not divide by {count}; set {new}."
-                )
-            )
+            why = f"counts sequences over all devices and does not divide by {count}"
+            group.problem(old, f"{old}={size} {why}; set {new}.")
             continue
-        result.values[new] = (size // replicas, old)
-        result.notices.append(
-            Notice(old, f"{old}={size} over {replicas} data-parallel ranks is read as {new}={size // replicas}.")
-        )
-    return result
+        group.values[new] = (size // replicas, old)
+        group.notice(old, f"{old}={size} over {replicas} data-parallel ranks is read as {new}={size // replicas}.")
 
 
-GROUP_RULES: tuple[Callable[[Mapping[str, Any]], GroupResult], ...] = (
+def _data_parallel_size(group: Group, key: str) -> int | None:
+    """Ranks that see different sequences in the role of `key`; None when the sizes do not fit."""
+    roles = ("actor_rollout_ref.ref", "critic", "reward_model")
+    # The old log-probs of the rollout section are computed by the actor.
+    role = next((name for name in roles if key.startswith(name)), _ACTOR)
+    devices = TrainerConfig.model_fields["n_gpus_per_node"].default
+    world = group.size("trainer.nnodes") * group.leaves.get("trainer.n_gpus_per_node", devices)
+    names: tuple[str, ...] = ("ulysses_sequence_parallel_size",)
+    if (group.leaves.get(f"{role}.strategy") or group.leaves.get(f"{_ACTOR}.strategy")) == "megatron":
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        names = tuple(f"megatron.{name}" for name in sizes)
+    shared = 1
+    for name in names:
+        shared *= group.size(f"{role}.{name}", f"{_ACTOR}.{name}")
+    if not isinstance(world, int) or not isinstance(shared, int) or shared < 1 or world % shared:
+        return None
+    return world // shared
+
+
+GROUP_RULES: tuple[Callable[[Group], None], ...] = (
     ratio_cap,
     flat_importance_sampling,
     early_rollout_correction,
@@ -210,14 +226,15 @@ GROUP_RULES: tuple[Callable[[Mapping[str, Any]], GroupResult], ...] = (
 )
 
 GLOBAL_MICRO_BATCHES = {
-    f"{_ACTOR}.ppo_micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size": "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size": (
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
-    ),
-    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
-    "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu",
-    "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
+    name: f"{name}_per_gpu"
+    for name in (
+        f"{_ACTOR}.ppo_micro_batch_size",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size",
+        "critic.ppo_micro_batch_size",
+        "critic.forward_micro_batch_size",
+        "reward_model.micro_batch_size",
+    )
 }
 
 # The second generation for the documents: name, typed key, meaning.
@@ -231,60 +248,14 @@ FLAT_KEYS = (
     ("rollout_is_batch_normalize", "rollout_is_batch_normalize", ""),
 )
 
-
 # What the other rules do, for the documents: written as, read as, why.
 GROUP_SPELLINGS = (
-    (_RATIO_CAPS[0], f"{_CORRECTION}.rollout_is_threshold", "with `rollout_is=token`; not positive: no weights"),
-    (
-        f"{_CORRECTION}.rollout_rs=token, sequence, geometric",
-        f"{_CORRECTION}.rollout_rs=token_k1, seq_sum_k1, seq_mean_k1",
-        "",
-    ),
-    (f"{_CORRECTION}.rollout_rs_threshold_lower", f"{_CORRECTION}.rollout_rs_threshold=lower_upper", ""),
-    (_VETOES[0], f"{_CORRECTION}.rollout_rs", "one more rule, seq_max_k2 with the threshold 0.5 x log(veto)^2"),
+    (_RATIO_CAPS[0], _THRESHOLD, "with `rollout_is=token`; not positive: no weights"),
+    (f"{_RS}=token, sequence, geometric", f"{_RS}=token_k1, seq_sum_k1, seq_mean_k1", ""),
+    (f"{_BOUND}_lower", f"{_BOUND}=lower_upper", ""),
+    (_VETOES[0], _RS, "one more rule, seq_max_k2 with the threshold 0.5 x log(veto)^2"),
     (f"{_CORRECTION}.use_policy_gradient", f"{_CORRECTION}.loss_type=reinforce", ""),
     (f"{_ACTOR}.megatron.*", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
     ("model_engine=megatron", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
     ("data.train_batch_size=0", "data.train_batch_size", "`async_training.require_batches` mini-batches"),
 )
-
-
-def _check_flat(level: object, mode: object) -> Problem | None:
-    if level not in _REJECTION:
-        return Problem(
-            "algorithm.rollout_is_level", f"algorithm.rollout_is_level={level}: use one of {', '.join(_REJECTION)}."
-        )
-    if mode not in ("truncate", "mask"):
-        return Problem("algorithm.rollout_is_mode", f"algorithm.rollout_is_mode={mode}: use truncate or mask.")
-    if level == "geometric" and mode == "truncate":
-        message = (
-            "algorithm.rollout_is_level=geometric with rollout_is_mode=truncate has no counterpart: a geometric mean "
-            f"is not an importance weight; set {_CORRECTION}.rollout_rs=seq_mean_k1 with rollout_rs_threshold."
-        )
-        return Problem("algorithm.rollout_is_level", message)
-    return None
-
-
-def _data_parallel_size(leaves: Mapping[str, Any], key: str) -> int | None:
-    """Ranks that see different sequences in the role of `key`; None when the sizes do not fit."""
-    role = next(
-        name for name in (_ACTOR, "actor_rollout_ref.ref", "critic", "reward_model", "") if key.startswith(name)
-    )
-    role = role or _ACTOR  # the old log-probs of the rollout section are computed by the actor
-
-    def size(*names: str) -> Any:
-        return next((leaves[name] for name in names if leaves.get(name) is not None), 1)
-
-    devices = TrainerConfig.model_fields["n_gpus_per_node"].default
-    world = size("trainer.nnodes") * leaves.get("trainer.n_gpus_per_node", devices)
-    strategy = leaves.get(f"{role}.strategy") or leaves.get(f"{_ACTOR}.strategy")
-    if strategy == "megatron":
-        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        shared = 1
-        for name in names:
-            shared *= size(f"{role}.megatron.{name}", f"{_ACTOR}.megatron.{name}")
-    else:
-        shared = size(f"{role}.ulysses_sequence_parallel_size", f"{_ACTOR}.ulysses_sequence_parallel_size")
-    if not isinstance(world, int) or not isinstance(shared, int) or shared < 1 or world % shared:
-        return None
-    return world // shared

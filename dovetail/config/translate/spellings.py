@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from dovetail.config.errors import Notice, Problem
-from dovetail.config.translate.groups import GROUP_RULES, GroupResult
+from dovetail.config.translate.groups import GROUP_RULES, Group
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,23 @@ def translate(leaves: Mapping[str, Any]) -> Translated:
             done.notices.append(Notice(key, message))
             _assign(done, remaining, new, value, key)
     for rule in GROUP_RULES:
-        result = rule({**remaining, **done.leaves})
-        done.notices += result.notices
-        done.problems += result.problems
-        _assign_group(done, remaining, result)
+        group = Group({**remaining, **done.leaves})
+        rule(group)
+        done.notices += group.notices
+        done.problems += group.problems
+        for key in group.consumed:
+            remaining.pop(key, None)
+            done.leaves.pop(key, None)
+        for new, (value, old) in group.values.items():
+            if value is not None:
+                _assign(done, remaining, new, value, old)
     for key, value in remaining.items():
         done.leaves.setdefault(key, value)
-    _respell_values(done)
+    for key, spellings in VALUE_SPELLINGS.items():
+        value = done.leaves.get(key)
+        if isinstance(value, str | bool) and value in spellings:
+            done.leaves[key] = spellings[value]
+            done.notices.append(Notice(key, f"{key}={value} is read as {spellings[value]}."))
     return done
 
 
@@ -225,30 +235,9 @@ def _assign(done: Translated, remaining: dict[str, Any], new: str, value: Any, o
     """Give `new` its value unless another spelling already gave it a different one."""
     for given, where in ((remaining.get(new), new), (done.leaves.get(new), done.spelling.get(new, new))):
         if given is not None and given != value:
-            done.problems.append(
-                Problem(
-                    new,
-                    f"{where}={given} and {old}={value} set the same thing to different values; keep {new} only.",
-                )
-            )
+            why = "set the same thing to different values"
+            done.problems.append(Problem(new, f"{where}={given} and {old}={value} {why}; keep {new} only."))
             return
     remaining.pop(new, None)
     done.leaves[new] = value
     done.spelling[new] = old
-
-
-def _assign_group(done: Translated, remaining: dict[str, Any], result: GroupResult) -> None:
-    for key in result.consumed:
-        remaining.pop(key, None)
-        done.leaves.pop(key, None)
-    for new, (value, old) in result.values.items():
-        if value is not None:
-            _assign(done, remaining, new, value, old)
-
-
-def _respell_values(done: Translated) -> None:
-    for key, spellings in VALUE_SPELLINGS.items():
-        value = done.leaves.get(key)
-        if isinstance(value, str | bool) and value in spellings:
-            done.leaves[key] = spellings[value]
-            done.notices.append(Notice(key, f"{key}={value} is read as {spellings[value]}."))
