@@ -8,6 +8,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dovetail.checkpoint.sharded import StateSnapshot, write_snapshot
+from dovetail.observability.waits import waiting
+
+LIMIT_S = 3600.0
+"""A save that takes longer than this hangs, on a dead disk or in a collective with a rank that is gone."""
 
 
 class BackgroundSave:
@@ -19,6 +23,7 @@ class BackgroundSave:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._folder = Path()
         self._error: BaseException | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -29,6 +34,7 @@ class BackgroundSave:
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup), "every rank saves, so every rank is in the group"
             self._group = group
+        self._folder = folder
         self._thread = threading.Thread(target=self._write, args=(folder, snapshot), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -37,9 +43,13 @@ class BackgroundSave:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for the save that runs, if one does, and raise what went wrong in it."""
+        """Wait for the save that runs, if one does, and raise what went wrong in it. `WaitTimeout` after `LIMIT_S`."""
         if self._thread is not None:
-            self._thread.join()
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            with waiting(f"rank {rank}", f"its save in the background of {self._folder}", limit_s=LIMIT_S) as wait:
+                self._thread.join(wait.left())
+                if self._thread.is_alive():
+                    raise wait.error()
             self._thread = None
         error, self._error = self._error, None
         if error is not None:

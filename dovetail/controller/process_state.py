@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STACK_SIGNAL = signal.SIGUSR2
+DRIVEN_BY = "DOVETAIL_DRIVEN_BY"
+"""Environment variable of a process that is no child of the worker that drives it, such as an actor: that pid."""
 _STACK_S = 2.0
 
 
@@ -36,17 +38,31 @@ class ProcessState:
 
 
 def stopped_processes(pids: Sequence[int]) -> dict[int, ProcessState]:
-    """The stopped process by pid: for those of ``pids`` that are stopped, or that have a stopped process below them."""
+    """The stopped process by pid: for those of ``pids`` that are stopped, or that have a stopped process below them.
+
+    A process below another is its child, or says in `DRIVEN_BY` that it belongs to it.
+    """
     table = {process.pid: process for process in process_table()}
     stopped: dict[int, ProcessState] = {}
     for process in table.values():
         if process.is_stopped:
             ancestor: ProcessState | None = process
-            while ancestor is not None:
+            passed: set[int] = set()
+            while ancestor is not None and ancestor.pid not in passed:
+                passed.add(ancestor.pid)
                 if ancestor.pid in pids and ancestor.pid not in stopped:
                     stopped[ancestor.pid] = process
-                ancestor = table.get(ancestor.parent)
+                ancestor = table.get(_driver_of(ancestor.pid) or ancestor.parent)
     return {pid: table[pid] if table[pid].is_stopped else stopped[pid] for pid in stopped}
+
+
+def _driver_of(pid: int) -> int | None:
+    with suppress(OSError):  # it has ended meanwhile, or this is no Linux
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(f"{DRIVEN_BY}=".encode()):
+                driver = int(variable.partition(b"=")[2])
+                return None if driver == pid else driver
+    return None
 
 
 def process_table() -> list[ProcessState]:

@@ -48,7 +48,10 @@ class RayDAPOTrainer(RayPPOTrainer):
         empty_rounds = 0
         while len(with_signal) < wanted and (limit == 0 or len(self._rounds) < limit):
             before = len(with_signal)
-            for group in _split_groups(self._scored_batch()):
+            scored = self._scored_batch()
+            if len(self._rounds) == 1:
+                with_signal = [_with_dtypes_of(scored, group) for group in with_signal]
+            for group in _split_groups(scored):
                 (with_signal if self._has_signal(group) else without).append(group)
             empty_rounds = empty_rounds + 1 if len(with_signal) == before else 0
             if limit == 0 and empty_rounds == EMPTY_ROUNDS:
@@ -121,6 +124,12 @@ def _split_groups(batch: DataProto) -> list[DataProto]:
     for row, uid in enumerate(batch.non_tensor_batch["uid"]):
         rows.setdefault(str(uid), []).append(row)
     return [batch.select_idxs(members) for members in rows.values()]
+
+
+def _with_dtypes_of(scored: DataProto, group: DataProto) -> DataProto:
+    """A carried-over group that goes into one batch with `scored`. Older checkpoints hold int64 in narrow columns."""
+    tensors = {name: column.to(scored.tensors[name].dtype) for name, column in group.tensors.items()}
+    return DataProto.from_dict(tensors, group.non_tensor_batch, group.meta_info)
 
 
 def _over_rounds(rounds: list[Metrics]) -> Metrics:

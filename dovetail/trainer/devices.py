@@ -36,7 +36,9 @@ def start_cluster(config: DovetailConfig) -> bool:
                 f"{section}.nnodes",
                 f"{section}.nnodes={count} needs a Ray cluster, and there is no address of one. Run `ray start --head` "
                 "on one node and `ray start --address=<head>:6379` on the others, then set ray_init.address=auto (or "
-                f"RAY_ADDRESS); on one machine set {section}.nnodes=1.",
+                "RAY_ADDRESS). Ray 2.60 and newer ask for a token: `ray get-auth-token --generate` on the first node, "
+                "and ~/.ray/auth_token on every node (or RAY_AUTH_MODE=disabled on a network that only you reach). "
+                f"On one machine set {section}.nnodes=1.",
             )
     use_gpu = uses_gpu(config)
     world = _num_devices(config)

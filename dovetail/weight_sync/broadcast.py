@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dovetail.observability.waits import waiting
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
 from dovetail.weight_sync.group import GroupBackend, GroupPlace, TransferGroup
 from dovetail.weight_sync.stream import NamedTensors
@@ -144,6 +145,8 @@ class Announcements:
         self._board = dist.PrefixStore(_BOARD, self._store)
         self._num_ranks = num_ranks
         self._num_receivers = address.world_size - 1
+        self._sender = f"the sender of weights at {address.host}:{address.port}"
+        self._timeout_s = address.timeout_s
         self._num_read = 0
 
     def update(self) -> Iterator[tuple[BucketEntry, ...]]:
@@ -159,7 +162,11 @@ class Announcements:
 
     def _next(self) -> tuple[str, str]:
         key = str(self._num_read)
-        message = self._board.get(key).decode()
+        try:
+            with waiting("a receiver", f"{self._sender} to announce bucket {key}", limit_s=self._timeout_s) as wait:
+                message = self._board.get(key).decode()
+        except RuntimeError as error:  # the store's time limit, or its end
+            raise BroadcastFailedError(f"{wait}: {error}") from error
         self._num_read += 1
         if self._board.add(f"{key}/read", self._num_ranks) == self._num_receivers:  # all have: it has done its work
             self._board.delete_key(key)

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from dovetail.observability.waits import Wait, waiting
+
 GroupBackend = Literal["gloo", "nccl"]
 _SENDER = 0
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.00005, 0.01
@@ -63,10 +65,14 @@ class TransferGroup:
             raise GroupFailedError("the group for the weights is closed")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = _SENDER, 0
+        place = self._place
+        what = f"the other {place.world_size - 1} members of {place.name} to take part in a broadcast of weights"
         try:
-            work = self._group.broadcast([tensor], options)
-            self._wait_for(work)
-            work.wait()
+            # The first broadcast of NCCL builds the communicator, in a call that takes no time limit: it is named then.
+            with waiting(f"rank {place.rank}", what, limit_s=place.timeout_s) as wait:
+                work = self._group.broadcast([tensor], options)
+                self._wait_for(work, wait)
+                work.wait(timedelta(seconds=place.timeout_s))
         except GroupFailedError:
             self.close()
             raise
@@ -80,17 +86,12 @@ class TransferGroup:
         if group is not None:
             group.abort()
 
-    def _wait_for(self, work: Any) -> None:
-        now = time.monotonic()
-        deadline, check_at, pause = now + self._place.timeout_s, now + _SECONDS_BETWEEN_CHECKS, _FIRST_POLL_S
+    def _wait_for(self, work: Any, wait: Wait) -> None:
+        check_at, pause = time.monotonic() + _SECONDS_BETWEEN_CHECKS, _FIRST_POLL_S
         while not work.is_completed():
-            now = time.monotonic()
-            if now > deadline:
-                raise GroupFailedError(
-                    f"rank {self._place.rank} waited {self._place.timeout_s:.0f} s for the other "
-                    f"{self._place.world_size - 1} members of {self._place.name} to take part in a broadcast of weights"
-                )
-            if now > check_at:
+            if wait.is_over():
+                raise GroupFailedError(str(wait))
+            if (now := time.monotonic()) > check_at:
                 check_at = now + _SECONDS_BETWEEN_CHECKS
                 if reason := self._cancelled():
                     raise GroupFailedError(f"the broadcast of weights was called off: {reason}")

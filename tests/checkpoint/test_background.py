@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from dovetail.checkpoint import background as background_module
 from dovetail.checkpoint.background import BackgroundSave
 from dovetail.checkpoint.sharded import load_sharded, take_snapshot
+from dovetail.observability.waits import WaitTimeout
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.unit
@@ -54,6 +57,21 @@ def test_what_goes_wrong_is_raised_when_it_is_asked_for_and_only_once(tmp_path: 
     save.start(tmp_path / "file", take_snapshot(module, optimizer, extra={}, copied=True))
     with pytest.raises(OSError, match="file"):
         save.finish()
+    save.finish()
+    assert not save.is_running
+
+
+def test_a_save_that_never_ends_is_given_up_at_its_limit_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = threading.Event()
+    monkeypatch.setattr(background_module, "write_snapshot", lambda *args: disk.wait(60))
+    monkeypatch.setattr(background_module, "LIMIT_S", 0.2)
+    save = BackgroundSave()
+    save.start(tmp_path / "stuck", take_snapshot(*network(), extra={}, copied=True))
+    with pytest.raises(WaitTimeout, match=r"rank 0 waits for its save in the background of \S+/stuck since"):
+        save.finish()
+    disk.set()
     save.finish()
     assert not save.is_running
 

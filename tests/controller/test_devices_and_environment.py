@@ -156,7 +156,8 @@ def test_two_nodes_without_a_cluster_are_refused(key: str, monkeypatch: pytest.M
         trainer={"nnodes": 2 if key == "trainer" else 1, "n_gpus_per_node": 1, "device": "cpu"},
         actor_rollout_ref={"rollout": rollout},
     )
-    with pytest.raises(ConfigError, match=rf"{key}.nnodes=2 needs a Ray cluster.*ray start --head.*ray_init.address"):
+    words = rf"{key}.nnodes=2 needs a Ray cluster.*ray start --head.*ray_init.address.*ray get-auth-token --generate"
+    with pytest.raises(ConfigError, match=words):
         start_cluster(config)
 
 

@@ -6,21 +6,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from dovetail.controller.call_limits import CallLimits
 from dovetail.controller.hangs import find_hung_rank, is_collective_timeout, waits_in_collective
 from dovetail.controller.process_state import (
+    DRIVEN_BY,
     ProcessState,
     _parse_stat,
     kill_processes,
-    process_table,
     read_stacks,
     stopped_processes,
 )
+from tests.waiting import wait_until, wait_until_gone
 
 pytestmark = pytest.mark.unit
 
@@ -56,16 +56,16 @@ def test_a_stopped_process_is_found(family: tuple[int, int]) -> None:
     parent, _ = family
     assert stopped_processes([parent]) == {}
     os.kill(parent, signal.SIGSTOP)
-    _until(lambda: parent in stopped_processes([parent]))
+    wait_until(lambda: parent in stopped_processes([parent]), "its state in the process table")
     assert stopped_processes([parent])[parent].pid == parent
     os.kill(parent, signal.SIGCONT)
-    _until(lambda: not stopped_processes([parent]))
+    wait_until(lambda: not stopped_processes([parent]), "its state in the process table")
 
 
 def test_a_stopped_process_below_a_worker_is_the_workers(family: tuple[int, int]) -> None:
     parent, child = family
     os.kill(child, signal.SIGSTOP)
-    _until(lambda: parent in stopped_processes([parent]))
+    wait_until(lambda: parent in stopped_processes([parent]), "its state in the process table")
     assert stopped_processes([parent])[parent].pid == child
 
 
@@ -73,7 +73,7 @@ def test_a_stopped_process_can_be_killed(family: tuple[int, int]) -> None:
     parent, child = family
     os.kill(child, signal.SIGSTOP)
     kill_processes([child, parent])
-    _until(lambda: all(process.pid != child or process.state == "Z" for process in process_table()))
+    wait_until_gone(child)
 
 
 def test_a_process_that_a_debugger_holds_is_not_stopped() -> None:
@@ -90,7 +90,7 @@ def test_stacks_of_a_process_that_holds_pythons_lock_can_be_read() -> None:
         assert busy.stdout is not None
         file = int(busy.stdout.readline())
         try:
-            _until(lambda: "in busy_in_c" in read_stacks(busy.pid, file))
+            wait_until(lambda: "in busy_in_c" in read_stacks(busy.pid, file), "its state in the process table")
             assert stopped_processes([busy.pid]) == {}, "busy is not stopped"
         finally:
             busy.kill()
@@ -122,6 +122,22 @@ def test_a_collectives_own_time_limit_is_recognised() -> None:
     assert not is_collective_timeout(RuntimeError("out of memory"))
 
 
+def test_a_stopped_process_that_somebody_else_has_started_is_found_at_the_one_that_drives_it(
+    family: tuple[int, int],
+) -> None:
+    """As the actor of an engine: Ray is its parent."""
+    parent, child = family
+    waits = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, env={**os.environ, DRIVEN_BY: str(child)}) as driven:
+        os.kill(driven.pid, signal.SIGSTOP)
+        wait_until(lambda: child in stopped_processes([child]), "its state in the process table")
+        assert {pid: state.pid for pid, state in stopped_processes([parent, child]).items()} == {
+            parent: driven.pid,
+            child: driven.pid,
+        }
+        driven.kill()
+
+
 def test_limits_are_learned_from_earlier_calls() -> None:
     limits = CallLimits(first_limit_s=7200.0)
     assert limits.limit("actor", "generate").hung_s == 7200.0
@@ -133,10 +149,3 @@ def test_limits_are_learned_from_earlier_calls() -> None:
     assert limits.limit("critic", "generate").hung_s == 7200.0
     limits.record("actor", "ping", 0.01)
     assert limits.limit("actor", "ping").hung_s == 600.0, "a fast call on a busy machine is not a hang"
-
-
-def _until(true: Callable[[], bool], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)

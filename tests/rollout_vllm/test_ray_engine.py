@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dovetail.controller.cluster import start_ray, stop_ray
+from dovetail.controller.process_state import stopped_processes
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
 from dovetail.rollout.vllm.ray_engine import RayVLLMEngine
 from dovetail.weight_sync import DiskWeights, WeightSender
@@ -19,6 +20,7 @@ from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import small_settings
 from tests.rollout_vllm.reference import check_versions, greedy, log_probs, mean_gap
 from tests.rollout_vllm.running import Running, num_tokens, wait_for_tokens
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -166,6 +168,19 @@ def _pid(engine: RayVLLMEngine) -> int:
     import ray
 
     return ray.get(engine.actor.__ray_call__.remote(lambda self: os.getpid()))
+
+
+def test_a_stopped_actor_is_seen_by_whoever_watches_the_process_that_drives_it(engine: RayVLLMEngine) -> None:
+    """The watchdog of the driver asks for its workers; Ray has started the actor, so it is no child of one."""
+    pid, worker = _pid(engine), os.getpid()
+    assert worker not in stopped_processes([worker])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: worker in stopped_processes([worker]), "the actor's state in the process table")
+        assert stopped_processes([worker])[worker].pid == pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert engine.health().ok
 
 
 def test_an_engine_killed_in_mid_batch_is_replaced_as_often_as_allowed_and_then_reported(engine: RayVLLMEngine) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,8 +19,10 @@ import torch.distributed as dist
 
 from dovetail.backends.base import TrainBackend
 from dovetail.config.rollout import RolloutConfig
+from dovetail.observability import waits as waits_module
 from dovetail.weight_sync import (
     Announcements,
+    BroadcastFailedError,
     GroupAddress,
     GroupFailedError,
     WeightReceiver,
@@ -30,6 +33,7 @@ from dovetail.weight_sync import (
 from dovetail.weight_sync import checksum as checksum_module
 from dovetail.weight_sync import group as group_module
 from dovetail.workers.weight_sending import WeightSending
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -42,6 +46,7 @@ class LikeNccl:
     Options = SimpleNamespace
     outcome = "done"
     built: ClassVar[list[LikeNccl]] = []
+    all_joined: ClassVar[threading.Event] = threading.Event()
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         self.store = store
@@ -50,6 +55,9 @@ class LikeNccl:
         LikeNccl.built.append(self)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        if LikeNccl.outcome == "building":  # as ncclCommInitRank, which takes no time limit
+            LikeNccl.all_joined.wait(60)
+            LikeNccl.outcome = "done"
         return LikeWork(self)
 
     def abort(self) -> None:
@@ -65,7 +73,8 @@ class LikeWork:
         self._num_polls += 1
         return {"done": True, "dead": False, "late error": self._num_polls > 20}[LikeNccl.outcome]
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta) -> bool:
+        assert timeout > timedelta(0)
         assert self._group.raises, "the watchdog of NCCL would end this process"
         if LikeNccl.outcome != "done":
             raise RuntimeError("NCCL error: remote process exited")
@@ -107,8 +116,32 @@ def test_a_peer_that_died_is_an_error_of_this_update_and_the_communicator_is_abo
 def test_a_peer_that_never_comes_is_named_with_the_time_that_was_waited(nccl: type[LikeNccl]) -> None:
     sender = WeightSender(2, backend="nccl", timeout_s=0.3)
     nccl.outcome = "dead"
-    with pytest.raises(GroupFailedError, match=r"rank 0 waited 0 s for the other 2 members of dovetail-weights-"):
+    with pytest.raises(GroupFailedError, match=r"rank 0 waits for the other 2 members of dovetail-weights-.*limit 0 s"):
         sender.send(FP32)
+
+
+def test_a_communicator_that_never_comes_up_is_named_with_who_waits_for_whom(
+    nccl: type[LikeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "all_joined", threading.Event())
+    sender = WeightSender(2, backend="nccl", timeout_s=0.2)
+    nccl.outcome = "building"
+    sending = threading.Thread(target=sender.send, args=(FP32,), daemon=True)
+    sending.start()
+    name = sender.address.group_name
+    (wait,) = wait_until(lambda: [w for w in waits_module._REGISTER.look() if name in w.what], "a wait over its limit")
+    assert str(wait).startswith(f"rank 0 waits for the other 2 members of {name} to take part in a broadcast")
+    nccl.all_joined.set()
+    sending.join(60)
+    assert not sending.is_alive()
+
+
+def test_a_sender_that_says_nothing_is_named_by_the_receiver() -> None:
+    sender = WeightSender(1, timeout_s=0.3)
+    announcements = Announcements(sender.address)
+    words = rf"a receiver waits for the sender of weights at .*:{sender.address.port} to announce bucket 0"
+    with pytest.raises(BroadcastFailedError, match=words):
+        next(announcements.update())
 
 
 def backend_of(weights: list[tuple[str, torch.Tensor]]) -> Any:

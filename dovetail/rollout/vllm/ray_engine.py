@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dovetail.controller.process_state import DRIVEN_BY
 from dovetail.observability.waits import waiting
 from dovetail.rollout.base import (
     ALL_TAGS,
@@ -152,6 +153,8 @@ def actor_class(
     env = {
         name: os.environ.get(name, value) for name, value in environment(cpu=runs_on_cpu(), own_process=True).items()
     }
+    # Ray starts the actor, so it is no child of this process: whoever watches this one must know that it belongs to it.
+    env[DRIVEN_BY] = str(os.getpid())
     threads: dict[str, Any] = {"max_concurrency": 4, "concurrency_groups": {"generate": 1}}
     return ray.remote(
         num_cpus=num_cpus, num_gpus=num_gpus, runtime_env={"env_vars": env | dict(env_vars or {})}, **threads, **options
