@@ -162,11 +162,11 @@ class Announcements:
 
     def _next(self) -> tuple[str, str]:
         key = str(self._num_read)
-        try:
-            with waiting("a receiver", f"{self._sender} to announce bucket {key}", limit_s=self._timeout_s) as wait:
+        with waiting("a receiver", f"{self._sender} to announce bucket {key}", limit_s=self._timeout_s) as wait:
+            try:
                 message = self._board.get(key).decode()
-        except RuntimeError as error:  # the store's time limit, or its end
-            raise BroadcastFailedError(f"{wait}: {error}") from error
+            except RuntimeError as error:  # the store's time limit, or its end
+                raise BroadcastFailedError(f"{wait}: {error}") from error
         self._num_read += 1
         if self._board.add(f"{key}/read", self._num_ranks) == self._num_receivers:  # all have: it has done its work
             self._board.delete_key(key)
