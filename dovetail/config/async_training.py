@@ -1,22 +1,92 @@
-"""`async_training.*`: training while other devices generate (one step off, or fully asynchronous)."""
+"""`async_training.*`: training while generation goes on (one step off, or fully asynchronous)."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import ClassVar, Literal
 
-from dovetail.config.base import Rule, Section, key, unused
+from dovetail.config.base import Rule, Section, key, unsupported, unused, when_is
+
+Mode = Literal["off", "one_step_off", "fully_async"]
 
 
 class AsyncTrainingConfig(Section):
-    """How far generation may run ahead. Read only when `actor_rollout_ref.hybrid_engine` is false."""
+    """How far generation may run ahead of training, and what the update does with responses of older weights."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (unused("generation and training take turns"),)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        unused("generation and training take turns ({section}.mode=off)", when_is("mode", "off"), but="mode"),
+        unused(
+            "one_step_off is always one step behind, in the order of the draws, and finishes what runs",
+            when_is("mode", "one_step_off"),
+            only="staleness_threshold on_stale order partial_rollout",
+        ),
+    )
 
-    staleness_threshold: float = key(0.1, "Share of samples that may come from older weights.", ge=0)
-    trigger_parameter_sync_step: int = key(4, "Updates between two transfers of weights.", ge=1)
-    require_batches: int = key(1, "Mini-batches that the trainer waits for.", ge=1)
-    partial_rollout: bool = key(True, "Interrupt and continue responses when new weights arrive.")
+    mode: Mode = key(
+        "off",
+        "off: generate, then train. one_step_off: generate the next batch while this one trains. fully_async: engines "
+        "never stop; with hybrid_engine=True unfinished responses are continued under the next weights.",
+        rules=unsupported("the asynchronous trainer is not part of it yet", "one_step_off", "fully_async"),
+    )
+    max_staleness: int | None = key(
+        None,
+        "Most updates between the weights of a response's oldest token and the step that trains on it. Null: 1 with "
+        "one_step_off, else ceil((1 + staleness_threshold) x trigger_parameter_sync_step) - 1.",
+        ge=0,
+    )
+    staleness_threshold: float = key(
+        0.1, "Share of a cycle's prompts that may be generated ahead of it; read where max_staleness is null.", ge=0
+    )
+    trigger_parameter_sync_step: int = key(1, "Steps between two transfers of weights to engines of their own.", ge=1)
+    partial_rollout: bool = key(
+        True, "Continue running responses under new weights. False: new weights wait until all of them are finished."
+    )
+    on_stale: Literal["wait", "drop", "mask"] = key(
+        "wait",
+        "A group at the bound: the step waits for it. Beyond it: the group is dropped, or its older tokens are masked.",
+        rules=unused("draws are trained in their order, so none gets too old", when_is("order", "draw")),
+    )
+    order: Literal["finish", "draw"] = key(
+        "finish", "Groups are trained as they finish, oldest weights first, or in the order of the prompts."
+    )
+    prox: Literal["recompute", "loglinear"] | None = key(
+        None,
+        "Old log-probs of stale responses: recomputed by the weights before the update, interpolated between engine "
+        "and update by version, or (null) the engine's. Sets `algorithm.rollout_correction.bypass_mode`.",
+    )
+    stall_timeout_s: float = key(
+        300.0, "Without progress for so long, say who waits for whom and stop; 0: never.", ge=0
+    )
+    record: bool = key(True, "Record which group was trained when, so that the run can be replayed.")
+    require_batches: int = key(1, "Mini-batches of a step where data.train_batch_size=0.", ge=1)
     use_rollout_log_probs: bool = key(True, "Take the engine's log-probs as the old log-probs.")
     compute_prox_log_prob: bool = key(False, "Recompute log-probs with the weights before the update.")
     use_trainer_do_validate: bool = key(False, "Validate on the trainer's devices as well.")
     total_rollout_steps: int | None = key(None, "Prompts generated in all. Null: from the epochs.", ge=1)
+
+    @property
+    def staleness_bound(self) -> int:
+        """`max_staleness` in force; 0 when generation and training take turns."""
+        if self.mode == "off":
+            return 0
+        if self.max_staleness is not None:
+            return self.max_staleness
+        if self.mode == "one_step_off":
+            return 1
+        # Rounded, because 1.1 x 10 is a little more than 11 in binary.
+        return math.ceil(round((1 + self.staleness_threshold) * self.trigger_parameter_sync_step, 6)) - 1
+
+    @property
+    def on_stale_in_force(self) -> Literal["wait", "drop", "mask"]:
+        """In the order of the draws none gets too old, so the step waits for those it needs."""
+        return self.on_stale if self.order_in_force == "finish" else "wait"
+
+    @property
+    def finishes_before_update(self) -> bool:
+        """Whether new weights wait until every running response is finished."""
+        return self.mode == "one_step_off" or not self.partial_rollout
+
+    @property
+    def order_in_force(self) -> Literal["finish", "draw"]:
+        """The order in which groups are trained."""
+        return "finish" if self.mode == "fully_async" and self.order == "finish" else "draw"

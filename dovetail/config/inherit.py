@@ -1,13 +1,15 @@
-"""Fill keys whose null means "same as another key". Works on plain trees, before they are validated."""
+"""Fill keys whose null means "same as another key", or what follows from others. Works on plain trees, before they are
+validated."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from dovetail.config.async_training import AsyncTrainingConfig
 from dovetail.config.base import extra_of
 from dovetail.config.tree import merge, put, remove
 
@@ -32,6 +34,25 @@ def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any
         else:
             put(filled, key, value)
     return filled
+
+
+def fill_old_policy(tree: dict[str, Any]) -> None:
+    """Make `async_training.prox` and `bypass_mode` agree where stale responses are trained and one of them is unset.
+
+    Without either, the engine's log-probs are the old ones.
+    """
+    section, bypass = tree.get("async_training"), "algorithm.rollout_correction.bypass_mode"
+    try:
+        settings = AsyncTrainingConfig.model_validate(section or {})
+    except ValidationError:
+        return  # reported with all other mistakes
+    if settings.staleness_bound == 0 or _blocked(tree, bypass):
+        return
+    given = _get(tree, bypass)
+    if given is None:
+        put(tree, bypass, settings.prox is None)
+    elif given is False and settings.prox is None and isinstance(section, dict):
+        put(tree, "async_training.prox", "recompute")
 
 
 @cache

@@ -12,7 +12,7 @@ from dovetail.config.async_training import AsyncTrainingConfig
 from dovetail.config.base import Section, key, section
 from dovetail.config.critic import CriticConfig
 from dovetail.config.data import DataConfig
-from dovetail.config.inherit import fill_inherited
+from dovetail.config.inherit import fill_inherited, fill_old_policy
 from dovetail.config.model import ModelConfig
 from dovetail.config.names import unknown_names
 from dovetail.config.profiler import ProfilerConfig
@@ -58,7 +58,11 @@ class DovetailConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _inherit(cls, values: Any) -> Any:
-        return fill_inherited(cls, values) if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        filled = fill_inherited(cls, values)
+        fill_old_policy(filled)
+        return filled
 
     @model_validator(mode="after")
     def _names_are_registered(self) -> DovetailConfig:
@@ -100,9 +104,16 @@ class DovetailConfig(Section):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """False when the whole batch is one optimizer step: the update's own log-probs are the old ones then."""
+        """Whether the batch gets old log-probs before the update.
+
+        Not when the whole batch is one optimizer step on fresh responses: the update's own log-probs are the old ones
+        then. Nor when the update interpolates them.
+        """
         actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
-        one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
+        if self.interpolates_old_log_probs:
+            return False
+        fresh = self.staleness_bound == 0
+        one_step = fresh and actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
         reads = algorithm.use_kl_in_reward or algorithm.rollout_correction.active or self.needs_sum_pi_squared
         return not one_step or reads
 
@@ -116,6 +127,23 @@ class DovetailConfig(Section):
     def has_log_prob_pass(self) -> bool:
         """Whether the actor computes the old log-probs; in bypass mode the engine's stand for them."""
         return self.needs_old_log_probs and not self.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most updates between the weights of a response's oldest token and its training; 0: always fresh."""
+        return self.async_training.staleness_bound
+
+    @property
+    def interpolates_old_log_probs(self) -> bool:
+        """Whether the update makes the old log-probs itself, from the engine's and its own (`prox=loglinear`)."""
+        return self.staleness_bound > 0 and self.async_training.prox == "loglinear"
+
+    @property
+    def surplus_steps(self) -> int:
+        """Most steps that dynamic sampling keeps a group beyond the step it was generated for."""
+        if not self.algorithm.filter_groups.enable:
+            return 0
+        return -(-(self.generation_batch_size - 1) // self.data.train_batch_size)
 
     @property
     def data_seed(self) -> int:

@@ -41,7 +41,7 @@ def test_no_entry_of_the_tables_is_left_over() -> None:
 
 def test_a_new_key_that_nobody_reads_is_found() -> None:
     assert "clip_ratio_low" in names_read_outside_config(), "read through the property clip_low"
-    assert "staleness_threshold" not in names_read_outside_config()
+    assert "calculate_log_probs" not in names_read_outside_config()
 
 
 @cache

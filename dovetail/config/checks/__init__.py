@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from dovetail.config.checks import algorithm, batches, lengths, networks, parallelism, rollout, schedule
+from dovetail.config.checks import algorithm, async_training, batches, lengths, networks, parallelism, rollout, schedule
 from dovetail.config.checks.checked import Check, Checked
 from dovetail.config.errors import ConfigError, Problem
 from dovetail.config.plan.model_shape import ModelShape
@@ -13,7 +13,7 @@ from dovetail.config.root import DovetailConfig
 # Every public function of these modules is a check.
 CHECKS: tuple[Check, ...] = tuple(
     function
-    for module in (parallelism, batches, algorithm, rollout, lengths, networks, schedule)
+    for module in (parallelism, batches, algorithm, async_training, rollout, lengths, networks, schedule)
     for name, function in vars(module).items()
     if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
 )

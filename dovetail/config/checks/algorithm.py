@@ -173,7 +173,7 @@ def loss_scale_is_used(run: Checked) -> Iterator[Problem]:
 
 def correction_has_log_probs(run: Checked) -> Iterator[Problem]:
     correction = run.config.algorithm.rollout_correction
-    if not correction.active or run.config.actor_rollout_ref.rollout.calculate_log_probs:
+    if not correction.active or run.config.actor_rollout_ref.rollout.calculate_log_probs or run.config.staleness_bound:
         return
     names = ("bypass_mode", "rollout_is", "rollout_rs")
     cause = next(name for name in names if getattr(correction, name) not in (None, False))

@@ -31,9 +31,61 @@ VALID = (
 )
 DYNAMIC = (f"{A}.use_dynamic_bsz=True", f"{A}.ppo_micro_batch_size_per_gpu=null")
 MEGATRON = (f"{A}.strategy=megatron",)
+APART = ("actor_rollout_ref.hybrid_engine=False", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=8")
+ONE_STEP_OFF, FULLY_ASYNC = "async_training.mode=one_step_off", "async_training.mode=fully_async"
 
 # What is changed; the severity; the key it is reported at; words of the message: value, rule, fix.
 WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
+    # Asynchronous training.
+    ((ONE_STEP_OFF,), "error", "async_training.mode", ("=one_step_off", "take turns", "hybrid_engine=False")),
+    (
+        (ONE_STEP_OFF, *APART, "async_training.max_staleness=2"),
+        "error",
+        "async_training.max_staleness",
+        ("=2", "one step behind", "mode=fully_async"),
+    ),
+    (
+        (FULLY_ASYNC, *APART, "async_training.max_staleness=2", "async_training.trigger_parameter_sync_step=4"),
+        "error",
+        "async_training.max_staleness",
+        ("=2", "would wait for itself", "use 3 or more", "trigger_parameter_sync_step=3"),
+    ),
+    (
+        (FULLY_ASYNC, "async_training.partial_rollout=False"),
+        "error",
+        "async_training.partial_rollout",
+        ("=False", "synchronous run", "partial_rollout=True"),
+    ),
+    (
+        (FULLY_ASYNC, "async_training.trigger_parameter_sync_step=4"),
+        "error",
+        "async_training.trigger_parameter_sync_step",
+        ("=4", "newest weights", "use 1"),
+    ),
+    (
+        (FULLY_ASYNC, "algorithm.adv_estimator=remax"),
+        "error",
+        "async_training.mode",
+        ("=fully_async", "greedy response", "use grpo"),
+    ),
+    (
+        (FULLY_ASYNC, "async_training.prox=recompute"),
+        "warning",
+        f"{C}.rollout_is",
+        ("=recompute", "1 steps old", f"{C}.rollout_is=token"),
+    ),
+    (
+        (FULLY_ASYNC, "async_training.prox=recompute", f"{C}.bypass_mode=True"),
+        "error",
+        "async_training.prox",
+        ("=recompute", "takes the engine's", "bypass_mode=False"),
+    ),
+    (
+        (FULLY_ASYNC, "async_training.prox=loglinear", f"{C}.rollout_is=token", "algorithm.use_kl_in_reward=True"),
+        "error",
+        "async_training.prox",
+        ("=loglinear", "only in the update", "use prox=recompute"),
+    ),
     # Batches.
     (
         ("data.train_batch_size=33", f"{A}.ppo_mini_batch_size=3", f"{R}.n=2"),
