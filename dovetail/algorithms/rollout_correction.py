@@ -236,6 +236,28 @@ def compute_rollout_correction_and_rejection_mask(
     return RolloutCorrection(weights, kept_mask, {f"rollout_corr/{name}": value for name, value in metrics.items()})
 
 
+def interpolation_weights(weight_version: torch.Tensor, step: int) -> torch.Tensor:
+    """Of each token, how much of the way from the weights that sampled it the update's old policy has come.
+
+    alpha = (v_prox - v_token) / (v_now - v_token): at step k the old policy is version k - 1, and the update makes
+    version k. Fresh tokens, and those that no engine sampled (version -1), have 0.
+    """
+    age = torch.where(weight_version >= 0, (step - 1) - weight_version, 0).clamp(min=0).float()
+    return age / (age + 1)
+
+
+@torch.no_grad()
+def interpolate_old_log_prob(
+    log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, alpha: torch.Tensor
+) -> torch.Tensor:
+    """Old log-probs without a pass of their own (`prox=loglinear`): between the engine's and the update's, by version.
+
+    With alpha 0 they are the engine's, with 1 the update's.
+    """
+    engine = at_least_float32(rollout_log_prob)
+    return engine + alpha * (at_least_float32(log_prob) - engine)
+
+
 def _raw_weights(log_ratio: torch.Tensor, response_mask: torch.Tensor, rollout_is: str) -> torch.Tensor:
     log_ratio = torch.where(response_mask.bool(), at_least_float32(log_ratio), 0.0)
     if rollout_is == "sequence":

@@ -17,6 +17,7 @@ from dovetail.algorithms import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
+from dovetail.algorithms.rollout_correction import interpolate_old_log_prob, interpolation_weights
 
 pytestmark = pytest.mark.unit
 
@@ -210,3 +211,15 @@ def test_overlong_penalty_by_hand() -> None:
     assert penalties.tolist() == [0.0, 0.0, -1.0, -2.0]
     with pytest.raises(ValueError, match="between 1 and the longest response 4"):
         compute_overlong_penalty(torch.tensor([1]), 4, buffer_length=5)
+
+
+def test_interpolated_old_log_probs_follow_the_versions() -> None:
+    # Step 5: the old policy is version 4, the update makes 5. alpha = (4 - v) / (5 - v); -1 was not sampled.
+    versions = torch.tensor([[4, 3, 1, -1]], dtype=torch.int32)
+    alpha = interpolation_weights(versions, step=5)
+    assert alpha.tolist() == [pytest.approx([0.0, 1 / 2, 3 / 4, 0.0])]
+    engine = torch.tensor([[-1.0, -1.0, -1.0, 0.0]])
+    update = torch.tensor([[-2.0, -2.0, -3.0, 7.0]], requires_grad=True)
+    old = interpolate_old_log_prob(update, engine, alpha)
+    assert old.tolist() == [pytest.approx([-1.0, -1.5, -2.5, 0.0])]
+    assert not old.requires_grad
