@@ -1,13 +1,25 @@
-"""Audit: `dovetail audit RUN`. Compares every checkpoint of a run folder with the checksums in its manifest.
+"""Audit: `dovetail audit RUN`. Compares every checkpoint of a run folder with the checksums in its manifest, and proves
+from `draws.jsonl` what became of every draw: none was skipped, none ended twice, none was trained beyond the bound of
+`async_training`, and each checkpoint holds as many draws as there were at its step.
 
-Exits with 0 when all are what was saved, with 1 when one is not, with 2 when there is none. Changes nothing.
+Exits with 0 when all is well, with 1 and a sentence for each violation when it is not, with 2 when there is nothing to
+audit. Changes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from dovetail.config.root import DovetailConfig
+from dovetail.observability.ledger import Ledger, read_ledger, violations
+from dovetail.observability.run_folder import CONFIG
+
+_MOST_SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,25 +27,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dovetail.checkpoint.manifest import MANIFEST_NAME, BrokenCheckpoint, verify_folder
+    from dovetail.checkpoint.manifest import MANIFEST_NAME
     from dovetail.checkpoint.store import CheckpointStore
 
     given: Path = args.run_folder
     store = CheckpointStore(given)
     folders = [given] if (given / MANIFEST_NAME).exists() else [store.folder(step) for step in store.steps()]
-    if not folders:
-        sys.stderr.write(f"{given} has no checkpoints; give a run folder or a global_step_N folder.\n")
+    ledger = read_ledger(given)
+    if not folders and ledger is None:
+        sys.stderr.write(
+            f"{given} has no checkpoints and no draws.jsonl; give a run folder or a global_step_N folder.\n"
+        )
         return 2
-    num_broken = 0
-    for folder in folders:
+    num_broken = sum(not _checkpoint_is_complete(folder) for folder in folders)
+    sentences = [] if ledger is None else _audit_draws(given, ledger, folders)
+    for sentence in sentences[:_MOST_SHOWN]:
+        sys.stdout.write(f"BROKEN  {sentence}\n")
+    if len(sentences) > _MOST_SHOWN:
+        sys.stdout.write(f"BROKEN  {len(sentences) - _MOST_SHOWN} more violations.\n")
+    return 1 if num_broken or sentences else 0
+
+
+def _checkpoint_is_complete(folder: Path) -> bool:
+    from dovetail.checkpoint.manifest import BrokenCheckpoint, verify_folder
+
+    try:
+        files = verify_folder(folder).files.values()
+    except BrokenCheckpoint as problem:
+        sys.stdout.write(f"BROKEN  {problem}\n")
+        return False
+    unhashed = sum(not record.sha256 for record in files)
+    note = f"; {unhashed} of them without a checksum, from an earlier version" if unhashed else ""
+    size = sum(record.size for record in files) / 2**20
+    sys.stdout.write(f"ok      {folder}: {len(files)} files, {size:.1f} MiB{note}\n")
+    return True
+
+
+def _audit_draws(folder: Path, ledger: Ledger, checkpoints: Sequence[Path]) -> list[str]:
+    """Print what became of the draws; returns a sentence for each violation."""
+    import yaml
+
+    file = folder / CONFIG
+    if not file.exists():
+        return [f"{file} is missing, so the bound of this run is not known."]
+    config = DovetailConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    masks = config.async_training.on_stale_in_force == "mask"
+    bound = config.staleness_bound + config.surplus_steps
+    sentences = list(violations(ledger, bound=bound, masks_stale=masks))
+    sentences += _wrong_checkpoints(ledger, checkpoints)
+    ages = (record.staleness(bound if masks else None) for record in ledger.draws.values())
+    histogram = Counter(age for age in ages if age is not None)
+    total = max(1, histogram.total())
+    rows = {"draws": len(ledger.draws), **dict(sorted(ledger.counts().items()))}
+    rows |= {f"trained {age} steps old": histogram[age] for age in sorted(histogram)}
+    for name, count in rows.items():
+        share = f"  {count / total:6.1%}" if name.endswith("steps old") else ""
+        sys.stdout.write(f"        {name:<28}{count:>10}{share}\n")
+    if not sentences:
+        sys.stdout.write(
+            f"ok      {folder}: every draw ended at most once, none was skipped, none older than {bound}\n"
+        )
+    return sentences
+
+
+def _wrong_checkpoints(ledger: Ledger, checkpoints: Sequence[Path]) -> Iterator[str]:
+    for checkpoint in checkpoints:
         try:
-            files = verify_folder(folder).files.values()
-        except BrokenCheckpoint as problem:
-            num_broken += 1
-            sys.stdout.write(f"BROKEN  {problem}\n")
-            continue
-        unhashed = sum(not record.sha256 for record in files)
-        note = f"; {unhashed} of them without a checksum, from an earlier version" if unhashed else ""
-        size = sum(record.size for record in files) / 2**20
-        sys.stdout.write(f"ok      {folder}: {len(files)} files, {size:.1f} MiB{note}\n")
-    return 1 if num_broken else 0
+            state = json.loads((checkpoint / "trainer.json").read_text())
+        except (OSError, ValueError):
+            continue  # the manifest's own comparison names a file that is gone or changed
+        step, num_drawn = state["step"], state.get("num_drawn")
+        recorded = ledger.num_drawn_at.get(step)
+        if recorded is not None and recorded != num_drawn:
+            yield f"{checkpoint.name} holds {num_drawn} draws, and the ledger has {recorded} at the end of step {step}."

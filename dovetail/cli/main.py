@@ -15,7 +15,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("dovetail.cli.check", "resolve a configuration, print its plan and say whether it can run"),
     "train": ("dovetail.cli.train", "train a policy as the configuration says"),
     "export": ("dovetail.cli.export", "write the policy of a checkpoint as a Hugging Face folder"),
-    "audit": ("dovetail.cli.audit", "verify every checkpoint of a run folder against its checksums"),
+    "audit": (
+        "dovetail.cli.audit",
+        "prove from a run folder that its checkpoints are what was saved and every draw ended once",
+    ),
     "dashboard": ("dovetail.cli.dashboard", "show runs in a browser: curves, time, answers, warnings"),
     "report": ("dovetail.cli.report", "one HTML file and one picture of a run, to send to a colleague"),
     "doctor": ("dovetail.cli.doctor", "what is installed, and whether engine and trainer agree on this machine"),
