@@ -4,8 +4,17 @@ from dovetail.protocol.dataproto import AUTO_PADDING, PADDING_COLUMN, DataProto,
 from dovetail.protocol.future import DataProtoFuture
 from dovetail.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
 from dovetail.protocol.readonly import ReadOnlyTensor, is_readonly
-from dovetail.protocol.schema import COLUMNS, ColumnSpec, SchemaError, validate
-from dovetail.protocol.stages import STAGES, Stage, stage_columns, unmet_reads, validate_stage
+from dovetail.protocol.schema import (
+    COLUMNS,
+    STAGES,
+    ColumnSpec,
+    SchemaError,
+    Stage,
+    stage_columns,
+    unmet_reads,
+    validate,
+    validate_stage,
+)
 
 __all__ = [
     "AUTO_PADDING",

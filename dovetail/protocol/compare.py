@@ -8,7 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dovetail.protocol.columns import Column, describe_column
+Column = torch.Tensor | np.ndarray
+
+
+def describe_column(column: Column) -> str:
+    """``float32[8, 512]``"""
+    return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
 
 
 class Batch(Protocol):

@@ -17,17 +17,23 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from dovetail.protocol import columns as col
-from dovetail.protocol import row_numbers, tensordicts
-from dovetail.protocol.combine import concat_columns, new_names, refuse_clashes
-from dovetail.protocol.compare import batch_difference
-from dovetail.protocol.consistency import check_parts, check_tensors
+from dovetail.protocol import row_numbers
+from dovetail.protocol.columns import (
+    PAD_TOKEN_ID,
+    as_array,
+    check_known,
+    check_parts,
+    check_tensors,
+    concat_columns,
+    new_names,
+    refuse_clashes,
+)
+from dovetail.protocol.compare import Column, batch_difference
 from dovetail.protocol.item import DataProtoItem
 from dovetail.protocol.meta import merge_meta_info, unite_meta_info
 from dovetail.protocol.plain_file import PlainFileError, load_plain, save_plain
 from dovetail.protocol.readonly import is_readonly
-from dovetail.protocol.serialization import pack_objects, pack_tensor
-from dovetail.protocol.widths import PAD_TOKEN_ID
+from dovetail.protocol.serialization import pack_objects, pack_tensor, put_together, taken_apart
 
 AUTO_PADDING = "auto_padding"
 """Key of meta_info: ``chunk`` may pad. Set by ``from_dict(auto_padding=True)``."""
@@ -68,7 +74,7 @@ class DataProto:
         tensors = dict(tensors or {})
         check_tensors(tensors)
         batch = _tensordict(tensors, len(next(iter(tensors.values())))) if tensors else None
-        arrays = {name: col.as_array(values) for name, values in (non_tensors or {}).items()}
+        arrays = {name: as_array(values) for name, values in (non_tensors or {}).items()}
         meta = dict(meta_info or {})
         if auto_padding:
             meta[AUTO_PADDING] = True
@@ -99,7 +105,7 @@ class DataProto:
             return cls(meta_info=dict(meta_info or {}))
         if len(tensor_dict.batch_size) != 1:
             raise ValueError(f"a batch has one batch dimension, the TensorDict has {list(tensor_dict.batch_size)}.")
-        tensors, others, facts = tensordicts.taken_apart(tensor_dict)
+        tensors, others, facts = taken_apart(tensor_dict)
         return cls.from_dict(tensors, others, unite_meta_info(facts, dict(meta_info or {})))
 
     def to_tensordict(self) -> TensorDict:
@@ -107,7 +113,7 @@ class DataProto:
 
         A fact may not have the name of a column. `from_tensordict` gives the batch back.
         """
-        return tensordicts.put_together(self.tensors, self.non_tensor_batch, self.meta_info, len(self))
+        return put_together(self.tensors, self.non_tensor_batch, self.meta_info, len(self))
 
     # ---- looking ----
 
@@ -127,7 +133,7 @@ class DataProto:
         return {str(name): cast(torch.Tensor, tensor) for name, tensor in self.batch.items()}
 
     @property
-    def columns(self) -> dict[str, col.Column]:
+    def columns(self) -> dict[str, Column]:
         """All columns by name, tensors first; a new dict over the same data."""
         return {**self.tensors, **self.non_tensor_batch}
 
@@ -388,9 +394,9 @@ class DataProto:
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=dict(self.meta_info))
 
     def _pick(self, tensors: list[str], arrays: list[str], facts: list[str]) -> DataProto:
-        col.check_known("batch", tensors, self.tensors)
-        col.check_known("non_tensor_batch", arrays, self.non_tensor_batch)
-        col.check_known("meta_info", facts, self.meta_info)
+        check_known("batch", tensors, self.tensors)
+        check_known("non_tensor_batch", arrays, self.non_tensor_batch)
+        check_known("meta_info", facts, self.meta_info)
         mine = self.tensors
         return type(self)(
             batch=_tensordict({name: mine[name] for name in tensors}, len(self)) if tensors else None,

@@ -1,24 +1,30 @@
-"""Move tensors through pickle protocol 5 without copying them. Knows nothing of Ray or of batches.
+"""How a batch travels: tensors through pickle protocol 5 without a copy, and its parts as one TensorDict. No Ray.
 
 A tensor is written as a numpy array over its own memory, so a pickler that keeps buffers out of band (Ray's) copies the
 bytes once, into shared memory. The reader wraps that memory again: no copy. Memory that several processes share arrives
-as a `ReadOnlyTensor`, which refuses in-place writes. Autograd history and strides are not kept.
+as a `ReadOnlyTensor`, which refuses in-place writes. Autograd history and strides are not kept. One TensorDict is the
+form in which verl's newer workers take batches.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from dovetail.protocol.columns import as_array
 from dovetail.protocol.readonly import ReadOnlyTensor
 
 # numpy has no such dtypes; their bytes travel as integers of the same width.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Types that hold no tensor. Most object columns are strings, and looking into each costs more than sending it.
 _LEAVES = frozenset({str, bytes, int, float, bool, type(None)})
+Tensors = dict[str, torch.Tensor]
+Arrays = dict[str, np.ndarray]
 
 
 class TensorBuffer:
@@ -98,3 +104,49 @@ def _pack_container(value: Any, memo: dict[int, Any]) -> Any:
         entries = tuple(pack_objects(entry, memo) for entry in value)
         return entries if any(a is not b for a, b in zip(entries, value, strict=True)) else value
     return value
+
+
+def put_together(
+    tensors: Mapping[str, Any], arrays: Mapping[str, Any], facts: Mapping[str, Any], rows: int
+) -> TensorDict:
+    """Tensors as they are, one entry per row of a numpy column, facts about the whole batch."""
+    clash = sorted(set(facts) & {*tensors, *arrays})
+    if clash:
+        raise ValueError(f"meta_info {clash} have the names of columns; rename one of each before to_tensordict.")
+    joined = TensorDict(dict(tensors), batch_size=[rows])
+    for name, array in arrays.items():
+        entries: list[Any] = [NonTensorData(entry) for entry in array]
+        joined.set(name, torch.stack(entries) if entries else NonTensorStack(batch_size=[0]))
+    for name, fact in facts.items():
+        joined.set(name, cast(Any, NonTensorData(fact, batch_size=[rows])))
+    return joined
+
+
+def taken_apart(joined: TensorDict) -> tuple[Tensors, Arrays, dict[str, Any]]:
+    """Tensors, numpy columns, facts."""
+    tensors: Tensors = {}
+    arrays: Arrays = {}
+    facts: dict[str, Any] = {}
+    for name in joined.keys():  # noqa: SIM118  a TensorDict iterates over its rows
+        value = cast(Any, joined._get_str(str(name), None))
+        if isinstance(value, NonTensorStack):
+            arrays[str(name)] = _column([entry.data for entry in value.tensordicts])
+        elif isinstance(value, NonTensorData):
+            facts[str(name)] = value.data
+        elif isinstance(value, torch.Tensor):
+            tensors[str(name)] = value
+        else:
+            raise TypeError(
+                f"{name!r} is a {type(value).__name__}; a batch holds tensors, rows of other data and facts."
+            )
+    return tensors, arrays, facts
+
+
+def _column(entries: list[Any]) -> np.ndarray:
+    if (
+        entries
+        and isinstance(entries[0], np.generic)
+        and len({getattr(entry, "dtype", None) for entry in entries}) == 1
+    ):
+        return np.array(entries)
+    return as_array(entries)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dovetail.protocol import DataProto
-from dovetail.protocol.widths import PAD_TOKEN_ID
+from dovetail.protocol.columns import PAD_TOKEN_ID
 from dovetail.rollout.base import FinishReason, GenerationResult
 
 # Weight version of tokens the engine did not write, and of padding.

@@ -6,7 +6,7 @@ from typing import Any
 
 from dovetail.data.errors import DataError
 from dovetail.protocol import DataProto
-from dovetail.protocol.widths import PAD_TOKEN_ID
+from dovetail.protocol.columns import PAD_TOKEN_ID
 
 _PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 _ENGINE_COLUMNS = ("raw_prompt_ids", "sampling_seed")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dovetail.protocol import COLUMNS, DataProto, SchemaError, stage_columns
+from dovetail.protocol.columns import RESPONSE_COLUMNS, SEQUENCE_COLUMNS
 from dovetail.protocol.schema import RESPONSE, SEQUENCE
-from dovetail.protocol.widths import RESPONSE_COLUMNS, SEQUENCE_COLUMNS
 from dovetail.rollout.assemble import Response, assemble
 
 pytestmark = pytest.mark.unit

@@ -13,7 +13,7 @@ from dovetail.dashboard.runs import Run
 from dovetail.data.write import prompt_row, write_rows
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
-from dovetail.protocol.stages import STAGES, unmet_reads, validate_stage
+from dovetail.protocol.schema import STAGES, unmet_reads, validate_stage
 from dovetail.rewards.runner import PendingRewards, RewardResult
 from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.groups import RoleGroups

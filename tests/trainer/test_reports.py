@@ -10,7 +10,7 @@ import torch
 
 from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
-from dovetail.protocol.stages import unmet_reads
+from dovetail.protocol.schema import unmet_reads
 from dovetail.trainer.ppo import total_training_steps
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
 from dovetail.trainer.step_metrics import (
