@@ -66,22 +66,22 @@ def _generate(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def _convert(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    from dovetail.data.prepare import convert
+    from dovetail.data import prepare
 
     if args.kind == "jsonl":
         return _convert_jsonl(args)
     made = {}
     for split in args.splits:
-        hub = convert.GSM8K_HUB if args.kind == "gsm8k" else convert.MATH_HUB
-        raw = _raw_rows(args, split, hub)
+        source = prepare.GSM8K_SOURCE if args.kind == "gsm8k" else prepare.MATH_SOURCE
+        raw = _raw_rows(args, split, source)
         options = {"system": args.system} | ({} if args.instruction is None else {"instruction": args.instruction})
         if args.kind == "gsm8k":
             most = args.max_calculations if split == "train" else None
-            made[split] = convert.gsm8k_rows(raw, split, max_calculations=most, **options)
+            made[split] = prepare.gsm8k_rows(raw, split, max_calculations=most, **options)
         else:
             from dovetail.rewards.rules.extract import last_boxed
 
-            made[split] = convert.math_rows(raw, split, last_boxed, **options)
+            made[split] = prepare.math_rows(raw, split, last_boxed, **options)
     return made
 
 
@@ -89,8 +89,7 @@ def _convert_jsonl(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     import random
 
     from dovetail.data.errors import DataError
-    from dovetail.data.prepare.convert import question_rows, usable_rows
-    from dovetail.data.prepare.source import local_rows
+    from dovetail.data.prepare import local_rows, question_rows, usable_rows
 
     if args.source is None:
         raise DataError("jsonl needs a file: dovetail data jsonl mine.jsonl --out data/mine.")
@@ -113,16 +112,17 @@ def _convert_jsonl(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def _raw_rows(args: argparse.Namespace, split: str, hub: str) -> list[dict[str, Any]]:
-    from dovetail.data.prepare.source import hub_rows, local_rows
+def _raw_rows(args: argparse.Namespace, split: str, source: str) -> list[dict[str, Any]]:
+    from dovetail.data.prepare import all_rows, local_rows
 
     if args.source is not None:
         return local_rows(args.source, split)
-    return hub_rows(hub, split, config="main" if args.kind == "gsm8k" else None)
+    configuration = "main/" if args.kind == "gsm8k" else ""
+    return all_rows(f"hf://datasets/{source}/{configuration}{split}")
 
 
 def _write(args: argparse.Namespace, splits: dict[str, list[dict[str, Any]]]) -> None:
-    from dovetail.data.write import write_rows
+    from dovetail.data.files import write_rows
 
     for split, rows in splits.items():
         if not rows:

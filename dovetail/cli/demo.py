@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
-    from dovetail.data.write import write_rows
+    from dovetail.data.files import write_rows
     from dovetail.demo.smollm2 import smollm2_folder
     from dovetail.demo.tasks import generate_task
     from dovetail.trainer.run import run_training

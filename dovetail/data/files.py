@@ -1,12 +1,22 @@
-"""Read rows from parquet, JSON lines, folders of Hugging Face `datasets` and the hub. Knows nothing of prompts."""
+"""Rows of files: parquet, JSON lines, folders of Hugging Face `datasets`, and the hub. Knows nothing of prompts.
+
+  hf://datasets/org/name/data/train.parquet   one file, through huggingface_hub
+  hf://datasets/org/name                      the split train, through the package `datasets` (extra `hub`)
+  hf://datasets/org/name/test                 another split
+  hf://datasets/org/name/main/test            a split of the configuration main
+
+`datasets/` may be left out, and `org/name@revision` names a revision. Files land in the hub's own cache.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,14 +24,67 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dovetail.config.hub import DATA_PREFIX
+from dovetail.config.hub import DATA_PREFIX, HubError, fetch_file
 from dovetail.config.root import DovetailConfig
 from dovetail.data.errors import DataError
-from dovetail.data.hub import fetch_data_file, read_split
 
 _CHUNK = 1024
 _JSON = (".jsonl", ".json", ".ndjson")
 _ENDINGS = (".parquet", *_JSON)
+
+
+def fetch_data_file(path: str, endings: tuple[str, ...]) -> Path | None:
+    """The local copy of the file that `path` names; None when it names a split."""
+    repository, rest = _parts(path)
+    if not rest or not rest[-1].endswith(endings):
+        return None
+    try:
+        return fetch_file(repository, "/".join(rest), kind="dataset")
+    except HubError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def read_split(path: str) -> tuple[pa.Table, str]:
+    """All rows of a split, and a digest of them."""
+    repository, rest = _parts(path)
+    if len(rest) > 2:
+        raise DataError(
+            f"{path} names neither a file (.parquet, .jsonl) nor a split; use {DATA_PREFIX}datasets/org/name/split."
+        )
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise DataError(
+            f"{path} is a split of a data set, which the package datasets reads: pip install 'dovetail[hub]'. A file "
+            f"of it needs no package: {DATA_PREFIX}datasets/{repository}/path/in/the/repository.parquet."
+        ) from error
+    name, _, revision = repository.partition("@")
+    configuration, split = (rest[0] if len(rest) == 2 else None), (rest[-1] if rest else "train")
+    try:
+        rows = datasets.load_dataset(name, configuration, split=split, revision=revision or None)
+    except (OSError, ValueError) as error:  # not found, offline, no such split: its messages say which
+        raise DataError(
+            f"{path} cannot be read from the hub or its cache: {error} Download it where there is network "
+            f"(`hf download {name} --repo-type dataset --local-dir data/{name.rpartition('/')[2]}`) and give its files."
+        ) from error
+    table = rows.with_format("arrow")[:].replace_schema_metadata(None).combine_chunks()
+    return table, _table_digest(table)
+
+
+def _parts(path: str) -> tuple[str, list[str]]:
+    parts = [part for part in path.removeprefix(DATA_PREFIX).removeprefix("datasets/").split("/") if part]
+    if len(parts) < 2:
+        raise DataError(
+            f"{path} names no data set; use {DATA_PREFIX}datasets/org/name, with a split or a file behind it."
+        )
+    return "/".join(parts[:2]), parts[2:]
+
+
+def _table_digest(table: pa.Table) -> str:
+    sums = hashlib.blake2b(digest_size=16)
+    for batch in table.to_batches(max_chunksize=4096):
+        sums.update(batch.serialize())
+    return sums.hexdigest()
 
 
 class Rows(ABC):
@@ -203,3 +266,54 @@ def _digest(files: Sequence[Path]) -> str:
         with open(file, "rb") as content:
             sums.update(hashlib.file_digest(content, "blake2b").digest())
     return sums.hexdigest()
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> Path:
+    """Write a `.parquet` or `.jsonl` file and return its path."""
+    target = Path(path).expanduser()
+    if not rows:
+        raise DataError(f"there are no rows to write to {target}.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        if target.suffix == ".parquet":
+            pq.write_table(_as_table(rows, target), partial)
+        elif target.suffix == ".jsonl":
+            partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        else:
+            raise DataError(f"{target} ends in {target.suffix!r}; use .parquet or .jsonl.")
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return target
+
+
+def _as_table(rows: Sequence[Mapping[str, Any]], target: Path) -> pa.Table:
+    try:
+        return pa.Table.from_pylist([dict(row) for row in rows])
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError(
+            f"the rows do not fit the columns of {target}: {error}. Give every row values of the same kind, or write "
+            ".jsonl (`dovetail data ... --format jsonl`), whose rows may differ."
+        ) from error
+
+
+def prompt_row(
+    *,
+    data_source: str,
+    question: str,
+    ground_truth: Any,
+    ability: str,
+    extra_info: Mapping[str, Any],
+    system: str | None = None,
+) -> dict[str, Any]:
+    """One row with the columns that training reads."""
+    messages = [{"role": "system", "content": system}] if system else []
+    return {
+        "data_source": data_source,
+        "prompt": [*messages, {"role": "user", "content": question}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": dict(extra_info),
+    }

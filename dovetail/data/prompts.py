@@ -17,10 +17,18 @@ import numpy as np
 import torch
 
 from dovetail.config.data import DataConfig
-from dovetail.data.encode import Messages, PromptEncoder, pad_prompt, truncate
+from dovetail.data.encode import (
+    Loader,
+    MediaPrompt,
+    Messages,
+    PromptEncoder,
+    load_image,
+    pad_prompt,
+    process_media,
+    truncate,
+)
 from dovetail.data.errors import DataError
 from dovetail.data.files import Rows, read_rows
-from dovetail.data.images import Loader, MediaPrompt, load_image, process_media
 from dovetail.data.sampler import shuffled
 from dovetail.data.scan import BadRow, RowRules, ground_truth_problem, scan_rows
 from dovetail.protocol import DataProto

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from dovetail.data.errors import DataError
-from dovetail.data.write import prompt_row
+from dovetail.data.files import prompt_row
 
 # Repeated problems in a row before a level counts as used up.
 _MAX_REPEATS = 2000

@@ -63,7 +63,7 @@ class Site:
 
 def prepare(folder: Path) -> None:
     """The model, the prompts and the reward of the runs."""
-    from dovetail.data.write import prompt_row, write_rows
+    from dovetail.data.files import prompt_row, write_rows
     from dovetail.demo.toy import save_toy_model
 
     save_toy_model(folder / MODEL)

@@ -16,7 +16,7 @@ from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError
 from dovetail.controller.freeze_gc import frozen_gc
-from dovetail.data.loader import PromptLoader
+from dovetail.data.build import PromptLoader
 from dovetail.models.flops import StepUtilisation
 from dovetail.observability.shown_answers import choose_answers
 from dovetail.observability.timers import PhaseTimers

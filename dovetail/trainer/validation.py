@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.config.root import DovetailConfig
-from dovetail.data.loader import PromptLoader
+from dovetail.data.build import PromptLoader
 from dovetail.protocol import DataProto
 from dovetail.rewards.runner import RewardResult
 from dovetail.trainer.prompt_draws import with_seeds

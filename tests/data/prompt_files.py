@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from dovetail.config.data import DataConfig
+from dovetail.data.files import prompt_row, write_rows
 from dovetail.data.prompts import PromptDataset
-from dovetail.data.write import prompt_row, write_rows
 from tests.models.tiny import tiny_tokenizer
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.data.build import PromptLoader
 from dovetail.data.errors import DataError
 from dovetail.data.files import read_rows
-from dovetail.data.loader import PromptLoader
 from dovetail.data.prompts import PromptDataset
 from dovetail.data.sampler import PromptSampler
 from tests.data.prompt_files import dataset

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pytest
 
 from dovetail.data.errors import DataError
-from dovetail.data.files import read_rows
-from dovetail.data.write import write_rows
+from dovetail.data.files import read_rows, write_rows
 from tests.hub import put_in_cache
 
 pytestmark = pytest.mark.unit

@@ -14,7 +14,7 @@ from dovetail.cli.data import GENERATED
 from dovetail.cli.main import main
 from dovetail.data.errors import DataError
 from dovetail.data.files import read_rows
-from dovetail.data.prepare.convert import GSM8K_INSTRUCTION, gsm8k_rows, math_rows
+from dovetail.data.prepare import GSM8K_INSTRUCTION, gsm8k_rows, math_rows
 from dovetail.demo.tasks import TASKS, generate_task
 from dovetail.rewards.registry import default_compute_score, has_rule
 from dovetail.rewards.rules.extract import last_boxed

@@ -17,7 +17,7 @@ from dovetail.config import DovetailConfig
 from dovetail.data.build import build_train_loader
 from dovetail.data.encode import truncate
 from dovetail.data.errors import DataError
-from dovetail.data.write import write_rows
+from dovetail.data.files import write_rows
 from dovetail.protocol import validate_stage
 from tests.data.prompt_files import dataset, rows, save_dataset_folder, toy_file
 from tests.models.tiny import tiny_tokenizer

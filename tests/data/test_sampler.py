@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.config import DovetailConfig
-from dovetail.data.build import build_train_loader, build_val_loader
+from dovetail.data.build import PromptLoader, build_train_loader, build_val_loader
 from dovetail.data.errors import DataError
-from dovetail.data.loader import PromptLoader
 from dovetail.data.sampler import PromptSampler, shuffled
 from tests.data.prompt_files import dataset, toy_file
 from tests.models.tiny import tiny_tokenizer

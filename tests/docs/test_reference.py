@@ -30,7 +30,7 @@ PYTHON_PAGES = sorted({block.page for block in BLOCKS if block.language == "pyth
 CONFIG = """
 from dovetail.config import load_config
 from dovetail.demo.tasks import generate_task
-from dovetail.data.write import write_rows
+from dovetail.data.files import write_rows
 from dovetail.models.load import load_tokenizer
 from pathlib import Path
 write_rows(generate_task("addition", levels=[1], num_train=8, num_test=2).train, Path("train.parquet"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from dovetail.data.write import prompt_row, write_rows
+from dovetail.data.files import prompt_row, write_rows
 from tests.models.tiny import save_tiny_vision_model
 from tests.trainer.toy_run import REWARD, Toy
 

@@ -21,7 +21,7 @@ from dovetail.cli.main import main
 from dovetail.config import ConfigError
 from dovetail.config.root import DovetailConfig
 from dovetail.data.errors import DataError
-from dovetail.data.write import prompt_row, write_rows
+from dovetail.data.files import prompt_row, write_rows
 from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
 from dovetail.rewards.errors import RewardError

@@ -10,7 +10,7 @@ import pytest
 
 from dovetail.cli.main import main
 from dovetail.dashboard.runs import Run
-from dovetail.data.write import prompt_row, write_rows
+from dovetail.data.files import prompt_row, write_rows
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
 from dovetail.protocol.schema import STAGES, unmet_reads, validate_stage

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail.cli.main import main
-from dovetail.data.write import prompt_row
+from dovetail.data.files import prompt_row
 from dovetail.observability.run_folder import read_json_lines
 from tests.trainer.toy_run import DAPO, Toy
 

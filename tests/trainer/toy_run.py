@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.config.root import DovetailConfig
-from dovetail.data.write import prompt_row, write_rows
+from dovetail.data.files import prompt_row, write_rows
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.run import RunResult, run_training
 from tests.models.tiny import save_tiny_model

@@ -1,17 +1,19 @@
-"""Turn raw rows of GSM8K, MATH and any question-answer file into prompt rows. Reads and writes no files."""
+"""Published data sets and question-answer files, brought into the columns that training reads. Writes no files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dovetail.data.errors import DataError
-from dovetail.data.write import prompt_row
+from dovetail.data.files import prompt_row, read_rows
 
-GSM8K_SOURCE, GSM8K_HUB = "openai/gsm8k", "openai/gsm8k"
-MATH_SOURCE, MATH_HUB = "DigitalLearningGmbH/MATH-lighteval", "DigitalLearningGmbH/MATH-lighteval"
+GSM8K_SOURCE = "openai/gsm8k"
+MATH_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 GSM8K_INSTRUCTION = 'Think step by step, then write the final number after "####".'
 MATH_INSTRUCTION = "Think step by step, then write the final answer in \\boxed{}."
+_ENDINGS = (".jsonl", ".json", ".parquet", ".ndjson")
 
 
 def gsm8k_rows(
@@ -129,3 +131,20 @@ def _field(row: Mapping[str, Any], name: str, index: int) -> Any:
     if row[name] is None:
         raise DataError(f"row {index}: {name!r} is null; fill it in, or take the row out.")
     return row[name]
+
+
+def local_rows(path: str, split: str) -> list[dict[str, Any]]:
+    """All rows of a file, or of the file in a folder whose name begins with the split."""
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not (folder / "state.json").exists():
+        files = sorted(file for file in folder.rglob(f"{split}*") if file.suffix in _ENDINGS)
+        if not files:
+            raise DataError(f"{folder} has no file {split}*.jsonl or {split}*.parquet; give the file itself.")
+        return [row for file in files for row in all_rows(str(file))]
+    return all_rows(str(folder))
+
+
+def all_rows(path: str) -> list[dict[str, Any]]:
+    """All rows of a file, or of a split on the hub (`hf://datasets/...`)."""
+    rows = read_rows(path)
+    return [rows[row] for row in range(len(rows))]

@@ -1,1 +1,0 @@
-"""Published data sets, brought into the columns that training reads."""
