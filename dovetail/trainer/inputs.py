@@ -10,7 +10,6 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from dovetail.config.checks.checked import error
 from dovetail.config.errors import Problem, name_some
 from dovetail.config.hub import is_hub_name
 from dovetail.config.root import DovetailConfig
@@ -39,11 +38,11 @@ def _data_files(config: DovetailConfig) -> Iterator[Problem]:
             try:
                 columns = read_columns(path)
             except DataError as problem:
-                yield error(key, f"{key}: {problem}")
+                yield Problem(key, f"{key}: {problem}")
                 continue
             for name, way_out in needed.items():
                 if columns and name not in columns:
-                    yield error(key, f"{key}: {path} has no column {name!r}, only {name_some(columns)}{way_out}.")
+                    yield Problem(key, f"{key}: {path} has no column {name!r}, only {name_some(columns)}{way_out}.")
 
 
 def _folders(config: DovetailConfig) -> Iterator[Problem]:
@@ -63,7 +62,7 @@ def _folders(config: DovetailConfig) -> Iterator[Problem]:
             continue
         seen.add(folder)
         if not (Path(folder) / "config.json").is_file():
-            yield error(
+            yield Problem(
                 key,
                 f"{key}={folder} has no config.json (looked at {Path(folder).absolute()}); give a folder in Hugging "
                 "Face layout.",
@@ -85,10 +84,10 @@ def _user_code(config: DovetailConfig) -> Iterator[Problem]:
             wanted.append((key, str(entry["path"]), str(entry.get("name", "compute_score"))))
     for module in config.trainer.import_modules:
         if (why := _why_not_there(f"{PACKAGE_PREFIX}{module}", "")) is not None:
-            yield error("trainer.import_modules", f"trainer.import_modules={module}: {why}")
+            yield Problem("trainer.import_modules", f"trainer.import_modules={module}: {why}")
     for key, path, name in wanted:
         if path is not None and (why := _why_not_there(path, name)) is not None:
-            yield error(key, f"{key}={path}: {why}")
+            yield Problem(key, f"{key}={path}: {why}")
 
 
 def _why_not_there(path: str, name: str) -> str | None:
@@ -135,10 +134,10 @@ def _other_files(config: DovetailConfig) -> Iterator[Problem]:
     trainer = config.trainer
     tools = config.data.tool_config_path
     if tools and not Path(tools).is_file():
-        yield error("data.tool_config_path", f"data.tool_config_path={tools}: there is no such file.")
+        yield Problem("data.tool_config_path", f"data.tool_config_path={tools}: there is no such file.")
     resumed = trainer.resume_from_path
     if trainer.resume_mode == "resume_path" and resumed and not Path(resumed).is_dir():
-        yield error(
+        yield Problem(
             "trainer.resume_from_path",
             f"trainer.resume_from_path={resumed} is no folder; give a global_step_N folder, or set "
             "trainer.resume_mode=auto.",

@@ -1,179 +1,209 @@
-"""The engine's size and sampling, in training and in validation."""
+"""The engine's size, lengths and sampling, in training and in validation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from dovetail.config.checks.checked import ROLLOUT, Checked, error, nearest_divisor, warning
+from dovetail.config.checks.examined import Check, Examined, nearest_divisor
 from dovetail.config.errors import Problem
 
 
-def engines_divide_the_world(run: Checked) -> Iterator[Problem]:
-    rollout, layout = run.config.actor_rollout_ref.rollout, run.layouts["rollout"]
-    size = rollout.engine_world_size
-    if layout.world_size % size:
-        key = f"{ROLLOUT}.tensor_model_parallel_size"
-        others = size // rollout.tensor_model_parallel_size
-        yield error(
-            key,
-            f"{key}={rollout.tensor_model_parallel_size} x pipeline {rollout.pipeline_model_parallel_size} x data "
-            f"{rollout.data_parallel_size} = {size} devices per engine do not divide the {layout.world_size} devices; "
-            f"use {max(1, nearest_divisor(layout.world_size, size) // others)}.",
-        )
-
-
-def engine_splits_the_heads(run: Checked) -> Iterator[Problem]:
-    rollout, world = run.config.actor_rollout_ref.rollout, run.layouts["rollout"].world_size
-    size = rollout.tensor_model_parallel_size
-    if run.shape is not None and run.shape.num_heads % size and world % rollout.engine_world_size == 0:
-        key = f"{ROLLOUT}.tensor_model_parallel_size"
-        yield error(
-            key,
-            f"{key}={size} does not divide the model's {run.shape.num_heads} attention heads; "
-            f"use {nearest_divisor(math.gcd(run.shape.num_heads, world), size)}.",
-        )
-
-
-def engine_stays_on_a_node(run: Checked) -> Iterator[Problem]:
-    rollout = run.config.actor_rollout_ref.rollout
+def _engine_size(run: Examined) -> Iterator[Problem]:
+    rollout, world, shape = run.config.actor_rollout_ref.rollout, run.layouts["rollout"].world_size, run.shape
+    tensor, size = rollout.tensor_model_parallel_size, rollout.engine_world_size
     per_node = rollout.n_gpus_per_node if rollout.own_devices else run.config.trainer.n_gpus_per_node
-    size = rollout.tensor_model_parallel_size
-    if size > per_node and run.layouts["rollout"].world_size % rollout.engine_world_size == 0:
-        yield warning(
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            f"{ROLLOUT}.tensor_model_parallel_size={size} spreads each layer over nodes of {per_node} "
-            "devices, which is "
-            f"slow without a fast interconnect; use {per_node} if the model fits.",
-        )
-
-
-def expert_parallel_engine_is_whole(run: Checked) -> Iterator[Problem]:
-    rollout = run.config.actor_rollout_ref.rollout
-    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    key = f"{ROLLOUT}.expert_parallel_size"
-    if rollout.expert_parallel_size not in (1, size):
-        yield error(
-            key,
-            f"{key}={rollout.expert_parallel_size} must be 1 or tensor_model_parallel_size x data_parallel_size = "
-            f"{size}: engines share experts over all of their devices; use {size}.",
-        )
-    elif rollout.expert_parallel_size > 1 and run.shape is not None and not run.shape.is_moe:
-        yield error(
-            key,
-            f"{key}={rollout.expert_parallel_size}, but {run.shape.model_type} has no experts to share; use 1.",
-        )
-
-
-def generation_has_its_devices(run: Checked) -> Iterator[Problem]:
-    policy = run.config.actor_rollout_ref
-    rollout = policy.rollout
-    if not policy.hybrid_engine and rollout.nnodes == 0:
-        yield error(
-            f"{ROLLOUT}.nnodes",
-            f"actor_rollout_ref.hybrid_engine=False gives generation its own devices and {ROLLOUT}.nnodes=0; "
-            f"set {ROLLOUT}.nnodes=1 and n_gpus_per_node, or hybrid_engine=True.",
-        )
-    elif policy.hybrid_engine and rollout.nnodes > 0:
-        yield error(
-            f"{ROLLOUT}.nnodes",
-            f"{ROLLOUT}.nnodes={rollout.nnodes} asks for devices of its own and actor_rollout_ref.hybrid_engine=True "
-            "shares the trainer's; set hybrid_engine=False, or nnodes=0.",
-        )
-    elif rollout.weight_sync == "colocated" and rollout.nnodes > 0:
-        yield error(
-            f"{ROLLOUT}.weight_sync",
-            f"{ROLLOUT}.weight_sync=colocated needs engine and trainer on the same devices and {ROLLOUT}.nnodes="
-            f"{rollout.nnodes}; use weight_sync=broadcast.",
-        )
-
-
-def training_answers_differ(run: Checked) -> Iterator[Problem]:
-    rollout = run.config.actor_rollout_ref.rollout
-    greedy = "do_sample=False" if not rollout.do_sample else "temperature=0" if rollout.temperature == 0 else None
-    if greedy is None:
-        return
-    fix = f"use {ROLLOUT}.do_sample=True and {ROLLOUT}.temperature=1.0"
-    key = f"{ROLLOUT}.{greedy.split('=')[0]}"
-    # Log-probs are trained under the temperature of the samples; under that of a greedy choice they are not numbers.
-    if rollout.n > 1:
-        yield error(
-            key,
-            f"{ROLLOUT}.{greedy} makes the {ROLLOUT}.n={rollout.n} responses to a prompt identical, so nothing can be "
-            f"learned from comparing them; {fix}.",
+    if world % size:
+        yield run.error(
+            f"<rollout.tensor_model_parallel_size> x pipeline {rollout.pipeline_model_parallel_size} x data "
+            f"{rollout.data_parallel_size} = {size} devices per engine do not divide the {world} devices; "
+            f"use {max(1, nearest_divisor(world, size) // (size // tensor))}."
         )
     else:
-        yield error(key, f"{ROLLOUT}.{greedy} never explores: training needs sampled responses; {fix}.")
+        if shape is not None and shape.num_heads % tensor:
+            yield run.error(
+                f"<rollout.tensor_model_parallel_size> does not divide the model's {shape.num_heads} attention heads; "
+                f"use {nearest_divisor(math.gcd(shape.num_heads, world), tensor)}."
+            )
+        if tensor > per_node:
+            yield run.warning(
+                f"<rollout.tensor_model_parallel_size> spreads each layer over nodes of {per_node} devices, which is "
+                f"slow without a fast interconnect; use {per_node} if the model fits."
+            )
+    replicas = tensor * rollout.data_parallel_size
+    if rollout.expert_parallel_size not in (1, replicas):
+        yield run.error(
+            f"<rollout.expert_parallel_size> must be 1 or tensor_model_parallel_size x data_parallel_size = "
+            f"{replicas}: engines share experts over all of their devices; use {replicas}."
+        )
+    elif rollout.expert_parallel_size > 1 and shape is not None and not shape.is_moe:
+        yield run.error(f"<rollout.expert_parallel_size>, but {shape.model_type} has no experts to share; use 1.")
 
 
-def trained_distribution_is_the_sampled_one(run: Checked) -> Iterator[Problem]:
+def _devices(run: Examined) -> Iterator[Problem]:
+    policy, rollout = run.config.actor_rollout_ref, run.config.actor_rollout_ref.rollout
+    if not policy.hybrid_engine and rollout.nnodes == 0:
+        yield run.error(
+            "<actor_rollout_ref.hybrid_engine> gives generation its own devices and <rollout.nnodes>; set "
+            "@rollout.nnodes=1 and n_gpus_per_node, or hybrid_engine=True.",
+            "rollout.nnodes",
+        )
+    elif policy.hybrid_engine and rollout.nnodes > 0:
+        yield run.error(
+            "<rollout.nnodes> asks for devices of its own and <actor_rollout_ref.hybrid_engine> shares the trainer's; "
+            "set hybrid_engine=False, or nnodes=0."
+        )
+    elif rollout.weight_sync == "colocated" and rollout.nnodes > 0:
+        yield run.error(
+            "<rollout.weight_sync> needs engine and trainer on the same devices and <rollout.nnodes>; use "
+            "weight_sync=broadcast."
+        )
+    if rollout.kv_cache_dtype == "fp8" and run.config.trainer.device == "cpu":
+        yield run.error("<rollout.kv_cache_dtype> needs CUDA and trainer.device=cpu; use @rollout.kv_cache_dtype=auto.")
+    if rollout.enforce_eager and rollout.cudagraph_capture_sizes:
+        yield run.warning(
+            "<rollout.cudagraph_capture_sizes> has no effect with enforce_eager=True; set enforce_eager=False to "
+            "capture graphs."
+        )
+
+
+def _training_samples(run: Examined) -> Iterator[Problem]:
     rollout = run.config.actor_rollout_ref.rollout
-    cuts = {
-        "top_p": (rollout.top_p, rollout.top_p < 1, "1.0"),
-        "top_k": (rollout.top_k, rollout.top_k > 0, "-1"),
-        "min_p": (rollout.min_p, rollout.min_p > 0, "0.0"),
-        "repetition_penalty": (rollout.repetition_penalty, rollout.repetition_penalty != 1, "1.0"),
-    }
-    for name, (value, changed, neutral) in cuts.items():
-        if changed:
-            yield warning(
-                f"{ROLLOUT}.{name}",
-                f"{ROLLOUT}.{name}={value} samples from another distribution than the one whose log-probs are trained; "
-                f"use {neutral} in training (validation has its own in val_kwargs).",
+    greedy = "do_sample=False" if not rollout.do_sample else "temperature=0" if rollout.temperature == 0 else None
+    fix = "use @rollout.do_sample=True and @rollout.temperature=1.0"
+    # Log-probs are trained under the temperature of the samples; under that of a greedy choice they are not numbers.
+    if greedy and rollout.n > 1:
+        yield run.error(
+            f"@rollout.{greedy} makes the <rollout.n> responses to a prompt identical, so nothing can be learned from "
+            f"comparing them; {fix}."
+        )
+    elif greedy:
+        yield run.error(f"@rollout.{greedy} never explores: training needs sampled responses; {fix}.")
+    for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+        if getattr(rollout, name) != neutral and not (name == "top_k" and rollout.top_k == 0):
+            yield run.warning(
+                f"<rollout.{name}> samples from another distribution than the one whose log-probs are trained; use "
+                f"{neutral} in training (validation has its own in val_kwargs)."
             )
 
 
-def validation_sampling_is_consistent(run: Checked) -> Iterator[Problem]:
-    val = run.config.actor_rollout_ref.rollout.val_kwargs
-    key = f"{ROLLOUT}.val_kwargs"
-    greedy = not val.do_sample or val.temperature == 0
-    if val.n > 1 and greedy:
+def _validation_samples(run: Examined) -> Iterator[Problem]:
+    val, key = run.config.actor_rollout_ref.rollout.val_kwargs, "rollout.val_kwargs"
+    if val.n > 1 and (not val.do_sample or val.temperature == 0):
         how = "do_sample=False" if not val.do_sample else "temperature=0"
-        yield warning(
-            f"{key}.n",
-            f"{key}.n={val.n} with {how} gives {val.n} identical greedy responses; "
-            f"use {key}.do_sample=True and {key}.temperature=1.0, or n=1.",
+        yield run.warning(
+            f"<{key}.n> with {how} gives {val.n} identical greedy responses; use @{key}.do_sample=True and "
+            f"@{key}.temperature=1.0, or n=1."
         )
     elif val.do_sample and val.temperature == 0:
-        yield warning(
+        yield run.warning(
+            f"<{key}.do_sample> with temperature=0 is greedy; use temperature=1.0 to sample, or do_sample=False.",
             f"{key}.temperature",
-            f"{key}.do_sample=True with temperature=0 is greedy; use temperature=1.0 to sample, or do_sample=False.",
         )
     elif not val.do_sample and val.temperature > 0:
-        yield warning(
-            f"{key}.do_sample",
-            f"{key}.temperature={val.temperature} has no effect with do_sample=False; set {key}.do_sample=True.",
+        yield run.warning(
+            f"<{key}.temperature> has no effect with do_sample=False; set @{key}.do_sample=True.", f"{key}.do_sample"
         )
 
 
-def conversations_have_an_async_engine(run: Checked) -> Iterator[Problem]:
-    rollout = run.config.actor_rollout_ref.rollout
-    turns = rollout.multi_turn
+def _conversations(run: Examined) -> Iterator[Problem]:
+    rollout, turns = run.config.actor_rollout_ref.rollout, run.config.actor_rollout_ref.rollout.multi_turn
     if turns.enable and rollout.mode == "sync":
-        yield error(
-            f"{ROLLOUT}.mode",
-            f"{ROLLOUT}.multi_turn.enable=True needs a response at a time and {ROLLOUT}.mode=sync generates whole "
-            f"batches; use {ROLLOUT}.mode=async.",
+        yield run.error(
+            "<rollout.multi_turn.enable> needs a response at a time and <rollout.mode> generates whole batches; use "
+            "@rollout.mode=async.",
+            "rollout.mode",
         )
     elif not turns.enable and (turns.tool_config_path or turns.interaction_config_path):
-        yield warning(
-            f"{ROLLOUT}.multi_turn.enable",
-            f"{ROLLOUT}.multi_turn has tools or a simulated user and enable=False, so they are never called; "
-            f"set {ROLLOUT}.multi_turn.enable=True.",
+        yield run.warning(
+            "@rollout.multi_turn has tools or a simulated user and enable=False, so they are never called; set "
+            "@rollout.multi_turn.enable=True.",
+            "rollout.multi_turn.enable",
         )
 
 
-def captured_sizes_are_used(run: Checked) -> Iterator[Problem]:
+def _lengths(run: Examined) -> Iterator[Problem]:
+    rollout, context = run.config.actor_rollout_ref.rollout, run.shape.context_length if run.shape else None
+    limit, prompt, response = rollout.max_model_len, rollout.prompt_length, rollout.response_length
+    if context is not None and run.longest > context:
+        room = context - prompt
+        fix = f"use data.max_response_length={room}" if room > 0 else "use shorter prompts and responses"
+        yield run.error(
+            f"@data.max_prompt_length={prompt} + @data.max_response_length={response} = {run.longest} tokens exceed "
+            f"the model's context of {context}; {fix}, or stretch the context with "
+            "+@model.override_config.rope_scaling.",
+            "data.max_response_length",
+        )
+    elif context is not None and limit and limit > context:
+        yield run.error(f"<rollout.max_model_len> exceeds the model's context of {context}; use {context}.")
+    if limit and limit < run.longest:
+        yield run.error(
+            f"<rollout.max_model_len> is less than data.max_prompt_length + data.max_response_length = {run.longest}, "
+            f"so responses would be cut short; use {run.longest}, or null."
+        )
+    for name in ("prompt_length", "response_length"):
+        if getattr(rollout, name) != getattr(run.config.data, f"max_{name}"):
+            yield run.error(f"<rollout.{name}> disagrees with <data.max_{name}>; set one of them, the other follows.")
+
+
+def _engine_steps(run: Examined) -> Iterator[Problem]:
     rollout = run.config.actor_rollout_ref.rollout
-    if rollout.enforce_eager and rollout.cudagraph_capture_sizes:
-        yield warning(
-            f"{ROLLOUT}.cudagraph_capture_sizes",
-            f"{ROLLOUT}.cudagraph_capture_sizes={rollout.cudagraph_capture_sizes} has no effect with "
-            "enforce_eager=True; set enforce_eager=False to capture graphs.",
+    length, sequences = rollout.context_length, rollout.max_num_seqs
+    # The other engines have no such limit on a step, or ignore it.
+    if rollout.name != "vllm":
+        return
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < length:
+        yield run.error(
+            f"<rollout.max_num_batched_tokens> is less than one sequence of {length} tokens and "
+            f"<rollout.enable_chunked_prefill>; use {length}, or enable_chunked_prefill=True."
+        )
+    elif rollout.max_num_batched_tokens < sequences:
+        yield run.error(
+            "<rollout.max_num_batched_tokens> is less than <rollout.max_num_seqs>: a step decodes one token per "
+            f"sequence; use {sequences} or more."
         )
 
 
-def cache_dtype_is_known_to_the_device(run: Checked) -> Iterator[Problem]:
-    if run.config.actor_rollout_ref.rollout.kv_cache_dtype == "fp8" and run.config.trainer.device == "cpu":
-        key = f"{ROLLOUT}.kv_cache_dtype"
-        yield error(key, f"{key}=fp8 needs CUDA and trainer.device=cpu; use {key}=auto.")
+def _overlong_buffer(run: Examined) -> Iterator[Problem]:
+    reward, limit = run.config.reward_model, run.config.overlong_limit
+    buffer, response = reward.overlong_buffer, run.config.data.max_response_length
+    if not buffer.enable:
+        return
+    fifth = f"use {max(1, limit // 5)} or so"
+    if buffer.len == 0:
+        yield run.warning(
+            "<reward_model.overlong_buffer.len> leaves no tokens over which the penalty grows, so there is none; use a "
+            f"fifth of the response, e.g. {max(1, response // 5)}, or enable=False."
+        )
+    elif buffer.len > limit:
+        yield run.error(
+            f"<reward_model.overlong_buffer.len> is more than the longest response of {limit} tokens; {fifth}."
+        )
+    elif buffer.len == limit:
+        yield run.warning(
+            f"<reward_model.overlong_buffer.len> is the longest response of {limit} tokens, so every response is "
+            f"punished for its length; {fifth} to punish the long ones."
+        )
+    elif limit != response:
+        yield run.warning(
+            f"<reward_model.max_resp_len> differs from <data.max_response_length>, so the penalty ends elsewhere than "
+            f"the responses do; use {response}."
+        )
+    if reward.reward_manager != "dapo" and reward.reward_manager_module.path is None:
+        yield run.warning(
+            f"<reward_model.overlong_buffer.enable> is read by reward_manager=dapo, here {reward.reward_manager}; set "
+            "reward_model.reward_manager=dapo.",
+            "reward_model.reward_manager",
+        )
+
+
+ROLLOUT: tuple[Check, ...] = (
+    _engine_size,
+    _devices,
+    _training_samples,
+    _validation_samples,
+    _conversations,
+    _lengths,
+    _engine_steps,
+    _overlong_buffer,
+)

@@ -1,11 +1,24 @@
-"""The parallel sizes of one role, and how they cut a model. Plain numbers; built from a config in `placement.py`."""
+"""Who runs where: each role's devices and parallel sizes, read from the config.
+
+Sizes that do not divide are cut down, never refused: `dovetail.config.checks` says what is wrong with them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dovetail.config.plan.model_shape import ModelShape
+from dovetail.config.actor import ActorConfig
+from dovetail.config.critic import CriticConfig
+from dovetail.config.fsdp import FSDPConfig
+from dovetail.config.megatron import MegatronConfig
 from dovetail.config.plan.stages import pipeline_stages
+from dovetail.config.ref import RefConfig
+from dovetail.config.reward import RewardModelConfig
+from dovetail.config.root import DovetailConfig
+
+TrainingSection = ActorConfig | CriticConfig | RefConfig | RewardModelConfig
+
+SHARED_POOL = "global"
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,13 @@ class RoleLayout:
     def ranks_per_sequence(self) -> int:
         return self.sequence_parallel * self.context_parallel
 
+    @property
+    def divides(self) -> bool:
+        """Whether the parallel sizes of a training role divide its world; other checks rely on it."""
+        return self.world_size % (self.tensor_parallel * self.pipeline_parallel * self.ranks_per_sequence) == 0
+
     def stages(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
+        """Layers of each pipeline stage."""
         return pipeline_stages(
             num_layers,
             self.pipeline_parallel,
@@ -61,56 +80,86 @@ class RoleLayout:
             count_head=self.head_counts,
         )
 
-    def experts_per_rank(self, shape: ModelShape) -> int:
-        """Routed experts of each layer that a device holds, whole or its part of them."""
-        return shape.num_experts // self.expert_parallel if shape.is_moe else 0
+
+def make_layouts(config: DovetailConfig) -> dict[str, RoleLayout]:
+    """The layout of every role that the run has, by role."""
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    world = config.trainer.world_size
+    layouts = {
+        "actor": _training_layout("actor", policy.actor, policy.actor.fsdp_config, world),
+        "rollout": _rollout_layout(config),
+    }
+    if config.uses_reference:
+        layouts["ref"] = _training_layout("ref", policy.ref, policy.ref.fsdp_config, world)
+    if config.uses_critic:
+        layouts["critic"] = _training_layout("critic", critic, critic.fsdp_config, world)
+    if reward.enable:
+        own = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else 0
+        pool = "reward_model" if own else SHARED_POOL
+        fsdp = reward.model.fsdp_config
+        layouts["reward_model"] = _training_layout("reward_model", reward, fsdp, own or world, pool)
+    return layouts
 
 
-@dataclass(frozen=True)
-class StageParameters:
-    """Parameters one device holds of one pipeline stage before data-parallel sharding."""
+def _training_layout(
+    role: str, section: TrainingSection, fsdp: FSDPConfig, world: int, pool: str = SHARED_POOL
+) -> RoleLayout:
+    """Layout of a role that runs on a training backend."""
+    if section.strategy == "megatron":
+        return _megatron_layout(role, section.megatron, world, pool)
+    # A sharding over one process is no sharding: the plain backend does the same.
+    if section.strategy == "single" or (world == 1 and not fsdp.offload_policy):
+        return RoleLayout(role, "single", pool, world_size=1, data_parallel=1)
+    sequence = section.ulysses_sequence_parallel_size
+    shard = fsdp.fsdp_size if 0 < fsdp.fsdp_size < world else world
+    return RoleLayout(
+        role,
+        section.strategy,
+        pool,
+        world,
+        data_parallel=max(1, world // sequence),
+        sequence_parallel=sequence,
+        shard_size=shard,
+        replicas=max(1, world // shard),
+    )
 
-    dense: float
-    experts: float
-    num_layers: int
-    index: int
-    holds_head: bool
-    largest_layer: float
-    # FSDP's root unit: the head, and the embedding when it is the same weight. Otherwise that is a unit of its own.
-    root_unit: float
-    embedding_unit: float
 
-    @property
-    def total(self) -> float:
-        return self.dense + self.experts
+def _rollout_layout(config: DovetailConfig) -> RoleLayout:
+    """Layout of the generation engines: on the trainer's devices, or on their own."""
+    rollout = config.actor_rollout_ref.rollout
+    world = rollout.own_devices or config.trainer.world_size
+    engines = max(1, world // rollout.engine_world_size)
+    return RoleLayout(
+        "rollout",
+        rollout.name,
+        "rollout" if rollout.own_devices else SHARED_POOL,
+        world,
+        data_parallel=engines * rollout.data_parallel_size,
+        tensor_parallel=rollout.tensor_model_parallel_size,
+        pipeline_parallel=rollout.pipeline_model_parallel_size,
+        expert_parallel=rollout.expert_parallel_size,
+        num_engines=engines,
+    )
 
 
-def stage_parameters(shape: ModelShape, layout: RoleLayout) -> list[StageParameters]:
-    """Every stage after tensor and expert parallelism; one stage, uncut, for FSDP."""
-    held = layout.stages(shape.num_layers)
-    last = len(held) - 1
-    expert_cut = layout.expert_parallel * layout.expert_tensor_parallel if layout.is_megatron else 1
-    stages = []
-    for index, layers in enumerate(held):
-        ends = (shape.embedding + shape.vision if index == 0 else 0) + (
-            shape.head + shape.final_norm if index == last else 0
-        )
-        if index == last > 0 and shape.tied:
-            # The last stage keeps its own copy of a tied embedding to compute logits with.
-            ends += shape.embedding
-        dense = (ends + sum(shape.layers[i].dense for i in layers)) / layout.tensor_parallel
-        experts = sum(shape.layers[i].routed_experts for i in layers) / expert_cut
-        largest = max((shape.layers[i].total for i in layers), default=0)
-        stages.append(
-            StageParameters(
-                dense,
-                experts,
-                len(layers),
-                index,
-                holds_head=index == last,
-                largest_layer=largest,
-                root_unit=shape.head + shape.final_norm + (shape.embedding if shape.tied else 0),
-                embedding_unit=0 if shape.tied else shape.embedding,
-            )
-        )
-    return stages
+def _megatron_layout(role: str, megatron: MegatronConfig, world: int, pool: str) -> RoleLayout:
+    extra = megatron.override_transformer_config
+    ends = [extra.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
+    first, last = (value if isinstance(value, int) and not isinstance(value, bool) else None for value in ends)
+    return RoleLayout(
+        role,
+        "megatron",
+        pool,
+        world,
+        data_parallel=max(1, world // megatron.model_parallel_size),
+        tensor_parallel=megatron.tensor_model_parallel_size,
+        pipeline_parallel=megatron.pipeline_model_parallel_size,
+        context_parallel=megatron.context_parallel_size,
+        expert_parallel=megatron.expert_model_parallel_size,
+        expert_tensor_parallel=megatron.expert_tensor_size,
+        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size or 1,
+        first_stage_layers=first,
+        last_stage_layers=last,
+        embedding_counts=bool(extra.get("account_for_embedding_in_pipeline_split")),
+        head_counts=bool(extra.get("account_for_loss_in_pipeline_split")),
+    )

@@ -14,8 +14,8 @@ from dovetail.config.plan.activations import (
 from dovetail.config.plan.batches import PassBatches
 from dovetail.config.plan.devices import GIB, Device
 from dovetail.config.plan.engine_memory import EngineMemory
-from dovetail.config.plan.layout import stage_parameters
 from dovetail.config.plan.role_memory import RoleMemory
+from dovetail.config.plan.states import stage_parameters
 
 ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "KV cache", "engine", "waiting roles", "runtime")
 
@@ -112,7 +112,7 @@ def stage_memory(active: RoleMemory, phases: list[PhaseMemory]) -> list[StageMem
             stage=index,
             layers=held[index],
             expert_layers=sum(shape.layers[layer].is_moe for layer in held[index]),
-            experts_per_device=layout.experts_per_rank(shape),
+            experts_per_device=shape.num_experts // layout.expert_parallel,
             dense_parameters=parameters.dense,
             expert_parameters=parameters.experts,
             items=phase.items,

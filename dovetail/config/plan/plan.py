@@ -7,11 +7,10 @@ from typing import Any
 
 from dovetail.config.plan.batches import BatchPlan, make_batches
 from dovetail.config.plan.devices import plan_device
-from dovetail.config.plan.layout import RoleLayout
+from dovetail.config.plan.layout import RoleLayout, make_layouts
 from dovetail.config.plan.make_memory import make_memory
 from dovetail.config.plan.memory import MemoryPlan
 from dovetail.config.plan.model_shape import ModelShape
-from dovetail.config.plan.placement import make_layouts
 from dovetail.config.plan.shapes import Shapes
 from dovetail.config.root import DovetailConfig
 

@@ -4,8 +4,58 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dovetail.config.plan.layout import RoleLayout, StageParameters, stage_parameters
+from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """Parameters one device holds of one pipeline stage before data-parallel sharding."""
+
+    dense: float
+    experts: float
+    num_layers: int
+    index: int
+    holds_head: bool
+    largest_layer: float
+    # FSDP's root unit: the head, and the embedding when it is the same weight. Otherwise that is a unit of its own.
+    root_unit: float
+    embedding_unit: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+def stage_parameters(shape: ModelShape, layout: RoleLayout) -> list[StageParameters]:
+    """Every stage after tensor and expert parallelism; one stage, uncut, for FSDP."""
+    held = layout.stages(shape.num_layers)
+    last = len(held) - 1
+    expert_cut = layout.expert_parallel * layout.expert_tensor_parallel if layout.is_megatron else 1
+    stages = []
+    for index, layers in enumerate(held):
+        ends = (shape.embedding + shape.vision if index == 0 else 0) + (
+            shape.head + shape.final_norm if index == last else 0
+        )
+        if index == last > 0 and shape.tied:
+            # The last stage keeps its own copy of a tied embedding to compute logits with.
+            ends += shape.embedding
+        dense = (ends + sum(shape.layers[i].dense for i in layers)) / layout.tensor_parallel
+        experts = sum(shape.layers[i].routed_experts for i in layers) / expert_cut
+        largest = max((shape.layers[i].total for i in layers), default=0)
+        stages.append(
+            StageParameters(
+                dense,
+                experts,
+                len(layers),
+                index,
+                holds_head=index == last,
+                largest_layer=largest,
+                root_unit=shape.head + shape.final_norm + (shape.embedding if shape.tied else 0),
+                embedding_unit=0 if shape.tied else shape.embedding,
+            )
+        )
+    return stages
 
 
 @dataclass(frozen=True)

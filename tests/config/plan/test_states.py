@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.config.plan.layout import RoleLayout, stage_parameters
+from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.model_shape import shape_from_config
 from dovetail.config.plan.stages import pipeline_stages, stage_sizes
-from dovetail.config.plan.states import Precision, lora_share, model_states
+from dovetail.config.plan.states import Precision, lora_share, model_states, stage_parameters
 from tests.config.plan import known_models as known
 
 pytestmark = pytest.mark.unit
