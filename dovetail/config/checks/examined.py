@@ -58,8 +58,8 @@ Check = Callable[[Examined], Iterator[Problem]]
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """The largest divisor of `number` that is at most `wanted`."""
-    return next(size for size in range(min(wanted, number), 0, -1) if number % size == 0)
+    """The largest divisor of `number` that is at most `wanted`; 1 of 0."""
+    return next((size for size in range(min(wanted, number), 0, -1) if number % size == 0), 1)
 
 
 def next_multiple(number: int, step: int) -> int:
