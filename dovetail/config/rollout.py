@@ -36,9 +36,7 @@ _WHOLE_ENGINE = "each process has a whole engine; use 1 (only vllm with mode=syn
 _STARTED_SERVERS = unused(
     "only `rollout.name=sglang` without server_urls starts servers", when_is("starts_servers", False)
 )
-_ENGINE_SETTINGS = (
-    "enable_chunked_prefill enable_prefix_caching load_format scheduling_policy disable_log_stats skip_tokenizer_init"
-)
+_ENGINE_SETTINGS = "enable_chunked_prefill load_format scheduling_policy disable_log_stats skip_tokenizer_init"
 
 
 class ValSamplingConfig(Section):
@@ -89,14 +87,14 @@ class RolloutConfig(Section):
         unused(
             "the native engine reads it on CUDA only",
             all_of(_native, when_is("trainer.device", "cpu")),
-            only="gpu_memory_utilization enforce_eager",
+            only="gpu_memory_utilization enforce_eager enable_prefix_caching",
         ),
         unused(
             "the servers of actor_rollout_ref.rollout.server_urls run already, with settings of their own",
             _served,
             only=f"{_ENGINE_SETTINGS} gpu_memory_utilization enforce_eager cudagraph_capture_sizes "
             f"expert_parallel_size max_num_batched_tokens max_num_seqs free_cache_engine kv_cache_dtype "
-            f"engine_kwargs.*",
+            f"enable_prefix_caching engine_kwargs.*",
         ),
         read_with(".name", "vllm", only="scheduling_policy limit_images"),
     )
@@ -205,6 +203,14 @@ class RolloutConfig(Section):
     )
     enable_chunked_prefill: bool = key(True, "Mix prefill chunks and decoding.")
     enable_prefix_caching: bool = key(True, "Share the KV cache of equal prefixes.")
+    kv_on_update: Literal["recompute", "keep"] = key(
+        "recompute",
+        "KV cache of responses that run while the weights change: recompute it under the new ones, or keep it, after "
+        "which their log-probs are not those of the weights.",
+        rules=unsupported(
+            "only `rollout.name=native` can keep it; the others recompute", "keep", when=when_not("name", "native")
+        ),
+    )
     limit_images: int | None = key(None, "Most images per prompt. Null: the engine's limit.", ge=0)
     load_format: str = key("dummy", "What the engine loads at start; dummy: the trainer sends weights.")
     logprobs_mode: Literal["temperature", "processed_logprobs", "raw_logprobs"] = key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,6 +195,72 @@ def test_sleep_of_the_cache_while_paused_keeps_the_requests() -> None:
     engine.wake(["kv_cache"])
     engine.continue_()
     assert tokens(running.join()) == [transformers_greedy(model, row, 150) for row in rows]
+
+
+def test_requests_sleep_while_the_trainer_works_and_go_on_with_exact_log_probs() -> None:
+    """Partial rollouts on the trainer's device: pause, sleep, new weights, wake, and again."""
+    model = tiny_model("llama")
+    models = {0: copy.deepcopy(model)}
+    engine = NativeEngine(model, max_num_seqs=4)
+    rows = prompts(6, seed=7)
+    sampling = SamplingParams(n=2, max_new_tokens=40, ignore_eos=True)
+    results: list[GenerationResult] = []
+    with engine.open_stream() as stream:
+        stream.submit(*requests(rows, sampling))
+        for version in (1, 2, 3):
+            target = engine.stats.decode_tokens + 60
+            engine.wait(lambda target=target: engine.stats.decode_tokens >= target)
+            engine.pause()
+            engine.sleep(["kv_cache"])
+            assert engine.health().kv_cache_bytes == 0
+            running = {(part.request_id, part.sample_index): part.token_ids for part in stream.partial()}
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            models[version] = copy.deepcopy(model)
+            engine.wake(["kv_cache"])
+            engine.update_weights(None, version)
+            assert running == {(part.request_id, part.sample_index): part.token_ids for part in stream.partial()}
+            engine.continue_()
+        results = stream.drain()
+    assert {v for r in results for v in r.weight_versions} == {0, 1, 2, 3}
+    for r in results:
+        assert len(r.token_ids) == 40
+        row = rows[int(r.request_id[1:])]
+        exact = {version: plain_log_probs(models[version], row, r.token_ids) for version in set(r.weight_versions)}
+        wanted = torch.stack([exact[version][place] for place, version in enumerate(r.weight_versions)])
+        assert torch.tensor(r.log_probs) == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
+def test_log_probs_after_an_update_are_those_of_the_weights_unless_the_cache_is_kept(
+    kv_on_update: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("qwen3")
+    engine = NativeEngine(model, max_num_seqs=3, kv_on_update=kv_on_update)
+    assert ("log-probs are then not those of the weights" in caplog.text) == (kv_on_update == "keep")
+    rows = prompts(2, seed=8, shortest=20)
+    with engine.open_stream() as stream:
+        stream.submit(*requests(rows, SamplingParams(n=2, max_new_tokens=30, ignore_eos=True)))
+        engine.wait(lambda: engine.stats.decode_tokens >= 24)
+        prefilled = engine.stats.prefill_tokens
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.2)
+        engine.update_weights(None, 1)
+        results = stream.drain()
+    gaps = {True: [], False: []}
+    for r in results:
+        exact = plain_log_probs(model, rows[int(r.request_id[1:])], r.token_ids)
+        new = [place for place, version in enumerate(r.weight_versions) if version == 1]
+        gaps[0 in r.weight_versions].append((torch.tensor(r.log_probs) - exact)[new].abs().mean())
+    assert torch.stack(gaps[False]).max() <= 1e-5, "a sample that had no slot at the update read the old cache"
+    if kv_on_update == "recompute":
+        assert torch.stack(gaps[True]).max() <= 1e-5
+    else:
+        assert torch.stack(gaps[True]).min() > 1e-3
+        # Only the last sample's prompt is prefilled, by the new weights.
+        assert engine.stats.prefill_tokens == prefilled + len(rows[1]) - 1
 
 
 def test_shared_weights_are_read_in_place_and_the_trainers_module_is_left_alone() -> None:

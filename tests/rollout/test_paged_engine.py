@@ -158,6 +158,79 @@ def test_samples_of_a_prompt_hold_its_full_pages_together() -> None:
     assert pages_held(engine) == 0
 
 
+def test_a_second_turn_prefills_only_what_is_new_and_keeps_its_log_probs() -> None:
+    model = tiny_model("qwen2")
+    engine = paged_engine(model)
+    (conversation,) = prompts(1, shortest=30, longest=30)
+    sampling = SamplingParams(max_new_tokens=21, ignore_eos=True, seed=3)
+    for turn in range(3):
+        cached = (len(conversation) - 4) // 8 * 8 if turn else 0
+        before = engine.stats.prefill_tokens
+        (result,) = engine.generate([GenerationRequest(f"t{turn}", conversation, sampling, session="s")])
+        assert engine.stats.prefill_tokens - before == len(conversation) - 1 - cached
+        fresh = paged_engine(model, reuse_prefixes=False)
+        (alone,) = fresh.generate([GenerationRequest("a", conversation, sampling)])
+        assert result.token_ids == alone.token_ids
+        assert result.log_probs == pytest.approx(alone.log_probs, abs=1e-5)
+        conversation = [*conversation, *result.token_ids, 5, 6, 7]
+    # An update: nothing that the old weights computed is read.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    engine.update_weights(None, 1)
+    before = engine.stats.prefill_tokens
+    (result,) = engine.generate([GenerationRequest("u", conversation, sampling, session="s")])
+    assert engine.stats.prefill_tokens - before == len(conversation) - 1
+    exact = plain_log_probs(model, conversation, result.token_ids)
+    assert (torch.tensor(result.log_probs) - exact).abs().mean() <= 1e-5
+    assert pages_held(engine) == 0
+
+
+def test_groups_prefill_a_common_prefix_once_together_and_later() -> None:
+    model = tiny_model("llama")
+    engine = paged_engine(model, max_num_seqs=8)
+    system, *rest = prompts(7, seed=9, shortest=17, longest=17)
+    rows = [[*system, *row] for row in rest]
+    sampling = SamplingParams(n=2, max_new_tokens=10, ignore_eos=True)
+    results = engine.generate(requests(rows[:4], sampling))
+    assert engine.stats.prefill_tokens == 16 + 4 * (33 - 16)
+    results += engine.generate(requests(rows[4:], sampling, first=4))
+    assert engine.stats.prefill_tokens == 16 + 6 * (33 - 16)
+    assert tokens(results) == tokens(NativeEngine(model).generate(requests(rows, sampling)))
+
+
+def test_pages_are_added_for_requests_that_come_while_others_run() -> None:
+    model = tiny_model("llama")
+    engine = paged_engine(model, max_num_seqs=8)
+    rows = prompts(8, seed=10, shortest=20)
+    asked = requests(rows, replace(GREEDY, max_new_tokens=40))
+    with engine.open_stream() as stream:
+        stream.submit(asked[0])
+        engine.wait(lambda: engine.stats.decode_tokens >= 4)
+        prefilled = engine.stats.prefill_tokens
+        stream.submit(*asked[1:])
+        engine.wait(lambda: engine.health().num_running == 8)
+        results = {result.request_id: result.token_ids for result in stream.drain()}
+    assert engine.stats.prefill_tokens == prefilled + sum(len(row) - 1 for row in rows[1:]), "nothing was lost by it"
+    assert [results[request.request_id] for request in asked] == [transformers_greedy(model, row, 40) for row in rows]
+
+
+def test_after_an_update_short_responses_decode_before_long_ones_are_recomputed() -> None:
+    model = tiny_model("llama")
+    engine = NativeEngine(model, paged=True, max_prefill_tokens=16)
+    rows = [prompts(1, shortest=length, longest=length)[0] for length in (200, 10)]
+    with engine.open_stream() as stream:
+        stream.submit(*requests(rows, replace(GREEDY, max_new_tokens=30)))
+        engine.wait(lambda: engine.stats.decode_tokens >= 8)
+        engine.update_weights(None, 1)
+        start = engine.stats.prefill_tokens
+        (first,) = stream.results()
+        assert engine.stats.prefill_tokens - start < 200, "the long one had to be computed first"
+        (second,) = stream.drain()
+    assert (len(first.token_ids), len(second.token_ids)) == (30, 30)
+    assert [second.token_ids, first.token_ids] == [transformers_greedy(model, row, 30) for row in rows]
+
+
 def test_many_stop_tokens_are_all_looked_at() -> None:
     model = tiny_model("llama")
     row = prompts(1, seed=8)[0]

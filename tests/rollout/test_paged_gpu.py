@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,19 @@ def greedy_of(model: Any, prompt: list[int], count: int) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=[], pad_token_id=0
     )
     return out[0, len(prompt) :].tolist()
+
+
+def version_gaps(
+    results: list[GenerationResult], rows: list[list[int]], models: dict[int, Any]
+) -> dict[int, torch.Tensor]:
+    """By version: distances between log-probs and those of a plain forward of the weights that wrote the tokens."""
+    gaps: dict[int, list[torch.Tensor]] = {version: [] for version in models}
+    for r in results:
+        assert r.weight_versions == sorted(r.weight_versions)
+        for version, model in models.items():
+            exact = plain_log_probs(model, rows[int(r.request_id[1:])], r, 1.0)
+            gaps[version].append((torch.tensor(r.log_probs) - exact)[torch.tensor(r.weight_versions) == version].abs())
+    return {version: torch.cat(parts) for version, parts in gaps.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,6 +154,117 @@ def test_the_cache_is_given_back_in_sleep_and_weights_that_moved_are_found() -> 
     after = engine.generate(requests(rows, GREEDY))
     assert tokens(after) == [greedy_of(model, row, 20) for row in rows] != before
     assert {v for r in after for v in r.weight_versions} == {3}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_second_turn_prefills_what_is_new_with_the_log_probs_of_a_plain_forward(eager: bool) -> None:
+    """Turn two begins with the prompt and the response of turn one, whose pages the engine still has."""
+    model = cuda_model("qwen2")
+    sampling = SamplingParams(max_new_tokens=70, ignore_eos=True, n=2)
+    first = prompts(6, seed=9, shortest=60, longest=120)
+    engines = [NativeEngine(model, enforce_eager=eager, enable_prefix_caching=cached) for cached in (True, False)]
+    counts = []
+    for engine in engines:
+        one = engine.generate(requests(first, sampling))
+        second = [[*first[i // 2], *r.token_ids, 5, 6, 7] for i, r in enumerate(one)]
+        before = engine.stats.prefill_tokens
+        two = engine.generate(requests(second, replace(sampling, n=1)))
+        counts.append(engine.stats.prefill_tokens - before)
+        gaps = [
+            (torch.tensor(r.log_probs) - plain_log_probs(model, row, r, 1.0)).abs()
+            for row, r in zip(second, two, strict=True)
+        ]
+        assert torch.cat(gaps).mean() <= 1e-5
+    # All but the last token is prefilled; of it, with the cache, what no full page of turn one holds.
+    assert counts[1] == sum(len(row) - 1 for row in second)
+    assert counts[0] == sum(len(row) - 1 - (len(row) - 4) // 64 * 64 for row in second)
+
+
+def test_groups_that_start_together_prefill_a_common_prefix_once() -> None:
+    model = cuda_model("llama", torch.bfloat16)
+    system, *rest = prompts(9, seed=10, shortest=128, longest=128)
+    rows = [[*system, *row[:50]] for row in rest]
+    sampling = SamplingParams(max_new_tokens=20, ignore_eos=True, n=4)
+    engines = [NativeEngine(model, enable_prefix_caching=cached) for cached in (True, False)]
+    results = [engine.generate(requests(rows, sampling)) for engine in engines]
+    assert engines[0].stats.prefill_tokens == 128 + 8 * 49
+    assert engines[1].stats.prefill_tokens == 8 * 177
+    gaps = [
+        torch.cat([torch.tensor(r.log_probs) - plain_log_probs(model, rows[i // 4], r, 1.0) for i, r in enumerate(rs)])
+        for rs in results
+    ]
+    assert gaps[0].abs().mean() <= 1.15 * gaps[1].abs().mean(), "shared pages are as exact as own ones"
+
+
+@pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
+def test_requests_outlive_updates_between_two_tokens(kv_on_update: Any) -> None:
+    """Each token has the log-prob of its version's weights; `keep` is faster and does not have it."""
+    model = cuda_model("qwen3")
+    models = {0: copy.deepcopy(model)}
+    engine = NativeEngine(model, max_num_seqs=12, max_prefill_tokens=256, kv_on_update=kv_on_update)
+    rows = prompts(8, seed=11, shortest=40, longest=150)
+    with engine.open_stream() as stream:
+        stream.submit(*requests(rows, SamplingParams(n=2, max_new_tokens=60, ignore_eos=True)))
+        for version in (1, 2):
+            target = engine.stats.decode_tokens + 200
+            engine.wait(lambda target=target: engine.stats.decode_tokens >= target)
+            for parameter in model.parameters():
+                # Moved in memory too: graphs of the old addresses must go, also while rows keep decoding.
+                parameter.data = parameter.data * 1.1
+            models[version] = copy.deepcopy(model)
+            engine.update_weights(None, version)
+        results = stream.drain()
+    gaps = version_gaps(results, rows, models)
+    assert gaps[0].mean() <= 1e-5
+    later = torch.cat([gaps[1], gaps[2]])
+    assert later.mean() <= 1e-5 if kv_on_update == "recompute" else later.mean() > 1e-3
+
+
+def test_requests_sleep_while_the_trainer_works_and_go_on_with_exact_log_probs() -> None:
+    """Partial rollouts on the trainer's device: the KV cache is given back between two steps of the trainer."""
+    model = cuda_model("llama")
+    models = {0: copy.deepcopy(model)}
+    engine = NativeEngine(model, max_num_seqs=10, max_prefill_tokens=256)
+    rows = prompts(8, seed=12, longest=150)
+    with engine.open_stream() as stream:
+        stream.submit(*requests(rows, SamplingParams(n=2, max_new_tokens=80, ignore_eos=True)))
+        for version in (1, 2, 3):
+            target = engine.stats.decode_tokens + 200
+            engine.wait(lambda target=target: engine.stats.decode_tokens >= target)
+            engine.pause()
+            before = torch.cuda.memory_allocated()
+            held = engine.health().kv_cache_bytes
+            engine.sleep(["kv_cache"])
+            assert engine.health().kv_cache_bytes == 0
+            assert before - torch.cuda.memory_allocated() >= held > 0
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.05)
+            models[version] = copy.deepcopy(model)
+            engine.wake(["kv_cache"])
+            engine.update_weights(None, version)
+            engine.continue_()
+        results = stream.drain()
+    assert all(len(r.token_ids) == 80 for r in results)
+    gaps = version_gaps(results, rows, models)
+    assert all(gap.numel() and gap.mean() <= 1e-5 for gap in gaps.values())
+
+
+def test_pages_are_added_for_requests_that_come_while_others_run() -> None:
+    model = cuda_model("llama")
+    engine = NativeEngine(model, max_num_seqs=40)
+    rows = prompts(40, seed=13, longest=150)
+    sampling = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    with engine.open_stream() as stream:
+        stream.submit(*requests(rows[:1], sampling))
+        engine.wait(lambda: engine.stats.decode_tokens >= 8)
+        held = engine.health().kv_cache_bytes
+        stream.submit(*requests(rows[1:], sampling, first=1))
+        engine.wait(lambda: engine.health().num_running == 40)
+        assert engine.health().kv_cache_bytes > held
+        results = {int(r.request_id[1:]): r for r in stream.drain()}
+    assert engine.stats.prefill_tokens == sum(len(row) - 1 for row in rows), "what ran was not computed again"
+    assert (version_gaps(list(results.values()), rows, {0: model})[0]).mean() <= 1e-5
 
 
 def test_a_stop_token_ends_a_response_although_the_host_reads_late() -> None:

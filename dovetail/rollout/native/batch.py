@@ -50,8 +50,9 @@ class Batch(Protocol):
     def drain(self) -> None:
         """Return once the device has nothing left to do and every token written is booked."""
 
-    def forget_cache(self) -> None:
-        """Old entries must not be read again; running samples are prefilled anew before their next token."""
+    def forget_cache(self, *, keep_decoding: bool = False) -> None:
+        """Old entries must not be read again; running samples are prefilled anew before their next token, short ones
+        first. With `keep_decoding` those that decode already go on with their old entries, which no others read."""
 
     def free_cache(self) -> None:
         """Forget the cache and give its memory back."""
@@ -100,9 +101,10 @@ class RunningBatch:
         self.forget_cache()
         self.cache.free()
 
-    def forget_cache(self) -> None:
-        self.scheduler.forget_cache()
-        self.cache.clear()
+    def forget_cache(self, *, keep_decoding: bool = False) -> None:
+        self.scheduler.forget_cache(keep_decoding=keep_decoding)
+        if not keep_decoding:
+            self.cache.clear()
         self._rows_changed = True
 
     def step(self, version: int) -> bool:

@@ -6,6 +6,7 @@ Reads the trainer's weights in place when given its module. Reads no text, and n
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,8 @@ from dovetail.rollout.readiness import (
 from dovetail.rollout.request_rules import base_seed, check_prompt, stop_tokens
 from dovetail.weight_sync import tensor_checksum
 
+logger = logging.getLogger(__name__)
+
 
 class NativeEngine(RolloutEngine):
     """`model` is a folder (the engine loads and owns its weights) or a module whose weights it reads in place.
@@ -52,7 +55,12 @@ class NativeEngine(RolloutEngine):
     `max_model_len` prompt plus response (default: what the model's positions allow). `device` and `dtype` are for
     weights the engine owns; shared weights stay as they are. On CUDA, `gpu_memory_utilization` bounds the KV cache by a
     share of the device's memory, `kv_cache_dtype="fp8"` halves what a token takes of it, and `enforce_eager` turns CUDA
-    graphs off. `paged` picks the batch: None means pages and Triton kernels on CUDA, dense slots on CPU.
+    graphs off. `paged` picks the batch: None means pages and Triton kernels on CUDA, dense slots on CPU. With pages,
+    `enable_prefix_caching` keeps those of finished sequences until the weights change or others need them.
+
+    `kv_on_update` says what becomes of the KV cache of running requests when the weights change: `recompute` runs them
+    through the new weights, `keep` goes on with what the old weights computed, and then the log-probs of the tokens
+    that follow are not those of any weights.
     """
 
     name = "native"
@@ -69,6 +77,8 @@ class NativeEngine(RolloutEngine):
         gpu_memory_utilization: float = 0.5,
         kv_cache_dtype: Literal["auto", "fp8"] = "auto",
         enforce_eager: bool = False,
+        enable_prefix_caching: bool = True,
+        kv_on_update: Literal["recompute", "keep"] = "recompute",
         paged: bool | None = None,
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
@@ -108,11 +118,18 @@ class NativeEngine(RolloutEngine):
                 memory_share=gpu_memory_utilization,
                 cache_dtype=cache_dtype_of(kv_cache_dtype, self._model.dtype, self._device),
                 use_graphs=not enforce_eager,
+                reuse_prefixes=enable_prefix_caching,
             )
         elif kv_cache_dtype == "fp8":
             raise ValueError("kv_cache_dtype=fp8 is for CUDA; on a CPU leave rollout.kv_cache_dtype at auto.")
         else:
             self._batch = RunningBatch(self._model, self._device, max_num_seqs, max_prefill_tokens)
+        self._keeps_cache = kv_on_update == "keep"
+        if self._keeps_cache:
+            logger.warning(
+                "rollout.kv_on_update=keep: responses that run while the weights change go on with keys and values of "
+                "the old weights; their log-probs are then not those of the weights. Use recompute for exact ones."
+            )
         self._gate = StepGate()
         self._version = 0
         self._still_from_folder = self._folder is not None
@@ -145,6 +162,8 @@ class NativeEngine(RolloutEngine):
             gpu_memory_utilization=config.gpu_memory_utilization,
             kv_cache_dtype=config.kv_cache_dtype,
             enforce_eager=config.enforce_eager,
+            enable_prefix_caching=config.enable_prefix_caching,
+            kv_on_update=config.kv_on_update,
             trust_remote_code=trust_remote_code,
             override_config=override_config,
         )
@@ -192,7 +211,7 @@ class NativeEngine(RolloutEngine):
         with self._gate.between_steps():
             self._check_open()
             require_weights_awake(self._asleep)
-            self._batch.forget_cache()
+            self._batch.forget_cache(keep_decoding=self._keeps_cache)
             self._forget_packed()
             if self._folder is None:
                 if weights is not None:

@@ -31,6 +31,8 @@ class Sample:
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_cached: int = 0
+    has_old_entries: bool = False
+    """Whether older weights computed entries of its cache."""
     positions: torch.Tensor | None = None
     """`[3, prompt]` where images give tokens positions that are not their places."""
 
@@ -50,6 +52,11 @@ class Sample:
     @property
     def num_prompt(self) -> int:
         return len(self.sequence) - len(self.log_probs)
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether its cache entries serve other samples of the prompt."""
+        return self.num_cached >= self.num_prompt - 1 and not self.has_old_entries
 
     @property
     def num_needed(self) -> int:
@@ -148,12 +155,18 @@ class Scheduler:
             plan.append((row, Segment(slot, row.num_cached, length)))
         return plan
 
-    def forget_cache(self) -> None:
-        """The cache is void (new weights, or freed): running samples go back in line, first of all, in their order."""
+    def forget_cache(self, *, keep_decoding: bool = False) -> None:
+        """The cache is void (new weights, or freed): running samples go back in line, before all others, short ones
+        first. `keep_decoding` leaves rows in their slots, and those that decode with what the cache holds of them."""
         for row in self.rows:
-            row.num_cached = 0
-        self.waiting.extendleft(reversed([row for row in self.rows if row.finish_reason is None]))
-        self.rows.clear()
+            row.has_old_entries = keep_decoding and row.num_cached >= row.num_needed
+            if not row.has_old_entries:
+                row.num_cached = 0
+        if not keep_decoding:
+            running = [row for row in self.rows if row.finish_reason is None]
+            running.sort(key=lambda row: len(row.sequence))
+            self.waiting.extendleft(reversed(running))
+            self.rows.clear()
 
     def abort(self, request_ids: Collection[str] | None) -> int:
         count = 0
@@ -181,11 +194,11 @@ class Scheduler:
             return
         # The holder may have left its slot since the table was made.
         holder = self.rows[source]
-        if holder.group == sample.group and holder.num_cached >= prefix:
+        if holder.group == sample.group and holder.shares_prompt:
             self._copy(source, slot, prefix)
             sample.num_cached = prefix
             holders[sample.group] = slot if slot < len(self.rows) else source
 
     def _prompt_holders(self) -> dict[int, int]:
         """For each prompt, a slot whose cache holds it."""
-        return {row.group: slot for slot, row in enumerate(self.rows) if row.num_cached >= row.num_prompt - 1}
+        return {row.group: slot for slot, row in enumerate(self.rows) if row.shares_prompt}

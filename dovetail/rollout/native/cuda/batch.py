@@ -46,7 +46,8 @@ class _Launch:
 
 class PagedBatch:
     """The same interface as `RunningBatch`. `memory_share` bounds the pages by a share of the device's memory,
-    `max_pages` by number. `fuse=False` runs every model through its own forward.
+    `max_pages` by number. `fuse=False` runs every model through its own forward. `reuse_prefixes` keeps the pages of
+    what has left, for prompts that begin with the same tokens.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class PagedBatch:
         fuse: bool = True,
         page_size: int = 64,
         max_pages: int | None = None,
+        reuse_prefixes: bool = True,
         ops: Ops | None = None,
     ) -> None:
         self.stats = BatchStats()
@@ -71,11 +73,14 @@ class PagedBatch:
         self._max_prefill_tokens = max_prefill_tokens
         self._memory_share = memory_share
         self._max_pages = max_pages
+        self._max_model_len = max_model_len
         self._ops = ops_for(device) if ops is None else ops
         self._decoder = build_decoder(model, self._ops, fuse=fuse)
         shape = _kv_shape(model, page_size, cache_dtype or model.dtype)
         self._pool = PagePool(shape, device)
-        self._scheduler = PagedScheduler(max_num_seqs, self._pool, steps_ahead=2 * _STEPS)
+        self._scheduler = PagedScheduler(
+            max_num_seqs, self._pool, steps_ahead=2 * _STEPS, reuse_prefixes=reuse_prefixes
+        )
         self._state = SlotState(max_num_seqs, shape.pages_for(max_model_len), device)
         self._tokens = Readback(_LAUNCHES, (_STEPS, max_num_seqs), torch.int64, device)
         self._log_probs = Readback(_LAUNCHES, (_STEPS, max_num_seqs), torch.float32, device)
@@ -94,6 +99,8 @@ class PagedBatch:
         self._sampling: SamplingRows | None = None
         self._cuts = False
         self._addresses: tuple[int, ...] = ()
+        self._weights_changed = True
+        self._has_grown = False  # as far as what is there needs, or memory allows
 
     @property
     def num_waiting(self) -> int:
@@ -109,6 +116,7 @@ class PagedBatch:
 
     def add(self, samples: Iterable[Sample]) -> None:
         self._scheduler.add(samples)
+        self._has_grown = False
 
     def abort(self, request_ids: Collection[str] | None) -> int:
         self.drain()
@@ -119,10 +127,10 @@ class PagedBatch:
         while self._launches:
             self._book()
 
-    def forget_cache(self) -> None:
-        """Old entries must not be read again; running samples are filled anew before their next token."""
+    def forget_cache(self, *, keep_decoding: bool = False) -> None:
         self.drain()
-        self._scheduler.forget_cache()
+        self._scheduler.forget_cache(keep_decoding=keep_decoding)
+        self._weights_changed = True
 
     def free_cache(self) -> None:
         self.forget_cache()
@@ -141,10 +149,16 @@ class PagedBatch:
     def _step(self, version: int) -> bool:
         scheduler = self._scheduler
         if not scheduler.rows:
-            self._prepare()
-        scheduler.admit()
+            self._has_grown = False
+            self._provide_pages()
+        if not scheduler.rows or self._weights_changed:
+            self._check_addresses()
+        if not scheduler.admit() and self._provide_pages():
+            scheduler.admit()
         self._join()
-        if self._prefill():
+        # Prompts go together, and then all rows decode. Responses that are recomputed may be long: rows that are ready
+        # decode between the parts of them.
+        if self._prefill() and not scheduler.recomputing:
             return False
         launched = self._launch(version)
         finished = False
@@ -156,22 +170,41 @@ class PagedBatch:
             self._grow_or_refuse()
         return finished
 
-    def _prepare(self) -> None:
-        """Before the first row: pages for what waits, and graphs over the weights where they are now."""
-        waiting = self._scheduler.waiting
-        lengths = sorted((sample.max_length for sample in waiting), reverse=True)[: self._scheduler.num_slots]
-        shape = self._pool.shape
+    def _provide_pages(self) -> bool:
+        """Pages for what runs and what waits, as far as memory goes; True if there are more than before."""
+        if self._has_grown:
+            return False
+        self._has_grown = True
+        scheduler, pool, shape = self._scheduler, self._pool, self._pool.shape
+        samples = [*(row.sample for row in scheduler.rows), *scheduler.waiting]
+        lengths = sorted((sample.max_length for sample in samples), reverse=True)[: scheduler.num_slots]
         # A prompt's own last page lives beside its samples' copies until all have joined.
         wanted = sum(shape.pages_for(length) + 1 for length in lengths)
-        if wanted > self._pool.num_pages:
+        if scheduler.rows:
+            # Requests that come while others run may come one by one: double, so that this happens a few times only.
+            most = scheduler.num_slots * (shape.pages_for(self._max_model_len) + 1)
+            wanted = max(wanted, min(2 * pool.num_pages, most))
+        if wanted > pool.num_pages:
             wanted = min(wanted, self._affordable_pages())
         # New pages cost new graphs: not for a few more.
-        if wanted > self._pool.num_pages * 1.05:
+        grows = wanted > pool.num_pages * 1.05
+        if grows:
+            self._grow(wanted)
+        return grows
+
+    def _grow(self, num_pages: int) -> None:
+        self.drain()
+        self._steps.forget()
+        copied = num_pages + self._pool.num_pages // 2  # keys, then values, are twice in memory
+        if copied > self._affordable_pages():
             self.free_cache()
-            self._pool.resize(wanted)
-        self._check_addresses()
+        elif self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._pool.resize(num_pages)
 
     def _check_addresses(self) -> None:
+        """Graphs hold addresses: they go when a weight has moved."""
+        self._weights_changed = False
         addresses = (self._state.generation, *(parameter.data_ptr() for parameter in self._model.parameters()))
         if addresses != self._addresses:
             self._addresses = addresses
@@ -212,7 +245,7 @@ class PagedBatch:
         step = PagedPrefill(self._pool, pieces, self._ops)
         self._decoder.fill(step.tokens, step.positions, step)
         for fill, count in pieces:
-            fill.done += count
+            self._scheduler.filled(fill, count)
         self.stats.prefill_steps += 1
         self.stats.prefill_tokens += sum(count for _, count in pieces)
         return True
@@ -248,6 +281,10 @@ class PagedBatch:
             # Booking may end rows and so free pages; only if it does not must someone go.
             if self._launches:
                 self.drain()
+            elif self._provide_pages():
+                continue
+            elif scheduler.recomputing:
+                return []  # until all have joined their prompts
             elif len(rows) > 1:
                 scheduler.requeue(scheduler.rows[-max(1, len(rows) // 8) :])
             else:

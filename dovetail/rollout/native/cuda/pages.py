@@ -2,10 +2,16 @@
 
 A page holds `page_size` tokens of every layer. Pages are counted by their holders: the samples of one prompt hold its
 full pages together.
+
+A full page can be published under its tokens and those before it, which form a tree: a node is a prefix, and a page is
+the edge from a node to the node one block of tokens further. A published page without a holder is kept until its memory
+is needed, least recently used first. Every change of weights starts a new tree: the nodes of an older one lead nowhere.
 """
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -60,6 +66,14 @@ class PagePool:
         self.values = torch.empty(0)
         self._free: list[int] = []
         self._holders: list[int] = []
+        # Published pages: page by (node, tokens of the block), the reverse, and the node that a page leads to.
+        self._page_at: dict[tuple[int, bytes], int] = {}
+        self._place_of: dict[int, tuple[int, bytes]] = {}
+        self._node_after: dict[int, int] = {}
+        self._kept: dict[int, None] = {}
+        """Published pages without a holder, least recently used first."""
+        self._nodes = itertools.count()
+        self.root = next(self._nodes)
 
     @property
     def nbytes(self) -> int:
@@ -67,42 +81,111 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages that `take` can give; pages that are only kept are among them."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
 
     @torch.inference_mode()
     def resize(self, num_pages: int) -> None:
-        """New, empty memory for so many pages; 0 gives it back. Every page must have been released."""
-        assert self.num_free == self.num_pages, "pages are still held"
-        self.keys = self.values = torch.empty(0)
-        if num_pages:
-            s = self.shape
-            size = (s.num_layers, num_pages, s.num_kv_heads, s.page_size, s.head_size)
-            self.keys = torch.empty(size, dtype=s.dtype, device=self.device)
-            self.values = torch.empty(size, dtype=s.dtype, device=self.device)
+        """Memory for more pages, with what the pages hold; 0 gives it back, and then no page may have a holder."""
+        assert num_pages >= self.num_pages or (not num_pages and self.num_free == self.num_pages), "pages are held"
+        if not num_pages:
+            self.forget()
+            self._free.clear()
+        self.keys = self._resized(self.keys, num_pages)
+        self.values = self._resized(self.values, num_pages)
+        self._free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
+        self._holders = self._holders[:num_pages] + [0] * (num_pages - self.num_pages)
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._holders = [0] * num_pages
+
+    def _resized(self, old: torch.Tensor, num_pages: int) -> torch.Tensor:
+        if not num_pages:
+            return torch.empty(0)
+        s = self.shape
+        size = (s.num_layers, num_pages, s.num_kv_heads, s.page_size, s.head_size)
+        new = torch.empty(size, dtype=s.dtype, device=self.device)
+        if self.num_pages:
+            as_bytes(new)[:, : self.num_pages].copy_(as_bytes(old))
+        return new
 
     def take(self, count: int) -> list[int]:
         """`count` pages for one holder; there must be so many."""
-        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        assert count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
+        while len(self._free) < count:
+            self._evict(next(iter(self._kept)))
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder for each of these pages."""
+        """One more holder for each of these pages, which have one or are kept."""
         for page in pages:
-            assert self._holders[page] > 0, f"page {page} has no holder to share with"
+            if self._holders[page] == 0:
+                assert page in self._kept, f"page {page} holds nothing to share"
+                del self._kept[page]
             self._holders[page] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        for page in pages:
+    def release(self, pages: Sequence[int]) -> None:
+        # From the end: of a sequence that is kept, the last page goes first, since it is of no use without the others.
+        for page in reversed(pages):
             self._holders[page] -= 1
             assert self._holders[page] >= 0, f"page {page} was released twice"
             if self._holders[page] == 0:
-                self._free.append(page)
+                if page in self._place_of:
+                    self._kept[page] = None
+                else:
+                    self._free.append(page)
+
+    def match(self, node: int, tokens: Sequence[int]) -> tuple[list[int], int]:
+        """Published pages that hold these tokens, which follow the prefix `node`, as far as there are any; and the
+        node that they lead to. The caller has to `share` them before the next `take`."""
+        pages = []
+        for block in self._blocks(tokens):
+            page = self._page_at.get((node, block))
+            if page is None:
+                break
+            pages.append(page)
+            node = self._node_after[page]
+        return pages, node
+
+    def publish(self, node: int, tokens: Sequence[int], pages: Sequence[int]) -> int:
+        """Let `match` find full pages that hold these tokens; returns the node they lead to. Pages of a tree that was
+        given up are not published: other weights computed them."""
+        if node < self.root:
+            return node
+        for block, page in zip(self._blocks(tokens), pages, strict=True):
+            # Where two sequences computed the same block, the first page serves both.
+            first = self._page_at.get((node, block))
+            if first is None:
+                assert page not in self._place_of, f"page {page} holds one block, and was published under another"
+                self._page_at[node, block] = first = page
+                self._place_of[page] = node, block
+                self._node_after[page] = next(self._nodes)
+            node = self._node_after[first]
+        return node
+
+    def forget(self) -> None:
+        """Start a new tree: what was published cannot be found any more, and what was only kept is free."""
+        self._free.extend(self._kept)
+        for table in (self._kept, self._page_at, self._place_of, self._node_after):
+            table.clear()
+        self.root = next(self._nodes)
+
+    def _evict(self, page: int) -> None:
+        del self._kept[page]
+        del self._page_at[self._place_of.pop(page)]
+        del self._node_after[page]
+        self._free.append(page)
+
+    def _blocks(self, tokens: Sequence[int]) -> Iterable[bytes]:
+        """Full blocks of tokens as bytes, which are hashed and compared faster than tuples."""
+        whole = array("i", tokens)
+        size = self.shape.page_size
+        return (whole[first : first + size].tobytes() for first in range(0, len(whole) - size + 1, size))
 
     @torch.inference_mode()
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

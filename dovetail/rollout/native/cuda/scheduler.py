@@ -3,6 +3,9 @@
 A row is ready to decode when the cache holds everything but its last token. A prompt is filled once; its samples share
 its full pages and get a copy of the last, partly filled one. `num_cached` of a row counts steps that were launched but
 not read yet, so it is what the cache holds at most: a stop token may have ended the row earlier.
+
+Full pages of prompts and of sequences that leave are published (`PagePool`), and a prompt starts after what the pool
+still has of it: the turns of a conversation before, a system prompt that another group has too.
 """
 
 from __future__ import annotations
@@ -18,12 +21,17 @@ from dovetail.rollout.native.scheduler import Sample
 
 @dataclass(eq=False, slots=True)
 class Fill:
-    """Tokens [done, end) of a sequence that have yet to go through the model; their entries go to `pages`."""
+    """Tokens [done, end) of a sequence that have yet to go through the model; their entries go to `pages`.
+
+    The first `num_published` pages are published, up to the prefix `node`.
+    """
 
     sequence: list[int]
     pages: list[int]
     done: int
     end: int
+    node: int
+    num_published: int
 
     @property
     def ready(self) -> bool:
@@ -60,14 +68,25 @@ class Joined:
 
 
 class PagedScheduler:
-    """`admit_share`: newcomers are let in once this share of the slots is free, so that their prompts go together."""
+    """`admit_share`: newcomers are let in once this share of the slots is free, so that their prompts go together.
+    `reuse_prefixes` turns the search for published pages off.
+    """
 
-    def __init__(self, num_slots: int, pool: PagePool, *, steps_ahead: int, admit_share: float = 1 / 16) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        pool: PagePool,
+        *,
+        steps_ahead: int,
+        admit_share: float = 1 / 16,
+        reuse_prefixes: bool = True,
+    ) -> None:
         self.num_slots = num_slots
         self.pool = pool
         self.rows: list[Row] = []
         self.waiting: deque[Sample] = deque()
         self._steps_ahead = steps_ahead
+        self._reuse_prefixes = reuse_prefixes
         self._admit_at = max(1, int(num_slots * admit_share))
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._prompts: dict[int, Fill] = {}
@@ -82,12 +101,17 @@ class PagedScheduler:
             self.waiting.append(sample)
             self._waiting_of[sample.group] += 1
 
-    def admit(self) -> None:
-        """Give slots to waiting samples, as many as slots and pages allow."""
+    @property
+    def recomputing(self) -> bool:
+        """Whether a response that was under way waits for its cache, after a change of weights or for want of pages."""
+        return any(row.sample.log_probs and not row.ready for row in self.rows)
+
+    def admit(self) -> bool:
+        """Give slots to waiting samples, as many as slots and pages allow; False if more pages would let more in."""
         num_free = len(self._free_slots)
         if not self.waiting or (self.rows and num_free < min(self._admit_at, len(self.waiting))):
-            return
-        promised = sum(self._own_pages(row.sample) for row in self.rows if row.fill is None)
+            return True
+        promised = self._promised_pages()
         # One more page for each row that will grow: else a newcomer takes what the next steps of the others need, is
         # sent back in line at once, and is filled again and again.
         promised += sum(self._grows(row.sample) for row in self.rows)
@@ -96,18 +120,38 @@ class PagedScheduler:
             prompt_pages = 0 if sample.group in self._prompts else self._prompt_pages(sample)
             own_pages = self._own_pages(sample)
             if promised + prompt_pages + own_pages > self.pool.num_free:
-                return
+                return False
             promised += own_pages + self._grows(sample)
             self._enter(sample)
+        return True
 
     def fills(self) -> list[Fill]:
-        """Everything that must go through the model before all rows can decode, prompts first come first."""
+        """What can go through the model now, of all that must before every row can decode; in the order of the rows.
+
+        Of several prompts that go on with the same block of tokens, all but the first wait until it is there.
+        """
         seen: dict[int, Fill] = {}
+        filled_next: set[tuple[int, tuple[int, ...]]] = set()
+        size = self.pool.shape.page_size
         for row in self.rows:
             fill = row.prompt if row.fill is None else row.fill
-            if not fill.ready:
-                seen[id(fill)] = fill
+            if fill.ready or id(fill) in seen:
+                continue
+            if row.fill is None and self._reuse_prefixes:
+                self._use_published(fill)
+                first = fill.num_published * size
+                block = (fill.node, tuple(fill.sequence[first : first + size]))
+                if fill.ready or block in filled_next:
+                    continue
+                if first + size <= fill.end:
+                    filled_next.add(block)
+            seen[id(fill)] = fill
         return list(seen.values())
+
+    def filled(self, fill: Fill, count: int) -> None:
+        """So many more tokens of it went through the model."""
+        fill.done += count
+        self._publish(fill)
 
     def join(self) -> Joined:
         """Give every row whose prompt is filled its pages."""
@@ -125,7 +169,7 @@ class PagedScheduler:
             if row.prompt.end % size:
                 joined.copies.append((row.prompt.pages[num_shared], own[0]))
             joined.entries.extend(TableEntry(row.slot, column, page) for column, page in enumerate(row.pages))
-            row.fill = Fill(sample.sequence, row.pages, row.prompt.end, sample.num_needed)
+            row.fill = Fill(sample.sequence, row.pages, row.prompt.end, sample.num_needed, row.prompt.node, num_shared)
             row.num_cached = sample.num_needed
         self._drop_prompts()
         return joined
@@ -141,7 +185,7 @@ class PagedScheduler:
             missing = self.pool.shape.pages_for(tokens) - len(row.pages)
             if missing > 0:
                 wanted.append((row, missing))
-        if sum(count for _, count in wanted) > self.pool.num_free:
+        if wanted and sum(count for _, count in wanted) > self.pool.num_free - self._promised_pages():
             return None
         entries = []
         for row, count in wanted:
@@ -154,6 +198,10 @@ class PagedScheduler:
     def leave(self, row: Row) -> None:
         """Take a row out; its slot and pages are free for others."""
         self.rows.remove(row)
+        if row.fill is not None:
+            if row.ready:
+                row.fill.done = row.sample.num_needed
+            self._publish(row.fill)
         self.pool.release(row.pages)
         row.pages = []
         self._free_slots.append(row.slot)
@@ -165,8 +213,12 @@ class PagedScheduler:
         self.waiting.extendleft(row.sample for row in reversed(list(rows)))
         self._waiting_of.update(row.sample.group for row in rows)
 
-    def forget_cache(self) -> None:
-        self.requeue(list(self.rows))
+    def forget_cache(self, *, keep_decoding: bool = False) -> None:
+        """Nothing in the cache is to be read again. Running samples go back in line, short ones first, so that these
+        soon decode again. `keep_decoding` leaves those that decode as they are, with what their pages hold."""
+        self.pool.forget()
+        rows = [row for row in self.rows if not (keep_decoding and row.ready)]
+        self.requeue(sorted(rows, key=lambda row: len(row.sample.sequence)))
         for fill in self._prompts.values():
             self.pool.release(fill.pages)
         self._prompts.clear()
@@ -192,9 +244,32 @@ class PagedScheduler:
         prompt = self._prompts.get(sample.group)
         if prompt is None:
             end = sample.num_prompt - 1
-            prompt = Fill(sample.sequence[:end], self.pool.take(self.pool.shape.pages_for(end)), 0, end)
+            prompt = Fill(sample.sequence[:end], [], 0, end, self.pool.root, 0)
+            if self._reuse_prefixes:
+                # Before any page is taken: that could evict the ones to be used.
+                self._use_published(prompt)
+            prompt.pages += self.pool.take(self.pool.shape.pages_for(end) - len(prompt.pages))
             self._prompts[sample.group] = prompt
         self.rows.append(Row(sample, self._free_slots.pop(), prompt))
+
+    def _use_published(self, fill: Fill) -> None:
+        """Put published pages in the place of those that would be filled next, as far as there are any."""
+        size = self.pool.shape.page_size
+        first = fill.num_published
+        pages, fill.node = self.pool.match(fill.node, fill.sequence[first * size : fill.end])
+        if pages:
+            self.pool.share(pages)
+            self.pool.release(fill.pages[first : first + len(pages)])
+            fill.pages[first : first + len(pages)] = pages
+            fill.num_published += len(pages)
+            fill.done = fill.num_published * size
+
+    def _publish(self, fill: Fill) -> None:
+        if self._reuse_prefixes:
+            size = self.pool.shape.page_size
+            old, new = fill.num_published, fill.done // size
+            fill.node = self.pool.publish(fill.node, fill.sequence[old * size : new * size], fill.pages[old:new])
+            fill.num_published = new
 
     def _drop_prompts(self) -> None:
         """Let go of prompts that nobody will join any more."""
@@ -202,6 +277,10 @@ class PagedScheduler:
         for group in [g for g, p in self._prompts.items() if id(p) not in joining and self._waiting_of[g] <= 0]:
             self.pool.release(self._prompts.pop(group).pages)
             del self._waiting_of[group]
+
+    def _promised_pages(self) -> int:
+        """Pages that rows will take when they join their prompts."""
+        return sum(self._own_pages(row.sample) for row in self.rows if row.fill is None)
 
     def _grows(self, sample: Sample) -> bool:
         pages_for = self.pool.shape.pages_for
