@@ -93,7 +93,7 @@ def test_megatron_keys_of_a_run_without_megatron_are_told() -> None:
         ("algorithm.rollout_correction.loss_type=reinforce", "without `bypass_mode`"),
         (f"{A}.fsdp_config.mixed_precision.buffer_dtype=bf16", "rotary tables float32"),
         (f"{R}.weight_sync=disk", "the same process"),
-        (f"{R}.enable_prefix_caching=False", "rollout.name=vllm"),
+        (f"{R}.enable_chunked_prefill=False", "rollout.name=vllm"),
         (f"{R}.engine_kwargs.vllm.seed=1", "rollout.name=vllm"),
         (f"{R}.agent.num_workers=4", "one turn"),
         ("trainer.max_critic_ckpt_to_keep=2", "max_actor_ckpt_to_keep"),
