@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"notice: {notice.key}: {notice.message}\n")
     # Heavy imports come after the configuration is known to be right.
     from dovetail.controller import WorkerError
+    from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
     from dovetail.trainer.run import USER_ERRORS, run_training, stopped_message
 
     try:
@@ -45,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except StalledError as error:
+        sys.stderr.write(f"{error}\n")
+        return STALLED_EXIT_CODE
     except WorkerError as error:
         # The worker's own traceback is in the message; the driver's says nothing more.
         sys.stderr.write("\n".join([str(error), *getattr(error, "__notes__", ())]) + "\n")

@@ -58,11 +58,6 @@ class AsyncTrainingConfig(Section):
         300.0, "Without progress for so long, say who waits for whom and stop; 0: never.", ge=0
     )
     record: bool = key(True, "Record which group was trained when, so that the run can be replayed.")
-    require_batches: int = key(1, "Mini-batches of a step where data.train_batch_size=0.", ge=1)
-    use_rollout_log_probs: bool = key(True, "Take the engine's log-probs as the old log-probs.")
-    compute_prox_log_prob: bool = key(False, "Recompute log-probs with the weights before the update.")
-    use_trainer_do_validate: bool = key(False, "Validate on the trainer's devices as well.")
-    total_rollout_steps: int | None = key(None, "Prompts generated in all. Null: from the epochs.", ge=1)
 
     @property
     def staleness_bound(self) -> int:

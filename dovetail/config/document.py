@@ -18,6 +18,7 @@ from dovetail.config.base import Rule
 from dovetail.config.keys import Key, catalogue, sections
 from dovetail.config.root import DovetailConfig
 from dovetail.config.translate import (
+    ASYNC_SPELLINGS,
     FLAT_KEYS,
     FOREIGN_KEYS,
     GLOBAL_MICRO_BATCHES,
@@ -100,7 +101,7 @@ def _translated() -> str:
         (f"`algorithm.{old}`", f"`{correction}.{new}`", _cell(meaning or "the same value"))
         for old, new, meaning in FLAT_KEYS
     ]
-    rows += [(f"`{old}`", f"`{new}`", why) for old, new, why in GROUP_SPELLINGS]
+    rows += [(f"`{old}`", f"`{new}`", why) for old, new, why in (*GROUP_SPELLINGS, *ASYNC_SPELLINGS)]
     title = "## Other spellings\n\nEach use prints a notice. Two spellings that disagree are an error.\n"
     return title + _table(("written as", "read as", "why"), rows)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from dovetail.config import load_config
 from dovetail.config.arguments import split_arguments
+from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.run import USER_ERRORS, run_training, stopped_message
 
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[RayPPOTrainer] |
     except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except StalledError as error:
+        sys.stderr.write(f"{error}\n")
+        return STALLED_EXIT_CODE
     if result.stopped_by is not None:
         sys.stderr.write(stopped_message(result, loaded.config))
         return 128 + result.stopped_by

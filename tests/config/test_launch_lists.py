@@ -45,7 +45,9 @@ def test_streamed_and_separate_lists_have_their_own_rollout_devices() -> None:
     config = load_config(overrides_files=[HERE / "families" / "fully_async.txt"]).config
     assert config.data.train_batch_size == 128
     assert config.actor_rollout_ref.rollout.own_devices == 16
-    assert (config.trainer.total_epochs, config.trainer.test_freq) == (10, 20)
+    assert (config.async_training.mode, config.staleness_bound) == ("fully_async", 4)
+    # A version there is a cycle of 4 updates: 20 cycles are 80 steps, and 51200 prompts are 400 steps of 128.
+    assert (config.trainer.total_epochs, config.trainer.test_freq, config.trainer.total_training_steps) == (10, 80, 400)
 
 
 def test_a_script_with_its_shell_still_around_it_means_the_same() -> None:

@@ -33,6 +33,7 @@ _REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("`actor_rollout_ref.actor.loss_scale_factor` is that of both losses", "critic.loss_scale_factor", ()),
     (_FULL_PRECISION, "*.qat.enable", (False,)),
     (_NO_REPLAY, "skip.enable ROLLOUT.skip_rollout ROLLOUT.skip.enable", (False,)),
+    ("groups are taken as `async_training.order` says", "trainer.v1.sampler.custom_sampler.path", ()),
     ("a response ends where the model ends it", "data.min_response_length", (0,)),
     ("the first token is sampled like the others", "ROLLOUT.use_fire_sampling", (False,)),
 )
@@ -118,7 +119,8 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("prompts hold text, images and videos", "data.audio_key"),
     ("the processor runs with the model's own settings", "data.mm_processor_kwargs*"),
     ("there is one trainer", "trainer.use_v1"),
-    ("there is one trainer; `async_training` holds what runs ahead", "trainer.v1.*"),
+    ("there is one trainer; `async_training` says how far generation runs ahead", "trainer.v1.*"),
+    ("validation runs on the engines", "async_training.use_trainer_do_validate"),
     ("generation batches run one after the other", "algorithm.filter_groups.max_inflight_gen_batches"),
     (_FULL_PRECISION, "*.qat.*"),
     (_NO_REPLAY, "skip.* ROLLOUT.skip_dump_dir ROLLOUT.skip.* ROLLOUT.skip_use_default_dir"),

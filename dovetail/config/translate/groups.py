@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.config.actor import ActorConfig
-from dovetail.config.async_training import AsyncTrainingConfig
 from dovetail.config.errors import Notice, Problem
 from dovetail.config.trainer import TrainerConfig
 
@@ -165,21 +163,6 @@ def implied_megatron(group: Group) -> None:
             group.notice(f"{role}.strategy", f"{used} is set and {role}.strategy is not: it is read as megatron.")
 
 
-def streamed_batch(group: Group) -> None:
-    """Fully asynchronous lists set `data.train_batch_size=0`: a step takes what `require_batches` asks for."""
-    key, leaves = "data.train_batch_size", group.leaves
-    if leaves.get(key) != 0 or isinstance(leaves[key], bool):
-        return
-    mini = leaves.get(f"{_ACTOR}.ppo_mini_batch_size", ActorConfig.model_fields["ppo_mini_batch_size"].default)
-    batches = leaves.get("async_training.require_batches", AsyncTrainingConfig.model_fields["require_batches"].default)
-    if isinstance(mini, int) and isinstance(batches, int):
-        group.consumed.append(key)
-        group.values[key] = (mini * batches, f"{key}=0")
-        group.notice(
-            key, f"{key}=0 is read as {mini * batches}: require_batches={batches} mini-batches of {mini} prompts."
-        )
-
-
 def global_micro_batches(group: Group) -> None:
     """Micro-batch sizes that count sequences over all devices become sizes on one device."""
     for old, new in GLOBAL_MICRO_BATCHES.items():
@@ -221,7 +204,6 @@ GROUP_RULES: tuple[Callable[[Group], None], ...] = (
     flat_importance_sampling,
     early_rollout_correction,
     implied_megatron,
-    streamed_batch,
     global_micro_batches,
 )
 
@@ -257,5 +239,4 @@ GROUP_SPELLINGS = (
     (f"{_CORRECTION}.use_policy_gradient", f"{_CORRECTION}.loss_type=reinforce", ""),
     (f"{_ACTOR}.megatron.*", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
     ("model_engine=megatron", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
-    ("data.train_batch_size=0", "data.train_batch_size", "`async_training.require_batches` mini-batches"),
 )

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from dovetail.config.errors import Notice, Problem
+from dovetail.config.translate import asynchronous
 from dovetail.config.translate.groups import GROUP_RULES, Group
 
 
@@ -117,7 +118,6 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation(f"{_ACTOR}.policy_loss.tau_neg", f"{_ACTOR}.tau_neg"),
     Translation(f"{_ACTOR}.ppo_infer_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
     Translation(f"{_ACTOR}.ppo_infer_max_token_len_per_gpu", f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"),
-    Translation(f"{_ACTOR}.use_rollout_log_probs", "async_training.use_rollout_log_probs"),
     Translation(f"{_ROLLOUT}.trust_remote_code", f"{_MODEL}.trust_remote_code"),
     Translation(f"{_MODEL}.enable_activation_offloading", f"{_MODEL}.enable_activation_offload"),
     Translation("critic.model.enable_activation_offloading", "critic.model.enable_activation_offload"),
@@ -130,7 +130,6 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation(f"{_ROLLOUT}.val_kwargs.val_n", f"{_ROLLOUT}.val_kwargs.n"),
     Translation(f"{_ROLLOUT}.seed", "trainer.seed", "one seed for the whole run"),
     Translation(f"{_ROLLOUT}.full_determinism", "trainer.full_determinism", "it holds for the whole run"),
-    Translation("rollout.total_rollout_steps", "async_training.total_rollout_steps"),
     Translation("rollout.total_epochs", "trainer.total_epochs"),
     Translation("rollout.test_freq", "trainer.test_freq"),
     Translation("rollout.*", f"{_ROLLOUT}.*", "generation has one section"),
@@ -160,6 +159,7 @@ VALUE_SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
     f"{_ACTOR}.optim.lr_scheduler_type": _SCHEDULES,
     "critic.optim.lr_scheduler_type": _SCHEDULES,
     "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
+    "async_training.mode": {False: "off"},  # YAML reads a bare `off` as false
     "trainer.resume_from_path": {False: None},
     "trainer.test_freq": {False: -1},
     "trainer.save_freq": {False: -1},
@@ -181,6 +181,9 @@ def translate(leaves: Mapping[str, Any]) -> Translated:
     """Bring every leaf key to its one spelling."""
     done = Translated()
     remaining = _without_unused_adapters(leaves)
+    if remaining.get("rollout.n") is not None and remaining.get(f"{_ROLLOUT}.n") is not None:
+        value = remaining.pop("rollout.n")
+        done.notices.append(Notice("rollout.n", f"rollout.n={value} has no effect beside {_ROLLOUT}.n."))
     for key in list(remaining):
         new, why = canonical(key)
         if new == key:
@@ -190,7 +193,7 @@ def translate(leaves: Mapping[str, Any]) -> Translated:
             message = f"{key} is read as {new}" + (f": {why}." if why else ".")
             done.notices.append(Notice(key, message))
             _assign(done, remaining, new, value, key)
-    for rule in GROUP_RULES:
+    for rule in (*asynchronous.RULES, *GROUP_RULES):
         group = Group({**remaining, **done.leaves})
         rule(group)
         done.notices += group.notices

@@ -37,7 +37,12 @@ ONE_STEP_OFF, FULLY_ASYNC = "async_training.mode=one_step_off", "async_training.
 # What is changed; the severity; the key it is reported at; words of the message: value, rule, fix.
 WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
     # Asynchronous training.
-    ((ONE_STEP_OFF,), "error", "async_training.mode", ("=one_step_off", "take turns", "hybrid_engine=False")),
+    (
+        (ONE_STEP_OFF, "actor_rollout_ref.hybrid_engine=True"),
+        "error",
+        "async_training.mode",
+        ("=one_step_off", "take turns", "hybrid_engine=False"),
+    ),
     (
         (ONE_STEP_OFF, *APART, "async_training.max_staleness=2"),
         "error",
