@@ -17,12 +17,14 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import Block, blocks_of
+from tests.programs import run_program
 
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 _MODEL = re.compile(r"\bmodels/[\w.-]+")
+_IMPORTS_TORCH = ("train", "export", "doctor")
 ENVIRONMENT = dict(os.environ)
 """As pytest has it, whatever earlier tests have changed."""
 
@@ -95,7 +97,10 @@ def _run(words: list[str], block: Block, folder: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(folder),
     }
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    if words[0] in ("python", sys.executable) or (words[0] == "dovetail" and words[1] in _IMPORTS_TORCH):
+        done = run_program(words, cwd=folder, env=environment)
+    else:
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == block.exit_code, (
         f"{block}: {' '.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     )

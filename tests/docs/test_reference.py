@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import yaml
 from dovetail.config import load_config
 from tests.docs.blocks import Block, blocks_of
 from tests.docs.test_guide import ENVIRONMENT, ROOT
+from tests.programs import run_program
 
 pytestmark = pytest.mark.e2e
 
@@ -97,6 +97,12 @@ batch = answers("4", "x", truth="4", source="dovetail/addition")
     ("rollout.md", 0): "prompt_ids = [5, 6, 7]\n",
     ("weight_sync.md", 0): ENGINE,
 }
+SMALLER = {
+    "path/to/model": "model",
+    "max_new_tokens=512": "max_new_tokens=8",
+    "start_ray(num_cpus=4)": "start_ray(num_cpus=2)",
+    "RayResourcePool([4]": "RayResourcePool([2]",
+}
 AFTER = {
     ("algorithms.md", 0): "assert torch.allclose(micro_batches[1]['losses'].grad, torch.full((2, 3), 1 / 9))\n",
     (
@@ -117,13 +123,13 @@ def test_python_of_the_page_runs(page: str, models: Path, tmp_path: Path) -> Non
     (tmp_path / "model").symlink_to(models / "policy")
     blocks = [block for block in BLOCKS if block.page == page and block.language == "python"]
     parts = [GIVEN.get((page, n), "") + block.text + AFTER.get((page, n), "") for n, block in enumerate(blocks)]
-    body = "\n".join(parts).replace("path/to/model", "model").replace("max_new_tokens=512", "max_new_tokens=8")
+    body = "\n".join(parts)
+    for old, new in SMALLER.items():
+        body = body.replace(old, new)
     (tmp_path / "page.py").write_text(body)
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, f"{page}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    done = run_program([sys.executable, "page.py"], cwd=tmp_path, env=environment)
+    assert done.returncode == 0, f"{page}\n{done.stdout[-6000:]}"
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
