@@ -12,6 +12,11 @@ import torch
 from dovetail.models.weights import to_checkpoint_tensors
 from dovetail.weight_sync import ExpectedWeights
 
+_SHAPE_FIELDS = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "tie_word_embeddings"),
+)
+
 
 def expected_weights(
     model: str | Path, override_config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
@@ -60,6 +65,13 @@ def read_config(model: str | Path, override_config: Mapping[str, Any] | None, *,
 
         return load_config(model, override_config, trust_remote_code=trust_remote_code)
     return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+
+
+def model_shape(config: Any) -> dict[str, Any]:
+    """The sizes of a transformers config that decide whether two models can have the same weights."""
+    text = config.get_text_config()
+    sizes = {name: getattr(text, name, None) for name in _SHAPE_FIELDS}
+    return {name: value for name, value in sizes.items() if value is not None}
 
 
 def _empty_model(model: str | Path, override_config: Mapping[str, Any] | None, trust_remote_code: bool) -> Any:

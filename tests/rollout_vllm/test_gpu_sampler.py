@@ -40,7 +40,7 @@ def sampler_of(*, temperature: float = 1.0, top_k: int = VOCABULARY, top_p: floa
     """Two requests; the second is sampled as it is. Without vLLM's own buffers, which live on a GPU."""
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from dovetail.rollout.vllm.gpu_sampler import TemperatureLogprobsGpuSampler
+    from dovetail.rollout.vllm_worker.gpu_sampler import TemperatureLogprobsGpuSampler
 
     def column(first: float, second: float) -> Any:
         return SimpleNamespace(np=np.array([first, second]))

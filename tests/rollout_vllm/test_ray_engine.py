@@ -54,7 +54,7 @@ def _update(engine: RayVLLMEngine, path: str, model: Any, version: int, folder: 
     if path == "shared memory":
         engine.update_weights(model.named_parameters(), version)
     elif path == "disk":
-        engine.update_weights_from_disk(DiskWeights(folder).write(model.named_parameters(), version))
+        engine.update_weights(DiskWeights(folder).write(model.named_parameters(), version).named_weights(), version)
     else:
         sender = WeightSender(engine.num_workers, timeout_s=60)
         thread = threading.Thread(target=sender.send, args=(model.named_parameters(), 1 << 16))

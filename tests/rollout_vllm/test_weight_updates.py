@@ -13,7 +13,8 @@ import torch
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
 from dovetail.rollout.registry import get_engine_class
-from dovetail.rollout.vllm import VLLMEngine, weight_calls, worker_extension
+from dovetail.rollout.vllm import VLLMEngine, weight_calls
+from dovetail.rollout.vllm_worker import extension
 from dovetail.weight_sync import DiskWeights, WeightSender, tensor_checksum, weight_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
@@ -32,8 +33,9 @@ def _in_place(engine: VLLMEngine, model: Any, version: int, folder: Path) -> Non
 
 
 def _shared_memory(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
-    engine._bucket_bytes = 1 << 16  # several buckets, layers cut in two
-    engine.update_weights_through_shared_memory(model.named_parameters(), version)
+    """The path of workers in other processes."""
+    loads = weight_calls.loads_through_shared_memory(model.named_parameters(), 1 << 16)  # layers cut in two
+    engine._update(loads, version)
 
 
 def _broadcast(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
@@ -50,7 +52,7 @@ def _disk(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
     weights.write(model.named_parameters(), version)
     found = weights.latest()
     assert found is not None
-    engine.update_weights_from_disk(found)
+    engine.update_weights(found.named_weights(), version)
 
 
 PATHS: dict[str, Callable[[VLLMEngine, Any, int, Path], None]] = {
@@ -85,13 +87,7 @@ def test_the_prompt_of_these_tests_really_sits_in_the_prefix_cache(engines: dict
     engine, old, new = engines["llama"], tiny_model("llama"), tiny_model("llama", seed=1)
     engine.update_weights(old.named_parameters(), 0)
     engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
-    calls = weight_calls.update_calls(engine._expected, weight_calls.loads_in_place(new.named_parameters()))
-    call: weight_calls.Call | None = next(calls)
-    while call is not None:  # an update that leaves the caches alone
-        try:
-            call = calls.send(engine._call(*call))
-        except StopIteration:
-            call = None
+    engine._call_loads(weight_calls.loads_in_place(new.named_parameters()))  # an update that leaves the caches alone
     stale = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
     assert mean_gap(log_probs(new, PROMPT, stale.token_ids), stale.log_probs) > 0.01
 
@@ -155,7 +151,7 @@ def test_reading_back_finds_a_tied_head_that_vllm_forgot_to_pack(
     """Fails once vLLM packs tied heads itself: then `_repack_heads` can go."""
     engine, model = engines["llama_tied"], tiny_model("llama_tied", seed=3)
     with monkeypatch.context() as patch:
-        patch.setattr(worker_extension, "_repack_heads", lambda model: None)
+        patch.setattr(extension, "_repack_heads", lambda model: None)
         engine.update_weights(model.named_parameters(), 4)
     head = tensor_checksum(model.lm_head.weight)
     assert engine.weight_checksums(["lm_head.weight"])["lm_head.weight"] != head

@@ -175,10 +175,10 @@ def test_a_stale_tied_head_is_found(worker: ActorRolloutRefWorker, monkeypatch: 
         head = worker.hybrid.engine._model.lm_head.weight
         assert head is worker.hybrid.engine._model.model.embed_tokens.weight
         return
-    from dovetail.rollout.vllm import worker_extension
+    from dovetail.rollout.vllm_worker import extension
 
     train_step(worker)
-    monkeypatch.setattr(worker_extension, "_repack_heads", lambda model: None)
+    monkeypatch.setattr(extension, "_repack_heads", lambda model: None)
     with pytest.raises(WeightMismatchError, match=r"lm_head\.weight"):
         worker.check_parity()
 

@@ -13,11 +13,6 @@ from dovetail.rollout.remote.client import HttpClient, ServerError
 from dovetail.rollout.remote.samples import Part, RemoteSample
 from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
 
-_SHAPE_FIELDS = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "tie_word_embeddings"),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
@@ -112,13 +107,6 @@ class Dialect(ABC):
 
     def _cannot(self, what: str) -> EngineError:
         return EngineError(f"rollout.name={self.name}: this kind of server has no way to {what}.")
-
-
-def model_shape(config: Any) -> dict[str, Any]:
-    """The sizes of a transformers config that decide whether two models can have the same weights."""
-    text = config.get_text_config()
-    found = {name: getattr(text, name, None) for name in _SHAPE_FIELDS}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def require_same_shape(server: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], folder: str) -> None:

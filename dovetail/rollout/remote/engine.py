@@ -31,7 +31,7 @@ from dovetail.rollout.base import (
     UnsupportedPromptError,
 )
 from dovetail.rollout.engine_settings import logprobs_of
-from dovetail.rollout.expected import expected_weights, read_config, stop_token_ids
+from dovetail.rollout.expected import expected_weights, model_shape, read_config, stop_token_ids
 from dovetail.rollout.readiness import (
     CLOSED,
     DROPPED_BY_SLEEP,
@@ -42,7 +42,7 @@ from dovetail.rollout.readiness import (
 )
 from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import HttpClient
-from dovetail.rollout.remote.dialect import Dialect, ServerInfo, model_shape, require_same_shape
+from dovetail.rollout.remote.dialect import Dialect, ServerInfo, require_same_shape
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import SILENCE_S, ServerPool
 from dovetail.rollout.remote.ranks import on_first_rank

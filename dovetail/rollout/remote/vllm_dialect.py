@@ -7,13 +7,13 @@ generates with the weights it started with, at temperature 1 or greedily.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from dovetail.rollout.base import ALL_TAGS, LogprobsMode, MemoryTag, WeightUpdateError
 from dovetail.rollout.remote.client import HttpClient, ServerError
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo, finish_reason, understood
 from dovetail.rollout.remote.samples import Part, RemoteSample
-from dovetail.rollout.vllm import weight_calls
 from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
 
 EXTENSION = "dovetail.rollout.remote.vllm_extension.ServerExtension"
@@ -115,23 +115,19 @@ class VLLMDialect(Dialect):
         await self.client.post(f"{server}/wake_up", query=query, timeout_s=_LONG_S)
 
     async def load_from_disk(self, server: str, found: DiskVersion, expected: ExpectedWeights) -> None:
-        calls = weight_calls.update_calls(expected, weight_calls.loads_from_disk(found))
-        try:
-            call = next(calls)
-            while True:
-                call = calls.send(await self._update_call(server, *call))
-        except StopIteration:
-            return
-        except WeightUpdateError as error:
-            raise WeightUpdateError(f"{server}: {error}") from error
+        await self.begin_update(server, expected)
+        problem: str | None = None
+        for file in sorted(found.folder.glob("*.safetensors")):
+            problem = problem or _first_problem(await self._call(server, "dovetail_load_file", (str(file),)))
+        missing = await self.finish_update(server)
+        if problem or missing:
+            raise WeightUpdateError(f"{server}: {problem or missing}")
 
     async def join_group(self, server: str, address: GroupAddress, first_rank: int) -> None:
-        await self._call(server, *weight_calls.join_call(address, first_rank))
+        await self._call(server, "dovetail_join_group", (asdict(address), first_rank))
 
     async def begin_update(self, server: str, expected: ExpectedWeights) -> None:
-        shapes = {name: list(shape) for name, shape in expected.shapes.items()}
-        optional = {name: list(shape) for name, shape in expected.optional.items()}
-        await self._call(server, "dovetail_start_update", (shapes, dict(expected.ties), optional))
+        await self._call(server, "dovetail_begin_update", (asdict(expected),))
 
     async def receive(self, server: str) -> str | None:
         return _first_problem(await self._call(server, "dovetail_receive"))
@@ -144,10 +140,6 @@ class VLLMDialect(Dialect):
 
     async def checksums(self, server: str, shapes: Mapping[str, tuple[int, ...]], dtype: str | None) -> dict[str, str]:
         return (await self._call(server, "dovetail_checksums", (list(shapes), dtype)))[0]
-
-    async def _update_call(self, server: str, method: str, args: tuple[Any, ...]) -> list[Any]:
-        begins = method == "dovetail_begin_update"
-        return await self._call(server, "dovetail_start_update" if begins else method, args)
 
     async def _logprobs(self, server: str, given: LogprobsMode) -> LogprobsMode:
         """Under the temperature and before any cut, where that is wanted and the server's sampler can be extended."""

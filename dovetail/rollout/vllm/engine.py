@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -58,7 +59,6 @@ from dovetail.rollout.vllm.requests import (
 from dovetail.rollout.vllm.settings import VLLMSettings
 from dovetail.weight_sync import (
     DEFAULT_BUCKET_BYTES,
-    DiskVersion,
     GroupAddress,
     LoraAdapter,
     NamedTensors,
@@ -232,28 +232,22 @@ class VLLMEngine(RolloutEngine):
             self._partial_update = ""
             self._version = version
 
-    def update_weights_through_shared_memory(self, weights: NamedTensors, version: int) -> None:
-        """The path that worker processes use, also for a worker in this process."""
-        self._update(weight_calls.loads_through_shared_memory(weights, self._bucket_bytes), version)
-
-    def update_weights_from_disk(self, saved: DiskVersion) -> None:
-        self._update(weight_calls.loads_from_disk(saved), saved.version)
-
     def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
         """Join a `WeightSender`'s group; this engine's workers take `num_workers` ranks from `first_rank` on."""
         with self._gate.between_steps():
             self._check_open()
-            self._call(*weight_calls.join_call(address, first_rank))
+            self._call("dovetail_join_group", (asdict(address), first_rank))
 
     def receive_weights(self, version: int) -> None:
         """Take the update that the sender of the group is sending."""
-        self._update(weight_calls.loads_from_group(), version)
+        self._update([("dovetail_receive", ())], version)
 
     def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
         """Checksums of the weights in use, as far as they can be read back; empty under tensor parallelism."""
         with self._gate.between_steps():
             self._check_open()
-            return self._call(*weight_calls.checksum_call(names, dtype))[0]
+            dtype_name = None if dtype is None else str(dtype).removeprefix("torch.")
+            return self._call("dovetail_checksums", (list(names), dtype_name))[0]
 
     def sleep(self, tags: Collection[MemoryTag] = ALL_TAGS) -> None:
         """vLLM cannot keep its KV cache without its weights: giving back the weights gives back both."""
@@ -375,12 +369,26 @@ class VLLMEngine(RolloutEngine):
             # Until the last tensor is in, the model is a mixture of two versions.
             self._partial_update = f"the weight update to version {version} did not finish"
             try:
-                weight_calls.run_calls(weight_calls.update_calls(self._expected, loads), self._call)
+                self._call_loads(loads)
             finally:
                 self._forget_caches()
             self._partial_update = ""
             self._version = version
             return time.perf_counter() - start
+
+    def _call_loads(self, loads: Iterable[weight_calls.Call]) -> None:
+        """WeightUpdateError on the first misfit, or on what never came. All loads are read even after a misfit: other
+        ranks of a sharded source wait in a gather."""
+        self._call("dovetail_begin_update", (asdict(self._expected),))
+        problems: list[str] = []
+        try:
+            for call in loads:
+                if not problems:
+                    problems = [problem for problem in self._call(*call) if problem]
+        finally:
+            problems += [problem for problem in self._call("dovetail_finish_update") if problem]
+        if problems:
+            raise WeightUpdateError(problems[0])
 
     def _forget_caches(self) -> None:
         self._llm.reset_prefix_cache(reset_running_requests=True)

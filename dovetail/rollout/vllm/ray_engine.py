@@ -38,7 +38,6 @@ from dovetail.rollout.vllm.settings import VLLMSettings
 from dovetail.weight_sync import (
     DEFAULT_BUCKET_BYTES,
     Bucket,
-    DiskVersion,
     GroupAddress,
     IpcHandle,
     NamedTensors,
@@ -302,10 +301,6 @@ class RayVLLMEngine(RolloutEngine):
         seconds = self._get(self.actor.commit.remote(version))
         self._version = version
         return seconds
-
-    def update_weights_from_disk(self, saved: DiskVersion) -> None:
-        self._call("update_weights_from_disk", saved)
-        self._version = saved.version
 
     def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
         self._call("join_weight_group", address, first_rank)

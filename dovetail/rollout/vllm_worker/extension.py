@@ -1,18 +1,21 @@
-"""Weight updates inside vLLM's workers: methods that vLLM adds to its worker class (`worker_extension_cls`).
+"""Methods that vLLM adds to its worker class (`worker_extension_cls`): weight updates, and what a client must know.
 
-An update is begin, any number of loads, finish; every worker does the same. Misfits are returned in words, not
-raised: an exception that leaves a worker process reaches the caller without its type. Names begin with `dovetail_`
-because they share a namespace with vLLM's own.
+An update is begin, any number of loads, finish; every worker does the same. Errors of a load are returned in words, not
+raised: an exception that leaves a worker process reaches the caller without its type, and a worker that stops in the
+middle of a broadcast leaves the sender and all other receivers waiting. What servers return is plain JSON. Names begin
+with `dovetail_` because they share a namespace with vLLM's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dovetail.rollout.expected import model_shape
 from dovetail.weight_sync import (
     BroadcastFailedError,
     ExpectedWeights,
@@ -23,8 +26,10 @@ from dovetail.weight_sync import (
     tensor_checksum,
 )
 
+logger = logging.getLogger(__name__)
 
-class WeightUpdateExtension:
+
+class WorkerExtension:
     """`model_runner`, `vllm_config`, `device` and `rank` are those of vLLM's worker."""
 
     model_runner: Any
@@ -32,6 +37,24 @@ class WeightUpdateExtension:
     device: torch.device
     rank: int
     _dovetail_gives_temperature_logprobs = False
+    _dovetail_version: int | None = None
+    """Of the last complete update; None before the first, and from the beginning of an update to its end."""
+
+    def dovetail_server_info(self) -> dict[str, Any]:
+        """From every worker alike."""
+        config = self.vllm_config
+        processed = "processed" in str(config.model_config.logprobs_mode)
+        unextended = "processed" if processed else "raw"
+        return {
+            "weight_version": self._dovetail_version,
+            "num_workers": config.parallel_config.world_size,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "logprobs": "temperature" if self._dovetail_gives_temperature_logprobs else unextended,
+            "shape": model_shape(config.model_config.hf_config),
+        }
+
+    def dovetail_set_version(self, version: int | None) -> None:
+        self._dovetail_version = version
 
     def dovetail_use_temperature_logprobs(self) -> bool:
         """Log-probs under the temperature, before any cut. False where the sampler cannot be extended."""
@@ -43,11 +66,11 @@ class WeightUpdateExtension:
         if kind not in (Sampler, GpuSampler) or self.vllm_config.speculative_config is not None:
             return False
         if kind is Sampler:
-            from dovetail.rollout.vllm.sampler import TemperatureLogprobsSampler
+            from dovetail.rollout.vllm_worker.sampler import TemperatureLogprobsSampler
 
             runner.sampler = TemperatureLogprobsSampler(runner.sampler.use_fp64_gumbel)
         else:
-            from dovetail.rollout.vllm.gpu_sampler import TemperatureLogprobsGpuSampler
+            from dovetail.rollout.vllm_worker.gpu_sampler import TemperatureLogprobsGpuSampler
 
             TemperatureLogprobsGpuSampler.take_over(runner.sampler)
         self._dovetail_gives_temperature_logprobs = True
@@ -64,17 +87,12 @@ class WeightUpdateExtension:
             earlier.close()
         self._dovetail_receiver = WeightReceiver(GroupAddress(**address), first_rank + self.rank, device)
 
-    def dovetail_begin_update(
-        self,
-        shapes: Mapping[str, Iterable[int]],
-        ties: Mapping[str, str],
-        optional: Mapping[str, Iterable[int]] | None = None,
-    ) -> None:
+    def dovetail_begin_update(self, expected: Mapping[str, Any]) -> None:
+        """`expected` holds the fields of `ExpectedWeights`."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        required, extra = ({name: tuple(shape) for name, shape in sizes.items()} for sizes in (shapes, optional or {}))
-        expected = ExpectedWeights(required, ties, extra)
-        self._dovetail_account = WeightAccount(expected)
+        self._dovetail_version = None
+        self._dovetail_account = WeightAccount(ExpectedWeights(**expected))
         with self._dovetail_config():
             initialize_layerwise_reload(self.model_runner.get_model())
 
@@ -84,8 +102,12 @@ class WeightUpdateExtension:
             problem = self._dovetail_account.problem_with(name, tuple(tensor.shape))
             if problem is not None:
                 return problem
-        with self._dovetail_config():
-            self.model_runner.get_model().load_weights(named)
+        try:
+            with self._dovetail_config():
+                self.model_runner.get_model().load_weights(named)
+        except Exception as error:
+            logger.exception("weights could not be loaded")
+            return f"loading weights failed with {type(error).__name__}: {error}"
         return None
 
     def dovetail_load_file(self, path: str) -> str | None:
@@ -121,7 +143,7 @@ class WeightUpdateExtension:
         """
         if self.vllm_config.parallel_config.world_size > 1:
             return {}
-        from dovetail.rollout.vllm.readback import head_names, read_weight
+        from dovetail.rollout.vllm_worker.readback import head_names, read_weight
 
         model = self.model_runner.get_model()
         held = {name: read_weight(model, name) for name in {*names, *head_names(model)}}
