@@ -17,12 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 
 from dovetail.config.rollout import RolloutConfig
-from dovetail.rollout.stream import EngineStream
+from dovetail.rollout.stream import EngineStream, FailedRequest
 from dovetail.weight_sync import GroupAddress, LoraAdapter
 
 FinishReason = Literal["stop", "length", "abort", "running"]
@@ -126,6 +126,9 @@ class GenerationResult:
     """The prompt as the engine read it, where it widens the placeholders of images itself."""
 
 
+Deliver: TypeAlias = Callable[[GenerationResult | FailedRequest], None]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
     ok: bool
@@ -191,17 +194,29 @@ class RolloutEngine(ABC):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Finish every request. Results keep the order of the requests, the n samples of one request side by side."""
+        place = {request.request_id: number for number, request in enumerate(requests)}
+
+        def in_order(results: Iterable[GenerationResult]) -> list[GenerationResult]:
+            return sorted(results, key=lambda result: (place[result.request_id], result.sample_index))
+
         with self.open_stream() as stream:
             stream.submit(*requests)
-            results = stream.drain()
-        place = {request.request_id: number for number, request in enumerate(requests)}
-        return sorted(results, key=lambda result: (place[result.request_id], result.sample_index))
+            try:
+                return in_order(stream.drain())
+            except EngineDiedError as error:
+                finished: dict[str, list[GenerationResult]] = {}
+                for result in in_order(stream.take_finished()):
+                    finished.setdefault(result.request_id, []).append(result)
+                num_samples = {request.request_id: request.sampling.n for request in requests}
+                complete = {name: own for name, own in finished.items() if len(own) == num_samples[name]}
+                raise EngineDiedError(str(error), complete) from error
 
-    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
+    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Deliver) -> None:
         """Add requests to the running batch; they join it at the next step. For `EngineStream`, which users call.
 
-        All requests are checked before any is added. `deliver` is called once for each sample when it has finished,
-        from whatever thread finishes it; it must return at once and must not call the engine.
+        All requests are checked before any is added. `deliver` is called once for each sample when it has finished, or
+        once for a request that cannot be finished while others go on, from whatever thread; it must return at once and
+        must not call the engine.
         """
         raise EngineError(f"the {self.name} engine takes closed batches only; use generate.")
 

@@ -23,12 +23,6 @@ def check_prompt(request: GenerationRequest, *, max_model_len: int, vocab_size: 
         )
 
 
-def check_different_ids(request_ids: Collection[str]) -> None:
-    """ValueError where two requests of one call have the same id."""
-    if len(set(request_ids)) < len(request_ids):
-        raise ValueError("two requests have the same request_id; ids of running requests must be unique.")
-
-
 def stop_tokens(sampling: SamplingParams, eos_ids: Collection[int]) -> frozenset[int]:
     """The request's stop tokens and, unless ignored, the model's."""
     return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))

@@ -25,14 +25,19 @@ class GrowingResponse:
         self.log_probs += log_probs
         self.versions += [version] * len(token_ids)
 
-    def result(self) -> GenerationResult:
-        assert self.finish_reason is not None, "a result is made of a finished sample"
+    def partial(self) -> GenerationResult:
+        """What there is so far. Another thread may be adding a token: the lists are cut to one length."""
+        count = len(self.versions)
         return GenerationResult(
             request_id=self.request.request_id,
             sample_index=self.index,
-            token_ids=self.token_ids,
-            log_probs=self.log_probs,
-            finish_reason=self.finish_reason,
-            weight_versions=self.versions,
+            token_ids=self.token_ids[:count],
+            log_probs=self.log_probs[:count],
+            finish_reason=self.finish_reason or "running",
+            weight_versions=self.versions[:count],
             num_prompt_tokens=self.num_prompt_tokens,
         )
+
+    def result(self) -> GenerationResult:
+        assert self.finish_reason is not None, "a result is made of a finished sample"
+        return self.partial()

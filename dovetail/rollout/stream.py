@@ -5,11 +5,20 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Collection
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRequest:
+    """A request that cannot be finished, and why. Other requests go on."""
+
+    request_id: str
+    error: BaseException
 
 
 class EngineStream:
@@ -23,7 +32,8 @@ class EngineStream:
         self._engine = engine
         self._left: dict[str, int] = {}  # samples of each request that have not finished
         self._finished: deque[GenerationResult] = deque()
-        self._lock = threading.Lock()  # of the two above
+        self._failures: dict[str, BaseException] = {}  # by request id
+        self._lock = threading.Lock()  # of the three above
         self._closed = False
 
     @property
@@ -53,21 +63,31 @@ class EngineStream:
     def results(self, timeout: float | None = None) -> list[GenerationResult]:
         """What has finished since the last call; waits for at least one result while any request is running.
 
-        Empty after `timeout` seconds, or when nothing is running.
+        Empty after `timeout` seconds, or when nothing is running. Raises the error of a request of this stream that
+        cannot be finished; the others go on.
         """
-        self._engine.wait(lambda: bool(self._finished) or not self._left, timeout)
-        return self._take()
+        self._engine.wait(lambda: bool(self._finished or self._failures) or not self._left, timeout)
+        self._raise_failure()
+        return self.take_finished()
 
     def drain(self, timeout: float | None = None) -> list[GenerationResult]:
-        """Wait for every request, then everything that `results` has not returned yet."""
-        self._engine.wait(lambda: not self._left, timeout)
+        """Wait for every request, then everything that `results` has not returned yet. Raises as `results` does."""
+        self._engine.wait(lambda: bool(self._failures) or not self._left, timeout)
+        self._raise_failure()
         with self._lock:
             unfinished = sorted(self._left)
         if unfinished:
             raise TimeoutError(
                 f"{len(unfinished)} requests did not finish in {timeout} s, the first of them {unfinished[0]!r}."
             )
-        return self._take()
+        return self.take_finished()
+
+    def take_finished(self) -> list[GenerationResult]:
+        """What has finished since the last call, without waiting."""
+        with self._lock:
+            taken = list(self._finished)
+            self._finished.clear()
+        return taken
 
     def partial(self) -> list[GenerationResult]:
         """What the running requests of this stream have generated so far; they go on."""
@@ -83,6 +103,7 @@ class EngineStream:
         self._closed = True
         self.abort()
         self._finished.clear()
+        self._failures.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -96,15 +117,23 @@ class EngineStream:
         with self._lock:
             return set(self._left)
 
-    def _deliver(self, result: GenerationResult) -> None:
+    def _deliver(self, outcome: GenerationResult | FailedRequest) -> None:
         with self._lock:
-            self._finished.append(result)
-            self._left[result.request_id] -= 1
-            if not self._left[result.request_id]:
-                del self._left[result.request_id]
+            if outcome.request_id not in self._left:
+                return  # another sample of the request failed
+            if isinstance(outcome, FailedRequest):
+                self._failures.setdefault(outcome.request_id, outcome.error)
+                return
+            self._finished.append(outcome)
+            self._left[outcome.request_id] -= 1
+            if not self._left[outcome.request_id]:
+                del self._left[outcome.request_id]
 
-    def _take(self) -> list[GenerationResult]:
+    def _raise_failure(self) -> None:
         with self._lock:
-            taken = list(self._finished)
-            self._finished.clear()
-        return taken
+            if not self._failures:
+                return
+            name, error = self._failures.popitem()
+            self._left.pop(name, None)
+        self._engine.abort([name])  # its other samples
+        raise error

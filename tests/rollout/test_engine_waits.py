@@ -47,11 +47,11 @@ def test_responses_that_do_not_end_after_a_failed_update_are_counted_and_given_u
 
     async def fail() -> None:
         nothing: Any = None
-        calls = remote_calls.SampleCalls(nothing, nothing)
-        calls._live.add(nothing)
+        calls = remote_calls.SampleCalls(nothing, nothing, nothing)
+        calls._live[nothing] = nothing
         await calls.fail("the model is gone")
 
-    with pytest.raises(WaitTimeout, match=r"the weight update waits for responses to end after it failed.*1 are left"):
+    with pytest.raises(WaitTimeout, match=r"the engine waits for responses to end after a failure.*1 are left"):
         asyncio.run(fail())
 
 

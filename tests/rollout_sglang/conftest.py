@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def engine(_engines: list[SGLangRollout], tiny_folder: Path) -> SGLangRollout:
     return _engines[0]
 
 
+def num_tokens(engine: SGLangRollout) -> dict[str, int]:
+    """What each running request has written in calls that have ended."""
+    counts: Counter[str] = Counter()
+    for result in engine.partial():
+        counts[result.request_id] += len(result.token_ids)
+    return dict(counts)
+
+
 class Running:
     """A generation on a thread."""
 
@@ -84,7 +93,7 @@ class Running:
 
         def written() -> dict[str, int]:
             self._engine.pause()
-            counts = self._engine.num_tokens()
+            counts = num_tokens(self._engine)
             if all(counts.get(name, 0) >= count for name in watched):
                 return counts
             if not self._thread.is_alive():

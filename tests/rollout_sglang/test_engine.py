@@ -10,7 +10,7 @@ import torch
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, UnsupportedPromptError
 from dovetail.rollout.sglang import SGLangRollout
 from tests.models.tiny import VOCAB_SIZE, tiny_model
-from tests.rollout_sglang.conftest import Running, needs_sglang
+from tests.rollout_sglang.conftest import Running, needs_sglang, num_tokens
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang"), needs_sglang]
@@ -100,7 +100,7 @@ def test_requests_that_cannot_be_served_are_refused_by_name(engine: SGLangRollou
         engine.generate([GenerationRequest("long", [7] * 512)])
     with pytest.raises(ValueError, match=f"vocabulary is 0 to {VOCAB_SIZE - 1}"):
         engine.generate([GenerationRequest("odd", [VOCAB_SIZE])])
-    with pytest.raises(ValueError, match="two requests have the same request_id"):
+    with pytest.raises(ValueError, match="request_id 'twice' is in use"):
         engine.generate([GenerationRequest("twice", [7])] * 2)
     with pytest.raises(ValueError, match=r"logprobs='processed'.*gives 'temperature'"):
         engine.generate([GenerationRequest("cut", [7], SamplingParams(top_k=3, logprobs="processed"))])
@@ -152,7 +152,7 @@ def test_an_update_in_the_middle_of_a_paused_generation_goes_on_under_the_new_we
     health = engine.health()
     assert (health.paused, health.num_waiting, health.num_running) == (True, 2, 0)
     engine.update_weights(new.named_parameters(), 9)
-    assert engine.num_tokens() == written
+    assert num_tokens(engine) == written
     engine.continue_()
     for result in running.join(120):
         prompt, count = prompts[result.request_id], written[result.request_id]

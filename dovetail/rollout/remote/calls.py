@@ -7,7 +7,7 @@ import itertools
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from dovetail.observability.waits import waiting
@@ -15,6 +15,7 @@ from dovetail.rollout.base import EngineError
 from dovetail.rollout.remote.client import ServerError, ServerGoneError
 from dovetail.rollout.remote.dialect import Dialect
 from dovetail.rollout.remote.pool import ServerPool
+from dovetail.rollout.remote.router import NoServerError
 from dovetail.rollout.remote.samples import Part, RemoteSample
 
 _ANSWER_S = 0.3  # an aborted call answers within this, or is asked again
@@ -31,19 +32,20 @@ class SampleCalls:
     """All methods belong to one event loop.
 
     `version` is that of the servers' weights; it may change while the gate is shut and no call runs. With
-    `must_match`, a server that says it wrote with another version is taken out and its answer is not used.
+    `must_match`, a server that says it wrote with another version is taken out and its response is not used.
+    `no_server` is awaited when no server is left: it raises, or shuts the gate until there is one again.
     """
 
-    def __init__(self, pool: ServerPool, dialect: Dialect) -> None:
+    def __init__(self, pool: ServerPool, dialect: Dialect, no_server: Callable[[EngineError], Awaitable[None]]) -> None:
         self._pool = pool
         self._dialect = dialect
+        self._no_server = no_server
         self.version = 0
         self.must_match = False
         self.is_open = True
         self._failure = ""
         self._changed = asyncio.Condition()
-        self._live: set[RemoteSample] = set()
-        self._tasks: set[asyncio.Task[None]] = set()  # an event loop alone would not keep them
+        self._live: dict[RemoteSample, asyncio.Task[None] | None] = {}  # the event loop alone would not keep the tasks
         # The final dot keeps one name from being the beginning of another: SGLang aborts by prefix.
         self._names = (f"{secrets.token_hex(4)}-{number}." for number in itertools.count())
 
@@ -57,40 +59,23 @@ class SampleCalls:
 
     @property
     def num_running(self) -> int:
-        return sum(sample.call is not None for sample in self._live)
+        return sum(sample.call is not None for sample in self.live)  # other threads ask
 
     async def start(self, samples: Sequence[RemoteSample], ended: Ended) -> None:
         """Begin to write them; `ended` is called for each with its failure, or None."""
-        self._add(samples)
-        for sample in samples:
-            task = asyncio.create_task(self._write(sample))
-            self._tasks.add(task)
-            task.add_done_callback(partial(self._end_started, sample, ended))
-
-    def _end_started(self, sample: RemoteSample, ended: Ended, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._live.discard(sample)
-        if not task.cancelled():
-            ended(sample, task.exception())
-
-    def _add(self, samples: Sequence[RemoteSample]) -> None:
         running = {sample.request.request_id for sample in self._live}
         repeated = running & {sample.request.request_id for sample in samples}
         if repeated:
             raise ValueError(f"request_id {min(repeated)!r} is in use; ids of running requests must be unique.")
-        self._live |= set(samples)
+        for sample in samples:
+            task = asyncio.create_task(self._write(sample))
+            self._live[sample] = task
+            task.add_done_callback(partial(self._end, sample, ended))
 
-    async def finish(self, samples: Sequence[RemoteSample]) -> None:
-        """Write all of them to the end. The first failure ends the rest."""
-        self._add(samples)
-        tasks = [asyncio.create_task(self._write(sample)) for sample in samples]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._live -= set(samples)
+    def _end(self, sample: RemoteSample, ended: Ended, task: asyncio.Task[None]) -> None:
+        del self._live[sample]
+        if not task.cancelled():
+            ended(sample, task.exception())
 
     async def abort(self, request_ids: Collection[str] | None) -> int:
         """Cut these off (all when None) with what they have; how many."""
@@ -121,11 +106,11 @@ class SampleCalls:
         await self._notify()
 
     async def fail(self, reason: str) -> None:
-        """End every response that waits with an error: its model is gone."""
+        """End every response that waits with an error. The gate is shut."""
         self._failure = reason
         await self._notify()
         try:
-            with waiting("the weight update", "responses to end after it failed", limit_s=_FAIL_S) as wait:
+            with waiting("the engine", "responses to end after a failure", limit_s=_FAIL_S) as wait:
                 while self._live:
                     wait.check(f"{len(self._live)} are left")
                     await asyncio.sleep(0.01)
@@ -138,12 +123,15 @@ class SampleCalls:
                 with waiting(f"request {sample.request.request_id}", "the end of a weight update", limit_s=_SHUT_S):
                     await self._until_open(sample)
             if self._failure:
-                raise EngineError(f"a weight update failed while {sample.request.request_id!r} ran: {self._failure}")
+                raise EngineError(f"request {sample.request.request_id!r} cannot be finished: {self._failure}")
             if sample.cut:
                 sample.finish_reason = "abort"
                 return
             version = self.version
-            sample.take(await self._call(sample), version)
+            try:
+                sample.take(await self._call(sample), version)
+            except (NoServerError, ServerGoneError) as error:
+                await self._no_server(error)
 
     async def _until_open(self, sample: RemoteSample) -> None:
         async with self._changed:

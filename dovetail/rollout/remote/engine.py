@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -21,6 +20,7 @@ import torch
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
     ALL_TAGS,
+    Deliver,
     EngineError,
     EngineHealth,
     GenerationRequest,
@@ -46,13 +46,13 @@ from dovetail.rollout.remote.dialect import Dialect, ServerInfo, require_same_sh
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import SILENCE_S, ServerPool
 from dovetail.rollout.remote.ranks import on_first_rank
-from dovetail.rollout.remote.router import NoServerError
 from dovetail.rollout.remote.samples import RemoteSample, samples_of
 from dovetail.rollout.remote.sglang_dialect import SGLangDialect
 from dovetail.rollout.remote.update import WeightUpdater
 from dovetail.rollout.remote.vllm_dialect import VLLMDialect
 from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, TensorChannel, WeightChannel
-from dovetail.rollout.request_rules import check_different_ids, check_prompt, same_meaning
+from dovetail.rollout.request_rules import check_prompt, same_meaning
+from dovetail.rollout.stream import FailedRequest
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES
 from dovetail.weight_sync.group import GroupBackend
 
@@ -103,7 +103,6 @@ class RemoteRollout(RolloutEngine):
         self._paused = False
         self._closed = False
         self._progress = threading.Condition()
-        self._failures: dict[str, BaseException] = {}  # by request id
         self._loop = LoopThread("dovetail-remote-rollout")
         try:
             client = HttpClient(api_key=api_key)
@@ -111,7 +110,7 @@ class RemoteRollout(RolloutEngine):
             self._pool = ServerPool(
                 list(urls), client, health_path=self._dialect.health_path, admit=self._admit, silence_s=silence_s
             )
-            self._calls = SampleCalls(self._pool, self._dialect)
+            self._calls = SampleCalls(self._pool, self._dialect, self._no_server)
             infos = self._run(self._connect())
         except BaseException:
             self._loop.close()
@@ -163,42 +162,24 @@ class RemoteRollout(RolloutEngine):
     def weight_version(self) -> int:
         return self._calls.version
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        samples = self._samples_of(requests)
-        self._finish(samples)
-        return [sample.result() for sample in samples]
-
-    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
-        def ended(sample: RemoteSample, failure: BaseException | None) -> None:
+    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Deliver) -> None:
+        def ended(sample: RemoteSample, error: BaseException | None) -> None:
             with self._progress:
-                if failure is not None:
-                    self._failures[sample.request.request_id] = failure
-                else:
-                    deliver(sample.result())
+                deliver(sample.result() if error is None else FailedRequest(sample.request.request_id, error))
                 self._progress.notify_all()
 
         self._run(self._calls.start(self._samples_of(requests), ended))
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
-        """A request that cannot be finished ends every wait with its error, until it is aborted."""
         with self._progress:
-            self._progress.wait_for(lambda: done() or self._failures or self._closed, timeout)
-            if self._failures and not done():
-                raise EngineError(str(next(iter(self._failures.values()))))
+            self._progress.wait_for(lambda: done() or self._closed, timeout)
         if not done():
             self._check_open()
 
     def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
         """What calls that have ended wrote: servers tell no more before a call ends."""
         wanted = [s for s in self._calls.live if request_ids is None or s.request.request_id in request_ids]
-        return [sample.so_far() for sample in wanted]
-
-    def num_tokens(self) -> dict[str, int]:
-        """Tokens that calls which have ended wrote of each running request. Servers tell no more before a call ends."""
-        counts: Counter[str] = Counter()
-        for sample in list(self._calls.live):
-            counts[sample.request.request_id] += len(sample.token_ids)
-        return dict(counts)
+        return [sample.partial() for sample in wanted]
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:
@@ -240,11 +221,7 @@ class RemoteRollout(RolloutEngine):
         self._asleep -= wanted
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
-        aborted = self._run(self._calls.abort(None if request_ids is None else frozenset(request_ids)))
-        with self._progress:
-            for name in list(self._failures) if request_ids is None else request_ids:
-                self._failures.pop(name, None)
-        return aborted
+        return self._run(self._calls.abort(None if request_ids is None else frozenset(request_ids)))
 
     def pause(self) -> None:
         """Calls end; what they wrote is kept, and the rest is sent again by `continue_`."""
@@ -321,7 +298,6 @@ class RemoteRollout(RolloutEngine):
         """All of them, or the error of the first that cannot be served."""
         for request in requests:
             self._check_request(request)
-        check_different_ids([request.request_id for request in requests])
         self._check_usable()
         self._bring_up_to_date()
         return [
@@ -330,11 +306,9 @@ class RemoteRollout(RolloutEngine):
             for sample in samples_of(request, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
         ]
 
-    def _finish(self, samples: Sequence[RemoteSample]) -> None:
-        try:
-            self._run(self._calls.finish(samples))
-        except NoServerError as error:
-            raise EngineError(str(error)) from error
+    async def _no_server(self, error: EngineError) -> None:
+        """No server is left for a sample: raise, or shut the gate until there is one again."""
+        raise error
 
     def _bring_up_to_date(self) -> None:
         """Servers that were started again since the last update have old weights: they must not write."""

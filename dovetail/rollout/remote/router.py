@@ -13,10 +13,12 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
+from dovetail.rollout.base import EngineError
+
 MAX_STICKY_KEYS = 65536
 
 
-class NoServerError(RuntimeError):
+class NoServerError(EngineError):
     """No server is up. The message names each one and why it is down."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from dovetail.rollout.base import FinishReason, GenerationRequest, GenerationResult, derive_seed
+from dovetail.rollout.base import FinishReason, GenerationRequest, derive_seed
 from dovetail.rollout.request_rules import base_seed, stop_tokens
 from dovetail.rollout.response import GrowingResponse
 
@@ -56,17 +56,6 @@ class RemoteSample(GrowingResponse):
         """Of the next call, for servers that start a generator with it: a continued response must not repeat the
         random numbers it began with."""
         return derive_seed(self.base_seed, self.index, len(self.token_ids)) if self.token_ids else self.seed
-
-    def so_far(self) -> GenerationResult:
-        """What is there, of a response that goes on."""
-        return GenerationResult(
-            self.request.request_id,
-            self.index,
-            list(self.token_ids),
-            list(self.log_probs),
-            self.finish_reason or "running",
-            list(self.versions),
-        )
 
     def take(self, part: Part, version: int) -> None:
         """Add a part. One that was aborted leaves the response open, unless it was to be cut or is complete."""

@@ -5,23 +5,22 @@ How servers are driven is in `dovetail.rollout.remote`; a server that was starte
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from dovetail.config.rollout import RolloutConfig
-from dovetail.rollout.base import EngineDiedError, EngineError, GenerationResult, RolloutEngine
+from dovetail.rollout.base import EngineDiedError, EngineError, RolloutEngine
 from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.expected import read_config
-from dovetail.rollout.remote.client import ServerGoneError
 from dovetail.rollout.remote.engine import RemoteRollout
-from dovetail.rollout.remote.router import NoServerError
-from dovetail.rollout.remote.samples import RemoteSample
 from dovetail.rollout.remote.sglang_dialect import SGLangDialect
 from dovetail.rollout.remote.weights import JoinedChannel
 from dovetail.rollout.sglang.environment import GLOO_INTERFACE, server_python
@@ -64,6 +63,9 @@ class SGLangRollout(RemoteRollout):
             settings, max_model_len=int(settings.max_model_len or config.max_position_embeddings)
         )
         self.restarts_left = restarts
+        self._restart_wanted = False
+        """No server is left, and the requests that run wait for a new one."""
+        self._restarting = threading.RLock()
         cpu = runs_on_cpu()
         self.frees_memory = not cpu and settings.enable_sleep
         program = server_python(python)
@@ -159,6 +161,23 @@ class SGLangRollout(RemoteRollout):
         channel = JoinedChannel(self._sglang, self._loop, self._expected, bucket_bytes=0)
         self._updater.update(self._loop, (), version, stay_paused=self._paused, channel=channel)
 
+    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
+        """When all servers are dead, they are started again here: the weights come from the caller's thread."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not done():
+            super().wait(lambda: done() or self._restart_wanted, None if end is None else end - time.monotonic())
+            if done() or not self._restart_wanted:
+                return
+            self._restart_wanted = False
+            try:
+                self._bring_up_to_date()
+            except EngineError as error:
+                self._run(self._calls.fail(str(error)))
+                raise
+            finally:
+                if not self._paused:
+                    self._run(self._calls.open())
+
     def restart(self, error: EngineDiedError) -> None:
         """Start dead servers again, at the same addresses. They have none of the weights that were sent."""
         if self.restarts_left <= 0:
@@ -193,24 +212,25 @@ class SGLangRollout(RemoteRollout):
         self._revive()
         self._updater.update(self._loop, weights, version, stay_paused=self._paused)
 
-    def _finish(self, samples: Sequence[RemoteSample]) -> None:
-        """After a death, what is finished stays finished, and what is begun is continued."""
-        while unfinished := [sample for sample in samples if sample.finish_reason is None]:
-            try:
-                self._run(self._calls.finish(unfinished))
-            except (NoServerError, ServerGoneError) as error:
-                reason = self._why_dead()
-                if not reason:
-                    raise EngineError(str(error)) from error
-                death = EngineDiedError(reason, _complete(samples))
-                if not self._brings_weights_back:
-                    raise death from error
-                self.restart(death)
-                self._reload()
+    async def _no_server(self, error: EngineError) -> None:
+        restarts, give_up = self.num_restarts, time.monotonic() + _EXIT_S
+        while not self.deaths and time.monotonic() < give_up:
+            await asyncio.sleep(0.05)
+        if self.num_restarts > restarts:
+            return
+        if not self.deaths:
+            raise error
+        if not self._brings_weights_back:
+            raise EngineDiedError("; ".join(self.deaths)) from error
+        self._calls.is_open = False
+        with self._progress:
+            self._restart_wanted = True
+            self._progress.notify_all()
 
     def _bring_up_to_date(self) -> None:
-        if self._brings_weights_back and self._revive():
-            self._reload()
+        with self._restarting:
+            if self._brings_weights_back and self._revive():
+                self._reload()
         if len(self.deaths) == len(self.servers):
             raise EngineDiedError("; ".join(self.deaths))
         super()._bring_up_to_date()
@@ -229,25 +249,10 @@ class SGLangRollout(RemoteRollout):
         return self.restarts_left > 0 and (not self._needs_weights or self.reload_weights is not None)
 
     def _revive(self) -> bool:
-        """Between batches: start servers again that died while others went on."""
-        deaths = self.deaths
-        if self._closed or not deaths or not self.restarts_left:
-            return False
-        self.restart(EngineDiedError(deaths[0]))
-        return True
-
-    def _why_dead(self) -> str:
-        give_up = time.monotonic() + _EXIT_S
-        while not self.deaths and time.monotonic() < give_up:
-            time.sleep(0.05)
-        return "; ".join(self.deaths)
-
-
-def _complete(samples: Sequence[RemoteSample]) -> dict[str, list[GenerationResult]]:
-    """The requests all of whose samples are finished, by their id."""
-    unfinished = {sample.request.request_id for sample in samples if sample.finish_reason is None}
-    results: dict[str, list[GenerationResult]] = {}
-    for sample in samples:
-        if sample.request.request_id not in unfinished:
-            results.setdefault(sample.request.request_id, []).append(sample.result())
-    return results
+        """Start servers again that died while others went on."""
+        with self._restarting:
+            deaths = self.deaths
+            if self._closed or not deaths or not self.restarts_left:
+                return False
+            self.restart(EngineDiedError(deaths[0]))
+            return True

@@ -226,21 +226,6 @@ class RayVLLMEngine(RolloutEngine):
     def num_workers(self) -> int:
         return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """As every engine; when it dies for good, the error has the requests that were complete."""
-        results: dict[str, list[GenerationResult]] = {}
-        with self.open_stream() as stream:
-            try:
-                stream.submit(*requests)
-                while stream.num_running:
-                    for result in stream.results():
-                        results.setdefault(result.request_id, []).append(result)
-            except EngineDiedError as error:
-                counts = {request.request_id: request.sampling.n for request in requests}
-                complete = {name: _in_order(own) for name, own in results.items() if len(own) == counts[name]}
-                raise EngineDiedError(str(error), complete) from error
-        return [result for request in requests for result in _in_order(results[request.request_id])]
-
     def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
         added = {request.request_id: _Running(request, deliver) for request in requests}
         if repeated := added.keys() & self._running:
@@ -442,7 +427,3 @@ class RayVLLMEngine(RolloutEngine):
                 if isinstance(error.cause, kind):
                     raise kind(str(error.cause)) from error
             raise
-
-
-def _in_order(results: Sequence[GenerationResult]) -> list[GenerationResult]:
-    return sorted(results, key=lambda result: result.sample_index)

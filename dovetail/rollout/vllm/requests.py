@@ -44,19 +44,6 @@ class Sample(GrowingResponse):
             scores = [row[0] for row in output.new_logprobs.logprobs.tolist()]
             self.extend(output.new_token_ids, scores, version)
 
-    def partial(self) -> GenerationResult:
-        """What there is so far. Another thread may be writing the next token: the lists are cut to one length."""
-        count = len(self.versions)
-        return GenerationResult(
-            request_id=self.request.request_id,
-            sample_index=self.index,
-            token_ids=self.token_ids[:count],
-            log_probs=self.log_probs[:count],
-            finish_reason="running",
-            weight_versions=self.versions[:count],
-            num_prompt_tokens=self.num_prompt_tokens,
-        )
-
     def finish(self, reason: str) -> None:
         """End for what vLLM calls `reason`."""
         self.finish_reason = _finish_reason(reason)
