@@ -1,6 +1,6 @@
 """Hand buckets to other processes of this machine through files in memory. Knows nothing of who reads them.
 
-Each bucket is a safetensors file under /dev/shm: written once, mapped by readers, removed when they are done. A
+Each bucket is a file under /dev/shm: written once, mapped by readers, removed when they are done. A
 mapping outlives the removal, so a reader may keep tensors of a bucket that is gone.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,20 +23,28 @@ from dovetail.weight_sync.stream import NamedTensors
 
 
 class SharedMemoryBuckets:
-    """Writes buckets one at a time: `for path in shared.write(weights): tell the readers, wait for them`."""
+    """Writes buckets one at a time: `for path in shared.write(weights): tell the readers, wait for them`.
 
-    def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    `save` writes the tensors by name into a file: as safetensors, unless the readers want another format.
+    """
+
+    def __init__(
+        self,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        save: Callable[[dict[str, Tensor], Path], None] = save_file,
+    ) -> None:
         self._bucket_bytes = bucket_bytes
+        self._save = save
         self._folder = Path(tempfile.mkdtemp(prefix="dovetail-weights-", dir=memory_folder()))
         self._count = 0
 
     def write(self, weights: NamedTensors) -> Iterator[Path]:
         """The path of each bucket in turn. It is removed when the next one is asked for."""
         for bucket in iter_buckets(weights, self._bucket_bytes):
-            path = self._folder / f"{self._count}.safetensors"
+            path = self._folder / f"bucket-{self._count}"
             self._count += 1
             require_room(path.parent, bucket.num_bytes)
-            save_file(_on_host(bucket), path)
+            self._save(_on_host(bucket), path)
             try:
                 yield path
             finally:

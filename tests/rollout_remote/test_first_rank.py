@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dovetail.rollout.remote.ranks import on_first_rank
+from dovetail.rollout.remote.update import on_first_rank
 from dovetail.weight_sync import NamedTensors
 from tests.ranks import run_ranks
 

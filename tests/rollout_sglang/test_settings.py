@@ -12,7 +12,7 @@ import torch
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import EngineError
 from dovetail.rollout.registry import get_engine_class
-from dovetail.rollout.remote.checked import CheckedWeights
+from dovetail.rollout.remote.update import CheckedWeights
 from dovetail.rollout.sglang import SGLangRollout, SGLangSettings
 from dovetail.rollout.sglang.environment import PYTHON_VARIABLE, check_version, environment, server_python
 from dovetail.weight_sync import ExpectedWeights

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from dovetail.rollout.base import EngineError, FinishReason, LogprobsMode, MemoryTag
@@ -65,48 +66,46 @@ class Dialect(ABC):
     async def resume(self, server: str) -> None:
         """Go on after `pause`."""
 
+    @abstractmethod
     async def forget_caches(self, server: str) -> None:
         """Drop everything computed with the weights of before. The server is paused."""
-        raise self._cannot("reset its caches")
 
-    async def sleep(self, server: str, tags: Collection[MemoryTag]) -> None:
-        raise self._cannot("sleep")
+    @abstractmethod
+    async def sleep(self, server: str, tags: Collection[MemoryTag]) -> None: ...
 
-    async def wake(self, server: str, tags: Collection[MemoryTag]) -> None:
-        raise self._cannot("sleep")
+    @abstractmethod
+    async def wake(self, server: str, tags: Collection[MemoryTag]) -> None: ...
 
-    async def load_from_disk(self, server: str, found: DiskVersion, expected: ExpectedWeights) -> None:
+    @abstractmethod
+    async def load_from_disk(self, server: str, saved: DiskVersion, expected: ExpectedWeights) -> None:
         """Take a version from a folder it sees. WeightUpdateError for a misfit."""
-        raise self._cannot("take weights")
 
+    @abstractmethod
     async def join_group(self, server: str, address: GroupAddress, first_rank: int) -> None:
-        """Join a `WeightSender`'s group; answers when the group is complete."""
-        raise self._cannot("take weights from a group")
+        """Join a `WeightSender`'s group; returns when the group is complete."""
 
+    @abstractmethod
     async def begin_update(self, server: str, expected: ExpectedWeights) -> None:
-        raise self._cannot("take weights from a group")
+        """From here to `set_version` the weights are of no version."""
 
+    @abstractmethod
     async def receive(self, server: str) -> str | None:
         """Take what the sender of the group sends; a misfit in words."""
-        raise self._cannot("take weights from a group")
 
+    @abstractmethod
     async def finish_update(self, server: str) -> str | None:
         """The update is over; what is missing, in words."""
-        raise self._cannot("take weights from a group")
 
-    async def load_tensors(self, server: str, payload: str) -> None:
-        """Take tensors from this machine's shared memory."""
-        raise self._cannot("take weights from shared memory")
+    @abstractmethod
+    async def set_version(self, server: str, version: int) -> None: ...
 
-    async def set_version(self, server: str, version: int) -> None:
-        raise self._cannot("take weights")
-
+    @abstractmethod
     async def checksums(self, server: str, shapes: Mapping[str, tuple[int, ...]], dtype: str | None) -> dict[str, str]:
         """Checksums of the weights in use, as far as they can be read back. `shapes` by name."""
-        return {}
 
-    def _cannot(self, what: str) -> EngineError:
-        return EngineError(f"rollout.name={self.name}: this kind of server has no way to {what}.")
+    async def load_file(self, server: str, path: Path) -> None:
+        """Take the tensors that `torch.save` wrote into this machine's shared memory."""
+        raise EngineError(f"rollout.name={self.name}: this kind of server takes no weights from shared memory.")
 
 
 def require_same_shape(server: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], folder: str) -> None:

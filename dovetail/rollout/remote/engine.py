@@ -45,16 +45,14 @@ from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo, require_same_shape
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import SILENCE_S, ServerPool
-from dovetail.rollout.remote.ranks import on_first_rank
 from dovetail.rollout.remote.samples import RemoteSample, samples_of
 from dovetail.rollout.remote.sglang_dialect import SGLangDialect
-from dovetail.rollout.remote.update import WeightUpdater
+from dovetail.rollout.remote.update import WeightUpdater, on_first_rank
 from dovetail.rollout.remote.vllm_dialect import VLLMDialect
-from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, TensorChannel, WeightChannel
+from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, SharedMemoryChannel, WeightChannel
 from dovetail.rollout.request_rules import check_prompt, same_meaning
 from dovetail.rollout.stream import FailedRequest
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES
-from dovetail.weight_sync.group import GroupBackend
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +117,8 @@ class RemoteRollout(RolloutEngine):
         self._max_model_len = min([own_length, *(info.max_model_len for info in infos.values())])
         self._updater = WeightUpdater(
             self._pool,
-            self._dialect,
             self._calls,
             self._channel(weights_folder, bucket_bytes, torch.device(device)),
-            self._expected,
             refusal=next((info.takes_no_weights for info in infos.values() if info.takes_no_weights), ""),
         )
 
@@ -279,19 +275,16 @@ class RemoteRollout(RolloutEngine):
         await self._updater.admit(server, self._folder, self._shape, paused=self._paused)
 
     def _channel(self, weights_folder: str | None, bucket_bytes: int, device: torch.device) -> WeightChannel:
-        common = self._dialect, self._loop, self._expected
+        common = self._dialect, self._loop, self._expected, bucket_bytes
         if weights_folder is not None:
-            return DiskChannel(weights_folder, *common, bucket_bytes=bucket_bytes)
+            return DiskChannel(*common, weights_folder)
         if self.owns_servers:
-            return TensorChannel(*common, bucket_bytes=bucket_bytes)
-        backend: GroupBackend = "nccl" if device.type == "cuda" else "gloo"
-        return GroupChannel(*common, bucket_bytes=bucket_bytes, backend=backend, device=device)
+            return SharedMemoryChannel(*common)
+        return GroupChannel(*common, "nccl" if device.type == "cuda" else "gloo", device)
 
     def _update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """The ranks of a trainer share the servers: the first one sends."""
-        on_first_rank(
-            weights, lambda stream: self._updater.update(self._loop, stream, version, stay_paused=self._paused)
-        )
+        on_first_rank(weights, lambda stream: self._updater.update(stream, version, stay_paused=self._paused))
         self._updater.arrived(version)
 
     def _samples_of(self, requests: Sequence[GenerationRequest]) -> list[RemoteSample]:

@@ -67,7 +67,7 @@ class ServerPool:
             await asyncio.gather(self._watch, return_exceptions=True)
             self._watch = None
 
-    async def run(self, call: Callable[[str], Awaitable[T]], *, key: str | None = None, cost: float = 1.0) -> T:
+    async def run(self, call: Callable[[str], Awaitable[T]], *, key: str | None = None) -> T:
         """`await call(server)` on the server of `key`; on another one if that dies meanwhile.
 
         `call` must be harmless when repeated. Its other errors (a refusal, a 500 of a healthy server) are raised.
@@ -76,7 +76,7 @@ class ServerPool:
         breaks = 0
         async with self._room:
             while True:
-                with self.router.acquire(key, cost=cost) as lease:
+                with self.router.acquire(key) as lease:
                     try:
                         return await self._on(lease, call)
                     except ServerError as error:

@@ -28,13 +28,11 @@ class Lease:
     `lost` says that the server went down while it was held: the request must go to another one.
     """
 
-    __slots__ = ("_router", "cost", "key", "lost", "server")
+    __slots__ = ("_router", "lost", "server")
 
-    def __init__(self, router: Router, server: str, key: str | None, cost: float) -> None:
+    def __init__(self, router: Router, server: str) -> None:
         self._router = router
         self.server = server
-        self.key = key
-        self.cost = cost
         self.lost = False
 
     def release(self) -> None:
@@ -52,7 +50,7 @@ class Lease:
 class Router:
     """`acquire` a lease for every request and release it when the answer is there.
 
-    The load of a server is the sum of the costs of its leases. A key stays with its server for as long as that is up,
+    The load of a server is the number of its leases. A key stays with its server for as long as that is up,
     also when it has more to do than others; a key whose server left moves, and does not move back when it returns.
     Keys not seen for the last `max_sticky_keys` others are forgotten.
     """
@@ -84,12 +82,12 @@ class Router:
         with self._lock:
             return dict(self._down)
 
-    def loads(self) -> dict[str, float]:
-        """Summed cost of the leases on each server."""
+    def loads(self) -> dict[str, int]:
+        """Leases on each server."""
         with self._lock:
-            return {name: self._load(name) for name in self._leases}
+            return {name: len(leases) for name, leases in self._leases.items()}
 
-    def acquire(self, key: str | None = None, *, cost: float = 1.0) -> Lease:
+    def acquire(self, key: str | None = None) -> Lease:
         """A lease on the key's server, or on the least loaded one. Raises NoServerError when none is up."""
         with self._lock:
             up = self._up()
@@ -100,11 +98,14 @@ class Router:
             if server not in up:
                 # Equal loads are split by a hash of key and server, so that several routers over the same servers do
                 # not all begin with the first.
-                server = min(up, key=lambda name: (self._load(name), _hash(key, name)))
+                server = min(up, key=lambda name: (len(self._leases[name]), _hash(key, name)))
             assert server is not None, "there is at least one choice"
             if key is not None:
-                self._remember(key, server)
-            lease = Lease(self, server, key, cost)
+                self._sticky[key] = server
+                self._sticky.move_to_end(key)
+                if len(self._sticky) > self._max_sticky_keys:
+                    self._sticky.popitem(last=False)
+            lease = Lease(self, server)
             self._leases[server].add(lease)
             return lease
 
@@ -130,15 +131,6 @@ class Router:
 
     def _up(self) -> tuple[str, ...]:
         return tuple(name for name in self._leases if name not in self._down)
-
-    def _load(self, name: str) -> float:
-        return sum(lease.cost for lease in self._leases[name])
-
-    def _remember(self, key: str, server: str) -> None:
-        self._sticky[key] = server
-        self._sticky.move_to_end(key)
-        if len(self._sticky) > self._max_sticky_keys:
-            self._sticky.popitem(last=False)
 
     def _check(self, server: str) -> None:
         if server not in self._leases:

@@ -7,9 +7,13 @@ was not released, none is released while a request runs, no update names a group
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
 import math
+import pickle
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,11 +159,11 @@ class SGLangDialect(Dialect):
         # Also before: a request that ended a moment ago may still be pending.
         await self.forget_caches(server)
 
-    async def load_from_disk(self, server: str, found: DiskVersion, expected: ExpectedWeights) -> None:
+    async def load_from_disk(self, server: str, saved: DiskVersion, expected: ExpectedWeights) -> None:
         await self.begin_update(server, expected)
         # An update that flushes the cache itself ends the server if a request is pending: `forget_caches` does it.
         # The format is named, because it would take the one it was started with: dummy, usually.
-        body = {"model_path": str(found.folder), "load_format": "auto", "flush_cache": False}
+        body = {"model_path": str(saved.folder), "load_format": "auto", "flush_cache": False}
         try:
             await self._post(server, "/update_weights_from_disk", body)
         except ServerError as error:
@@ -167,9 +171,9 @@ class SGLangDialect(Dialect):
                 raise WeightUpdateError(f"{server} did not take the weights: {error.body}") from error
             raise
 
-    async def load_tensors(self, server: str, payload: str) -> None:
+    async def load_file(self, server: str, path: Path) -> None:
         # One payload for each tensor-parallel rank: every one reads all and keeps its part.
-        payloads = [payload] * int(self._server_info[server]["tp_size"])
+        payloads = [_payload(path)] * int(self._server_info[server]["tp_size"])
         body = {"serialized_named_tensors": payloads, "flush_cache": False}
         await self._post(server, "/update_weights_from_tensor", body)
 
@@ -268,3 +272,19 @@ class SGLangDialect(Dialect):
 
     async def _name_version(self, server: str, name: str) -> None:
         await self._post(server, "/update_weight_version", {"new_version": name, "abort_all_requests": False})
+
+
+class _TensorsIn:
+    """Unpickled, it is the list of (name, tensor) in the file: SGLang unpickles what it is sent in its scheduler, and
+    allows functions of torch. The other way, handles of torch.multiprocessing, needs a manager process that keeps this
+    process's output open, and sockets that two environments cannot share."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return functools.partial(torch.load, mmap=True, weights_only=True, map_location="cpu"), (self._path,)
+
+
+def _payload(path: Path) -> str:
+    return base64.b64encode(pickle.dumps(_TensorsIn(path), protocol=4)).decode()

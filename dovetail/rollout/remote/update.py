@@ -1,21 +1,23 @@
-"""One weight update over all servers: hold them, deliver, prove that it arrived, let them go on."""
+"""One weight update over all servers: check the weights, hold the servers, deliver, prove that it arrived, go on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor
 
 from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.remote.calls import SampleCalls
-from dovetail.rollout.remote.checked import CheckedWeights
 from dovetail.rollout.remote.client import ServerError
-from dovetail.rollout.remote.dialect import Dialect, ServerInfo, require_same_shape
-from dovetail.rollout.remote.loop import LoopThread
+from dovetail.rollout.remote.dialect import ServerInfo, require_same_shape
 from dovetail.rollout.remote.pool import ServerPool
 from dovetail.rollout.remote.weights import Failures, WeightChannel
-from dovetail.weight_sync import ExpectedWeights, NamedTensors
+from dovetail.weight_sync import ExpectedWeights, GatheredWeights, NamedTensors, WeightAccount
 
 logger = logging.getLogger(__name__)
 
@@ -26,55 +28,40 @@ class WeightUpdater:
     A server that is down during an update misses it, and may serve again only when it has caught up.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool,
-        dialect: Dialect,
-        calls: SampleCalls,
-        channel: WeightChannel,
-        expected: ExpectedWeights,
-        *,
-        refusal: str,
-    ) -> None:
+    def __init__(self, pool: ServerPool, calls: SampleCalls, channel: WeightChannel, *, refusal: str) -> None:
         self._pool = pool
-        self._dialect = dialect
         self._calls = calls
         self._channel = channel
-        self._expected = expected
+        self._dialect = channel.dialect
+        self._loop = channel.loop
         self._refusal = refusal
         self._updating = asyncio.Lock()
         self.gap = ""
         self.has_updated = False
 
     def update(
-        self,
-        loop: LoopThread,
-        weights: NamedTensors,
-        version: int,
-        *,
-        stay_paused: bool,
-        channel: WeightChannel | None = None,
+        self, weights: NamedTensors, version: int, *, stay_paused: bool, channel: WeightChannel | None = None
     ) -> None:
         """Blocking, on the thread of the caller: that is where the weights are. All of them are read, also when the
         update fails. `channel` takes the place of the one that was given at the start."""
         channel = channel or self._channel
         failed = f"the weight update to version {version} did not finish"
-        with CheckedWeights(weights, self._expected) as checked:
+        with CheckedWeights(weights, channel.expected) as checked:
             if self._refusal:
                 raise EngineError(self._refusal)
             try:
                 channel.stage(checked, version)
-                servers = loop.run(self._hold())
+                servers = self._loop.run(self._hold())
             except BaseException:
                 self.gap = failed
                 raise
             try:
                 self.gap = failed
-                failures = channel.deliver(servers)
-                loop.run(self._prove(servers, failures, version))
+                failures = channel.deliver(servers, checked)
+                self._loop.run(self._prove(servers, failures, version))
                 self.arrived(version)
             finally:
-                loop.run(self._let_go(servers, stay_paused=stay_paused))
+                self._loop.run(self._let_go(servers, stay_paused=stay_paused))
 
     def arrived(self, version: int) -> None:
         """The servers have this version, whoever sent it."""
@@ -124,10 +111,10 @@ class WeightUpdater:
             for server, info in infos.items():
                 if isinstance(info, ServerError):
                     self._pool.mark_down(server, str(info))
-            found = {server: info for server, info in infos.items() if isinstance(info, ServerInfo)}
-            if not found:
+            alive = {server: info for server, info in infos.items() if isinstance(info, ServerInfo)}
+            if not alive:
                 raise EngineError(f"no server answers: {'; '.join(str(info) for info in infos.values())}")
-            return found
+            return alive
         except BaseException:
             self._updating.release()
             raise
@@ -167,12 +154,78 @@ class WeightUpdater:
         finally:
             self._updating.release()
 
-    async def _infos(self, servers: Any) -> list[ServerInfo | ServerError]:
-        outcomes = await asyncio.gather(*map(self._dialect.info, servers), return_exceptions=True)
-        for outcome in outcomes:
-            if not isinstance(outcome, (ServerInfo, ServerError)):
-                raise outcome
-        return [outcome for outcome in outcomes if isinstance(outcome, (ServerInfo, ServerError))]
+    async def _infos(self, servers: Sequence[str]) -> list[ServerInfo | ServerError]:
+        async def info(server: str) -> ServerInfo | ServerError:
+            try:
+                return await self._dialect.info(server)
+            except ServerError as error:
+                return error
+
+        return await asyncio.gather(*map(info, servers))
+
+
+class CheckedWeights:
+    """The tensors that fit, until one does not: vLLM and SGLang pass over a tensor they do not know, and SGLang dies of
+    one with another shape. The source is read to its end even so, and WeightUpdateError is raised
+    there: gathering a sharded source is collective, so a rank that stops early leaves the others in a collective. As a
+    context manager it reads the source to its end when the update fails in between. A tied tensor goes once, under the
+    one name that engines load it by."""
+
+    def __init__(self, weights: NamedTensors, expected: ExpectedWeights) -> None:
+        self._weights = GatheredWeights(weights)
+        self._ties = expected.ties
+        self._account = WeightAccount(expected)
+        self._sent: set[str] = set()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        problem: str | None = None
+        for name, tensor in self._weights:
+            problem = problem or self._account.problem_with(name, tuple(tensor.shape))
+            own = self._ties.get(name, name)
+            if problem is None and own not in self._sent:
+                self._sent.add(own)
+                yield own, tensor.detach()
+        problem = problem or self._account.gap()
+        if problem is not None:
+            raise WeightUpdateError(problem)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc is not None:
+            self._weights.drain()
+
+
+def on_first_rank(weights: NamedTensors, act: Callable[[NamedTensors], None]) -> None:
+    """`act(weights)` on rank 0 of the trainer's world, while the others take their tensors and wait for its outcome.
+
+    An error of rank 0 is raised on every rank, so that none goes on with servers that have other weights.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        act(weights)
+        return
+    # Ranks must enter the gather together: if rank 0 pauses the servers first, another rank may still be waiting for
+    # their responses, and both deadlock.
+    dist.barrier()
+    stream = GatheredWeights(weights)
+    failure: BaseException | None = None
+    outcome: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            act(stream)
+        except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised here
+            failure = error
+            outcome[0] = f"{type(error).__name__}: {error}"
+    # Gathering is collective: every rank takes every tensor, rank 0 also those that its error has left.
+    stream.drain()
+    dist.broadcast_object_list(outcome, src=0)
+    if failure is not None:
+        raise failure
+    if outcome[0] is not None:
+        raise EngineError(f"the first process could not update the servers' weights: {outcome[0]}")
 
 
 def _wrong_version(info: ServerInfo, version: int) -> str:

@@ -114,10 +114,10 @@ class VLLMDialect(Dialect):
         query = {} if set(tags) == set(ALL_TAGS) else {"tags": next(iter(tags))}
         await self.client.post(f"{server}/wake_up", query=query, timeout_s=_LONG_S)
 
-    async def load_from_disk(self, server: str, found: DiskVersion, expected: ExpectedWeights) -> None:
+    async def load_from_disk(self, server: str, saved: DiskVersion, expected: ExpectedWeights) -> None:
         await self.begin_update(server, expected)
         problem: str | None = None
-        for file in sorted(found.folder.glob("*.safetensors")):
+        for file in sorted(saved.folder.glob("*.safetensors")):
             problem = problem or _first_problem(await self._call(server, "dovetail_load_file", (str(file),)))
         missing = await self.finish_update(server)
         if problem or missing:

@@ -12,8 +12,10 @@ import socket
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
@@ -24,13 +26,13 @@ from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.remote.client import ServerError
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo
 from dovetail.rollout.remote.loop import LoopThread
-from dovetail.rollout.remote.tensor_files import TensorFiles
 from dovetail.weight_sync import (
     BroadcastFailedError,
     DiskVersion,
     DiskWeights,
     ExpectedWeights,
     NamedTensors,
+    SharedMemoryBuckets,
     WeightSender,
 )
 from dovetail.weight_sync.broadcast import LOOPBACK
@@ -43,32 +45,26 @@ Failures: TypeAlias = dict[str, Exception]
 _ANYWHERE_PORT = 9  # for a datagram that is never sent
 
 
+@dataclass
 class WeightChannel(ABC):
-    def __init__(self, dialect: Dialect, loop: LoopThread, expected: ExpectedWeights, *, bucket_bytes: int) -> None:
-        self._dialect = dialect
-        self._loop = loop
-        self._expected = expected
-        self._bucket_bytes = bucket_bytes
-        self._weights: NamedTensors = ()
+    dialect: Dialect
+    loop: LoopThread
+    expected: ExpectedWeights
+    bucket_bytes: int
 
-    def stage(self, weights: NamedTensors, version: int) -> None:
-        """Take the stream, as far as that needs no server. It raises WeightUpdateError at its end for a misfit."""
-        self._weights = weights
+    def stage(self, weights: NamedTensors, version: int) -> None:  # noqa: B027  only a folder is written before
+        """What can be done before the servers are held. The stream raises WeightUpdateError at its end for a misfit."""
 
     @abstractmethod
-    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
-        """Bring what was staged to these servers, which are paused."""
+    def deliver(self, servers: Mapping[str, ServerInfo], weights: NamedTensors) -> Failures:
+        """Bring the weights to these servers, which are paused; `stage` may have read them already."""
 
     async def catch_up(self, server: str, version: int) -> bool:
         """Give `version` to one server that missed it; False if that is not possible."""
         return False
 
-    def _take(self) -> NamedTensors:
-        weights, self._weights = self._weights, ()
-        return weights
-
     async def _begin(self, server: str) -> None:
-        await self._dialect.begin_update(server, self._expected)
+        await self.dialect.begin_update(server, self.expected)
 
     async def _on_each(self, servers: Iterable[str], call: Callable[[str], Awaitable[str | None]]) -> Failures:
         """Call every server at once; a misfit comes back in words."""
@@ -85,99 +81,57 @@ class WeightChannel(ABC):
         return failures
 
 
+@dataclass
 class DiskChannel(WeightChannel):
-    """Writes whole versions into `folder`. Servers must see it under the same path."""
+    """Writes complete versions into `folder`. Servers must see it under the same path."""
 
-    def __init__(
-        self, folder: str, dialect: Dialect, loop: LoopThread, expected: ExpectedWeights, *, bucket_bytes: int
-    ) -> None:
-        super().__init__(dialect, loop, expected, bucket_bytes=bucket_bytes)
-        self._disk = DiskWeights(folder, bucket_bytes=bucket_bytes)
-        self._found: DiskVersion | None = None
+    folder: str
+    _saved: DiskVersion | None = field(default=None, init=False)
 
     def stage(self, weights: NamedTensors, version: int) -> None:
-        self._found = None
-        self._found = self._disk.write(weights, version)
+        self._saved = None
+        self._saved = DiskWeights(self.folder, bucket_bytes=self.bucket_bytes).write(weights, version)
 
-    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
-        return self._loop.run(self._on_each(servers, self._load))
+    def deliver(self, servers: Mapping[str, ServerInfo], weights: NamedTensors) -> Failures:
+        return self.loop.run(self._on_each(servers, self._load))
 
     async def catch_up(self, server: str, version: int) -> bool:
-        if self._found is None or self._found.version != version:
+        if self._saved is None or self._saved.version != version:
             return False
         await self._load(server)
         return True
 
     async def _load(self, server: str) -> None:
-        assert self._found is not None, "stage() comes first"
-        await self._dialect.load_from_disk(server, self._found, self._expected)
+        assert self._saved is not None, "stage() comes first"
+        await self.dialect.load_from_disk(server, self._saved, self.expected)
 
 
-class TensorChannel(WeightChannel):
+class SharedMemoryChannel(WeightChannel):
     """Buckets in this machine's shared memory, which servers on this machine map."""
 
-    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
-        failures = self._loop.run(self._on_each(servers, self._begin))
-        with TensorFiles(self._bucket_bytes) as files:
-            for payload in files.payloads(self._take()):
+    def deliver(self, servers: Mapping[str, ServerInfo], weights: NamedTensors) -> Failures:
+        failures = self.loop.run(self._on_each(servers, self._begin))
+        with SharedMemoryBuckets(self.bucket_bytes, save=save_tensors) as files:
+            for path in files.write(weights):
                 left = [server for server in servers if server not in failures]
-                load = partial(self._dialect.load_tensors, payload=payload)
-                failures |= self._loop.run(self._on_each(left, load))
+                failures |= self.loop.run(self._on_each(left, partial(self.dialect.load_file, path=path)))
         return failures
 
 
 class JoinedChannel(WeightChannel):
     """A group whose sender is a trainer. The servers have joined it and receive from it, past this process."""
 
-    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
-        return self._loop.run(self._receive(servers))
-
-    async def _receive(self, servers: Mapping[str, ServerInfo]) -> Failures:
-        failures = await self._on_each(servers, self._begin)
-        alive = [server for server in servers if server not in failures]
-        received = await self._on_each(alive, self._dialect.receive)
-        gaps = await self._on_each(alive, self._dialect.finish_update)
-        # What did not fit comes before what is missing because of it.
-        return gaps | failures | received
-
-
-class GroupChannel(WeightChannel):
-    """One `WeightSender` here, and every worker of every server. The group is built anew when servers come or go."""
-
-    def __init__(
-        self,
-        dialect: Dialect,
-        loop: LoopThread,
-        expected: ExpectedWeights,
-        *,
-        bucket_bytes: int,
-        backend: GroupBackend = "gloo",
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(dialect, loop, expected, bucket_bytes=bucket_bytes)
-        self._backend: GroupBackend = backend
-        self._device = device
-        self._sender: WeightSender | None = None
-        self._members: dict[str, int] = {}
-
-    def deliver(self, servers: Mapping[str, ServerInfo]) -> Failures:
-        try:
-            return self._deliver(servers, iter(self._take()))
-        except BaseException:
-            self._close()  # nobody goes on waiting for it
-            raise
-
-    def _deliver(self, servers: Mapping[str, ServerInfo], stream: Iterator[tuple[str, Tensor]]) -> Failures:
-        failures = self._loop.run(self._on_each(servers, self._begin))
+    def deliver(self, servers: Mapping[str, ServerInfo], weights: NamedTensors) -> Failures:
+        failures = self.loop.run(self._on_each(servers, self._begin))
         alive = {server: info.num_workers for server, info in servers.items() if server not in failures}
         if not alive:
             return failures
         self._join(alive)
-        receiving = self._loop.start(self._on_each(alive, self._dialect.receive))
-        broken = self._send(stream)
+        receiving = self.loop.start(self._on_each(alive, self.dialect.receive))
+        broken = self._send(weights)
         received = receiving.result()
         # Also after a failure: a server that is left in the middle of an update cannot begin another.
-        gaps = self._loop.run(self._on_each(alive, self._dialect.finish_update))
+        missing = self.loop.run(self._on_each(alive, self.dialect.finish_update))
         if broken is not None:
             lost = "; ".join(str(failure) for failure in received.values() if isinstance(failure, ServerError))
             if not lost or isinstance(broken, WeightUpdateError):
@@ -187,15 +141,38 @@ class GroupChannel(WeightChannel):
                 "rollout.weight_sync=disk needs no group."
             ) from broken
         # What did not fit comes before what is missing because of it.
-        return gaps | failures | received
+        return missing | failures | received
 
-    def _send(self, stream: Iterator[tuple[str, Tensor]]) -> Exception | None:
-        """What the source or the group raised. The group is then closed, so that no receiver waits any longer."""
+    def _join(self, members: dict[str, int]) -> None:
+        """Bring these servers into the group, each with so many workers."""
+
+    def _send(self, weights: NamedTensors) -> Exception | None:
+        """Send, while the servers receive; what the source or the group raised."""
+
+
+@dataclass
+class GroupChannel(JoinedChannel):
+    """One `WeightSender` here, and every worker of every server. The group is built anew when servers come or go."""
+
+    backend: GroupBackend
+    device: torch.device
+    _sender: WeightSender | None = field(default=None, init=False)
+    _members: dict[str, int] = field(default_factory=dict, init=False)
+
+    def deliver(self, servers: Mapping[str, ServerInfo], weights: NamedTensors) -> Failures:
+        try:
+            return super().deliver(servers, weights)
+        except BaseException:
+            self._close()  # nobody goes on waiting for it
+            raise
+
+    def _send(self, weights: NamedTensors) -> Exception | None:
         assert self._sender is not None, "the servers have joined"
         try:
-            self._sender.send(stream, self._bucket_bytes)
-        except Exception as error:  # noqa: BLE001  raised again when the servers have been told
-            traceback.clear_frames(error.__traceback__)  # they hold the group, which must close now
+            self._sender.send(weights, self.bucket_bytes)
+        except Exception as error:  # noqa: BLE001  raised again when the servers have left the update
+            # The frames hold the group, which must close now, so that no receiver waits any longer.
+            traceback.clear_frames(error.__traceback__)
             self._close()
             return error
         return None
@@ -210,7 +187,7 @@ class GroupChannel(WeightChannel):
             return
         self._close()
         sender = WeightSender(
-            sum(members.values()), host=own_address(members), backend=self._backend, device=self._device
+            sum(members.values()), host=own_address(members), backend=self.backend, device=self.device
         )
         first_ranks, rank = {}, 1
         for server, num_workers in members.items():
@@ -218,12 +195,12 @@ class GroupChannel(WeightChannel):
             rank += num_workers
 
         async def join(server: str) -> None:
-            await self._dialect.join_group(server, sender.address, first_ranks[server])
+            await self.dialect.join_group(server, sender.address, first_ranks[server])
 
         # Joining answers when the group is complete, so this side connects meanwhile.
         connecting = threading.Thread(target=_connect_quietly, args=(sender.connect,), daemon=True)
         connecting.start()
-        failures = self._loop.run(self._on_each(members, join))
+        failures = self.loop.run(self._on_each(members, join))
         if failures:
             raise EngineError(f"a group for the weights could not be built: {'; '.join(map(str, failures.values()))}")
         connecting.join()
@@ -236,6 +213,11 @@ def _connect_quietly(connect: Callable[[], None]) -> None:
         connect()
     except RuntimeError as error:
         logger.warning("the group for the weights is not complete: %s", error)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """In the form that `Dialect.load_file` reads."""
+    torch.save(list(tensors.items()), path)
 
 
 def own_address(servers: Iterable[str]) -> str:

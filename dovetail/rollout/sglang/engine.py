@@ -159,7 +159,7 @@ class SGLangRollout(RemoteRollout):
         if not all(map(self._sglang.in_group, self.servers)):
             raise EngineError("the engine is in no weight group, or was started again; call join_weight_group.")
         channel = JoinedChannel(self._sglang, self._loop, self._expected, bucket_bytes=0)
-        self._updater.update(self._loop, (), version, stay_paused=self._paused, channel=channel)
+        self._updater.update((), version, stay_paused=self._paused, channel=channel)
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
         """When all servers are dead, they are started again here: the weights come from the caller's thread."""
@@ -210,7 +210,7 @@ class SGLangRollout(RemoteRollout):
     def _update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Each rank of a trainer has servers of its own."""
         self._revive()
-        self._updater.update(self._loop, weights, version, stay_paused=self._paused)
+        self._updater.update(weights, version, stay_paused=self._paused)
 
     async def _no_server(self, error: EngineError) -> None:
         restarts, give_up = self.num_restarts, time.monotonic() + _EXIT_S
