@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from dovetail.backends.megatron import versions as megatron
 from dovetail.rollout.base import EngineError
 from dovetail.rollout.sglang import environment as sglang
+from dovetail.rollout.sglang.serve import is_supported
 from dovetail.rollout.vllm import environment as vllm
 
 pytestmark = pytest.mark.unit
@@ -27,11 +28,7 @@ def megatron_accepts(version: str, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 def sglang_accepts(version: str, monkeypatch: pytest.MonkeyPatch) -> bool:
-    try:
-        sglang.check_version(version)
-    except EngineError:
-        return False
-    return True
+    return is_supported(version, list(sglang.OLDEST), list(sglang.NEWEST))
 
 
 def vllm_accepts(version: str, monkeypatch: pytest.MonkeyPatch) -> bool:

@@ -56,25 +56,25 @@ class EngineSettings:
         return {name: value for name, value in {**arguments, **self.engine_kwargs}.items() if value is not None}
 
 
-def shared_settings(rollout: RolloutConfig, model: str | Path) -> dict[str, Any]:
-    """Fields of `EngineSettings` that `actor_rollout_ref.rollout` sets, whatever the library."""
-    return {
+_SAME_KEYS = (
+    *("kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager"),
+    *("enable_chunked_prefill", "enable_prefix_caching", "load_format", "disable_log_stats", "skip_tokenizer_init"),
+)
+
+
+def shared_settings(
+    rollout: RolloutConfig, model: str | Path, trust_remote_code: bool, override_config: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Fields of `EngineSettings` that `actor_rollout_ref.rollout` and the model set, whatever the library."""
+    return {name: getattr(rollout, name) for name in _SAME_KEYS} | {
         "model": str(model),
         "dtype": full_dtype(rollout.dtype),
-        "kv_cache_dtype": rollout.kv_cache_dtype,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "max_model_len": rollout.context_length,
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "enforce_eager": rollout.enforce_eager,
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "load_format": rollout.load_format,
-        "disable_log_stats": rollout.disable_log_stats,
-        "skip_tokenizer_init": rollout.skip_tokenizer_init,
         "logprobs": logprobs_of(rollout),
         "enable_sleep": rollout.free_cache_engine is not False,
+        "trust_remote_code": trust_remote_code,
+        "override_config": dict(override_config or {}),
     }
 
 

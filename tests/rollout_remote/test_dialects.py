@@ -117,6 +117,32 @@ def test_an_error_500_of_a_healthy_server_is_raised_with_url_and_answer(fake: _F
         assert engine.health().num_running == 0
 
 
+def test_a_request_that_fails_ends_the_wait_of_its_own_stream_only(fake: _Fake, folder: Path) -> None:
+    failed = asyncio.Event()
+
+    async def answer(body: Any) -> Any:
+        if body["prompt"] == [5]:
+            failed.set()
+            return 500
+        await failed.wait()
+        return _completion([7, 8, 9, 10], token_ids=[7, 8, 9, 10])
+
+    fake.routes |= {"GET /v1/models": MODELS, "POST /v1/completions": answer}
+    with (
+        RemoteRollout([fake.url], str(folder)) as engine,
+        engine.open_stream() as stream,
+        engine.open_stream() as other,
+    ):
+        other.submit(GenerationRequest("other", [6], PLAIN))
+        stream.submit(GenerationRequest("fails", [5], PLAIN), GenerationRequest("goes on", [7], PLAIN))
+        with pytest.raises(EngineError, match="answered HTTP 500"):
+            stream.drain(timeout=60)
+        assert [result.request_id for result in stream.drain(timeout=60)] == ["goes on"]
+        assert [result.token_ids for result in other.drain(timeout=60)] == [[7, 8, 9, 10]]
+        stream.submit(GenerationRequest("fails", [6], PLAIN))  # its id is free again
+        assert len(stream.drain(timeout=60)) == 1
+
+
 def test_a_limit_of_the_servers_own_and_a_count_that_does_not_match_are_noticed(fake: _Fake, folder: Path) -> None:
     fake.routes |= {"GET /v1/models": MODELS, "POST /v1/completions": _completion([7, 8])}
     with RemoteRollout([fake.url], str(folder)) as engine:

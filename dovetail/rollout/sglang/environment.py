@@ -1,8 +1,7 @@
-"""What must hold before SGLang starts: a version this adapter knows, and environment variables. Imports no SGLang."""
+"""What must hold before SGLang starts: known versions, a Python that has it, environment variables. Imports none."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -37,23 +36,6 @@ _RAW_LOGPROBS: Mapping[str, str] = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
 def environment(*, cpu: bool, raw_logprobs: bool = False) -> dict[str, str]:
     """The variables that processes of SGLang need."""
     return dict(_EVERYWHERE) | (dict(_ON_CPU) if cpu else {}) | (dict(_RAW_LOGPROBS) if raw_logprobs else {})
-
-
-def check_version(version: str | None = None) -> str:
-    """The version installed beside this Python (or the one given); EngineError if this adapter does not know it."""
-    if version is None:
-        try:
-            version = importlib.metadata.version("sglang")
-        except importlib.metadata.PackageNotFoundError:
-            raise EngineError(f"SGLang is not installed for {sys.executable}: {how_to_install()}") from None
-    if not OLDEST <= version_numbers(version) <= NEWEST:
-        raise EngineError(f"SGLang {version} is installed; {supported_range()} {how_to_install()}")
-    return version
-
-
-def version_numbers(version: str) -> tuple[int, ...]:
-    """The first three numbers: "0.5.18.post1" and "0.5.18+cu130" are 0.5.18."""
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:3])
 
 
 def supported_range() -> str:

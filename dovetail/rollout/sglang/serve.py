@@ -25,8 +25,7 @@ def main() -> None:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         version = ""
-    numbers = [int(part) for part in version.split("+")[0].split(".")[:3]] if version else []
-    if not spec["oldest"] <= numbers <= spec["newest"]:
+    if not is_supported(version, spec["oldest"], spec["newest"]):
         sys.stderr.write(f"SGLang {version or 'none'} is installed for {sys.executable}\n")
         sys.exit(WRONG_VERSION)
 
@@ -35,6 +34,12 @@ def main() -> None:
 
     arguments = _forking(ServerArgs) if spec["fork"] else ServerArgs
     launch_server(arguments(**spec["arguments"]))
+
+
+def is_supported(version: str, oldest: list[int], newest: list[int]) -> bool:
+    """By the first three numbers: "0.5.18.post1" and "0.5.18+cu130" are 0.5.18."""
+    numbers = [int(part) for part in version.split("+")[0].split(".")[:3]] if version else []
+    return oldest <= numbers <= newest
 
 
 def _forking(arguments: type[Any]) -> type[Any]:

@@ -60,12 +60,10 @@ class SGLangSettings(EngineSettings):
         if rollout.expert_parallel_size > 1:
             kwargs.setdefault("ep_size", rollout.expert_parallel_size)
         return cls(
-            **shared_settings(rollout, model),
+            **shared_settings(rollout, model, trust_remote_code, override_config),
             attention_backend=kwargs.pop("attention_backend", None),
             deterministic=bool(kwargs.pop("enable_deterministic_inference", False)),
             base_gpu_id=device.index or 0 if device.type == "cuda" else 0,
-            trust_remote_code=trust_remote_code,
-            override_config=dict(override_config or {}),
             engine_kwargs=kwargs,
         )
 

@@ -20,6 +20,11 @@ _LOGPROBS_MODE: Mapping[LogprobsMode, str] = {
     "raw": "raw_logprobs",
 }
 _OURS = {"worker_extension_cls": "it carries the weight updates", "logprobs_mode": "set rollout.logprobs_mode instead"}
+_SAME_ARGUMENTS = (
+    *("model", "dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len"),
+    *("max_num_seqs", "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
+    *("quantization", "scheduling_policy", "disable_log_stats", "trust_remote_code", "seed"),
+)
 _CPU_KV_CACHE_BYTES = 1024**3
 _LARGEST_GRAPH = 512  # of vLLM's own choice, whatever max_num_seqs
 
@@ -52,15 +57,13 @@ class VLLMSettings(EngineSettings):
         if rollout.expert_parallel_size > 1:
             kwargs.setdefault("enable_expert_parallel", True)
         return cls(
-            **shared_settings(rollout, model),
+            **shared_settings(rollout, model, trust_remote_code, override_config),
             pipeline_parallel_size=rollout.pipeline_model_parallel_size,
             quantization=rollout.quantization,
             scheduling_policy=rollout.scheduling_policy,
-            trust_remote_code=trust_remote_code,
             seed=seed,
             # Under an adapter the base is never sent, so it must survive a sleep.
             sleep_level=1 if kwargs.get("enable_lora") else 2,
-            override_config=dict(override_config or {}),
             engine_kwargs=kwargs,
         )
 
@@ -68,31 +71,15 @@ class VLLMSettings(EngineSettings):
         """Keywords of vLLM's `EngineArgs`. `placement` is how its processes are laid out."""
         self.refuse_fixed("vllm", _OURS)
         sees_images = _sees_images(self.model)
-        arguments: dict[str, Any] = {
-            "model": self.model,
-            "dtype": self.dtype,
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "pipeline_parallel_size": self.pipeline_parallel_size,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
+        arguments: dict[str, Any] = {name: getattr(self, name) for name in _SAME_ARGUMENTS} | {
             # vLLM refuses a budget under one token for each sequence.
             "max_num_batched_tokens": max(self.max_num_batched_tokens, self.max_num_seqs),
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "enforce_eager": self.enforce_eager,
-            "enable_chunked_prefill": self.enable_chunked_prefill,
-            "enable_prefix_caching": self.enable_prefix_caching,
             # Dummy weights go into buffers too. Those that scale pixels are in no checkpoint, so no update would bring
             # them back (seen in 0.32).
             "load_format": "auto" if sees_images and self.load_format == "dummy" else self.load_format,
-            "quantization": self.quantization,
-            "scheduling_policy": self.scheduling_policy,
-            "disable_log_stats": self.disable_log_stats,
             # vLLM's processor of images finds placeholders with a tokenizer, and is built whatever is asked later.
             "skip_tokenizer_init": self.skip_tokenizer_init and not sees_images,
-            "trust_remote_code": self.trust_remote_code,
             "hf_overrides": dict(self.override_config) or None,
-            "seed": self.seed,
             "logprobs_mode": _LOGPROBS_MODE[self.logprobs],
             "worker_extension_cls": EXTENSION,
             "enable_sleep_mode": self.enable_sleep and not cpu,
