@@ -44,16 +44,18 @@ def serve_store(host: str) -> tuple[str, int]:
     return host, port
 
 
-def reserve_port(host: str) -> int:
-    """A port that only a process of this machine which asks for it by number gets, for `env://` rendezvous.
-
-    Bound and not listening: on Linux a second socket with SO_REUSEADDR, such as that of torch's store, may still bind
-    it, and nobody is given it by chance.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    holder = socket.socket(family, socket.SOCK_STREAM)
+def hold_port(host: str) -> socket.socket:
+    """A port that is bound and does not listen: on Linux a second socket with SO_REUSEADDR, such as that of a server or
+    of torch's store, may still bind it, and nobody is given it by chance."""
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, 0))
+    return holder
+
+
+def reserve_port(host: str) -> int:
+    """A port that only a process of this machine which asks for it by number gets, for `env://` rendezvous."""
+    holder = hold_port(host)
     port = holder.getsockname()[1]
     if sys.platform == "linux":
         _RESERVED.append(holder)

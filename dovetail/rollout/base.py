@@ -246,13 +246,17 @@ class RolloutEngine(ABC):
 
     def commit_weights(self, version: int) -> float:
         """Change to the staged weights between two tokens; returns the seconds during which nothing was generated."""
+        weights = self._take_staged(version)
+        start = time.perf_counter()
+        self.update_weights(weights.items(), version)
+        return time.perf_counter() - start
+
+    def _take_staged(self, version: int) -> Mapping[str, torch.Tensor]:
         if self._staged is None or self._staged[0] != version:
             staged = "no weights are staged" if self._staged is None else f"version {self._staged[0]} is staged"
             raise EngineError(f"commit_weights({version}): {staged}; call stage_weights first.")
         weights, self._staged = self._staged[1], None
-        start = time.perf_counter()
-        self.update_weights(weights.items(), version)
-        return time.perf_counter() - start
+        return weights
 
     def update_adapter(self, adapter: LoraAdapter, version: int) -> None:
         """Take a new LoRA adapter over base weights that stay, and forget every cache computed with the old one."""

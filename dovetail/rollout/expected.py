@@ -1,16 +1,18 @@
-"""Which tensors a model takes, under their names on disk, read from its config alone. Loads no weights."""
+"""Which tensors a model takes, under their names on disk, and streams checked against them. Loads no weights."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
 from dovetail.models.weights import to_checkpoint_tensors
-from dovetail.weight_sync import ExpectedWeights
+from dovetail.rollout.base import WeightUpdateError
+from dovetail.weight_sync import ExpectedWeights, GatheredWeights, NamedTensors, WeightAccount
 
 _SHAPE_FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -38,6 +40,41 @@ def expected_weights(
     stored = empty.state_dict().keys()
     buffers = {name: tuple(buffer.shape) for name, buffer in empty.named_buffers() if name in stored}
     return ExpectedWeights(shapes | tied_shapes, {name: own for name, own in ties.items() if own in shapes}, buffers)
+
+
+class CheckedWeights:
+    """The tensors that fit, until one does not: vLLM and SGLang pass over a tensor they do not know, and SGLang dies of
+    one with another shape. The source is read to its end even so, and WeightUpdateError is raised
+    there: gathering a sharded source is collective, so a rank that stops early leaves the others in a collective. As a
+    context manager it reads the source to its end when the update fails in between. A tied tensor goes once, under the
+    one name that engines load it by."""
+
+    def __init__(self, weights: NamedTensors, expected: ExpectedWeights) -> None:
+        self._weights = GatheredWeights(weights)
+        self._ties = expected.ties
+        self._account = WeightAccount(expected)
+        self._sent: set[str] = set()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        problem: str | None = None
+        for name, tensor in self._weights:
+            problem = problem or self._account.problem_with(name, tuple(tensor.shape))
+            own = self._ties.get(name, name)
+            if problem is None and own not in self._sent:
+                self._sent.add(own)
+                yield own, tensor.detach()
+        problem = problem or self._account.gap()
+        if problem is not None:
+            raise WeightUpdateError(problem)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc is not None:
+            self._weights.drain()
 
 
 def stop_token_ids(model: str | Path, *, trust_remote_code: bool = False) -> frozenset[int]:

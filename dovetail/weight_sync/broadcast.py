@@ -238,13 +238,13 @@ def _place(address: GroupAddress, rank: int) -> GroupPlace:
         world_size=address.world_size,
         backend=address.backend,
         timeout_s=address.timeout_s,
-        local=address.host if is_here else _address_towards(address),
+        local=address.host if is_here else address_towards(address.host, address.port),
     )
 
 
-def _address_towards(address: GroupAddress) -> str:
-    """This machine's own address on the way to the sender (no packet is sent)."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+def address_towards(host: str, port: int) -> str:
+    """This machine's own address on the way there (no packet is sent)."""
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address.host, address.port))
+        probe.connect(where)
         return probe.getsockname()[0]

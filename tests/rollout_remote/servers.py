@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import dovetail
-from dovetail.rollout.sglang.server import _hold_port
+from dovetail.controller.rendezvous import LOOPBACK, hold_port
 from dovetail.rollout.vllm.environment import environment
 from tests.docs.commands import page_command
 from tests.waiting import wait_until
@@ -23,7 +23,7 @@ class VLLMServer:
 
     def __init__(self, folder: Path, log: Path, *, extended: bool = True, port: int | None = None) -> None:
         # Held while the server lives, so that nobody else is given it.
-        self._holder = _hold_port() if port is None else None
+        self._holder = hold_port(LOOPBACK) if port is None else None
         self.port = self._holder.getsockname()[1] if self._holder else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log

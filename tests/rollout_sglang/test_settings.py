@@ -11,8 +11,8 @@ import torch
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import EngineError
+from dovetail.rollout.expected import CheckedWeights
 from dovetail.rollout.registry import get_engine_class
-from dovetail.rollout.remote.update import CheckedWeights
 from dovetail.rollout.sglang import SGLangRollout, SGLangSettings
 from dovetail.rollout.sglang.environment import NEWEST, OLDEST, PYTHON_VARIABLE, environment, server_python
 from dovetail.rollout.sglang.serve import is_supported

@@ -11,9 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
+from dovetail.controller.rendezvous import LOOPBACK, hold_port
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.sglang import SGLangRollout
-from dovetail.rollout.sglang.server import SGLangServer, _hold_port
+from dovetail.rollout.sglang.server import SGLangServer
 from tests.models.tiny import tiny_model
 from tests.rollout_sglang.conftest import Running, needs_sglang
 from tests.rollout_vllm.reference import greedy
@@ -45,7 +46,7 @@ def _wanted(model: Any, requests: list[GenerationRequest]) -> list[list[int]]:
 
 
 def test_a_held_port_is_given_to_nobody_but_the_server_that_asks_for_it() -> None:
-    with _hold_port() as holder, socket.socket() as server:
+    with hold_port(LOOPBACK) as holder, socket.socket() as server:
         port = holder.getsockname()[1]
         others = [socket.create_server(("127.0.0.1", 0)) for _ in range(50)]
         assert port not in [other.getsockname()[1] for other in others]

@@ -188,7 +188,7 @@ def test_every_token_has_the_log_prob_of_its_own_weights_whatever_comes_and_goes
             assert set(result.weight_versions) == {1}
         else:
             assert set(result.weight_versions) == {1, 2, 3}
-    with pytest.raises(EngineError, match="no weights of version 2 are staged"):
+    with pytest.raises(EngineError, match=r"commit_weights\(2\): no weights are staged"):
         engine.commit_weights(2)
 
 

@@ -1,23 +1,22 @@
-"""One weight update over all servers: check the weights, hold the servers, deliver, prove that it arrived, go on."""
+"""One weight update over all servers: hold them, deliver, prove that it arrived, let them go on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from dovetail.rollout.base import EngineError, WeightUpdateError
+from dovetail.rollout.expected import CheckedWeights
 from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import ServerError
 from dovetail.rollout.remote.dialect import ServerInfo, require_same_shape
 from dovetail.rollout.remote.pool import ServerPool
 from dovetail.rollout.remote.weights import Failures, WeightChannel
-from dovetail.weight_sync import ExpectedWeights, GatheredWeights, NamedTensors, WeightAccount
+from dovetail.weight_sync import GatheredWeights, NamedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -162,41 +161,6 @@ class WeightUpdater:
                 return error
 
         return await asyncio.gather(*map(info, servers))
-
-
-class CheckedWeights:
-    """The tensors that fit, until one does not: vLLM and SGLang pass over a tensor they do not know, and SGLang dies of
-    one with another shape. The source is read to its end even so, and WeightUpdateError is raised
-    there: gathering a sharded source is collective, so a rank that stops early leaves the others in a collective. As a
-    context manager it reads the source to its end when the update fails in between. A tied tensor goes once, under the
-    one name that engines load it by."""
-
-    def __init__(self, weights: NamedTensors, expected: ExpectedWeights) -> None:
-        self._weights = GatheredWeights(weights)
-        self._ties = expected.ties
-        self._account = WeightAccount(expected)
-        self._sent: set[str] = set()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        problem: str | None = None
-        for name, tensor in self._weights:
-            problem = problem or self._account.problem_with(name, tuple(tensor.shape))
-            own = self._ties.get(name, name)
-            if problem is None and own not in self._sent:
-                self._sent.add(own)
-                yield own, tensor.detach()
-        problem = problem or self._account.gap()
-        if problem is not None:
-            raise WeightUpdateError(problem)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if exc is not None:
-            self._weights.drain()
 
 
 def on_first_rank(weights: NamedTensors, act: Callable[[NamedTensors], None]) -> None:

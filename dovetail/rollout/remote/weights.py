@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 import traceback
 from abc import ABC, abstractmethod
@@ -35,7 +34,7 @@ from dovetail.weight_sync import (
     SharedMemoryBuckets,
     WeightSender,
 )
-from dovetail.weight_sync.broadcast import LOOPBACK
+from dovetail.weight_sync.broadcast import LOOPBACK, address_towards
 from dovetail.weight_sync.group import GroupBackend
 
 logger = logging.getLogger(__name__)
@@ -224,11 +223,7 @@ def own_address(servers: Iterable[str]) -> str:
     """This machine's address as the servers see it: loopback only if all of them are here."""
     for server in servers:
         parts = urlsplit(server)
-        host = parts.hostname or LOOPBACK
-        family, _, _, _, where = socket.getaddrinfo(host, parts.port or _ANYWHERE_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)
-            own = probe.getsockname()[0]
+        own = address_towards(parts.hostname or LOOPBACK, parts.port or _ANYWHERE_PORT)
         if not own.startswith("127.") and own != "::1":
             return own
     return LOOPBACK

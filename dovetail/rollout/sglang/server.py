@@ -10,19 +10,18 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 import urllib.request
 from pathlib import Path
 
+from dovetail.controller.rendezvous import LOOPBACK, hold_port
 from dovetail.rollout.base import EngineError
 from dovetail.rollout.sglang.environment import NEWEST, OLDEST, environment, how_to_install, supported_range
 from dovetail.rollout.sglang.serve import WRONG_VERSION
 from dovetail.rollout.sglang.settings import SGLangSettings
 
-LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 900.0
 _POLL_S = 0.25
 _LAST_WORDS = 3000  # characters of the log that an error shows
@@ -32,7 +31,7 @@ class SGLangServer:
     """Starts at once; `wait_until_ready` before it is called. `python` is the program that has SGLang."""
 
     def __init__(self, settings: SGLangSettings, *, python: str, cpu: bool) -> None:
-        self._ports = [_hold_port(), _hold_port()]
+        self._ports = [hold_port(LOOPBACK), hold_port(LOOPBACK)]
         port, self.store_port = (holder.getsockname()[1] for holder in self._ports)
         self.url = f"http://{LOOPBACK}:{port}"
         arguments = settings.sglang_arguments(cpu=cpu) | {"port": port, "nccl_port": self.store_port}
@@ -110,11 +109,3 @@ class SGLangServer:
     def _last_words(self) -> str:
         text = self.log.read_text(errors="replace")[-_LAST_WORDS:].strip() if self.log.exists() else ""
         return f"The end of its log:\n{text}" if text else "Its log is empty."
-
-
-def _hold_port() -> socket.socket:
-    """A port that is bound and does not listen: nobody else is given it, and a server that asks for it gets it."""
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((LOOPBACK, 0))
-    return holder

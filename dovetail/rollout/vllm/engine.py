@@ -29,7 +29,7 @@ from dovetail.rollout.base import (
     WeightUpdateError,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
-from dovetail.rollout.expected import expected_weights, stop_token_ids
+from dovetail.rollout.expected import CheckedWeights, expected_weights, stop_token_ids
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.readiness import (
     CLOSED,
@@ -62,7 +62,6 @@ from dovetail.weight_sync import (
     GroupAddress,
     LoraAdapter,
     NamedTensors,
-    WeightAccount,
 )
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,6 @@ class VLLMEngine(RolloutEngine):
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._broken = ""
         self._partial_update = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
-        self._staged: tuple[int, Mapping[str, torch.Tensor]] | None = None
         self._closed = False
 
     @classmethod
@@ -195,23 +193,13 @@ class VLLMEngine(RolloutEngine):
         tensors themselves. A misfit is named here, and the weights in use stay.
         """
         self._staged = None
-        account = WeightAccount(self._expected)
-        copies: dict[str, torch.Tensor] = {}
-        problem: str | None = None
-        for name, tensor in weights:  # to the end, even after a misfit: other ranks of a sharded source wait for it
-            problem = problem or account.problem_with(name, tuple(tensor.shape))
-            copies[name] = tensor.detach().clone() if copy else tensor
-        if problem := problem or account.gap():
-            raise WeightUpdateError(problem)
+        with CheckedWeights(weights, self._expected) as checked:
+            copies = {name: tensor.clone() if copy else tensor for name, tensor in checked}
         self._staged = version, copies
 
     def commit_weights(self, version: int) -> float:
         """Load what was staged for `version`; the seconds that generation was held."""
-        if self._staged is None or self._staged[0] != version:
-            raise EngineError(f"no weights of version {version} are staged; call stage_weights first.")
-        _, copies = self._staged
-        self._staged = None
-        return self._load(copies.items(), version, copy=False)
+        return self._load(self._take_staged(version).items(), version, copy=False)
 
     def _load(self, weights: NamedTensors, version: int, *, copy: bool = True) -> float:
         if self._in_process:

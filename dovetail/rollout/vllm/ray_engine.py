@@ -197,7 +197,6 @@ class RayVLLMEngine(RolloutEngine):
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         restarts: int = 0,
-        reload_weights: Callable[[RayVLLMEngine], None] | None = None,
         shares: torch.device | None = None,
         **on_device: Any,
     ) -> None:
@@ -207,7 +206,6 @@ class RayVLLMEngine(RolloutEngine):
         self.settings = settings
         self._bucket_bytes = bucket_bytes
         self.restarts_left = restarts
-        self.reload_weights = reload_weights
         self._on_device = on_device
         self._closed = False
         self._version = 0
