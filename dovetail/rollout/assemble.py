@@ -37,7 +37,7 @@ class Response:
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.sampled), len(self.log_probs), len(self.weight_versions)}
-        assert len(lengths) == 1, f"a response has one entry per token in every list, found lengths {sorted(lengths)}"
+        assert len(lengths) == 1, f"a response has one entry per token in every list, not lengths {sorted(lengths)}"
 
     def with_result(self, result: GenerationResult) -> Response:
         """The response followed by a turn the model wrote."""
@@ -86,17 +86,17 @@ def assemble(
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts for {len(responses)} responses; give one prompt per response.")
-    whole = [r if isinstance(r, Response) else Response().with_result(r) for r in responses]
+    rows = [r if isinstance(r, Response) else Response().with_result(r) for r in responses]
     prompt_width = _width("prompt", prompts, prompt_length)
     # At least one column: a slice of the last 0 columns is a slice of all.
-    response_width = max(1, _width("response", [r.token_ids for r in whole], response_length))
+    response_width = max(1, _width("response", [r.token_ids for r in rows], response_length))
 
     prompt_ids = _pad_left(prompts, prompt_width, pad_token_id)
-    response_ids = _pad_right([r.token_ids for r in whole], response_width, pad_token_id, np.int32)
+    response_ids = _pad_right([r.token_ids for r in rows], response_width, pad_token_id, np.int32)
     attention_mask = torch.cat(
         [
             _filled([len(p) for p in prompts], np.arange(prompt_width)[::-1]),
-            _filled([len(r.token_ids) for r in whole], np.arange(response_width)),
+            _filled([len(r.token_ids) for r in rows], np.arange(response_width)),
         ],
         dim=1,
     )
@@ -107,11 +107,11 @@ def assemble(
             "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
             "attention_mask": attention_mask,
             "position_ids": attention_mask.cumsum(dim=1, dtype=torch.int32).sub_(1).clamp_(min=0),
-            "response_mask": _pad_right([r.sampled for r in whole], response_width, 0, np.int8),
-            "rollout_log_probs": _pad_right([r.log_probs for r in whole], response_width, 0.0, np.float32),
-            "weight_version": _pad_right([r.weight_versions for r in whole], response_width, NO_VERSION, np.int32),
+            "response_mask": _pad_right([r.sampled for r in rows], response_width, 0, np.int8),
+            "rollout_log_probs": _pad_right([r.log_probs for r in rows], response_width, 0.0, np.float32),
+            "weight_version": _pad_right([r.weight_versions for r in rows], response_width, NO_VERSION, np.int32),
         },
-        non_tensors={"finish_reason": [r.finish_reason for r in whole]},
+        non_tensors={"finish_reason": [r.finish_reason for r in rows]},
         meta_info={PAD_TOKEN_ID: pad_token_id},
     )
 

@@ -63,7 +63,7 @@ class CheckedWeights:
             if problem is None and own not in self._sent:
                 self._sent.add(own)
                 yield own, tensor.detach()
-        problem = problem or self._account.gap()
+        problem = problem or self._account.missing()
         if problem is not None:
             raise WeightUpdateError(problem)
 

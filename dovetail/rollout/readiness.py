@@ -1,4 +1,4 @@
-"""When an engine may be used: what is asleep, and whether its weights are whole. Decides nothing about memory."""
+"""When an engine may be used: what is asleep, and whether its weights are complete. Decides nothing about memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check_tags(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
     return frozenset(tags)
 
 
-def require_usable(asleep: Collection[MemoryTag], weights_gap: str) -> None:
-    """EngineError unless everything is awake and the weights are whole; `weights_gap` says why they are not."""
+def require_usable(asleep: Collection[MemoryTag], partial_update: str) -> None:
+    """EngineError unless everything is awake and the weights are complete; `partial_update` says why they are not."""
     if asleep:
         raise EngineError(f"the engine's {' and '.join(sorted(asleep))} are asleep; call wake() first.")
-    if weights_gap:
-        raise EngineError(f"the engine has no usable weights: {weights_gap}; send all with update_weights.")
+    if partial_update:
+        raise EngineError(f"the engine has no usable weights: {partial_update}; send all with update_weights.")
 
 
 def require_weights_awake(asleep: Collection[MemoryTag], before: str = "update_weights") -> None:

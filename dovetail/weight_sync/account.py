@@ -37,7 +37,7 @@ class WeightAccount:
         self._missing.discard(self._expected.ties.get(name, name))
         return None
 
-    def gap(self) -> str | None:
+    def missing(self) -> str | None:
         """What never arrived; None when the update is complete."""
         if not self._missing:
             return None

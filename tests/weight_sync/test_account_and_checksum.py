@@ -31,9 +31,9 @@ def test_an_unknown_and_a_misshapen_tensor_are_named() -> None:
 def test_what_never_arrived_is_named_and_a_tied_name_stands_for_both() -> None:
     account = WeightAccount(EXPECTED)
     assert account.problem_with("head", (4, 2)) is None
-    assert account.gap() == "no tensor was given for norm."
+    assert account.missing() == "no tensor was given for norm."
     account.problem_with("norm", (2,))
-    assert account.gap() is None
+    assert account.missing() is None
 
 
 def test_a_checksum_sees_one_changed_value_and_nothing_else() -> None:

@@ -78,14 +78,17 @@ class SampleCalls:
             ended(sample, task.exception())
 
     async def abort(self, request_ids: Collection[str] | None) -> int:
-        """Cut these off (all when None) with what they have; how many."""
-        cut = [sample for sample in self._live if request_ids is None or sample.request.request_id in request_ids]
-        cut = [sample for sample in cut if sample.finish_reason is None]
-        for sample in cut:
-            sample.cut = True
+        """End these (all when None) with what they have; how many."""
+        aborted = [
+            sample
+            for sample in self._live
+            if sample.finish_reason is None and (request_ids is None or sample.request.request_id in request_ids)
+        ]
+        for sample in aborted:
+            sample.aborting = True
         await self._notify()
-        await self._end_calls(cut)
-        return len(cut)
+        await self._end_calls(aborted)
+        return len(aborted)
 
     async def shut(self, pausing: Iterable[str] = ()) -> None:
         """Begin no call, pause these servers, and return when none of the calls runs any more."""
@@ -124,7 +127,7 @@ class SampleCalls:
                     await self._until_open(sample)
             if self._failure:
                 raise EngineError(f"request {sample.request.request_id!r} cannot be finished: {self._failure}")
-            if sample.cut:
+            if sample.aborting:
                 sample.finish_reason = "abort"
                 return
             version = self.version
@@ -135,7 +138,7 @@ class SampleCalls:
 
     async def _until_open(self, sample: RemoteSample) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self.is_open or sample.cut or self._failure)
+            await self._changed.wait_for(lambda: self.is_open or sample.aborting or self._failure)
 
     async def _call(self, sample: RemoteSample) -> Part:
         key = sample.request.session or sample.request.request_id

@@ -213,7 +213,7 @@ class RemoteRollout(RolloutEngine):
         if wanted and self.frees_memory:
             self._run(self._on_all(lambda server: self._dialect.wake(server, wanted)))
             if "weights" in wanted:
-                self._updater.gap = DROPPED_BY_SLEEP
+                self._updater.partial_update = DROPPED_BY_SLEEP
         self._asleep -= wanted
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
@@ -235,8 +235,8 @@ class RemoteRollout(RolloutEngine):
 
     def health(self) -> EngineHealth:
         down = "" if self._closed else "; ".join(f"{name}: {why}" for name, why in self._pool.router.down().items())
-        reason = "the engine is closed" if self._closed else self._updater.gap or down
-        usable = not self._closed and not self._updater.gap and bool(self._pool.router.up())
+        reason = "the engine is closed" if self._closed else self._updater.partial_update or down
+        usable = not self._closed and not self._updater.partial_update and bool(self._pool.router.up())
         return EngineHealth(
             ok=usable,
             reason=reason,
@@ -264,12 +264,12 @@ class RemoteRollout(RolloutEngine):
     async def _connect(self) -> dict[str, ServerInfo]:
         """Every server must be there at the start: one that is not is more likely a typo than an accident."""
         infos = await asyncio.gather(*map(self._dialect.info, self._pool.router.servers))
-        found = dict(zip(self._pool.router.servers, infos, strict=True))
-        for server, info in found.items():
+        by_server = dict(zip(self._pool.router.servers, infos, strict=True))
+        for server, info in by_server.items():
             require_same_shape(server, info.shape, self._shape, self._folder)
         self._pool.start()
-        logger.info("%d servers (%s) answer: %s", len(found), self._dialect.name, ", ".join(found))
-        return found
+        logger.info("%d servers (%s) answer: %s", len(by_server), self._dialect.name, ", ".join(by_server))
+        return by_server
 
     async def _admit(self, server: str) -> None:
         await self._updater.admit(server, self._folder, self._shape, paused=self._paused)
@@ -318,7 +318,7 @@ class RemoteRollout(RolloutEngine):
         check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         for server, info in self._infos.items():
             if info.deterministic and request.sampling.min_p > 0:
-                # An assertion in its sampler: the scheduler dies and the whole batch with it.
+                # An assertion in its sampler: the scheduler dies, and the batch with it.
                 raise ValueError(
                     f"min_p={request.sampling.min_p} cannot be used with enable_deterministic_inference: SGLang's "
                     "seeded sampler dies of it. Use top_p, or turn deterministic inference off."
@@ -349,7 +349,7 @@ class RemoteRollout(RolloutEngine):
 
     def _check_usable(self) -> None:
         self._check_open()
-        require_usable(self._asleep, self._updater.gap)
+        require_usable(self._asleep, self._updater.partial_update)
 
     def _build_dialect(
         self, name: DialectName, client: HttpClient, *, logprobs: LogprobsMode, max_model_len: int

@@ -15,7 +15,7 @@ from dovetail.rollout.readiness import CLOSED
 T = TypeVar("T")
 
 LONG_CALL_S = 7200.0
-"""A whole generation may take this long; longer ones are named in the log."""
+"""One generation may take this long; longer ones are named in the log."""
 
 
 class LoopThread:

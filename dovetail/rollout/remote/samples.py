@@ -24,14 +24,14 @@ class Part:
 class RemoteSample(GrowingResponse):
     """What servers have written of one response, part by part.
 
-    `cut` asks for its end with what it has; `call` is the call that is writing now, `call_id` its name on `server`;
-    `dropped` says that its connection was closed before it answered.
+    `aborting` asks for its end with what it has; `call` is the call that is writing now, `call_id` its name on
+    `server`; `dropped` says that its connection was closed before it answered.
     """
 
     base_seed: int
     max_new_tokens: int
     stop_token_ids: frozenset[int]
-    cut: bool = False
+    aborting: bool = False
     dropped: bool = False
     call: asyncio.Task[Part] | None = None
     call_id: str = ""
@@ -58,7 +58,7 @@ class RemoteSample(GrowingResponse):
         return derive_seed(self.base_seed, self.index, len(self.token_ids)) if self.token_ids else self.seed
 
     def take(self, part: Part, version: int) -> None:
-        """Add a part. One that was aborted leaves the response open, unless it was to be cut or is complete."""
+        """Add a part. One that was aborted leaves the response open, unless it is complete or aborting."""
         self.extend(part.token_ids, part.log_probs, version)
         if part.finish_reason != "abort":
             self.finish_reason = part.finish_reason
@@ -66,7 +66,7 @@ class RemoteSample(GrowingResponse):
             self.finish_reason = "stop"
         elif self.remaining <= 0:
             self.finish_reason = "length"
-        elif self.cut:
+        elif self.aborting:
             self.finish_reason = "abort"
 
 

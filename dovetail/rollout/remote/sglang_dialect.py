@@ -206,8 +206,9 @@ class SGLangDialect(Dialect):
         return server in self._groups
 
     async def receive(self, server: str) -> str | None:
-        """The bytes go from the sender to SGLang's processes. SGLang receives what it is told to, in that order, so
-        each bucket that the sender announces is checked here and becomes one call for each stretch without gaps."""
+        """The bytes go from the sender to SGLang's processes. SGLang receives the tensors that it is
+        asked to receive, in that order, so each announced bucket is checked here and becomes one call per contiguous
+        run."""
         if server not in self._groups:
             raise EngineError(f"{server} is in no weight group; call join_weight_group.")
         address, announcements = self._groups[server]
@@ -236,7 +237,7 @@ class SGLangDialect(Dialect):
         return None
 
     async def finish_update(self, server: str) -> str | None:
-        return self._updates[server][1].gap()
+        return self._updates[server][1].missing()
 
     async def set_version(self, server: str, version: int) -> None:
         await self._name_version(server, str(version))

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class WeightUpdater:
-    """`gap` says why the servers' weights are of no use; empty when they are whole. `refusal` says why they take none.
+    """`partial_update` says why the servers' weights cannot be used; empty when they are complete. `refusal` says why
+    they take none.
 
     A server that is down during an update misses it, and may serve again only when it has caught up.
     """
@@ -35,7 +36,7 @@ class WeightUpdater:
         self._loop = channel.loop
         self._refusal = refusal
         self._updating = asyncio.Lock()
-        self.gap = ""
+        self.partial_update = ""
         self.has_updated = False
 
     def update(
@@ -52,10 +53,10 @@ class WeightUpdater:
                 channel.stage(checked, version)
                 servers = self._loop.run(self._hold())
             except BaseException:
-                self.gap = failed
+                self.partial_update = failed
                 raise
             try:
-                self.gap = failed
+                self.partial_update = failed
                 failures = channel.deliver(servers, checked)
                 self._loop.run(self._prove(servers, failures, version))
                 self.arrived(version)
@@ -66,7 +67,7 @@ class WeightUpdater:
         """The servers have this version, whoever sent it."""
         self._calls.version = version
         self._calls.must_match = self.has_updated = True
-        self.gap = ""
+        self.partial_update = ""
 
     async def take_out_forgetful(self) -> None:
         """Take out servers whose version is another than that of the last update: they were started again."""
@@ -141,8 +142,8 @@ class WeightUpdater:
 
     async def _let_go(self, servers: Mapping[str, ServerInfo], *, stay_paused: bool) -> None:
         try:
-            if self.gap:
-                await self._calls.fail(self.gap)
+            if self.partial_update:
+                await self._calls.fail(self.partial_update)
             if not stay_paused:
                 up = [server for server in servers if server in self._pool.router.up()]
                 outcomes = await asyncio.gather(*map(self._dialect.resume, up), return_exceptions=True)
@@ -180,7 +181,7 @@ def on_first_rank(weights: NamedTensors, act: Callable[[NamedTensors], None]) ->
     if dist.get_rank() == 0:
         try:
             act(stream)
-        except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised here
+        except BaseException as error:  # noqa: BLE001  sent to the other ranks, then raised here
             failure = error
             outcome[0] = f"{type(error).__name__}: {error}"
     # Gathering is collective: every rank takes every tensor, rank 0 also those that its error has left.

@@ -95,7 +95,7 @@ class SGLangRollout(RemoteRollout):
         self._sglang = self._dialect
         self._has_no_weights = settings.load_format == "dummy"
         if self._has_no_weights:
-            self._updater.gap = "load_format=dummy loads none"
+            self._updater.partial_update = "load_format=dummy loads none"
         if not settings.deterministic:
             logger.info("SGLang draws its own random numbers here: seeds of requests do not fix what is sampled.")
 
@@ -172,7 +172,8 @@ class SGLangRollout(RemoteRollout):
             try:
                 self._bring_up_to_date()
             except EngineError as error:
-                self._run(self._calls.fail(str(error)))
+                if not self._calls.is_open:
+                    self._run(self._calls.fail(str(error)))
                 raise
             finally:
                 if not self._paused:
@@ -195,7 +196,7 @@ class SGLangRollout(RemoteRollout):
             if self._asleep and self.frees_memory:
                 self._run(self._sglang.sleep(server.url, self._asleep))
         if self._needs_weights:
-            self._updater.gap = "it was started again"
+            self._updater.partial_update = "it was started again"
         else:
             for server in dead:
                 self._pool.router.mark_up(server.url)
@@ -213,11 +214,11 @@ class SGLangRollout(RemoteRollout):
         self._updater.update(weights, version, stay_paused=self._paused)
 
     async def _no_server(self, error: EngineError) -> None:
-        restarts, give_up = self.num_restarts, time.monotonic() + _EXIT_S
-        while not self.deaths and time.monotonic() < give_up:
+        give_up = time.monotonic() + _EXIT_S
+        while self._calls.is_open and not self.deaths and time.monotonic() < give_up:
             await asyncio.sleep(0.05)
-        if self.num_restarts > restarts:
-            return
+        if not self._calls.is_open:
+            return  # another sample has asked for the restart, or an update is under way
         if not self.deaths:
             raise error
         if not self._brings_weights_back:
@@ -234,6 +235,10 @@ class SGLangRollout(RemoteRollout):
         if len(self.deaths) == len(self.servers):
             raise EngineDiedError("; ".join(self.deaths))
         super()._bring_up_to_date()
+
+    def _check_usable(self) -> None:
+        with self._restarting:  # an engine that is being started again has no weights for a moment
+            super()._check_usable()
 
     def _reload(self) -> None:
         if self._needs_weights and self.reload_weights is not None:

@@ -43,10 +43,10 @@ from dovetail.rollout.readiness import (
 from dovetail.rollout.request_rules import check_prompt
 from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.adapter import load_adapter
-from dovetail.rollout.vllm.core_outputs import CoreOutputs
 from dovetail.rollout.vllm.environment import prepare, without_compiling
 from dovetail.rollout.vllm.lifetime import shut_down, start_engine
 from dovetail.rollout.vllm.requests import (
+    CoreOutputs,
     Deliver,
     RunningSamples,
     Sample,

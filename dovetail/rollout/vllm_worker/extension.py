@@ -134,7 +134,7 @@ class WorkerExtension:
         for forget in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):  # what was computed from weights
             if hasattr(self.model_runner, forget):
                 getattr(self.model_runner, forget)()
-        return self._dovetail_account.gap()
+        return self._dovetail_account.missing()
 
     def dovetail_checksums(self, names: list[str], dtype: str | None = None) -> dict[str, str]:
         """Checksums of the weights this worker computes with, as far as they can be read; none of a part of a weight.

@@ -50,9 +50,9 @@ def _find(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
         if known in modules:
             return modules[known], ""
         parent, _, leaf = known.rpartition(".")
-        for whole, parts in packed.items():
-            if leaf in parts and f"{parent}.{whole}" in modules:
-                return modules[f"{parent}.{whole}"], leaf
+        for joined, parts in packed.items():
+            if leaf in parts and f"{parent}.{joined}" in modules:
+                return modules[f"{parent}.{joined}"], leaf
     return None, ""
 
 
