@@ -102,8 +102,8 @@ class RemoteRollout(RolloutEngine):
         self._closed = False
         self._progress = threading.Condition()
         self._loop = LoopThread("dovetail-remote-rollout")
+        client = HttpClient(api_key=api_key)
         try:
-            client = HttpClient(api_key=api_key)
             self._dialect = self._build_dialect(dialect, client, logprobs=logprobs, max_model_len=own_length)
             self._pool = ServerPool(
                 list(urls), client, health_path=self._dialect.health_path, admit=self._admit, silence_s=silence_s
@@ -111,6 +111,7 @@ class RemoteRollout(RolloutEngine):
             self._calls = SampleCalls(self._pool, self._dialect, self._no_server)
             infos = self._run(self._connect())
         except BaseException:
+            self._loop.run(client.close())
             self._loop.close()
             raise
         self._infos = infos
