@@ -52,6 +52,7 @@ def paged_engine(model: Any, *, page_size: int = 8, max_num_seqs: int = 4, **opt
 def pages_held(engine: NativeEngine) -> int:
     batch = engine._batch
     assert isinstance(batch, PagedBatch)
+    batch._scheduler.publish_left()
     return batch._pool.num_pages - batch._pool.num_free
 
 

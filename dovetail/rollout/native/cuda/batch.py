@@ -101,6 +101,7 @@ class PagedBatch:
         self._addresses: tuple[int, ...] = ()
         self._weights_changed = True
         self._has_grown = False  # as far as what is there needs, or memory allows
+        self._any_finished = False  # since the last step, also while steps in flight were drained
 
     @property
     def num_waiting(self) -> int:
@@ -144,9 +145,11 @@ class PagedBatch:
         """Prefill what is missing, else launch decode steps and read the launch before; True if a response ended."""
         # Triton launches on the current device, which need not be the engine's.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            return self._step(version)
+            self._step(version)
+        any_finished, self._any_finished = self._any_finished, False
+        return any_finished
 
-    def _step(self, version: int) -> bool:
+    def _step(self, version: int) -> None:
         scheduler = self._scheduler
         if not scheduler.rows:
             self._has_grown = False
@@ -159,16 +162,14 @@ class PagedBatch:
         # Prompts go together, and then all rows decode. Responses that are recomputed may be long: rows that are ready
         # decode between the parts of them.
         if self._prefill() and not scheduler.recomputing:
-            return False
+            return
         launched = self._launch(version)
-        finished = False
         while len(self._launches) > int(launched):
-            finished |= self._book()
-        if not scheduler.rows and not scheduler.waiting:
+            self._book()
+        if scheduler.idle:
             self.drain()
-        elif not launched and not finished and not scheduler.rows:
-            self._grow_or_refuse()
-        return finished
+        elif not launched and not self._any_finished and not scheduler.rows:
+            self._refuse()
 
     def _provide_pages(self) -> bool:
         """Pages for what runs and what waits, as far as memory goes; True if there are more than before."""
@@ -195,11 +196,11 @@ class PagedBatch:
     def _grow(self, num_pages: int) -> None:
         self.drain()
         self._steps.forget()
-        copied = num_pages + self._pool.num_pages // 2  # keys, then values, are twice in memory
-        if copied > self._affordable_pages():
-            self.free_cache()
-        elif self._device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
+            copied = num_pages + self._pool.num_pages // 2  # first the keys and then the values are there twice
+            if copied * self._pool.shape.page_bytes > self._free_bytes():
+                self.free_cache()
         self._pool.resize(num_pages)
 
     def _check_addresses(self) -> None:
@@ -213,13 +214,15 @@ class PagedBatch:
     def _affordable_pages(self) -> int:
         if self._max_pages is not None or self._device.type != "cuda":
             return self._max_pages or _MAX_CPU_PAGES
-        free, total = torch.cuda.mem_get_info(self._device)
-        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        free += self._pool.nbytes
-        budget = min(self._memory_share * total, free - _SPARE_BYTES)
+        budget = min(self._memory_share * torch.cuda.mem_get_info(self._device)[1], self._free_bytes())
         return max(0, int(budget)) // self._pool.shape.page_bytes
 
-    def _grow_or_refuse(self) -> None:
+    def _free_bytes(self) -> int:
+        """Memory of the device for pages, those that are there included."""
+        free = torch.cuda.mem_get_info(self._device)[0] + self._pool.nbytes - _SPARE_BYTES
+        return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+
+    def _refuse(self) -> None:
         sample = self._scheduler.waiting[0]
         raise EngineError(
             f"request {sample.request.request_id!r} of up to {sample.max_length} tokens does not fit the KV cache of "
@@ -289,7 +292,7 @@ class PagedBatch:
                 scheduler.requeue(scheduler.rows[-max(1, len(rows) // 8) :])
             else:
                 scheduler.requeue(rows)
-                self._grow_or_refuse()
+                self._refuse()
         return []
 
     def _start_rows(self, rows: list[Row]) -> None:
@@ -318,11 +321,10 @@ class PagedBatch:
                 self._device,
             )
 
-    def _book(self) -> bool:
+    def _book(self) -> None:
         launch = self._launches.popleft()
         tokens = self._tokens.read(launch.index)[: launch.num_steps, : len(launch.rows)].T.tolist()
         log_probs = self._log_probs.read(launch.index)[: launch.num_steps, : len(launch.rows)].T.tolist()
-        any_finished = False
         for row, row_tokens, row_log_probs in zip(launch.rows, tokens, log_probs, strict=True):
             sample = row.sample
             if sample.finish_reason is not None:
@@ -333,11 +335,10 @@ class PagedBatch:
                 sample.extend(row_tokens, row_log_probs[: last + 1], launch.version)
                 assert sample.finish_reason is not None, "device and host agree on what ends a sequence"
                 self._scheduler.leave(row)
-                any_finished = True
+                self._any_finished = True
             else:
                 sample.extend(row_tokens, row_log_probs, launch.version)
             self.stats.decode_tokens += len(row_tokens)
-        return any_finished
 
 
 def _needs_all_logits(sampling: SamplingParams) -> bool:

@@ -95,6 +95,8 @@ class PagePool:
         if not num_pages:
             self.forget()
             self._free.clear()
+        elif len(self._free) == self.num_pages:
+            self.keys = self.values = torch.empty(0)  # nothing to copy: the old memory serves the new
         self.keys = self._resized(self.keys, num_pages)
         self.values = self._resized(self.values, num_pages)
         self._free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
@@ -107,7 +109,7 @@ class PagePool:
         s = self.shape
         size = (s.num_layers, num_pages, s.num_kv_heads, s.page_size, s.head_size)
         new = torch.empty(size, dtype=s.dtype, device=self.device)
-        if self.num_pages:
+        if old.numel():
             as_bytes(new)[:, : self.num_pages].copy_(as_bytes(old))
         return new
 

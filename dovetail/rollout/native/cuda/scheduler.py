@@ -91,6 +91,7 @@ class PagedScheduler:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._prompts: dict[int, Fill] = {}
         self._waiting_of: Counter[int] = Counter()
+        self._left: list[Fill] = []
 
     @property
     def idle(self) -> bool:
@@ -111,6 +112,7 @@ class PagedScheduler:
         num_free = len(self._free_slots)
         if not self.waiting or (self.rows and num_free < min(self._admit_at, len(self.waiting))):
             return True
+        self.publish_left()
         promised = self._promised_pages()
         # One more page for each row that will grow: else a newcomer takes what the next steps of the others need, is
         # sent back in line at once, and is filled again and again.
@@ -177,7 +179,7 @@ class PagedScheduler:
     def decodable(self) -> list[Row]:
         return [row for row in self.rows if row.ready and row.steps_left > 0]
 
-    def reserve(self, rows: Iterable[Row], num_steps: int) -> list[TableEntry] | None:
+    def reserve(self, rows: Collection[Row], num_steps: int) -> list[TableEntry] | None:
         """Pages for so many more tokens of each row; None when there are too few, and then none was taken."""
         wanted = []
         for row in rows:
@@ -186,7 +188,10 @@ class PagedScheduler:
             if missing > 0:
                 wanted.append((row, missing))
         if wanted and sum(count for _, count in wanted) > self.pool.num_free - self._promised_pages():
-            return None
+            if not self._left:
+                return None
+            self.publish_left()
+            return self.reserve(rows, num_steps)
         entries = []
         for row, count in wanted:
             first = len(row.pages)
@@ -201,10 +206,16 @@ class PagedScheduler:
         if row.fill is not None:
             if row.ready:
                 row.fill.done = row.sample.num_needed
-            self._publish(row.fill)
-        self.pool.release(row.pages)
-        row.pages = []
+            self._left.append(row.fill)
         self._free_slots.append(row.slot)
+
+    def publish_left(self) -> None:
+        """Publish and release the pages of rows that have left. Not before somebody comes who may use them: hashing the
+        tokens of a whole batch that ended takes milliseconds, and often the weights change next."""
+        for fill in self._left:
+            self._publish(fill)
+            self.pool.release(fill.pages)
+        self._left.clear()
 
     def requeue(self, rows: Collection[Row]) -> None:
         """Rows go back in line, first of all, in their order; what they wrote stays, their cache does not."""
@@ -219,6 +230,7 @@ class PagedScheduler:
         self.pool.forget()
         rows = [row for row in self.rows if not (keep_decoding and row.ready)]
         self.requeue(sorted(rows, key=lambda row: len(row.sample.sequence)))
+        self.publish_left()
         for fill in self._prompts.values():
             self.pool.release(fill.pages)
         self._prompts.clear()
