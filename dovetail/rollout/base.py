@@ -16,7 +16,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
@@ -31,6 +30,12 @@ LogprobsMode = Literal["temperature", "processed", "raw"]
 MemoryTag = Literal["weights", "kv_cache"]
 
 ALL_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+
+CLOSED = "the engine is closed; build a new one."
+RUNNING = "requests are running; finish, abort or pause them before sleep."
+NO_WEIGHTS = -1
+"""`weight_version` of an engine that dropped its weights in its sleep."""
+DROPPED_BY_SLEEP = "the weights were dropped by sleep and not sent again"
 
 
 class EngineError(RuntimeError):
@@ -157,6 +162,10 @@ class RolloutEngine(ABC):
     num_restarts: int = 0
     """How often the engine has died and been started again."""
     _staged: tuple[int, Mapping[str, torch.Tensor]] | None = None
+    _closed: bool = False
+    _asleep: frozenset[MemoryTag] = frozenset()
+    _partial_update: str = ""
+    """Why the weights cannot be used; empty when they can."""
 
     @property
     def num_weight_ranks(self) -> int:
@@ -307,10 +316,35 @@ class RolloutEngine(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError(CLOSED)
+
+    def _check_usable(self) -> None:
+        """Everything is awake, and the weights are complete."""
+        self._check_open()
+        if self._asleep:
+            raise EngineError(f"the engine's {' and '.join(sorted(self._asleep))} are asleep; call wake() first.")
+        if self._partial_update:
+            raise EngineError(
+                f"the engine has no usable weights: {self._partial_update}; send all with update_weights."
+            )
+
+    def _check_weights_awake(self, before: str = "update_weights") -> None:
+        """While the weights sleep, an update would have nowhere to go."""
+        if "weights" in self._asleep:
+            raise EngineError(f"the engine's weights are asleep; call wake(['weights']) before {before}.")
+
+
+def check_tags(tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
+    """The tags; ValueError for one that does not exist."""
+    unknown = sorted(set(tags) - set(ALL_TAGS))
+    if unknown:
+        raise ValueError(f"unknown memory tag {unknown[0]!r}; choose from {', '.join(ALL_TAGS)}.")
+    return frozenset(tags)
 
 
 def derive_seed(*parts: int | str) -> int:

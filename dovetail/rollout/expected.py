@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -70,10 +69,8 @@ class CheckedWeights:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if exc is not None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is not None:
             self._weights.drain()
 
 

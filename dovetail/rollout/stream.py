@@ -6,7 +6,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -108,9 +107,7 @@ class EngineStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _running_ids(self) -> set[str]:

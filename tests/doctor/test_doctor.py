@@ -57,7 +57,7 @@ def test_an_engine_that_misses_the_training_step_is_not_healthy(
             original(self, weights, version)
         elif weights is not None:  # takes everything and keeps nothing
             list(weights)
-            self._weights_gap = ""
+            self._partial_update = ""
 
     monkeypatch.setattr(NativeEngine, "update_weights", stale)
     # bfloat16 weights of a float32 trainer are the engine's own.

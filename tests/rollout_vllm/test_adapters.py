@@ -82,4 +82,4 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(folders: dict[str, Path
 def test_an_engine_without_room_for_adapters_says_so(engines: dict[str, VLLMEngine]) -> None:
     with pytest.raises(EngineError, match="enable_lora"):
         engines["llama"].update_adapter(LoraAdapter(4, 8, []), 1)
-    engines["llama"]._weights_gap = ""
+    engines["llama"]._partial_update = ""

@@ -19,6 +19,8 @@ from dovetail.config.fsdp import full_dtype
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
     ALL_TAGS,
+    DROPPED_BY_SLEEP,
+    RUNNING,
     EngineError,
     EngineHealth,
     GenerationRequest,
@@ -26,6 +28,7 @@ from dovetail.rollout.base import (
     MemoryTag,
     RolloutEngine,
     UnsupportedPromptError,
+    check_tags,
 )
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.native.batch import Batch, BatchStats, RunningBatch
@@ -34,14 +37,6 @@ from dovetail.rollout.native.model import load_model, num_embeddings, share_mode
 from dovetail.rollout.native.packed_linear import pack_linears
 from dovetail.rollout.native.scheduler import Sample
 from dovetail.rollout.native.weights import WeightLoader
-from dovetail.rollout.readiness import (
-    CLOSED,
-    DROPPED_BY_SLEEP,
-    RUNNING,
-    check_tags,
-    require_usable,
-    require_weights_awake,
-)
 from dovetail.rollout.request_rules import base_seed, check_prompt, stop_tokens
 from dovetail.weight_sync import tensor_checksum
 
@@ -133,10 +128,7 @@ class NativeEngine(RolloutEngine):
         self._gate = StepGate()
         self._version = 0
         self._still_from_folder = self._folder is not None
-        self._weights_gap = ""  # why the weights cannot be used; empty when they can
         self._loader: WeightLoader | None = None  # for an update that is staged
-        self._asleep: frozenset[MemoryTag] = frozenset()
-        self._closed = False
         self._running: dict[Sample, Callable[[GenerationResult], None]] = {}
         """Unfinished samples, and who wants their results."""
         self._group_numbers = itertools.count()
@@ -210,7 +202,7 @@ class NativeEngine(RolloutEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         with self._gate.between_steps():
             self._check_open()
-            require_weights_awake(self._asleep)
+            self._check_weights_awake()
             self._batch.forget_cache(keep_decoding=self._keeps_cache)
             self._forget_packed()
             if self._folder is None:
@@ -220,12 +212,12 @@ class NativeEngine(RolloutEngine):
                 raise ValueError("update_weights(None) is for shared weights; this engine owns its own: send them.")
             else:
                 # Until the last tensor is in, the model is a mixture of two versions.
-                self._weights_gap = f"the weight update to version {version} did not finish"
+                self._partial_update = f"the weight update to version {version} did not finish"
                 (self._loader or WeightLoader(self._model)).load(weights)
                 self._loader = None
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # so that the seconds held are true
-            self._weights_gap = ""
+            self._partial_update = ""
             self._still_from_folder = False
             self._version = version
 
@@ -280,7 +272,7 @@ class NativeEngine(RolloutEngine):
         self._gate.continue_()
 
     def health(self) -> EngineHealth:
-        reason = "the engine is closed" if self._closed else self._weights_gap
+        reason = "the engine is closed" if self._closed else self._partial_update
         return EngineHealth(
             ok=not reason,
             reason=reason,
@@ -341,7 +333,7 @@ class NativeEngine(RolloutEngine):
             return
         for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
             parameter.data = parameter.data.new_empty(shape)
-        self._weights_gap = DROPPED_BY_SLEEP
+        self._partial_update = DROPPED_BY_SLEEP
 
     def _forget_packed(self) -> None:
         for linear in self._packed:
@@ -349,14 +341,6 @@ class NativeEngine(RolloutEngine):
 
     def _num_unfinished(self) -> int:
         return self._batch.num_waiting + self._batch.num_running
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError(CLOSED)
-
-    def _check_usable(self) -> None:
-        self._check_open()
-        require_usable(self._asleep, self._weights_gap)
 
 
 def _result(sample: Sample) -> GenerationResult:

@@ -20,6 +20,9 @@ import torch
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
     ALL_TAGS,
+    CLOSED,
+    DROPPED_BY_SLEEP,
+    RUNNING,
     Deliver,
     EngineError,
     EngineHealth,
@@ -29,17 +32,10 @@ from dovetail.rollout.base import (
     MemoryTag,
     RolloutEngine,
     UnsupportedPromptError,
+    check_tags,
 )
 from dovetail.rollout.engine_settings import logprobs_of
 from dovetail.rollout.expected import expected_weights, model_shape, read_config, stop_token_ids
-from dovetail.rollout.readiness import (
-    CLOSED,
-    DROPPED_BY_SLEEP,
-    RUNNING,
-    check_tags,
-    require_usable,
-    require_weights_awake,
-)
 from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo, require_same_shape
@@ -97,9 +93,7 @@ class RemoteRollout(RolloutEngine):
         self._vocab_size = int(self._shape["vocab_size"])
         self._eos_ids = stop_token_ids(folder, trust_remote_code=trust_remote_code)
         own_length = max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
-        self._asleep: frozenset[MemoryTag] = frozenset()
         self._paused = False
-        self._closed = False
         self._progress = threading.Condition()
         self._loop = LoopThread("dovetail-remote-rollout")
         client = HttpClient(api_key=api_key)
@@ -182,7 +176,7 @@ class RemoteRollout(RolloutEngine):
         if weights is None:
             raise ValueError("update_weights(None) is for engines that share the trainer's memory; servers do not.")
         self._check_open()
-        require_weights_awake(self._asleep)
+        self._check_weights_awake()
         self._update(weights, version)
 
     def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
@@ -344,13 +338,9 @@ class RemoteRollout(RolloutEngine):
             raise EngineError(CLOSED)
         return self._loop.run(coroutine)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError(CLOSED)
-
     def _check_usable(self) -> None:
-        self._check_open()
-        require_usable(self._asleep, self._updater.partial_update)
+        self._partial_update = self._updater.partial_update
+        super()._check_usable()
 
     def _build_dialect(
         self, name: DialectName, client: HttpClient, *, logprobs: LogprobsMode, max_model_len: int

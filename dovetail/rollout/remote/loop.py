@@ -9,8 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from dovetail.observability.waits import waiting
-from dovetail.rollout.base import EngineError
-from dovetail.rollout.readiness import CLOSED
+from dovetail.rollout.base import CLOSED, EngineError
 
 T = TypeVar("T")
 

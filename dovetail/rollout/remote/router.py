@@ -10,7 +10,6 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Self
 
 from dovetail.rollout.base import EngineError
@@ -41,9 +40,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

@@ -18,6 +18,9 @@ import torch
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import (
     ALL_TAGS,
+    DROPPED_BY_SLEEP,
+    NO_WEIGHTS,
+    RUNNING,
     EngineDiedError,
     EngineError,
     EngineHealth,
@@ -27,19 +30,11 @@ from dovetail.rollout.base import (
     MemoryTag,
     RolloutEngine,
     WeightUpdateError,
+    check_tags,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.expected import CheckedWeights, expected_weights, stop_token_ids
 from dovetail.rollout.gate import StepGate
-from dovetail.rollout.readiness import (
-    CLOSED,
-    DROPPED_BY_SLEEP,
-    NO_WEIGHTS,
-    RUNNING,
-    check_tags,
-    require_usable,
-    require_weights_awake,
-)
 from dovetail.rollout.request_rules import check_prompt
 from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.adapter import load_adapter
@@ -99,10 +94,8 @@ class VLLMEngine(RolloutEngine):
             self._llm.output_processor, self._absorb, keeps_statistics=self._llm.log_stats
         )
         self._serial = itertools.count()
-        self._asleep: frozenset[MemoryTag] = frozenset()
         self._broken = ""
         self._partial_update = "load_format=dummy loads none" if settings.load_format == "dummy" else ""
-        self._closed = False
 
     @classmethod
     def from_config(
@@ -212,7 +205,7 @@ class VLLMEngine(RolloutEngine):
         """Needs `engine_kwargs.vllm.enable_lora`. Every request from now on is written with this adapter."""
         with self._gate.between_steps():
             self._check_open()
-            require_weights_awake(self._asleep, before="update_adapter")
+            self._check_weights_awake(before="update_adapter")
             self._drain()
             self._partial_update = f"the update of the adapter to version {version} did not finish"
             self._adapter = load_adapter(self._llm, adapter, self._adapter)
@@ -352,7 +345,7 @@ class VLLMEngine(RolloutEngine):
         with self._gate.between_steps():
             start = time.perf_counter()
             self._check_open()
-            require_weights_awake(self._asleep)
+            self._check_weights_awake()
             self._drain()
             # Until the last tensor is in, the model is a mixture of two versions.
             self._partial_update = f"the weight update to version {version} did not finish"
@@ -405,14 +398,9 @@ class VLLMEngine(RolloutEngine):
         return "processed"
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError(CLOSED)
+        super()._check_open()
         if self._broken:
             raise EngineDiedError(f"the vLLM engine is dead: {self._broken}")
-
-    def _check_usable(self) -> None:
-        self._check_open()
-        require_usable(self._asleep, self._partial_update)
 
 
 vLLMRollout = VLLMEngine

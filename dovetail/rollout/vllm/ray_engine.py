@@ -31,7 +31,6 @@ from dovetail.rollout.base import (
     WeightUpdateError,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
-from dovetail.rollout.readiness import CLOSED
 from dovetail.rollout.vllm.engine import VLLMEngine
 from dovetail.rollout.vllm.environment import environment
 from dovetail.rollout.vllm.settings import VLLMSettings
@@ -207,7 +206,6 @@ class RayVLLMEngine(RolloutEngine):
         self._bucket_bytes = bucket_bytes
         self.restarts_left = restarts
         self._on_device = on_device
-        self._closed = False
         self._version = 0
         self._running: dict[str, _Running] = {}  # by the request's id
         self._taking = threading.Lock()
@@ -412,8 +410,7 @@ class RayVLLMEngine(RolloutEngine):
         """Ray's errors as ours: what the engine raised with its own type, a lost or silent actor as EngineDiedError."""
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-        if self._closed:
-            raise EngineError(CLOSED)
+        self._check_open()
         try:
             return self._ray.get(references, timeout=timeout)
         except GetTimeoutError as error:
