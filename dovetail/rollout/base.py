@@ -3,10 +3,10 @@
 Log-probs mean the same in every engine. `log_probs[i]` is the log-probability of `token_ids[i]`
 
 - under the sampling temperature, and under temperature 1 for greedy decoding (temperature 0);
-- over the whole vocabulary, before top-k, top-p and min-p cut anything away;
+- over the whole vocabulary, before top-k, top-p and min-p filtering;
 
-unless `SamplingParams.logprobs` asks for `"processed"` (after the cut, renormalised: the distribution the token was
-really drawn from) or `"raw"` (temperature 1, nothing cut). The first is what a trainer recomputes from its own logits.
+unless `SamplingParams.logprobs` asks for `"processed"` (filtered and renormalised: the distribution the token was
+really sampled from) or `"raw"` (temperature 1, unfiltered). The first is what a trainer recomputes from its own logits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class UnsupportedPromptError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. Order of the cuts: temperature, top-k, top-p on what is left, min-p.
+    """How one request is sampled. Filters apply in this order: temperature, top-k, top-p on what is left, min-p.
 
     `seed` fixes the random numbers of the request: token number p of sample i depends on (seed, i, p) and the
     distribution only, never on what else is in the batch. Without a seed the engine draws a fresh one.
@@ -296,7 +296,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def abort(self, request_ids: Collection[str] | None = None) -> int:
-        """End these requests (all when None) with what they have written; return how many responses were cut off."""
+        """End these requests (all when None) with what they have generated; return how many responses ended."""
 
     @abstractmethod
     def pause(self) -> None:

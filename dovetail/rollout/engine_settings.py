@@ -79,8 +79,8 @@ def shared_settings(
 
 
 def logprobs_of(rollout: RolloutConfig) -> LogprobsMode:
-    """`processed_logprobs` is served as "temperature", which is the same wherever nothing is cut and is what a trainer
-    recomputes wherever something is."""
+    """`processed_logprobs` is served as "temperature": the same where nothing is filtered, what a trainer recomputes
+    where something is."""
     return "raw" if rollout.logprobs_mode == "raw_logprobs" else "temperature"
 
 

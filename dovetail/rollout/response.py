@@ -1,4 +1,4 @@
-"""A response that is being written: tokens, log-probs and weight versions so far. Knows no engine."""
+"""A response that is being generated: tokens, log-probs and weight versions so far. Knows no engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GrowingResponse:
     num_prompt_tokens: int | None = field(default=None, kw_only=True)
 
     def extend(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
-        """Add tokens that were written under `version`."""
+        """Add tokens that were generated under `version`."""
         self.token_ids += token_ids
         self.log_probs += log_probs
         self.versions += [version] * len(token_ids)

@@ -1,4 +1,4 @@
-"""Samples being written: one call each, ended and continued at will. Knows nothing of how weights change."""
+"""Samples being generated: one call each, ended and continued at will. Knows nothing of how weights change."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Servers as one rollout engine: by URL (`rollout.mode=server`, `rollout.server_urls`), or those SGLang is run as.
 
-Each sample is one call, sent to the server that has its prompt in its cache. A pause ends all calls and keeps what they
-wrote; going on sends the rest, prompt and beginning together. So weights change only while no call runs, every token
-has the version it was written with, and a server that dies takes nothing with it but the work since its calls began.
+Each sample is one call, sent to the server that has its prompt in its cache. A pause ends all calls and keeps their
+tokens; `continue_` asks for the rest, with prompt and tokens as the new prompt. So weights change only while no call
+runs, every token has the version that generated it, and a server that dies loses only the work since its calls began.
 Closing the engine leaves servers by URL running.
 """
 
@@ -347,9 +347,8 @@ class RemoteRollout(RolloutEngine):
     ) -> Dialect:
         if name == "vllm":
             return VLLMDialect(client, logprobs=logprobs)
-        if not self.owns_servers:
-            return SGLangDialect(client, max_model_len=max_model_len)
-        return SGLangDialect(client, max_model_len=max_model_len, logprobs=logprobs, shared=False)
+        meaning: LogprobsMode = logprobs if self.owns_servers else "temperature"
+        return SGLangDialect(client, max_model_len=max_model_len, logprobs=meaning, shared=not self.owns_servers)
 
 
 def _api_key(variable: str | None) -> str | None:

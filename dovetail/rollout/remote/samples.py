@@ -1,4 +1,4 @@
-"""One response on its way through servers: what it has so far, and what is still to be written. Sends nothing."""
+"""One response on its way through servers: what it has so far, and what is still to be generated. Sends nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class RemoteSample(GrowingResponse):
-    """What servers have written of one response, part by part.
+    """What servers have generated of one response, part by part.
 
     `aborting` asks for its end with what it has; `call` is the call that is writing now, `call_id` its name on
     `server`; `dropped` says that its connection was closed before it answered.
@@ -39,7 +39,7 @@ class RemoteSample(GrowingResponse):
 
     @property
     def prompt(self) -> list[int]:
-        """What the next call starts from: the prompt and all that has been written."""
+        """What the next call starts from: the prompt and all that has been generated."""
         return [*self.request.prompt_token_ids, *self.token_ids]
 
     @property

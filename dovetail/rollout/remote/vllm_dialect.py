@@ -142,7 +142,7 @@ class VLLMDialect(Dialect):
         return (await self._call(server, "dovetail_checksums", (list(shapes), dtype)))[0]
 
     async def _logprobs(self, server: str, given: LogprobsMode) -> LogprobsMode:
-        """Under the temperature and before any cut, where that is wanted and the server's sampler can be extended."""
+        """Under the temperature, before filtering, where that is wanted and the server's sampler can be extended."""
         if given == "temperature" or self._wanted_logprobs != "temperature":
             return given
         extended = await self._call(server, "dovetail_use_temperature_logprobs")

@@ -202,7 +202,7 @@ class VLLMEngine(RolloutEngine):
         return self._update(loads, version)
 
     def update_adapter(self, adapter: LoraAdapter, version: int) -> None:
-        """Needs `engine_kwargs.vllm.enable_lora`. Every request from now on is written with this adapter."""
+        """Needs `engine_kwargs.vllm.enable_lora`. Requests use this adapter from now on."""
         with self._gate.between_steps():
             self._check_open()
             self._check_weights_awake(before="update_adapter")
@@ -394,7 +394,7 @@ class VLLMEngine(RolloutEngine):
     def _extend_sampler(self, wanted: LogprobsMode) -> LogprobsMode:
         if wanted != "temperature" or all(self._call("dovetail_use_temperature_logprobs")):
             return wanted
-        logger.info("vLLM's sampler cannot be extended here: log-probs before a cut by top-k or top-p are refused.")
+        logger.info("vLLM's sampler cannot be extended here: log-probs before top-k or top-p filtering are refused.")
         return "processed"
 
     def _check_open(self) -> None:

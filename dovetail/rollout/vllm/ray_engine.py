@@ -1,7 +1,7 @@
 """`VLLMEngine` in a Ray actor (`mode=async`), driven from here as a `RolloutEngine`.
 
-An engine that dies is started again as often as `restarts` allows: what it had finished is kept, what it was writing
-is written anew, and nothing is counted twice.
+An engine that dies is started again as often as `restarts` allows: what it had finished is kept, what was running
+starts over, and nothing is delivered twice.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SILENCE_S = 600.0
 """An engine that is not paused and writes no token for this long hangs."""
 _TAKE_S = 10.0
 _BATCH_S = 0.05
-"""Results of this long come in one answer: the engine makes no step between two answers."""
+"""Results of this long are returned together: the engine makes no step between two calls of `take`."""
 
 
 class Progress(NamedTuple):

@@ -14,7 +14,7 @@ from dovetail.rollout.engine_settings import EngineSettings, shared_settings
 
 EXTENSION = "dovetail.rollout.vllm_worker.extension.WorkerExtension"
 _LOGPROBS_MODE: Mapping[LogprobsMode, str] = {
-    # The workers' sampler is then extended to leave the cut away; see `vllm_worker/sampler.py`.
+    # The workers' sampler is then extended to score before filtering; see `vllm_worker/sampler.py`.
     "temperature": "processed_logprobs",
     "processed": "processed_logprobs",
     "raw": "raw_logprobs",

@@ -57,7 +57,7 @@ class WorkerExtension:
         self._dovetail_version = version
 
     def dovetail_use_temperature_logprobs(self) -> bool:
-        """Log-probs under the temperature, before any cut. False where the sampler cannot be extended."""
+        """Log-probs under the temperature, before any filtering. False where the sampler cannot be extended."""
         from vllm.v1.sample.sampler import Sampler
         from vllm.v1.worker.gpu.sample.sampler import Sampler as GpuSampler
 

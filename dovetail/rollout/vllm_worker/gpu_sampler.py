@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 
 class TemperatureLogprobsGpuSampler(Sampler):
-    """Log-probs of logits over the temperature, whatever is cut away afterwards; of greedy rows over 1."""
+    """Log-probs of logits over the temperature, before top-k, top-p and min-p filtering; of greedy rows over 1."""
 
     _batch: Any = None  # what `__call__` was given, for `sample`, whose arguments differ between vLLM's versions
 
@@ -35,16 +35,16 @@ class TemperatureLogprobsGpuSampler(Sampler):
         states, rows = self.sampling_states, self._batch.idx_mapping_np
         temperatures = states.temperature.np[rows]
         scales = bool(np.any((temperatures != 0.0) & (temperatures != 1.0)))
-        cuts = bool(
+        filters = bool(
             np.any(states.top_k.np[rows] != states.vocab_size)
             or np.any(states.top_p.np[rows] != 1.0)
             or np.any(states.min_p.np[rows] != 0.0)
         )
-        if not scales and not cuts:
+        if not scales and not filters:
             return super().sample(logits, *args, **kwargs)
         # The base class works in place on what it is given.
         sampled, scores = super().sample(logits.to(torch.float32, copy=True), *args, **kwargs)
-        if cuts:
+        if filters:
             scores = logits.to(torch.float32, copy=True)
             states.apply_temperature(scores, self._batch.expanded_idx_mapping, rows)
         return sampled, scores

@@ -1,6 +1,6 @@
-"""vLLM's sampler with one more meaning of log-probs: under the temperature, before anything is cut away.
+"""vLLM's sampler with one more meaning of log-probs: under the temperature, before top-k, top-p and min-p filtering.
 
-vLLM offers "raw" (temperature 1, nothing cut) and "processed" (temperature, and cut). What a trainer recomputes lies
+vLLM offers "raw" (temperature 1, unfiltered) and "processed" (temperature, filtered). What a trainer recomputes lies
 between. Runs inside vLLM's worker, with its first model runner; `gpu_sampler.py` is for the second.
 """
 
