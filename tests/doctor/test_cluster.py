@@ -26,21 +26,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
-def test_nodes_collectives_and_sharded_training_pass_on_two_gloo_ranks(
+def test_collectives_pass_on_two_gloo_ranks_and_the_report_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """40 s: the only test of the command as a whole, on real Ray actors. All paths run in `make test-all`."""
+    """On real Ray actors. The guide's page on nodes runs the path `nodes`; all paths run in `make test-all`."""
     report = tmp_path / "report.json"
-    paths = ["nodes", "collectives", "fsdp2, ulysses 2"]
-    names = [word for path in paths for word in ("--paths", path)]
+    names = ["--paths", "collectives"]
     assert main(["doctor", "--cluster", *names, "--limit", "400", "--out", str(report)]) == 0, capsys.readouterr().out
     shown = capsys.readouterr().out
-    assert "3 ok; the details are in" in " ".join(shown.split())
-    seen = {row["name"]: row for row in json.loads(report.read_text())["paths"]}
-    assert list(seen) == ["nodes", "collectives", "fsdp2, ulysses 2"]
-    assert {row["verdict"] for row in seen.values()} == {"ok"}
-    assert "slowest pair: ranks 0" in seen["collectives"]["seen"]
-    assert "one process" in seen["fsdp2, ulysses 2"]["seen"]
+    assert "1 ok; the details are in" in " ".join(shown.split())
+    (row,) = json.loads(report.read_text())["paths"]
+    assert (row["name"], row["verdict"]) == ("collectives", "ok")
+    assert "slowest pair: ranks 0" in row["seen"]
 
 
 @pytest.mark.e2e
@@ -53,6 +50,8 @@ def test_every_path_that_can_be_tried_here_passes(tmp_path: Path, capsys: pytest
     rows = json.loads(report.read_text())["paths"]
     assert [row["name"] for row in rows] == [path.name for path in PATHS]
     assert {row["verdict"] for row in rows} <= {"ok", "not here", "refused"}
+    (ulysses,) = [row for row in rows if row["name"] == "fsdp2, ulysses 2"]
+    assert "one process" in ulysses["seen"]
     assert sum(row["verdict"] == "ok" for row in rows) >= 12
 
 

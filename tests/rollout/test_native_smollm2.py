@@ -17,7 +17,8 @@ from dovetail.rollout import GenerationRequest, SamplingParams
 from dovetail.rollout.native.engine import NativeEngine
 from tests.rollout.test_native_engine import plain_log_probs, transformers_greedy
 
-pytestmark = pytest.mark.engine
+# A real model: the tiny ones of `test_native_engine` show the same in `make test`.
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 QUESTIONS = (
     "What is the capital of France?",

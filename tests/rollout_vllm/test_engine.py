@@ -77,6 +77,7 @@ def test_greedy_tokens_equal_those_of_transformers(engines: dict[str, VLLMEngine
     assert {result.finish_reason for result in results} == {"length"}
 
 
+@pytest.mark.slow  # a real model: the tiny ones show the same in `make test`
 def test_smollm2_greedy_tokens_and_log_probs_equal_those_of_transformers(smollm2: tuple[VLLMEngine, Any, Any]) -> None:
     engine, model, tokenizer = smollm2
     prompts = [

@@ -92,6 +92,7 @@ def test_the_prompt_of_these_tests_really_sits_in_the_prefix_cache(engines: dict
     assert mean_gap(log_probs(new, PROMPT, stale.token_ids), stale.log_probs) > 0.01
 
 
+@pytest.mark.slow  # a real model: the tiny ones show the same in `make test`
 def test_smollm2_greedy_tokens_follow_an_update(smollm2: tuple[VLLMEngine, Any, Any]) -> None:
     engine, model, _ = smollm2
     prompt = [1, 500, 600, 700] * 40

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from dovetail.controller.process_state import kill_processes
 from dovetail.controller.reaper import TAG, tagged_processes
 from dovetail.observability.run_folder import EVENTS, NOW, read_json_lines
 from tests.trainer.toy_run import Toy
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.e2e,
@@ -53,11 +53,11 @@ class Run:
     log: Path
 
     def wait_for(self, what: Callable[[], bool]) -> None:
-        end = time.monotonic() + SECONDS
-        while not what():
+        def asked() -> bool:
             assert self.process.poll() is None, f"the run has ended:\n{self.log.read_text()}"
-            assert time.monotonic() < end, f"it did not happen:\n{self.log.read_text()}"
-            time.sleep(0.02)
+            return what()
+
+        wait_until(asked, f"what the test waits for; see {self.log}", seconds=SECONDS)
 
     def now(self) -> dict[str, Any]:
         try:
@@ -100,17 +100,17 @@ class Run:
 
 
 @contextmanager
-def running(toy: Toy, folder: Path, changes: dict[str, Any], *flags: str) -> Iterator[Run]:
+def running(toy: Toy, folder: Path, changes: dict[str, Any]) -> Iterator[Run]:
     log = folder / "log.txt"
-    command = [sys.executable, "-m", "dovetail.cli.main", "train", *flags, *toy.arguments(folder / "run", changes)]
+    command = [sys.executable, "-m", "dovetail.cli.main", "train", *toy.arguments(folder / "run", changes)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != TAG}
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, text=True)
         run = Run(process, folder / "run", log)
         tag = "not started"
         try:
-            run.wait_for(lambda: run.tag != "not started" or "--local" in flags)
-            tag = run.tag if "--local" not in flags else tag
+            run.wait_for(lambda: run.tag != "not started")
+            tag = run.tag
             yield run
         finally:
             process.kill()
@@ -149,39 +149,9 @@ def test_a_worker_that_is_killed_inside_a_run_is_named_and_nothing_is_left(toy: 
         assert code == 1, text
         assert re.search(rf"\[rank \d\] died \(pid {victim} on node", text), text
         assert CheckpointStore(run.folder).latest() is not None
-        _all_end(tag)
+        all_end(tag)
 
 
-def test_sigterm_ends_after_the_phase_with_a_checkpoint_and_the_line_that_goes_on(toy: Toy, tmp_path: Path) -> None:
-    changes = TWO | {"trainer.save_freq": -1}
-    with running(toy, tmp_path, changes) as run:
-        run.wait_for(lambda: run.is_in("gen", from_step=3))
-        run.process.send_signal(signal.SIGTERM)
-        code, text = run.ends()
-    assert code == 128 + signal.SIGTERM, text
-    assert "Traceback" not in text
-    assert "*** SIGTERM" not in text, "no stack of Ray's C++ code"
-    latest = CheckpointStore(run.folder).latest()
-    assert latest is not None
-    step = int(latest.name.removeprefix("global_step_"))
-    assert f"SIGTERM: stopped after step {step}; its checkpoint is {latest}. Go on with:" in text
-    assert f"trainer.default_local_dir={run.folder}" in text, "the line that resumes"
-    (event,) = run.events("stopped")
-    assert (event["step"], event["signal"]) == (step, "SIGTERM")
-
-
-def test_a_driver_that_is_killed_leaves_no_process_behind(toy: Toy, tmp_path: Path) -> None:
-    with running(toy, tmp_path, TWO) as run:
-        run.wait_for(lambda: run.is_in("gen", from_step=1))
-        tag = run.tag
-        assert len(tagged_processes(tag)) > 4, "a raylet, its agents and two workers at least"
-        run.process.kill()
-        run.process.wait()
-        _all_end(tag)
-
-
-def _all_end(tag: str) -> None:
-    end = time.monotonic() + SECONDS
-    while left := tagged_processes(tag):
-        assert time.monotonic() < end, f"still there: {[Path(f'/proc/{pid}/cmdline').read_bytes() for pid in left]}"
-        time.sleep(0.1)
+def all_end(tag: str) -> None:
+    """Every process of the run's Ray."""
+    wait_until(lambda: not tagged_processes(tag), f"the end of the processes with the tag {tag}", seconds=SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.main_ppo import main as main_ppo
+from dovetail.trainer.run import run_training
 from tests.trainer.toy_run import DAPO, Toy, save_toy_model, train
 
 pytestmark = pytest.mark.e2e
@@ -90,7 +92,10 @@ def test_a_reward_that_never_differs_ends_steps_at_the_limit_of_rounds(toy: Toy,
         assert row["actor/pg_loss"] == 0.0
 
 
-def test_the_entry_point_of_ppo_filters_groups_when_the_configuration_says_so(toy: Toy, tmp_path: Path) -> None:
+def test_the_entry_point_of_ppo_filters_groups_when_the_configuration_says_so(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail.trainer.main_ppo.run_ppo", partial(run_training, use_ray=False))
     arguments = toy.arguments(tmp_path / "run", {**DAPO, "trainer.total_training_steps": 1})
     assert main_ppo(arguments) == 0
     [row] = RunFolder(tmp_path / "run").read_metrics()

@@ -97,6 +97,7 @@ def answers(folder: Path, step: int) -> dict[str, list[list[int]]]:
     return {uid: sorted(responses) for uid, responses in found.items()}
 
 
+@pytest.mark.slow  # `test_sharded_runs` has a Megatron run in `make test`; this is one more layout
 def test_tensor_parallel_runs_give_the_metrics_of_fsdp2_and_an_export(
     tensor_parallel: Path, fsdp2: Path, tmp_path: Path
 ) -> None:

@@ -58,11 +58,11 @@ def reference(name: str, toy: Toy, changes: dict[str, Any], folder: Path) -> Rec
     ("name", "changes", "moment"),
     [
         ("grpo", GRPO, "generation"),
-        ("grpo", GRPO, "update"),
+        pytest.param("grpo", GRPO, "update", marks=pytest.mark.slow),
         ("grpo", GRPO, "save"),
-        ("grpo", GRPO, "after_save"),
+        pytest.param("grpo", GRPO, "after_save", marks=pytest.mark.slow),
         ("ppo", PPO, "update"),
-        ("dapo", CARRYING, "generation"),
+        pytest.param("dapo", CARRYING, "generation", marks=pytest.mark.slow),
         ("dapo", CARRYING, "after_save"),
     ],
 )

@@ -148,6 +148,7 @@ def test_the_critic_is_written_as_a_folder_that_transformers_loads(
 # ---- a full disk ----
 
 
+@pytest.mark.slow  # `test_errors` shows it with a disk that says it is full
 def test_a_disk_that_is_really_full_is_said_and_the_run_goes_on_when_there_is_space(
     toy: Toy, tmp_path: Path, ppo_run: tuple[Path, list[dict[str, Any]]]
 ) -> None:

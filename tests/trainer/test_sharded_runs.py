@@ -29,6 +29,7 @@ KEYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow  # a layout: `backends/test_parity` trains with FSDP1 in `make test`
 def test_a_run_with_fsdp1_is_the_run_of_one_process(toy: Toy, tmp_path: Path) -> None:
     two = {"trainer.n_gpus_per_node": 2, f"{A}.strategy": "fsdp", "actor_rollout_ref.ref.strategy": "fsdp"}
     sharded = train_apart(tmp_path / "two", {**KEYS, **two}, use_ray=True)

@@ -51,8 +51,15 @@ def _run(config: DovetailConfig, phase: str, step: int, *signals: int) -> RunRes
 
 
 @e2e
-@pytest.mark.parametrize(("phase", "last"), [("gen", 1), ("update_actor", 2)])
-@pytest.mark.parametrize("changes", [{}, DAPO], ids=["plain", "dynamic sampling"])
+@pytest.mark.parametrize(
+    ("changes", "phase", "last"),
+    [
+        pytest.param({}, "gen", 1, id="plain, gen"),
+        pytest.param({}, "update_actor", 2, id="plain, update", marks=pytest.mark.slow),
+        pytest.param(DAPO, "gen", 1, id="dynamic sampling, gen", marks=pytest.mark.slow),
+        pytest.param(DAPO, "update_actor", 2, id="dynamic sampling, update"),
+    ],
+)
 def test_a_run_that_was_asked_to_end_goes_on_as_if_it_had_not_been(
     toy: Toy, tmp_path: Path, changes: dict[str, Any], phase: str, last: int
 ) -> None:

@@ -15,12 +15,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dovetail.checkpoint.store import CheckpointStore
 from dovetail.cli.main import main
+from dovetail.controller.reaper import tagged_processes
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.groups import create_groups
-from tests.ranks import run_alone
-from tests.trainer.toy_run import Toy, make_toy, repeatable, train, train_apart
-from tests.waiting import wait_until
+from tests.trainer.test_faults import all_end, running
+from tests.trainer.toy_run import Toy, repeatable, train, train_apart
 from tests.workers.tiny_run import rollout_batch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)
 TOLERANCE = 1e-4
 """float32 sums in another order. Adam's eps of 1e-3 keeps it that small: with 1e-8, entries whose gradient is pure
 rounding noise would get full-size steps."""
-STEPS = 4
+STEPS = 6
 KEYS: dict[str, Any] = {
     "actor_rollout_ref.actor.optim.eps": 1e-3,
     "critic.optim.eps": 1e-3,
@@ -80,6 +81,7 @@ def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_apart(folder, {**KEYS, "trainer.n_gpus_per_node": 2, "trainer.save_freq": -1}, use_ray=True)
 
 
+@pytest.mark.slow  # the next test shows the same from the third step on
 def test_two_workers_give_the_answers_and_metrics_of_one(two_workers: Path, one_worker: Path) -> None:
     for step in range(1, STEPS + 1):
         assert answers(two_workers, step) == answers(one_worker, step)
@@ -95,18 +97,18 @@ def test_two_workers_continue_the_checkpoint_of_one(toy: Toy, tmp_path: Path, on
     result, rows = train(toy.config(tmp_path, {**KEYS, **keys}), use_ray=True)
     assert result.steps == STEPS
     expected = RunFolder(one_worker).read_metrics()
-    assert [row["step"] for row in rows] == [2, 3, 4]
+    assert [row["step"] for row in rows] == list(range(2, STEPS + 1))
     assert_close(rows[1:], expected[2:])
-    for step in (3, 4):
+    for step in range(3, STEPS + 1):
         assert answers(tmp_path, step) == answers(one_worker, step)
 
     assert_export_is_the_policy(toy, tmp_path)
 
     # And one process reads what two have written.
-    shutil.rmtree(tmp_path / "global_step_4")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3\n")
+    shutil.rmtree(tmp_path / f"global_step_{STEPS}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(f"{STEPS - 1}\n")
     _, again = train(toy.config(tmp_path, KEYS))
-    assert [row["step"] for row in again] == [2, 3, 4]
+    assert [row["step"] for row in again] == list(range(2, STEPS + 1))
     assert_close(again[-1:], expected[-1:])
 
 
@@ -129,30 +131,50 @@ def assert_export_is_the_policy(toy: Toy, run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`python -m dovetail.trainer.main_ppo` with a worker process, killed when it has saved two steps, run again."""
-    folder = tmp_path_factory.mktemp("killed")
-    arguments, run = run_alone(_arguments, folder), folder / "run"
-    program = [sys.executable, "-m", "dovetail.trainer.main_ppo", *arguments]
-    apart = {"env": ENVIRONMENT, "cwd": folder}
-    process = subprocess.Popen(program, **apart, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    second_step = run / "global_step_2"
-    wait_until(lambda: second_step.exists() or process.poll() is not None, "two steps", seconds=120)
-    assert process.poll() is None, f"the program ended with {process.returncode}"
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    done = [row["step"] for row in RunFolder(run).read_metrics()]
-    assert len(done) < STEPS
-    second = subprocess.run(program, **apart, capture_output=True, text=True, timeout=120)
-    assert second.returncode == 0, second.stderr[-3000:]
-    return run
+def interrupted(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on Ray whose driver is killed when it has saved two steps, asked to end in its fourth, run to its end.
+
+    One story, because each start costs a driver, a Ray and a worker.
+    """
+    folder = tmp_path_factory.mktemp("interrupted")
+    _leave_nothing_behind_when_killed(toy, folder)
+    _end_with_a_checkpoint_when_asked_to(toy, folder)
+    program = [sys.executable, "-m", "dovetail.trainer.main_ppo", *toy.arguments(folder / "run", KEYS)]
+    last = subprocess.run(
+        program, env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert last.returncode == 0, last.stderr[-3000:]
+    return folder / "run"
 
 
-def _arguments(rank: int, world_size: int, folder: Path) -> list[str]:
-    return make_toy(folder).arguments(folder / "run", KEYS)
+def _leave_nothing_behind_when_killed(toy: Toy, folder: Path) -> None:
+    with running(toy, folder, KEYS) as run:
+        run.wait_for((run.folder / "global_step_2").exists)
+        tag = run.tag
+        assert len(tagged_processes(tag)) > 4, "a raylet, its agents and a worker at least"
+        run.process.kill()
+        assert run.process.wait() == -signal.SIGKILL
+        all_end(tag)
+    assert len(RunFolder(run.folder).read_metrics()) < STEPS
 
 
-def test_the_program_killed_on_ray_and_started_again_ends_as_the_run_without_ray(
-    killed: Path, one_worker: Path
-) -> None:
-    assert repeatable(RunFolder(killed).read_metrics()) == repeatable(RunFolder(one_worker).read_metrics())
+def _end_with_a_checkpoint_when_asked_to(toy: Toy, folder: Path) -> None:
+    with running(toy, folder, KEYS | {"trainer.save_freq": -1}) as run:
+        run.wait_for(lambda: run.is_in("gen", from_step=4))
+        run.process.send_signal(signal.SIGTERM)
+        code, text = run.ends()
+    assert code == 128 + signal.SIGTERM, text
+    assert "Traceback" not in text
+    assert "*** SIGTERM" not in text, "no stack of Ray's C++ code"
+    latest = CheckpointStore(run.folder).latest()
+    assert latest is not None
+    step = int(latest.name.removeprefix("global_step_"))
+    assert 2 < step < STEPS, "saved because it was asked to end"
+    assert f"SIGTERM: stopped after step {step}; its checkpoint is {latest}. Go on with:" in text
+    assert f"trainer.default_local_dir={run.folder}" in text, "the line that resumes"
+    (event,) = run.events("stopped")
+    assert (event["step"], event["signal"]) == (step, "SIGTERM")
+
+
+def test_a_run_killed_and_asked_to_end_on_ray_ends_as_the_run_without_ray(interrupted: Path, one_worker: Path) -> None:
+    assert repeatable(RunFolder(interrupted).read_metrics()) == repeatable(RunFolder(one_worker).read_metrics())
