@@ -1,12 +1,11 @@
-"""What the `model_type` of a Hugging Face config fixes and its `config.json` does not say: biases, norms, gating.
-
-Only facts about parameters; nothing here reads files or counts.
+"""What the `model_type` of a Hugging Face config fixes and its `config.json` does not say: biases, norms, gating, and
+the parameters of vision towers. Reads no files.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 # True / False, or the config key (with its default) that decides.
 Switch = bool | tuple[str, bool]
@@ -95,3 +94,36 @@ TEXT_OF: dict[str, str] = {
 def family_of(model_type: str) -> Family:
     """The traits of `model_type`, or Llama's marked as a guess."""
     return FAMILIES.get(model_type, Family(known=False))
+
+
+def vision_parameters(config: dict[str, Any], text_hidden: int) -> int:
+    """Parameters of the vision tower and its projector, exact for Qwen2-VL and Qwen2.5-VL; 0 for a text-only model."""
+    tower = config.get("vision_config")
+    if not isinstance(tower, dict):
+        return 0
+    model_type, out = config.get("model_type"), int(tower.get("out_hidden_size") or text_hidden)
+    merged = int(tower.get("spatial_merge_size", 2)) ** 2
+    if model_type == "qwen2_vl":
+        # Here `hidden_size` is the width handed to the language model.
+        width, depth = int(tower.get("embed_dim", 1280)), int(tower.get("depth", 32))
+        inner, out = int(width * tower.get("mlp_ratio", 4)), text_hidden
+        block = 4 * width + 2 * width * inner + inner + width
+        projector = 2 * width + _merger(width * merged, out)
+    elif model_type == "qwen2_5_vl":
+        width, depth = int(tower.get("hidden_size", 1280)), int(tower.get("depth", 32))
+        inner = int(tower.get("intermediate_size", 3420))
+        block = 2 * width + 3 * width * inner + 2 * inner + width
+        projector = width + _merger(width * merged, out)
+    else:  # an estimate: a ViT with biases and one linear projector
+        width = int(tower.get("hidden_size") or tower.get("embed_dim") or 1024)
+        depth = int(tower.get("num_hidden_layers") or tower.get("depth") or 24)
+        inner = int(tower.get("intermediate_size") or 4 * width)
+        block = 4 * width + 2 * width * inner + inner + width
+        projector = width * out
+    attention = 4 * width * width + 4 * width
+    patch = int(tower.get("temporal_patch_size", 2)) * int(tower.get("patch_size", 14)) ** 2
+    return int(tower.get("in_channels", 3)) * patch * width + depth * (block + attention) + projector
+
+
+def _merger(merged: int, out: int) -> int:
+    return merged * merged + merged + merged * out + out

@@ -18,8 +18,8 @@ from dovetail.config.plan.memory import (
     training_phase,
     training_stages,
 )
+from dovetail.config.plan.model_shape import Shapes
 from dovetail.config.plan.role_memory import RoleMemory, TrainingSection, role_memory, with_value_head
-from dovetail.config.plan.shapes import Shapes
 from dovetail.config.root import DovetailConfig
 
 MIB = 1024**2

@@ -10,8 +10,7 @@ from dovetail.config.plan.devices import plan_device
 from dovetail.config.plan.layout import RoleLayout, make_layouts
 from dovetail.config.plan.make_memory import make_memory
 from dovetail.config.plan.memory import MemoryPlan
-from dovetail.config.plan.model_shape import ModelShape
-from dovetail.config.plan.shapes import Shapes
+from dovetail.config.plan.model_shape import ModelShape, Shapes
 from dovetail.config.root import DovetailConfig
 
 
