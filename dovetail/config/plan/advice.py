@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dovetail.config.plan.batches import PassBatches
-from dovetail.config.plan.devices import GIB
-from dovetail.config.plan.memory import PhaseMemory
+from dovetail.config.plan.layout import GIB
 from dovetail.config.root import DovetailConfig
+
+if TYPE_CHECKING:
+    from dovetail.config.plan.memory import PhaseMemory
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"

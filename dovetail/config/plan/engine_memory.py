@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.plan.activations import forward_activations
-from dovetail.config.plan.devices import GIB, Device
-from dovetail.config.plan.layout import RoleLayout
+from dovetail.config.plan.layout import GIB, Device, RoleLayout
 from dovetail.config.plan.model_shape import ModelShape
 from dovetail.config.plan.role_memory import BYTES
 from dovetail.config.rollout import RolloutConfig

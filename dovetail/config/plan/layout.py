@@ -1,10 +1,11 @@
-"""Who runs where: each role's devices and parallel sizes, read from the config.
+"""Who runs where: each role's devices and parallel sizes, and how much memory a device has, read from the config.
 
 Sizes that do not divide are cut down, never refused: `dovetail.config.checks` says what is wrong with them.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from dovetail.config.actor import ActorConfig
@@ -19,6 +20,13 @@ from dovetail.config.root import DovetailConfig
 TrainingSection = ActorConfig | CriticConfig | RefConfig | RewardModelConfig
 
 SHARED_POOL = "global"
+GIB = 1024**3
+# What is planned for when nobody says: the common data-centre card, and the card of the npu recipes.
+DEFAULT_GIB = {"cuda": 80.0, "auto": 80.0, "npu": 64.0}
+# Driver context, collectives and allocator before the first tensor.
+ACCELERATOR_RUNTIME = 1.5 * GIB
+# Interpreter and libraries of one CPU worker.
+CPU_RUNTIME = 0.6 * GIB
 
 
 @dataclass(frozen=True)
@@ -163,3 +171,27 @@ def _megatron_layout(role: str, megatron: MegatronConfig, world: int, pool: str)
         embedding_counts=bool(extra.get("account_for_embedding_in_pipeline_split")),
         head_counts=bool(extra.get("account_for_loss_in_pipeline_split")),
     )
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device (or one CPU worker) and what its runtime takes."""
+
+    name: str
+    memory_bytes: float
+    runtime_bytes: float
+    is_accelerator: bool
+
+
+def plan_device(config: DovetailConfig, memory_gib: float | None = None) -> Device:
+    """The device that the plan is made for; `memory_gib` overrides the table.
+
+    Never asks a driver: a plan is made on a laptop for a cluster.
+    """
+    kind = config.trainer.device
+    if kind == "cpu":
+        host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        memory = memory_gib * GIB if memory_gib else host / config.trainer.n_gpus_per_node
+        return Device("CPU worker", memory, CPU_RUNTIME, is_accelerator=False)
+    memory = (memory_gib or DEFAULT_GIB[kind]) * GIB
+    return Device("NPU" if kind == "npu" else "GPU", memory, ACCELERATOR_RUNTIME, is_accelerator=True)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dovetail.config.plan.activations import (
-    forward_activations,
-    fused_head_bytes,
-    kept_activations,
-    logits_bytes,
-    recomputed_activations,
-)
-from dovetail.config.plan.batches import PassBatches
-from dovetail.config.plan.devices import GIB, Device
-from dovetail.config.plan.engine_memory import EngineMemory
-from dovetail.config.plan.role_memory import RoleMemory
-from dovetail.config.plan.states import stage_parameters
+from dovetail.config.fsdp import full_dtype
+from dovetail.config.plan.advice import advise
+from dovetail.config.plan.batches import BatchPlan, PassBatches
+from dovetail.config.plan.engine_memory import engine_memory
+from dovetail.config.plan.layout import GIB, Device, RoleLayout
+from dovetail.config.plan.model_shape import Shapes
+from dovetail.config.plan.role_memory import RoleMemory, role_memories
+from dovetail.config.root import DovetailConfig
 
 ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "KV cache", "engine", "waiting roles", "runtime")
+MIB = 1024**2
+# What a sleeping engine keeps: its process, graphs and buffers that are not tagged as weights or cache.
+SLEEPING_ENGINE = 1.0 * GIB
 
 
 @dataclass(frozen=True)
@@ -87,153 +87,164 @@ class MemoryPlan:
         return all(phase.fits for phase in self.phases)
 
 
-def training_phase(
-    name: str, role: str, roles: dict[str, RoleMemory], batch: PassBatches, rest: float, device: Device
-) -> PhaseMemory:
-    """A phase in which `role` computes; `rest` is what the engine leaves on the device."""
-    return max(training_stages(name, role, roles, batch, rest, device), key=lambda phase: phase.total)
-
-
-def training_stages(
-    name: str, role: str, roles: dict[str, RoleMemory], batch: PassBatches, rest: float, device: Device
-) -> list[PhaseMemory]:
-    """The same phase on the devices of every pipeline stage."""
-    stages = range(roles[role].layout.pipeline_parallel)
-    return [_training_stage(name, role, roles, batch, stage, rest, device) for stage in stages]
-
-
-def stage_memory(active: RoleMemory, phases: list[PhaseMemory]) -> list[StageMemory]:
-    """Every pipeline stage of a role with its part of the model, from its phases of an update."""
-    shape, layout = active.shape, active.layout
-    held = layout.stages(shape.num_layers)
-    return [
-        StageMemory(
-            role=layout.role,
-            stage=index,
-            layers=held[index],
-            expert_layers=sum(shape.layers[layer].is_moe for layer in held[index]),
-            experts_per_device=shape.num_experts // layout.expert_parallel,
-            dense_parameters=parameters.dense,
-            expert_parameters=parameters.experts,
-            items=phase.items,
-        )
-        for index, (parameters, phase) in enumerate(zip(stage_parameters(shape, layout), phases, strict=True))
-    ]
-
-
-def rollout_phase(engine: EngineMemory, roles: dict[str, RoleMemory], pool: str, device: Device) -> PhaseMemory:
-    """Generation: the engine, and what the training roles leave on the same device."""
-    obstacle = None
-    if not engine.fits:
-        need = engine.cache_per_token * engine.max_length
-        obstacle = (
-            f"one sequence of {engine.max_length:,} tokens needs {need / GIB:.1f} GiB of KV cache and "
-            f"{engine.cache / GIB:.1f} GiB are left of the engine's {engine.budget / GIB:.1f} GiB"
-        )
-    items = {
-        "KV cache": engine.cache,
-        "engine": engine.weights + engine.workspace,
-        "waiting roles": _waiting(roles, skip=None, stage=None),
-        "runtime": device.runtime_bytes,
-    }
-    return PhaseMemory("rollout", pool, _all_items(items), device.memory_bytes, obstacle=obstacle)
-
-
-def sync_phase(
-    engine: EngineMemory, roles: dict[str, RoleMemory], bucket: float, device: Device, *, shared: bool
-) -> PhaseMemory:
-    """Weights on their way: the trainer's, a bucket sent and received, and the engine's where it shares the device."""
-    actor = roles["actor"]
-    states = max(actor.stages, key=lambda stage: stage.weights)
-    optimizer = 0.0 if actor.optimizer_waits_on_host or actor.always_on_host else states.optimizer
-    items = {
-        "weights": 0.0 if actor.always_on_host else states.weights,
-        "optimizer": optimizer,
-        "engine": (engine.weights if shared else 0.0) + 2 * bucket,
-        "waiting roles": _waiting(roles, skip="actor", stage=states.stage),
-        "runtime": device.runtime_bytes,
-    }
-    return PhaseMemory("weight sync", actor.layout.pool, _all_items(items), device.memory_bytes)
-
-
-def _training_stage(
-    name: str,
-    role: str,
-    roles: dict[str, RoleMemory],
-    batch: PassBatches,
-    stage: int,
-    rest: float,
-    device: Device,
-) -> PhaseMemory:
-    active = roles[role]
-    states, shape, layout = active.at(stage), active.shape, active.layout
-    tokens = batch.tokens_per_device
-    weights = (0.0 if active.always_on_host else states.weights) + states.gathered
-    logits = _head_bytes(active, tokens, device, training=batch.trains) if states.holds_head else 0.0
-    if batch.trains:
-        activations = _training_activations(active, stage, batch, logits)
-        gradients = 0.0 if active.always_on_host else states.gradients
-        # The gradient of one unit before it is cut over the ranks.
-        gradients += states.largest_unit * active.reduce_bytes if layout.shard_size > 1 else 0.0
-        optimizer = 0.0 if active.always_on_host else states.optimizer
-    else:
-        # The head comes after the layers: of the two, only the larger is alive at the peak.
-        activations = max(0.0, forward_activations(shape, layout, tokens) - logits)
-        gradients = states.gradients if layout.is_megatron and not active.gradients_wait_on_host else 0.0
-        optimizer = 0.0 if active.optimizer_waits_on_host or active.always_on_host else states.optimizer
-    items = {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "activations": activations,
-        "logits": logits,
-        "engine": rest,
-        "waiting roles": _waiting(roles, skip=role, stage=stage),
-        "runtime": device.runtime_bytes,
-    }
-    pool = layout.pool
-    return PhaseMemory(
-        name, pool, _all_items(items), device.memory_bytes, stage=stage if layout.pipeline_parallel > 1 else None
+def make_memory(
+    config: DovetailConfig, layouts: dict[str, RoleLayout], batches: BatchPlan, shapes: Shapes, device: Device
+) -> MemoryPlan | None:
+    """Memory of every phase; None when the policy's shape is not known."""
+    if shapes.policy is None:
+        return None
+    memory = _Memory(config, layouts, batches, shapes, device)
+    phases = memory.phases()
+    passes = {batch.name: batch for batch in batches.passes}
+    advice = []
+    for phase in phases:
+        if not phase.fits:
+            batch = passes.get(phase.name)
+            ranks = layouts[batch.role].ranks_per_sequence if batch else 1
+            advice.append(advise(config, phase, batch, batches.max_sequence_length / ranks))
+    return MemoryPlan(
+        device=device.name,
+        device_bytes=device.memory_bytes,
+        phases=tuple(phases),
+        host_bytes_per_node=sum(role.on_host() for role in memory.roles.values()) * config.trainer.n_gpus_per_node,
+        cached_tokens=memory.engine.cached_tokens,
+        full_sequences=memory.engine.full_sequences,
+        verdict=_verdict(phases, device),
+        advice=tuple(advice),
+        stages=tuple(memory.stages()),
     )
 
 
-def _training_activations(active: RoleMemory, stage: int, batch: PassBatches, logits: float) -> float:
-    tokens = batch.tokens_per_device
-    kept = kept_activations(
-        active.shape,
-        active.layout,
-        stage,
-        tokens,
-        micro_batches=batch.micro_batches,
-        checkpointing=active.checkpointing,
-        offload=active.activation_offload,
-        compiled=active.compiled,
+class _Memory:
+    """Which phases a step has and who waits in each."""
+
+    def __init__(
+        self, config: DovetailConfig, layouts: dict[str, RoleLayout], batches: BatchPlan, shapes: Shapes, device: Device
+    ) -> None:
+        assert shapes.policy is not None, "the memory plan needs the policy's shape"
+        self.rollout = config.actor_rollout_ref.rollout
+        self.layouts, self.batches, self.device = layouts, batches, device
+        self.roles = role_memories(config, layouts, shapes, device)
+        self.engine = engine_memory(
+            shapes.policy,
+            layouts["rollout"],
+            self.rollout,
+            device=device,
+            sequences_per_replica=batches.sequences_per_engine / self.rollout.data_parallel_size,
+            shares_weights=_shares_weights(config, layouts),
+        )
+
+    def phases(self) -> list[PhaseMemory]:
+        """Every phase on the devices that it fills most."""
+        phases = [self._rollout_phase()]
+        for batch in self.batches.passes:
+            # With LoRA the actor computes the reference's log-probs.
+            role = "actor" if batch.role == "ref" and "ref" not in self.roles else batch.role
+            if role in self.roles:
+                phases.append(max(self._training_stages(role, batch), key=lambda phase: phase.total))
+        return [*phases, self._sync_phase()]
+
+    def stages(self) -> Iterator[StageMemory]:
+        """Every pipeline stage of the roles that train on Megatron, with its part of the model."""
+        for batch in self.batches.passes:
+            active = self.roles.get(batch.role)
+            if active is None or not batch.trains or not active.layout.is_megatron:
+                continue
+            shape, layout = active.shape, active.layout
+            held = layout.stages(shape.num_layers)
+            for states, phase in zip(active.stages, self._training_stages(batch.role, batch), strict=True):
+                yield StageMemory(
+                    role=layout.role,
+                    stage=states.stage,
+                    layers=held[states.stage],
+                    expert_layers=sum(shape.layers[layer].is_moe for layer in held[states.stage]),
+                    experts_per_device=shape.num_experts // layout.expert_parallel,
+                    dense_parameters=states.dense,
+                    expert_parameters=states.experts,
+                    items=phase.items,
+                )
+
+    def _rollout_phase(self) -> PhaseMemory:
+        """Generation: the engine, and what the training roles leave on the same device."""
+        engine, pool, obstacle = self.engine, self.layouts["rollout"].pool, None
+        if not engine.fits:
+            need = engine.cache_per_token * engine.max_length
+            obstacle = (
+                f"one sequence of {engine.max_length:,} tokens needs {need / GIB:.1f} GiB of KV cache and "
+                f"{engine.cache / GIB:.1f} GiB are left of the engine's {engine.budget / GIB:.1f} GiB"
+            )
+        items = {"KV cache": engine.cache, "engine": engine.weights + engine.workspace}
+        return self._phase("rollout", pool, items, active="", obstacle=obstacle)
+
+    def _training_stages(self, role: str, batch: PassBatches) -> list[PhaseMemory]:
+        """A phase in which `role` computes, on the devices of every pipeline stage."""
+        active, rest = self.roles[role], 0.0
+        layout = active.layout
+        if layout.pool == self.layouts["rollout"].pool:
+            # What the engine leaves on the device.
+            if self.rollout.free_cache_engine is False:
+                rest = self.engine.weights + self.engine.workspace + self.engine.cache
+            elif self.device.is_accelerator and self.rollout.name != "native":
+                rest = SLEEPING_ENGINE
+        return [
+            self._phase(
+                batch.name,
+                layout.pool,
+                {**active.computing(stage, batch, self.device), "engine": rest},
+                active=role,
+                at=stage,
+                stage=stage if layout.pipeline_parallel > 1 else None,
+            )
+            for stage in range(layout.pipeline_parallel)
+        ]
+
+    def _sync_phase(self) -> PhaseMemory:
+        """Weights on their way: the trainer's, a bucket sent and received, and the engine's where it shares devices."""
+        actor, shared = self.roles["actor"], self.layouts["rollout"].pool == self.layouts["actor"].pool
+        states = max(actor.stages, key=lambda stage: stage.weights)
+        items = {
+            "weights": 0.0 if actor.always_on_host else states.weights,
+            "optimizer": actor.waiting_optimizer(states),
+            "engine": shared * self.engine.weights + 2 * self.rollout.update_weights_bucket_megabytes * MIB,
+        }
+        return self._phase("weight sync", actor.layout.pool, items, active="actor", at=states.stage)
+
+    def _phase(
+        self,
+        name: str,
+        pool: str,
+        items: dict[str, float],
+        *,
+        active: str,
+        at: int | None = None,
+        stage: int | None = None,
+        obstacle: str | None = None,
+    ) -> PhaseMemory:
+        """A phase of the role `active`, beside the other roles of the pool at stage `at` and the runtime."""
+        mates: list[RoleMemory] = [r for name, r in self.roles.items() if name != active and r.layout.pool == pool]
+        waiting = sum((role.waiting(at) for role in mates), 0.0)
+        items = {**items, "waiting roles": waiting, "runtime": self.device.runtime_bytes}
+        every_item = {item: items.get(item, 0.0) for item in ITEMS}
+        return PhaseMemory(name, pool, every_item, self.device.memory_bytes, stage, obstacle)
+
+
+def _shares_weights(config: DovetailConfig, layouts: dict[str, RoleLayout]) -> bool:
+    """The embedded engine beside one process, where both compute in the same dtype and no adapters are merged."""
+    policy, actor = config.actor_rollout_ref, layouts["actor"]
+    return (
+        policy.rollout.name == "native"
+        and not actor.is_megatron
+        and actor.world_size == 1
+        and layouts["rollout"].pool == actor.pool
+        and not policy.model.uses_lora
+        and full_dtype(policy.rollout.dtype) == full_dtype(policy.actor.fsdp_config.mixed_precision.param_dtype)
     )
-    if not active.checkpointing:
-        return kept
-    # Backward frees the logits before it recomputes the last layer: the smaller of the two hides behind the larger.
-    again = recomputed_activations(active.shape, active.layout, stage, tokens, compiled=active.compiled)
-    return kept + max(0.0, again - logits)
 
 
-def _head_bytes(active: RoleMemory, tokens: float, device: Device, *, training: bool) -> float:
-    shape, layout = active.shape, active.layout
-    if active.fused_head:
-        return fused_head_bytes(shape, layout, tokens, training=training, accelerator=device.is_accelerator)
-    return logits_bytes(shape, layout, tokens, training=training, entropy=active.needs_entropy)
-
-
-def _waiting(roles: dict[str, RoleMemory], *, skip: str | None, stage: int | None) -> float:
-    total = 0.0
-    for name, role in roles.items():
-        if name == skip:
-            continue
-        if stage is None:
-            total += max(role.waiting(index) for index in range(len(role.stages)))
-        else:
-            total += role.waiting(stage)
-    return total
-
-
-def _all_items(items: dict[str, float]) -> dict[str, float]:
-    return {name: items.get(name, 0.0) for name in ITEMS}
+def _verdict(phases: list[PhaseMemory], device: Device) -> str:
+    peak = max(phases, key=lambda phase: phase.total)
+    have = device.memory_bytes / GIB
+    tight = [phase.name for phase in phases if not phase.fits]
+    if tight:
+        return f"does not fit in {have:.1f} GiB: {', '.join(tight)}"
+    return f"fits: {peak.name} is the fullest phase with {peak.total / GIB:.1f} of {have:.1f} GiB"

@@ -6,10 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dovetail.config.plan.batches import BatchPlan, make_batches
-from dovetail.config.plan.devices import plan_device
-from dovetail.config.plan.layout import RoleLayout, make_layouts
-from dovetail.config.plan.make_memory import make_memory
-from dovetail.config.plan.memory import MemoryPlan
+from dovetail.config.plan.layout import RoleLayout, make_layouts, plan_device
+from dovetail.config.plan.memory import MemoryPlan, make_memory
 from dovetail.config.plan.model_shape import ModelShape, Shapes
 from dovetail.config.root import DovetailConfig
 

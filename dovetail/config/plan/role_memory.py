@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dovetail.config.actor import ActorConfig
-from dovetail.config.critic import CriticConfig
 from dovetail.config.fsdp import FSDPConfig, full_dtype
 from dovetail.config.megatron import MegatronConfig
+from dovetail.config.model import ModelConfig
 from dovetail.config.optim import OptimConfig
-from dovetail.config.plan.layout import RoleLayout
-from dovetail.config.plan.model_shape import ModelShape
+from dovetail.config.plan.activations import (
+    forward_activations,
+    fused_head_bytes,
+    kept_activations,
+    logits_bytes,
+    recomputed_activations,
+)
+from dovetail.config.plan.batches import PassBatches
+from dovetail.config.plan.layout import Device, RoleLayout, TrainingSection
+from dovetail.config.plan.model_shape import ModelShape, Shapes
 from dovetail.config.plan.states import ModelStates, Precision, lora_share, model_states
-from dovetail.config.ref import RefConfig
-from dovetail.config.reward import RewardModelConfig
-
-TrainingSection = ActorConfig | CriticConfig | RefConfig | RewardModelConfig
+from dovetail.config.root import DovetailConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -40,60 +44,140 @@ class RoleMemory:
     # FSDP2's own offload: the device only ever holds what is gathered.
     always_on_host: bool
 
-    def waiting(self, stage: int) -> float:
-        """Bytes on the device while another role computes."""
+    def at(self, stage: int) -> ModelStates:
+        """States of a stage; roles with fewer stages repeat their last."""
+        return self.stages[min(stage, len(self.stages) - 1)]
+
+    def waiting(self, stage: int | None) -> float:
+        """Bytes on the device while another role computes; without a stage, those of the fullest."""
+        if stage is None:
+            return max(self.waiting(index) for index in range(len(self.stages)))
         if self.always_on_host:
             return 0.0
         states = self.at(stage)
         kept = 0.0 if self.weights_wait_on_host else states.weights
         kept += 0.0 if self.optimizer_waits_on_host else states.optimizer
-        # FSDP frees gradients after the step; Megatron keeps its buffers.
-        kept += states.gradients if self.layout.is_megatron and not self.gradients_wait_on_host else 0.0
-        return kept
+        return kept + self._waiting_gradients(states)
 
     def on_host(self) -> float:
         """Most bytes that one device moves to host memory."""
-        return max(self._host_bytes(states) for states in self.stages)
+        weights = self.always_on_host or self.weights_wait_on_host
+        optimizer = self.always_on_host or self.optimizer_waits_on_host
+        gradients = self.always_on_host or self.gradients_wait_on_host
+        return max(
+            weights * states.weights + optimizer * states.optimizer + gradients * states.gradients
+            for states in self.stages
+        )
 
-    def at(self, stage: int) -> ModelStates:
-        """States of a stage; roles with fewer stages repeat their last."""
-        return self.stages[min(stage, len(self.stages) - 1)]
+    def computing(self, stage: int, batch: PassBatches, device: Device) -> dict[str, float]:
+        """Bytes by item on a device of `stage` while the role makes this pass."""
+        states, shape, layout, tokens = self.at(stage), self.shape, self.layout, batch.tokens_per_device
+        on_device = not self.always_on_host
+        logits = self._head(tokens, device, training=batch.trains) if states.holds_head else 0.0
+        if batch.trains:
+            activations = self._training_activations(stage, batch, logits)
+            gradients = on_device * states.gradients
+            # The gradient of one unit before it is cut over the ranks.
+            gradients += states.largest_unit * self.reduce_bytes if layout.shard_size > 1 else 0.0
+            optimizer = on_device * states.optimizer
+        else:
+            # The head comes after the layers: of the two, only the larger is alive at the peak.
+            activations = max(0.0, forward_activations(shape, layout, tokens) - logits)
+            gradients = self._waiting_gradients(states)
+            optimizer = self.waiting_optimizer(states)
+        return {
+            "weights": on_device * states.weights + states.gathered,
+            "gradients": gradients,
+            "optimizer": optimizer,
+            "activations": activations,
+            "logits": logits,
+        }
 
-    def _host_bytes(self, states: ModelStates) -> float:
-        if self.always_on_host:
-            return states.weights + states.gradients + states.optimizer
-        moved = states.weights if self.weights_wait_on_host else 0.0
-        moved += states.optimizer if self.optimizer_waits_on_host else 0.0
-        return moved + (states.gradients if self.gradients_wait_on_host else 0.0)
+    def waiting_optimizer(self, states: ModelStates) -> float:
+        """Bytes of optimizer state on the device outside of an update."""
+        return 0.0 if self.optimizer_waits_on_host or self.always_on_host else states.optimizer
+
+    def _waiting_gradients(self, states: ModelStates) -> float:
+        # FSDP frees gradients after the step; Megatron keeps its buffers.
+        return states.gradients if self.layout.is_megatron and not self.gradients_wait_on_host else 0.0
+
+    def _training_activations(self, stage: int, batch: PassBatches, logits: float) -> float:
+        shape, layout, tokens = self.shape, self.layout, batch.tokens_per_device
+        kept = kept_activations(
+            shape,
+            layout,
+            stage,
+            tokens,
+            micro_batches=batch.micro_batches,
+            checkpointing=self.checkpointing,
+            offload=self.activation_offload,
+            compiled=self.compiled,
+        )
+        if not self.checkpointing:
+            return kept
+        # Backward frees the logits before it recomputes the last layer: the smaller hides behind the larger.
+        again = recomputed_activations(shape, layout, stage, tokens, compiled=self.compiled)
+        return kept + max(0.0, again - logits)
+
+    def _head(self, tokens: float, device: Device, *, training: bool) -> float:
+        if self.fused_head:
+            accelerator = device.is_accelerator
+            return fused_head_bytes(self.shape, self.layout, tokens, training=training, accelerator=accelerator)
+        return logits_bytes(self.shape, self.layout, tokens, training=training, entropy=self.needs_entropy)
 
 
-def role_memory(
+def role_memories(
+    config: DovetailConfig, layouts: dict[str, RoleLayout], shapes: Shapes, device: Device
+) -> dict[str, RoleMemory]:
+    """Every role with a network whose shape is known."""
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    actor, ref = policy.actor, policy.ref
+    roles: dict[str, RoleMemory] = {}
+    if shapes.policy is not None:
+        fused, layout = policy.model.use_fused_kernels, layouts["actor"]
+        memory = _role_memory(actor, layout, shapes.policy, actor.fsdp_config, actor.optim, policy.model)
+        compiled = actor.use_torch_compile and device.is_accelerator and not layout.is_megatron
+        roles["actor"] = replace(memory, fused_head=fused, needs_entropy=actor.needs_entropy, compiled=compiled)
+        # With LoRA the reference is the actor with its adapters switched off: no second copy.
+        if "ref" in layouts and not policy.model.uses_lora:
+            memory = _role_memory(ref, layouts["ref"], shapes.policy, ref.fsdp_config)
+            roles["ref"] = replace(memory, fused_head=fused)
+    if "critic" in layouts and shapes.critic is not None:
+        shape = _with_value_head(shapes.critic)
+        roles["critic"] = _role_memory(critic, layouts["critic"], shape, critic.fsdp_config, critic.optim, critic.model)
+    if "reward_model" in layouts and shapes.reward is not None:
+        shape = _with_value_head(shapes.reward)
+        roles["reward_model"] = _role_memory(reward, layouts["reward_model"], shape, reward.model.fsdp_config)
+    return roles
+
+
+def _role_memory(
     section: TrainingSection,
     layout: RoleLayout,
     shape: ModelShape,
-    *,
     fsdp: FSDPConfig,
-    optim: OptimConfig | None,
-    checkpointing: bool,
-    fused_head: bool,
-    activation_offload: bool = False,
-    needs_entropy: bool = False,
-    compiled: bool = False,
-    lora_rank: int = 0,
+    optim: OptimConfig | None = None,
+    model: ModelConfig | None = None,
 ) -> RoleMemory:
     """The memory of a role on a training backend; without an optimizer it is frozen."""
     megatron = section.megatron if layout.is_megatron else None
     precision = _megatron_precision(megatron, optim) if megatron else _fsdp_precision(fsdp, optim, layout)
-    trainable = 0.0 if optim is None else (lora_share(shape, lora_rank) if lora_rank else 1.0)
+    trainable, checkpointing = 0.0, False
+    if optim is not None and model is not None:
+        trainable = lora_share(shape, model.lora_rank) if model.lora_rank else 1.0
+        checkpointing = model.enable_gradient_checkpointing
+        if megatron:  # its own option goes before the model's
+            default = "full" if checkpointing else ""
+            checkpointing = megatron.override_transformer_config.get("recompute_granularity", default) == "full"
     return RoleMemory(
         layout=layout,
         shape=shape,
         stages=tuple(model_states(shape, layout, precision, trainable=trainable)),
         checkpointing=checkpointing,
-        fused_head=fused_head,
-        activation_offload=activation_offload,
-        needs_entropy=needs_entropy,
-        compiled=compiled and not layout.is_megatron,
+        fused_head=False,
+        activation_offload=model is not None and model.enable_activation_offload,
+        needs_entropy=False,
+        compiled=False,
         reduce_bytes=0.0 if megatron or not trainable else _bytes(fsdp.mixed_precision.reduce_dtype),
         weights_wait_on_host=megatron.param_offload if megatron else fsdp.param_offload,
         optimizer_waits_on_host=megatron.optimizer_offload if megatron else fsdp.optimizer_offload,
@@ -102,7 +186,7 @@ def role_memory(
     )
 
 
-def with_value_head(shape: ModelShape) -> ModelShape:
+def _with_value_head(shape: ModelShape) -> ModelShape:
     """The same backbone with one output per token."""
     return replace(shape, head=shape.hidden_size, tied=False, vocab_size=1)
 
@@ -111,26 +195,15 @@ def _fsdp_precision(fsdp: FSDPConfig, optim: OptimConfig | None, layout: RoleLay
     compute = _bytes(fsdp.mixed_precision.param_dtype)
     # What is never trained is kept in the dtype it computes in.
     master = compute if optim is None else _bytes(fsdp.model_dtype)
-    return Precision(
-        weights=master,
-        gathered=compute,
-        gradients=master,
-        optimizer=_moments(optim) * master,
-        keep_gathered=layout.backend == "fsdp2" and not fsdp.reshard_after_forward,
-    )
+    keep = layout.backend == "fsdp2" and not fsdp.reshard_after_forward
+    return Precision(master, compute, master, optimizer=_moments(optim) * master, keep_gathered=keep)
 
 
 def _megatron_precision(megatron: MegatronConfig, optim: OptimConfig | None) -> Precision:
     weights = _bytes(megatron.dtype)
     # Moments and, under half-precision weights, a master copy: all fp32.
     optimizer = 4 * _moments(optim) + (4 if weights < 4 and optim is not None else 0)
-    return Precision(
-        weights=weights,
-        gathered=weights,
-        gradients=4,
-        optimizer=optimizer,
-        distributed_optimizer=megatron.use_distributed_optimizer,
-    )
+    return Precision(weights, weights, 4, optimizer, distributed_optimizer=megatron.use_distributed_optimizer)
 
 
 def _moments(optim: OptimConfig | None) -> int:

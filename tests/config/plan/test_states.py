@@ -7,7 +7,7 @@ import pytest
 from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.model_shape import shape_from_config
 from dovetail.config.plan.stages import pipeline_stages, stage_sizes
-from dovetail.config.plan.states import Precision, lora_share, model_states, stage_parameters
+from dovetail.config.plan.states import Precision, lora_share, model_states
 from tests.config.plan import known_models as known
 
 pytestmark = pytest.mark.unit
@@ -32,7 +32,7 @@ def test_stages_together_hold_the_whole_model() -> None:
     layout = RoleLayout(
         "actor", "megatron", "global", 512, 32, pipeline_parallel=16, first_stage_layers=3, last_stage_layers=2
     )
-    assert sum(stage.total for stage in stage_parameters(shape, layout)) == shape.parameters
+    assert sum(stage.dense + stage.experts for stage in model_states(shape, layout, FP32)) == shape.parameters
 
 
 def test_full_sharding_divides_states_by_the_world_and_hybrid_by_its_group() -> None:
