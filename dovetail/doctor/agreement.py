@@ -130,7 +130,7 @@ def examine(
     with clock("train one step"):
         old, old_log_probs = _answers(groups, tokenizer)
         moved = _train(policy, old, old_log_probs)
-        groups.weights_changed()
+        groups.weights_changed(1)
     clock.outcome = f"log-probs of {int(old.tensors['response_mask'].sum())} tokens moved by {moved:.2g} on average"
     with clock("sync again, generate, compare"):
         after = _worst(groups.rollout.check_parity())

@@ -54,25 +54,26 @@ class SeparateEngines:
         self.on_restart = on_restart
         self.group = start()
         self.num_restarts = 0
-        self._version = 1
-        self._engine_version: int | None = None  # None: the engines have no weights of this trainer
+        self._version = 0
+        self._is_connected = False  # the engines have met the trainer and hold weights of it
+        self._is_stale = True
         self._address: GroupAddress | None = None
 
     def init_model(self) -> None:
         """Start the engines, introduce them to the trainer, and prove that weights arrive."""
         self._retrying(self._initialise)
 
-    def weights_changed(self) -> None:
-        """The trainer's weights are newer than the engines' from here on."""
-        self._version += 1
+    def weights_changed(self, version: int) -> None:
+        """The trainer has the weights of `version`, a global step; the engines get them before they are used."""
+        self._version, self._is_stale = version, True
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers under the trainer's current weights."""
 
         def generate() -> DataProto:
-            if self._engine_version is None:
+            if not self._is_connected:
                 self._initialise()
-            if self._engine_version != self._version:
+            if self._is_stale:
                 self._send_and_prove(self._rollout.verify_weights)
             return self.group.generate_sequences(prompts)
 
@@ -112,7 +113,7 @@ class SeparateEngines:
             sent = next(result.sent for result in results if result.sent is not None)
             compared = self.group.compare_weights(sent)
             logger.info("weights of version %d: %s tensors of each engine compared", self._version, compared)
-        self._engine_version = self._version
+        self._is_connected, self._is_stale = True, False
 
     def _both(self, engines: GroupFuture, trainer: GroupFuture, what: str) -> list[SendResult]:
         """Wait for a call on both sides. A death of an engine is raised as such, and only when the trainer is free."""
@@ -155,7 +156,7 @@ class SeparateEngines:
         logger.warning("%s Starting the engines again; %d restarts are left.", error, self._restarts_left)
         self.on_restart(str(error))
         self.group.shutdown()
-        self._engine_version = None
+        self._is_connected = False
         self.group = self._start()
 
     def _host(self) -> str:

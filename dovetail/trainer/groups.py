@@ -50,10 +50,13 @@ class RoleGroups:
         """The group, or the engines, to call `generate_sequences` on."""
         return self.actor_rollout if self.engines is None else self.engines
 
-    def weights_changed(self) -> None:
-        """Call after an update or a load. Processes that both train and generate keep track themselves."""
+    def weights_changed(self, version: int) -> None:
+        """Call after an update or a load; `version` is the global step that left the weights.
+
+        Processes that both train and generate keep track themselves, and get the version with the prompts.
+        """
         if self.engines is not None:
-            self.engines.weights_changed()
+            self.engines.weights_changed(version)
 
     def freeze_gc(self) -> None:
         """Exclude what the processes have built from later garbage collections."""

@@ -102,6 +102,8 @@ class RayPPOTrainer:
         self.checkpoints = TrainerCheckpoints(config)
         self.utilisation = StepUtilisation(config)
         self.global_step = 0
+        self.weight_version = 0
+        """The global step that left the policy's weights; 0 are those the run began with."""
         self._saved_step = 0
         self._last_metrics: Metrics = {}
         self._num_generated = 0
@@ -267,7 +269,8 @@ class RayPPOTrainer:
                 extra = get_policy_loss_columns(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
                 update = self.groups.actor_rollout.update_actor(stage_columns(trained, "update_actor", extra))
                 metrics |= update_metrics(update, metrics)
-                self.groups.weights_changed()
+                self.weight_version = self.global_step
+                self.groups.weights_changed(self.weight_version)
         return batch, metrics
 
     # ---- the phases ----
@@ -286,6 +289,7 @@ class RayPPOTrainer:
 
     def _answers(self, prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
         column = self.config.actor_rollout_ref.rollout.media_column
+        sampling["weight_version"] = self.weight_version
         request = engine_request(prompts, n=n, media_column=column, **sampling)
         answers = self.groups.rollout.generate_sequences(request)
         self._note_restarts(num_restarts(answers))
@@ -452,7 +456,8 @@ class RayPPOTrainer:
             return
         self.global_step = self._saved_step = checkpoint.step
         self._last_metrics = checkpoint.metrics
-        self.groups.weights_changed()
+        self.weight_version = int(checkpoint.state.get("weight_version", checkpoint.step))
+        self.groups.weights_changed(self.weight_version)
         logger.info("resumed from %s at step %d", checkpoint.folder, checkpoint.step)
         if self.config.trainer.val_only:
             return  # no step is repeated, so what was recorded after this one stays
@@ -471,6 +476,7 @@ class RayPPOTrainer:
             "loader": self.train_loader.state_dict(),
             "kl_ctrl": self.kl_ctrl.state_dict(),
             "num_drawn": self.draws.num_drawn,
+            "weight_version": self.weight_version,
         }
 
     def _load_driver_state(self, state: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from dovetail.backends.base import TrainBackend
@@ -131,6 +132,34 @@ class ActorRolloutRefWorker(CheckpointedRole):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses for these prompts, `meta_info["n"]` of each side by side."""
         return self._need(self.hybrid, "rollout").generate(prompts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generate_groups(
+        self,
+        prompts: DataProto | None,
+        snapshot: DataProto | None,
+        counts: Sequence[int],
+        must_finish: Sequence[str],
+        version: int,
+    ) -> DataProto | None:
+        """Take up the prompts whose column `engine` is this rank; returns when `counts[rank]` groups have finished.
+
+        See `HybridEngine.generate_groups`.
+        """
+        hybrid = self._need(self.hybrid, "rollout")
+        return hybrid.generate_groups(
+            prompts, snapshot, count=counts[self.rank], must_finish=must_finish, version=version
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def snapshot_groups(self) -> DataProto | None:
+        """What the unfinished groups of this rank have so far."""
+        return self._need(self.hybrid, "rollout").snapshot_groups()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def abort_groups(self, uids: Sequence[str]) -> None:
+        """Forget these groups, finished or not."""
+        self._need(self.hybrid, "rollout").abort_groups(uids)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check_parity(self) -> ParityReport:

@@ -7,7 +7,7 @@ checksums of what arrived, and a greedy probe held against the trainer's own for
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,7 @@ from dovetail.weight_sync import in_engine_dtype
 from dovetail.workers.adapters import adapter_of, sends_adapter, with_base_and_adapter
 from dovetail.workers.cache_room import CacheRoom
 from dovetail.workers.generation import answers_of, requests_of
+from dovetail.workers.group_stream import GroupStream, own_rows
 from dovetail.workers.parity import ParityProbe, ParityReport
 from dovetail.workers.restarts import RestartableEngine, generate_together
 from dovetail.workers.weight_check import WatchedWeights, compare_answers
@@ -64,12 +65,13 @@ class HybridEngine:
         if not self.shares_weights and backend.rank_info.world_size == 1:
             self.engine.reload_weights = self._reload
         self._room = CacheRoom.beside_training(config, device) if self.shares_weights else None
-        self._trainer_version = 1
-        self._engine_version: int | None = None  # None: the engine holds no weights of this trainer
+        self._version = 0  # of the weights that the engine has, or is given next
+        self._is_stale = True  # the engine does not hold the trainer's weights
         self._num_compared = 0
         tokenizer = load_tokenizer(self._model.tokenizer_source, trust_remote_code=self._model.trust_remote_code)
         self._pad_token_id = tokenizer.pad_token_id
         self._probe = ParityProbe(config, tokenizer)
+        self._groups: GroupStream | None = None  # groups that outlive the engine's turn
         self._num_calls = 0
         self._num_restarts = 0
         logger.info(
@@ -78,7 +80,7 @@ class HybridEngine:
 
     def weights_changed(self) -> None:
         """The trainer's weights are newer than the engine's from here on."""
-        self._trainer_version += 1
+        self._is_stale = True
 
     @contextmanager
     def generating(self, *, check: bool = False) -> Iterator[None]:
@@ -101,20 +103,26 @@ class HybridEngine:
         """
         self._make_room()
         self.engine.wake(["weights"])
-        is_stale = self._engine_version != self._trainer_version
-        if is_stale or self.shares_weights:
+        if self._is_stale or self.shares_weights:
             self._backend.onload(params=True, optimizer=False)
-        if is_stale:
+        if self._is_stale:
             self._send_weights(self.engine, check=check or self._rollout.verify_weights)
-            self._engine_version = self._trainer_version
+            self._is_stale = False
             if not self.shares_weights:
                 self._backend.offload(params=self._offloading.param_offload, optimizer=False)
                 self._make_room()
         self.engine.wake(["kv_cache"])
+        if self._groups is not None:
+            self.engine.continue_()
         mark_memory(self._backend.device)
 
     def trainer_mode(self) -> None:
-        """Give the engine's memory back. Shared weights stay: they are the trainer's."""
+        """Give the engine's memory back. Shared weights stay: they are the trainer's.
+
+        Responses that are unfinished stay in the engine, paused.
+        """
+        if self._groups is not None:
+            self.engine.pause()
         if self._rollout.free_cache_engine is False or not self.engine.on_trainer_devices:
             return
         mark_memory(self._backend.device)
@@ -124,14 +132,17 @@ class HybridEngine:
             self._backend.offload(params=self._offloading.param_offload, optimizer=False)
         else:
             self.engine.sleep(["weights", "kv_cache"])
-            self._engine_version = None
+            self._is_stale = True
 
     def generate(self, prompts: DataProto) -> DataProto:
         """Responses in the order of the prompts, `meta_info["n"]` of each side by side; see `requests_of`.
 
+        `meta_info["weight_version"]` is the global step that left the trainer's weights.
+
         The engine's turn and back. With `rollout.verify_weights`, weights that are new to the engine are proved first.
         """
-        is_new = self._engine_version != self._trainer_version
+        self._version = int(prompts.meta_info.get("weight_version", self._version))
+        is_new = self._is_stale
         with self.generating():
             probed = self._probe.ask(self.engine) if is_new and self._rollout.verify_weights else None
             self._num_calls += 1
@@ -147,12 +158,42 @@ class HybridEngine:
         self._num_restarts = self.engine.num_restarts
         return batch
 
+    def generate_groups(
+        self,
+        prompts: DataProto | None,
+        snapshot: DataProto | None,
+        *,
+        count: int,
+        must_finish: Sequence[str],
+        version: int,
+    ) -> DataProto | None:
+        """Add these prompts to what is unfinished and generate until `count` groups have finished, and those of
+        `must_finish`. The others go on in the next call, under the weights that the trainer has then.
+        """
+        self._version = version
+        if self._groups is None:
+            self._groups = GroupStream(self.engine, self._rollout, pad_token_id=self._pad_token_id)
+        with self.generating():
+            if prompts is not None:
+                self._groups.start(own_rows(prompts, self._rank), snapshot)
+            self._groups.run(count, must_finish)
+        return self._groups.take()
+
+    def snapshot_groups(self) -> DataProto | None:
+        """What the unfinished groups have so far."""
+        return None if self._groups is None else self._groups.snapshot()
+
+    def abort_groups(self, uids: Sequence[str]) -> None:
+        """Forget these groups, finished or not."""
+        if self._groups is not None:
+            self._groups.abort(uids)
+
     def verify(self) -> ParityReport:
         """Send the weights and compare both sides: tensors by checksum, a few greedy answers by log-prob.
 
         Raises WeightMismatchError naming tensors. Whether the answers agree is in the report.
         """
-        self._engine_version = None
+        self._is_stale = True
         with self.generating(check=True):
             answers = self._probe.ask(self.engine)
         # The trainer computes when the engine has given its memory back.
@@ -202,17 +243,17 @@ class HybridEngine:
 
     def _send_weights(self, engine: RolloutEngine, *, check: bool) -> None:
         if self._sends_adapter:
-            engine.update_adapter(adapter_of(self._backend, self._model), self._trainer_version)
+            engine.update_adapter(adapter_of(self._backend, self._model), self._version)
             return
         weights = self._backend.named_weights()
         watched = WatchedWeights(weights, self._backend.hf_config, self._dtype) if check else None
         if self.shares_weights:
-            engine.update_weights(None, self._trainer_version)
+            engine.update_weights(None, self._version)
             for _ in watched or ():
                 pass
         else:
             stream = in_engine_dtype(weights if watched is None else watched, self._rollout.weights_dtype)
-            engine.update_weights(stream, self._trainer_version)
+            engine.update_weights(stream, self._version)
         if watched is not None:
             self._num_compared = watched.sent().compare(engine)
 

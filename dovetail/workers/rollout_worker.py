@@ -8,7 +8,8 @@ generated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -21,11 +22,14 @@ from dovetail.rollout.base import EngineDiedError, EngineError, GenerationResult
 from dovetail.rollout.registry import engine_class_for
 from dovetail.weight_sync import GroupAddress, WeightReceiver
 from dovetail.workers.generation import answers_of, requests_of
+from dovetail.workers.group_stream import GroupStream, own_rows
 from dovetail.workers.parity import ParityProbe
 from dovetail.workers.training_role import TrainingRole
 from dovetail.workers.weight_check import SentWeights
 
 logger = logging.getLogger(__name__)
+
+NO_WEIGHTS = "the engine has no weights of the trainer yet; call receive_weights first."
 
 
 class RolloutWorker(TrainingRole):
@@ -38,6 +42,7 @@ class RolloutWorker(TrainingRole):
         self.engine: RolloutEngine | None = None
         self._receiver: WeightReceiver | None = None
         self._has_weights = False
+        self._groups: GroupStream | None = None
         self._num_calls = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -77,14 +82,24 @@ class RolloutWorker(TrainingRole):
         self._receiver = WeightReceiver(address, first_rank, device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int) -> None:
-        """Take the update that the trainer is sending."""
+    def receive_weights(self, version: int) -> float:
+        """Take the update that the trainer is sending; returns the seconds during which nothing was generated.
+
+        While groups are generated in the background, weights arrive beside those in use and are swapped between two
+        tokens, where the engine can.
+        """
         engine = self._started()
+        start = time.perf_counter()
         if engine.num_weight_ranks:
             engine.receive_weights(version)
+        elif self._groups is None:
+            self._pass_on(engine.update_weights, version)
         else:
-            self._pass_on(engine, version)
+            self._pass_on(engine.stage_weights, version)
+            start = time.perf_counter()
+            engine.commit_weights(version)
         self._has_weights = True
+        return time.perf_counter() - start
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def compare_weights(self, sent: SentWeights) -> int:
@@ -101,7 +116,7 @@ class RolloutWorker(TrainingRole):
         """Responses for these prompts, `meta_info["n"]` of each side by side."""
         engine = self._started()
         if not self._has_weights:
-            raise EngineError("the engine has no weights of the trainer yet; call receive_weights first.")
+            raise EngineError(NO_WEIGHTS)
         self._num_calls += 1
         size = self._rollout.engine_world_size
         name = f"{self.rank // size}-{self._num_calls}"
@@ -109,12 +124,45 @@ class RolloutWorker(TrainingRole):
         results = engine.generate(requests)
         return answers_of(prompts, requests, results, self._rollout, pad_token_id=self._pad_token_id)
 
-    def _pass_on(self, engine: RolloutEngine, version: int) -> None:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def submit_groups(self, prompts: DataProto, snapshot: DataProto | None = None) -> None:
+        """Start to generate the prompts whose column `engine` is this engine's number, in the background.
+
+        With `snapshot` (of `snapshot_groups`) they go on from what is in it.
+        """
+        engine = self._started()
+        if not self._has_weights:
+            raise EngineError(NO_WEIGHTS)
+        if self._groups is None:
+            self._groups = GroupStream(engine, self._rollout, pad_token_id=self._pad_token_id)
+            self._groups.generate_in_background()
+        self._groups.start(own_rows(prompts, self.rank), snapshot)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_groups(self, wait_s: float = 0.0) -> DataProto | None:
+        """Groups that have finished since the last call; waits up to `wait_s` for one."""
+        if self._groups is None:
+            return None
+        self._groups.wait(wait_s)
+        return self._groups.take()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def snapshot_groups(self) -> DataProto | None:
+        """What the unfinished groups of this engine have so far; they go on."""
+        return None if self._groups is None else self._groups.snapshot()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def abort_groups(self, uids: Sequence[str]) -> None:
+        """Forget these groups, finished or not."""
+        if self._groups is not None:
+            self._groups.abort(uids)
+
+    def _pass_on(self, take: Callable[[Iterator[tuple[str, Tensor]], int], None], version: int) -> None:
         if self._receiver is None:
             raise EngineError("this worker has not joined a weight group; call join_weight_group first.")
         stream = _received(self._receiver)
         try:
-            engine.update_weights(stream, version)
+            take(stream, version)
         finally:
             for _ in stream:  # the sender and the other engines wait for every tensor to be taken
                 pass

@@ -196,13 +196,13 @@ def test_weights_follow_every_update_and_a_killed_engine_is_started_again_as_oft
 
 def _follow_an_update(groups: RoleGroups, engines: SeparateEngines) -> None:
     before = engines.generate_sequences(prompts())
-    assert set(before.tensors["weight_version"].flatten().tolist()) == {1}
+    assert set(before.tensors["weight_version"].flatten().tolist()) == {0}
     batch = rollout_batch()
     old = groups.actor_rollout.compute_log_prob(batch).tensors["old_log_probs"]
     groups.actor_rollout.update_actor(with_old_log_probs(batch, old))
-    groups.weights_changed()
+    groups.weights_changed(1)
     after = engines.generate_sequences(prompts())
-    assert set(after.tensors["weight_version"].flatten().tolist()) == {2}
+    assert set(after.tensors["weight_version"].flatten().tolist()) == {1}
     log_probs = groups.actor_rollout.compute_log_prob(after).tensors["old_log_probs"]
     assert (log_probs - after.tensors["rollout_log_probs"]).abs().max() < 1e-4
     assert [report.passed for report in engines.check_parity()] == [True, True]

@@ -135,7 +135,9 @@ def play(config: DovetailConfig, groups: RoleGroups, folder: Path) -> Run:
     actor.save_checkpoint(str(folder / "actor"), {"step": 1})
     critic.save_checkpoint(str(folder / "critic"))
     actor.export_model(str(folder / "export"))
-    greedy = actor.generate_sequences(greedy_prompts())
+    asked = greedy_prompts()
+    asked.meta_info["weight_version"] = 2
+    greedy = actor.generate_sequences(asked)
     return Run(config, groups, folder, found, metrics, sampled, greedy)
 
 
