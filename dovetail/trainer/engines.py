@@ -71,13 +71,21 @@ class SeparateEngines:
         """Answers under the trainer's current weights."""
 
         def generate() -> DataProto:
-            if not self._is_connected:
-                self._initialise()
-            if self._is_stale:
-                self._send_and_prove(self._rollout.verify_weights)
+            self._update()
             return self.group.generate_sequences(prompts)
 
         return self._retrying(generate)
+
+    def bring_up_to_date(self) -> float:
+        """Send the trainer's weights where the engines have older ones; returns the seconds generation was held."""
+        return self._retrying(self._update)
+
+    def recover(self, error: WorkerError) -> None:
+        """Start the engines again, with the trainer's weights, if they died and may be; else raise `error`."""
+        if not _engine_died(error) or self._restarts_left <= 0:
+            raise error
+        self._restart(error)
+        self.bring_up_to_date()
 
     def check_parity(self) -> list[ParityReport]:
         """Send the weights and hold the greedy answers of each engine against the trainer's forward."""
@@ -100,12 +108,18 @@ class SeparateEngines:
         self._both(joining, connecting, "meet")
         self._send_and_prove(self._rollout.verify_start)
 
-    def _send_and_prove(self, proof: bool) -> None:
-        self._send(check=proof)
+    def _update(self) -> float:
+        if not self._is_connected:
+            self._initialise()
+        return self._send_and_prove(self._rollout.verify_weights) if self._is_stale else 0.0
+
+    def _send_and_prove(self, proof: bool) -> float:
+        held = self._send(check=proof)
         for report in self._judged() if proof else ():
             report.require(self._rollout.name)
+        return held
 
-    def _send(self, *, check: bool) -> None:
+    def _send(self, *, check: bool) -> float:
         receiving = self.group.receive_weights.submit(self._version)
         sending = self._trainer.send_weights.submit(check=check)
         results = self._both(receiving, sending, f"send version {self._version} to")
@@ -114,6 +128,7 @@ class SeparateEngines:
             compared = self.group.compare_weights(sent)
             logger.info("weights of version %d: %s tensors of each engine compared", self._version, compared)
         self._is_connected, self._is_stale = True, False
+        return max(receiving.get())
 
     def _both(self, engines: GroupFuture, trainer: GroupFuture, what: str) -> list[SendResult]:
         """Wait for a call on both sides. A death of an engine is raised as such, and only when the trainer is free."""

@@ -1,0 +1,91 @@
+"""How far generation may run ahead of training, and which finished groups a step trains on. Pure; knows no engine.
+
+Draws (prompts with their group of responses) start in chunks of one generation batch; a step without dynamic sampling
+trains on one chunk's worth of groups. While the engines hold the weights left by version v, the chunks for the next
+`1 + max_staleness` batches may start; so, taken in order, no group is more than `max_staleness` updates old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+Order = Literal["finish", "draw"]
+OnStale = Literal["wait", "drop", "mask"]
+
+
+@dataclass
+class Pace:
+    """Counts chunks. `num_taken_at_update` is the number that had been taken when the engines got their weights."""
+
+    max_staleness: int
+    num_started: int = 0
+    num_taken: int = 0
+    num_taken_at_update: int = 0
+
+    def may_start(self, batches_left: int) -> bool:
+        """Whether the next chunk may start; `batches_left` is how many batches the run still trains on after that
+        update, so that nothing is generated that no step would use."""
+        return self.num_started < self.num_taken_at_update + min(1 + self.max_staleness, batches_left)
+
+    def state(self) -> dict[str, int]:
+        return {name: value for name, value in asdict(self).items() if name != "max_staleness"}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for name in self.state():
+            setattr(self, name, int(state[name]))
+
+
+class Draw(Protocol):
+    """What choosing reads of a draw."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def version(self) -> int:
+        """Of its oldest token; of a running draw, of the weights it started with."""
+        ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The draws of a step, or what it waits for. `must_finish` are running draws that it cannot do without."""
+
+    chosen: Sequence[int] | None
+    must_finish: Sequence[int] = ()
+    too_old: Sequence[int] = ()
+    """To be dropped, finished or not."""
+
+
+def choose(
+    ready: Collection[Draw],
+    running: Collection[Draw],
+    *,
+    count: int,
+    step: int,
+    max_staleness: int,
+    order: Order,
+    on_stale: OnStale,
+) -> Choice:
+    """The `count` draws that step `step` trains on, by number; `chosen` is None while some have to be waited for.
+
+    A draw of version v is (step - 1) - v updates old. At most `count` draws reach the bound in one step, because no
+    more were started under those weights (`Pace`).
+    """
+    if order == "draw":
+        wanted = sorted(draw.number for draw in (*ready, *running))[:count]
+        unfinished = sorted({draw.number for draw in running} & set(wanted))
+        complete = not unfinished and len(wanted) == count
+        return Choice(wanted if complete else None, must_finish=unfinished)
+    oldest = step - 1 - max_staleness
+    dropped: list[int] = []
+    if on_stale == "drop":
+        dropped = sorted(draw.number for draw in (*ready, *running) if draw.version < oldest)
+        ready = [draw for draw in ready if draw.version >= oldest]
+    at_bound = sorted(draw.number for draw in running if draw.version <= oldest) if on_stale == "wait" else []
+    if at_bound or len(ready) < count:
+        return Choice(None, must_finish=at_bound, too_old=dropped)
+    chosen = sorted(ready, key=lambda draw: (draw.version, draw.number))[:count]
+    return Choice(sorted(draw.number for draw in chosen), too_old=dropped)

@@ -1,0 +1,443 @@
+"""`RolloutStream`: the driver's side of generation that does not wait for training, nor training for its slowest part.
+
+Draws start as `Pace` allows, run on engines of their own (`SeparateEngines`) or between updates on the trainer's
+devices, and leave as whole groups. Every draw ends once, trained or dropped; the ledger says so. What is unfinished is
+part of a checkpoint, with its tokens. Knows no reward, no loss and no model.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dovetail.config.root import DovetailConfig
+from dovetail.controller import WorkerGroup
+from dovetail.controller.errors import WorkerError
+from dovetail.observability.ledger import DrawLedger
+from dovetail.observability.stalls import Waits
+from dovetail.protocol import DataProto
+from dovetail.trainer.engines import SeparateEngines
+from dovetail.trainer.groups import RoleGroups
+from dovetail.trainer.pace import Pace, choose
+from dovetail.trainer.requests import engine_request, join_answers
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+"""How long an engine holds a question for finished groups; also how often the waits are looked at."""
+_SNAPSHOT_S = 15.0
+"""How often tokens of unfinished responses are fetched from engines of their own: what a dead engine loses at most."""
+
+READY, PROMPTS, PARTIAL = "stream_ready", "stream_prompts", "stream_partial"
+"""Files of a checkpoint: groups that wait for a step, prompts of unfinished ones, and their responses so far."""
+
+
+@dataclass(eq=False)
+class Draw:
+    """A prompt on its way. `version` is that of the weights it started with, later that of its oldest token."""
+
+    number: int
+    prompt: DataProto
+    engine: int
+    version: int
+    rows: DataProto | None = None
+
+    @property
+    def uid(self) -> str:
+        return draw_uid(self.number)
+
+
+class Generator(ABC):
+    """Where groups are generated."""
+
+    @property
+    @abstractmethod
+    def num_engines(self) -> int: ...
+
+    @abstractmethod
+    def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
+        """Begin; with `snapshot` from what it holds."""
+
+    @abstractmethod
+    def advance(
+        self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
+    ) -> list[DataProto]:
+        """Generate, or wait for a while; returns what has finished. `missing[e]` groups of engine e would be enough."""
+
+    @abstractmethod
+    def snapshot(self) -> DataProto | None:
+        """What unfinished groups have so far."""
+
+    @abstractmethod
+    def abort(self, uids: Sequence[str]) -> None: ...
+
+    @abstractmethod
+    def take_weights(self, version: int) -> dict[str, float]:
+        """The trainer's weights have this version now; returns metrics."""
+
+    def lost(self) -> bool:
+        """Whether what was running is gone and has to be started again; asking resets it."""
+        return False
+
+
+class OnTrainerDevices(Generator):
+    """Engine and trainer take turns: generation stops as soon as a step has its groups, the others go on later."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._waiting: tuple[DataProto, DataProto | None] | None = None
+        self._version = 0
+
+    @property
+    def num_engines(self) -> int:
+        return self._group.dp_size("rollout")
+
+    def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
+        if self._waiting is not None:  # several chunks start together
+            earlier, known = self._waiting
+            request = DataProto.concat([earlier, request])
+            snapshot = known if snapshot is None else snapshot
+        self._waiting = request, snapshot
+
+    def advance(
+        self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
+    ) -> list[DataProto]:
+        request, snapshot = self._waiting or (None, None)
+        self._waiting = None
+        parts = self._group.generate_groups(request, snapshot, list(missing), list(must_finish), self._version)
+        return [part for part in parts if part is not None]
+
+    def snapshot(self) -> DataProto | None:
+        return _joined([*self._group.snapshot_groups(), self._waiting[1] if self._waiting else None])
+
+    def abort(self, uids: Sequence[str]) -> None:
+        self._group.abort_groups(list(uids))
+
+    def take_weights(self, version: int) -> dict[str, float]:
+        self._version = version
+        return {}
+
+
+class OnOwnDevices(Generator):
+    """Engines that never stop. One that dies is replaced, and its responses go on from the tokens seen last."""
+
+    def __init__(self, engines: SeparateEngines) -> None:
+        self._engines = engines
+        self._known_restarts = engines.num_restarts
+        self._seen: DataProto | None = None
+        self._seen_at = time.monotonic()
+
+    @property
+    def num_engines(self) -> int:
+        return self._engines.group.dp_size("rollout")
+
+    def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
+        self._call(lambda group: group.submit_groups(request, snapshot or self._seen))
+
+    def advance(
+        self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
+    ) -> list[DataProto]:
+        parts = self._call(lambda group: group.take_groups(_POLL_S)) or []
+        if time.monotonic() - self._seen_at > _SNAPSHOT_S:
+            self.snapshot()
+        return [part for part in parts if part is not None]
+
+    def snapshot(self) -> DataProto | None:
+        parts = self._call(lambda group: group.snapshot_groups())
+        if parts is not None:
+            self._seen, self._seen_at = _joined(parts), time.monotonic()
+        return self._seen
+
+    def abort(self, uids: Sequence[str]) -> None:
+        self._call(lambda group: group.abort_groups(list(uids)))
+
+    def take_weights(self, version: int) -> dict[str, float]:
+        self._engines.weights_changed(version)
+        start = time.perf_counter()
+        held = self._engines.bring_up_to_date()
+        return {"async/weight_sync_s": time.perf_counter() - start, "async/generation_held_s": held}
+
+    def lost(self) -> bool:
+        before, self._known_restarts = self._known_restarts, self._engines.num_restarts
+        return before != self._engines.num_restarts
+
+    def _call(self, work: Callable[[WorkerGroup], Any]) -> Any:
+        """None after a death: the engines are up again, and `lost` says so."""
+        try:
+            return work(self._engines.group)
+        except WorkerError as error:
+            self._engines.recover(error)
+            return None
+
+
+class RolloutStream:
+    """`next` gives the groups of a batch; `update` tells the engines of new weights and lets more draws start."""
+
+    def __init__(
+        self,
+        config: DovetailConfig,
+        groups: RoleGroups,
+        ledger: DrawLedger,
+        *,
+        draw_prompts: Callable[[], DataProto],
+        total_steps: int,
+    ) -> None:
+        self._settings = config.async_training
+        self._rollout = config.actor_rollout_ref.rollout
+        self._count = config.generation_batch_size
+        self._repeats_batches = config.algorithm.filter_groups.enable
+        self._draw_prompts = draw_prompts
+        self._total_steps = total_steps
+        self._generator: Generator = (
+            OnTrainerDevices(groups.actor_rollout) if groups.engines is None else OnOwnDevices(groups.engines)
+        )
+        self.ledger = ledger
+        self.pace = Pace(self._settings.staleness_bound)
+        self.waits = Waits()
+        self._version = 0
+        self._ready: dict[int, Draw] = {}
+        self._running: dict[int, Draw] = {}
+        self._taken: dict[int, Draw] = {}  # given to the trainer, and not yet trained on or dropped
+        self._given_now: list[int] = []  # of those, what the step in progress was given
+        self._chunks_now = 0
+
+    # ---- the step ----
+
+    def begin_step(self) -> None:
+        self._given_now, self._chunks_now = [], 0
+
+    def next(self, step: int) -> DataProto:
+        """Whole groups for step `step`, as many as a generation batch has, in the order of their draws."""
+        self._start_allowed()
+        wait_began = time.monotonic()
+        while True:
+            choice = choose(
+                self._ready.values(),
+                self._running.values(),
+                count=self._count,
+                step=step,
+                max_staleness=self.pace.max_staleness,
+                order=self._settings.order_in_force,
+                on_stale=self._settings.on_stale,
+            )
+            self._drop(choice.too_old, "too old", step)
+            if choice.chosen is not None:
+                break
+            if len(self._ready) + len(self._running) < self._count:
+                self._start_chunk()
+            self._advance(choice.must_finish, wait_began)
+        self.waits.done("the trainer")
+        return self._give(choice.chosen, step)
+
+    def update(self, version: int, step: int) -> dict[str, float]:
+        """The trainer has new weights: bring them to the engines when it is time, and start what may start then."""
+        metrics: dict[str, float] = {}
+        if step % self._settings.trigger_parameter_sync_step == 0:
+            if self._settings.finishes_before_update:
+                began = time.monotonic()
+                while self._running:
+                    self._advance(sorted(self._running), began)
+            metrics = self._generator.take_weights(version)
+            self._version = version
+            self.pace.num_taken_at_update = self.pace.num_taken
+        if self.num_batches_left:
+            self._start_allowed()
+        return metrics | {
+            "async/groups_ready": float(len(self._ready)),
+            "async/groups_running": float(len(self._running)),
+        }
+
+    def trained(self, step: int, uids: Sequence[str], *, kept: Sequence[str] = ()) -> None:
+        """The step trained on these draws. Those of `kept` belong to a later step; the others taken are dropped."""
+        used = {draw_number(uid) for uid in uids}
+        self.ledger.trained(sorted(used), step)
+        later = {draw_number(uid) for uid in kept}
+        for number in sorted(self._taken.keys() - used - later):
+            self.ledger.dropped(number, "no signal", step)
+        self._taken = {number: draw for number, draw in self._taken.items() if number in later}
+        self._given_now, self._chunks_now = [], 0
+        self.ledger.flush(step)
+
+    def undo_step(self) -> None:
+        """The step in progress is given up: what it was given waits again."""
+        for number in self._given_now:
+            self._ready[number] = self._taken.pop(number)
+        self.pace.num_taken -= self._chunks_now
+        self.begin_step()
+
+    # ---- checkpoints ----
+
+    def state(self) -> dict[str, Any]:
+        running = [[draw.number, draw.version] for draw in self._running.values()]
+        return {"pace": self.pace.state(), "version": self._version, "running": running}
+
+    def carried(self) -> dict[str, DataProto]:
+        """What belongs to later steps, for the files of a checkpoint."""
+        parts: dict[str, DataProto | None] = {
+            READY: _joined([draw.rows for draw in self._ready.values()]),
+            PROMPTS: _joined([draw.prompt for draw in self._running.values()]),
+            PARTIAL: self._generator.snapshot() if self._running else None,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def load(self, state: dict[str, Any], carried: dict[str, DataProto]) -> None:
+        """Go on from a checkpoint; the engines already hold its weights, or get them before they generate."""
+        self.pace.load(state["pace"])
+        self._version = int(state["version"])
+        self._generator.take_weights(self._version)
+        for rows in split_groups(carried[READY]) if READY in carried else ():
+            draw = Draw(_number_of(rows), rows, 0, _oldest_version(rows, self._version), rows)
+            self._ready[draw.number] = draw
+        if PROMPTS in carried:
+            versions = {int(number): int(version) for number, version in state["running"]}
+            draws = [
+                Draw(_number_of(prompt), prompt, 0, versions[_number_of(prompt)])
+                for prompt in carried[PROMPTS].split(1)
+            ]
+            self._begin(draws, carried.get(PARTIAL))
+
+    # ---- inside ----
+
+    @property
+    def num_batches_left(self) -> int:
+        """Batches that steps will still ask for, as far as is known."""
+        return max(0, self._total_steps - self._version)
+
+    def _start_allowed(self) -> None:
+        while self.pace.may_start(self.num_batches_left):
+            self._start_chunk()
+
+    def _start_chunk(self) -> None:
+        prompts = self._draw_prompts()
+        draws = [Draw(_number_of(prompt), prompt, 0, self._version) for prompt in prompts.split(1)]
+        self.pace.num_started += 1
+        self.ledger.started([draw.number for draw in draws], self._version)
+        self._begin(draws, None)
+
+    def _begin(self, draws: Sequence[Draw], snapshot: DataProto | None) -> None:
+        shares = np.array_split(np.arange(len(draws)), self._generator.num_engines)
+        for engine, share in enumerate(shares):
+            for index in share:
+                draws[index].engine = engine
+        self._running.update((draw.number, draw) for draw in draws)
+        self._generator.start(draws, self._request(draws), snapshot)
+
+    def _request(self, draws: Sequence[Draw]) -> DataProto:
+        prompts = DataProto.concat([draw.prompt for draw in draws])
+        request = engine_request(prompts, n=self._rollout.n, media_column=self._rollout.media_column)
+        columns = {
+            "uid": np.array([draw.uid for draw in draws], dtype=object),
+            "engine": np.array([draw.engine for draw in draws], dtype=np.int64),
+        }
+        return request.union(DataProto.from_dict(non_tensors=columns))
+
+    def _advance(self, must_finish: Sequence[int], wait_began: float) -> None:
+        shares = [len(share) for share in np.array_split(np.arange(self._count), self._generator.num_engines)]
+        for draw in self._ready.values():
+            shares[draw.engine % len(shares)] -= 1
+        missing = [max(0, share) for share in shares] if not must_finish else [0] * len(shares)
+        if not any(missing) and not must_finish:
+            missing = [max(1, self._count - len(self._ready))] * len(shares)
+        running = list(self._running.values())
+        uids = [draw_uid(number) for number in must_finish]
+        finished = self._generator.advance(running, missing=missing, must_finish=uids)
+        for part in finished:
+            for rows in split_groups(part):
+                self._receive(rows)
+        if self._generator.lost():
+            draws = list(self._running.values())
+            if draws:
+                self._generator.start(draws, self._request(draws), None)
+        self._watch(must_finish, wait_began, progress=bool(finished))
+
+    def _receive(self, rows: DataProto) -> None:
+        draw = self._running.pop(_number_of(rows), None)
+        if draw is None:  # started again after a death, and there already
+            return
+        draw.rows = join_answers(draw.prompt, rows, n=self._rollout.n)
+        draw.version = _oldest_version(rows, draw.version)
+        self._ready[draw.number] = draw
+        self.ledger.finished(draw.number, _version_runs(rows))
+        self.waits.done("the trainer", f"draw {draw.number}")
+        self.waits.done(f"draw {draw.number}")
+
+    def _watch(self, must_finish: Sequence[int], wait_began: float, *, progress: bool) -> None:
+        now = time.monotonic()
+        for number in must_finish or sorted(self._running)[: self._count]:
+            draw = self._running.get(number)
+            if draw is not None:
+                self.waits.waiting("the trainer", f"draw {number}", since=wait_began)
+                since = now if progress else wait_began
+                self.waits.waiting(f"draw {number}", f"engine {draw.engine}", "engine", since=since)
+        self.waits.check(now, self._settings.stall_timeout_s)
+
+    def _drop(self, numbers: Sequence[int], reason: str, step: int) -> None:
+        running = [draw_uid(number) for number in numbers if number in self._running]
+        if running:
+            self._generator.abort(running)
+        for number in numbers:
+            self._ready.pop(number, None)
+            self._running.pop(number, None)
+            self.ledger.dropped(number, reason, step)
+
+    def _give(self, numbers: Sequence[int], step: int) -> DataProto:
+        draws = [self._ready.pop(number) for number in numbers]
+        self._taken.update((draw.number, draw) for draw in draws)
+        self._given_now += numbers
+        self._chunks_now += 1
+        self.pace.num_taken += 1
+        batch = DataProto.concat([draw.rows for draw in draws if draw.rows is not None])
+        if self._settings.order_in_force == "finish" and self._settings.on_stale == "mask":
+            batch = mask_older(batch, step - 1 - self.pace.max_staleness)
+        return batch
+
+
+def split_groups(batch: DataProto) -> list[DataProto]:
+    """The rows of each draw, in the order in which the draws appear."""
+    rows: dict[str, list[int]] = {}
+    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+        rows.setdefault(str(uid), []).append(row)
+    return [batch.select_idxs(members) for members in rows.values()]
+
+
+def mask_older(batch: DataProto, oldest: int) -> DataProto:
+    """Tokens of weights before version `oldest` leave every loss and count."""
+    kept = batch.tensors["response_mask"] * (batch.tensors["weight_version"] >= oldest)
+    columns = DataProto.from_dict({"response_mask": kept.to(batch.tensors["response_mask"].dtype)})
+    others = batch.select(batch_keys=[name for name in batch.tensors if name != "response_mask"])
+    return others.union(columns)
+
+
+def draw_uid(number: int) -> str:
+    return f"draw-{number}"
+
+
+def draw_number(uid: str) -> int:
+    return int(str(uid).removeprefix("draw-"))
+
+
+def _number_of(rows: DataProto) -> int:
+    return draw_number(rows.non_tensor_batch["uid"][0])
+
+
+def _oldest_version(rows: DataProto, without_tokens: int) -> int:
+    versions = rows.tensors["weight_version"]
+    sampled = versions[versions >= 0]
+    return int(sampled.min()) if len(sampled) else without_tokens
+
+
+def _version_runs(rows: DataProto) -> list[list[int]]:
+    versions = rows.tensors["weight_version"]
+    values, counts = versions[versions >= 0].unique(return_counts=True)
+    return [[int(value), int(count)] for value, count in zip(values, counts, strict=True)]
+
+
+def _joined(parts: Sequence[DataProto | None]) -> DataProto | None:
+    there = [part for part in parts if part is not None]
+    return DataProto.concat(there) if there else None
