@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-from dovetail.config.base import Rule, Section, key, unsupported, unused, when_is
+from dovetail.config.base import Rule, Section, key, unused, when_is
 
 Mode = Literal["off", "one_step_off", "fully_async"]
 
@@ -26,7 +26,6 @@ class AsyncTrainingConfig(Section):
         "off",
         "off: generate, then train. one_step_off: generate the next batch while this one trains. fully_async: engines "
         "never stop; with hybrid_engine=True unfinished responses are continued under the next weights.",
-        rules=unsupported("the asynchronous trainer is not part of it yet", "one_step_off", "fully_async"),
     )
     max_staleness: int | None = key(
         None,

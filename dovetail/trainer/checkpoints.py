@@ -5,6 +5,7 @@ global_step_N/critic     the same of the critic
 global_step_N/trainer.json   where the data stands, the KL coefficient, the number of prompts drawn, the step's metrics
 global_step_N/manifest.json  every file, with size and checksum; written last
 global_step_N/surplus.safetensors   groups that dynamic sampling carries over to the next step
+global_step_N/stream_*.safetensors  of `rollout_stream`: groups that wait for a step, and unfinished ones
 
 With `checkpoint.async_save` workers write a copy of their state while training goes on. The folder gets its manifest
 and its name when all have written it; until then, the checkpoint before it is the newest.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from dovetail.trainer.groups import RoleGroups
 logger = logging.getLogger(__name__)
 
 _DRIVER_STATE = "trainer.json"
-_SURPLUS = "surplus.safetensors"
+_CARRIED = ".safetensors"
 _MIB = 1 << 20
 
 
@@ -61,12 +62,13 @@ class TrainerCheckpoints:
 
     def __init__(self, config: DovetailConfig) -> None:
         self._config = config
-        self._surplus: DataProto | None = None
+        self.carried: dict[str, DataProto] = {}
+        """Of the checkpoint that was loaded: what belongs to later steps, by the name of its file."""
         self._store = CheckpointStore(config.trainer.run_dir, max_to_keep=config.trainer.max_actor_ckpt_to_keep)
         self._open: _OpenSave | None = None
 
     def save(
-        self, step: int, groups: RoleGroups, state: dict[str, Any], *, surplus: DataProto | None = None
+        self, step: int, groups: RoleGroups, state: dict[str, Any], *, carried: Mapping[str, DataProto] | None = None
     ) -> list[int]:
         """Write what a resumed run needs; returns the steps whose checkpoints this call completed.
 
@@ -80,8 +82,8 @@ class TrainerCheckpoints:
             self._save_role(groups.actor_rollout, policy, folder / "actor", save)
             if groups.critic is not None:
                 self._save_role(groups.critic, critic, folder / "critic", save)
-            if surplus is not None:
-                surplus.save_to_disk(folder / _SURPLUS)
+            for name, rows in (carried or {}).items():
+                rows.save_to_disk(folder / f"{name}{_CARRIED}")
             (folder / _DRIVER_STATE).write_text(json.dumps({"step": step, **state}, indent=1))
         self._open = save
         return [*finished, *(self.finish() if not save.writing else [])]
@@ -123,17 +125,12 @@ class TrainerCheckpoints:
             raise first_problem
         return None
 
-    def load_surplus(self) -> DataProto:
-        """The carried-over groups of the checkpoint that was loaded."""
-        assert self._surplus is not None, "load comes first, of a checkpoint that has them"
-        return self._surplus
-
     def _load(self, folder: Path, groups: RoleGroups) -> LoadedCheckpoint:
         try:
             state = json.loads((folder / _DRIVER_STATE).read_text())
             step, metrics = int(state.pop("step")), state.pop("metrics")
-            has_surplus = (folder / _SURPLUS).exists()
-            self._surplus = DataProto.load_from_disk(folder / _SURPLUS) if has_surplus else None
+            files = sorted(folder.glob(f"*{_CARRIED}"))
+            self.carried = {file.stem: DataProto.load_from_disk(file) for file in files}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpoint(folder, f"the driver's state is not readable ({error})", damaged=True) from error
         _load_role(groups.actor_rollout, folder / "actor")

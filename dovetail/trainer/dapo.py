@@ -15,9 +15,13 @@ import torch
 from dovetail.protocol import DataProto
 from dovetail.rewards.runner import RewardResult
 from dovetail.trainer.ppo import Metrics, RayPPOTrainer, Rollout
+from dovetail.trainer.rollout_stream import split_groups
 from dovetail.trainer.stalled import EMPTY_ROUNDS, no_signal
 
 logger = logging.getLogger(__name__)
+
+SURPLUS = "surplus"
+"""File of a checkpoint: groups beyond what the last batch needed."""
 
 _SCORE_NAMES = (None, "score", "seq_reward", "seq_final_reward", "reward")
 
@@ -40,7 +44,7 @@ class RayDAPOTrainer(RayPPOTrainer):
     def _fill_batch(self, wanted: int) -> tuple[list[DataProto], list[DataProto]]:
         """Groups with signal, at least `wanted` of them unless the limit of rounds is reached, and the others."""
         limit = self.config.algorithm.filter_groups.max_num_gen_batches
-        with_signal = [] if self._surplus is None else _split_groups(self._surplus)
+        with_signal = [] if self._surplus is None else split_groups(self._surplus)
         self._num_carried = len(with_signal)
         self._surplus = None
         self._rounds = []
@@ -51,7 +55,7 @@ class RayDAPOTrainer(RayPPOTrainer):
             scored = self._scored_batch()
             if len(self._rounds) == 1:
                 with_signal = [_with_dtypes_of(scored, group) for group in with_signal]
-            for group in _split_groups(scored):
+            for group in split_groups(scored):
                 (with_signal if self._has_signal(group) else without).append(group)
             empty_rounds = empty_rounds + 1 if len(with_signal) == before else 0
             if limit == 0 and empty_rounds == EMPTY_ROUNDS:
@@ -67,7 +71,7 @@ class RayDAPOTrainer(RayPPOTrainer):
 
     def _scored_batch(self) -> DataProto:
         """One generation round with its scores as columns, because filtering needs them at once."""
-        batch = self._generate(self.draws.number(self.train_loader.next_batch()))
+        batch = self._next_responses()
         rewards = self._finish_rewards(self._start_rewards(batch))
         self._rounds.append(rewards.metrics)
         return batch.union(rewards.columns)
@@ -110,20 +114,12 @@ class RayDAPOTrainer(RayPPOTrainer):
     def _driver_state(self) -> dict[str, Any]:
         return {**super()._driver_state(), "surplus": self._surplus is not None}
 
-    def _carried_over(self) -> DataProto | None:
-        return self._surplus
+    def _carried_over(self) -> dict[str, DataProto]:
+        return {} if self._surplus is None else {SURPLUS: self._surplus}
 
     def _load_driver_state(self, state: dict[str, Any]) -> None:
         super()._load_driver_state(state)
-        self._surplus = self.checkpoints.load_surplus() if state.get("surplus") else None
-
-
-def _split_groups(batch: DataProto) -> list[DataProto]:
-    """The rows of each prompt, in the order in which the prompts appear."""
-    rows: dict[str, list[int]] = {}
-    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
-        rows.setdefault(str(uid), []).append(row)
-    return [batch.select_idxs(members) for members in rows.values()]
+        self._surplus = self.checkpoints.carried[SURPLUS] if state.get("surplus") else None
 
 
 def _with_dtypes_of(scored: DataProto, group: DataProto) -> DataProto:

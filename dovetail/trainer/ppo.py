@@ -18,6 +18,7 @@ from dovetail.controller import WorkerError
 from dovetail.controller.freeze_gc import frozen_gc
 from dovetail.data.build import PromptLoader
 from dovetail.models.flops import StepUtilisation
+from dovetail.observability.ledger import DrawLedger
 from dovetail.observability.shown_answers import choose_answers
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
@@ -26,6 +27,7 @@ from dovetail.protocol import DataProto, stage_columns
 from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
 from dovetail.trainer.answer_files import AnswerFiles
 from dovetail.trainer.arrange import arrange_rows, imbalance
+from dovetail.trainer.async_metrics import drift_metrics, staleness_metrics
 from dovetail.trainer.batch_math import (
     add_advantages,
     add_baselines,
@@ -41,6 +43,7 @@ from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.profile import profiled
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
 from dovetail.trainer.requests import engine_request, join_answers, num_restarts
+from dovetail.trainer.rollout_stream import RolloutStream
 from dovetail.trainer.stalled import SkippedSteps
 from dovetail.trainer.step_metrics import (
     data_metrics,
@@ -112,6 +115,8 @@ class RayPPOTrainer:
         self._answer_files = AnswerFiles(config.trainer, tracker.folder, tokenizer)
         self._create_groups = create_groups
         self._groups: RoleGroups | None = None
+        self.stream: RolloutStream | None = None
+        """Generation that runs ahead of training; None when they take turns."""
 
     @property
     def groups(self) -> RoleGroups:
@@ -136,6 +141,14 @@ class RayPPOTrainer:
         engines = self._groups.engines
         if engines is not None:
             engines.on_restart = lambda reason: self.tracker.event("engine_restart", self.global_step, reason=reason)
+        if self.config.async_training.mode != "off":
+            self.stream = RolloutStream(
+                self.config,
+                self._groups,
+                DrawLedger(self.tracker.folder.path),
+                draw_prompts=self._draw_prompts,
+                total_steps=self.total_steps,
+            )
         generates = self._groups.actor_rollout if engines is None else engines.group
         self.utilisation.ask_peaks(trains=self._groups.actor_rollout, generates=generates)
 
@@ -168,12 +181,16 @@ class RayPPOTrainer:
             before = self._driver_state(), self._carried_over()
             self.global_step += 1
             self.stop.begin_step()
+            if self.stream is not None:
+                self.stream.begin_step()
             actors, folder = self.groups.actor_rollout, self.tracker.folder.path
             try:
                 with profiled(self.config.global_profiler, self.global_step, actors, folder):
                     metrics = self._train_step()
             except StopAfterPhase:
                 self.global_step -= 1
+                if self.stream is not None:
+                    self.stream.undo_step()
                 self._save_and_stop(*before)
                 break
             if self._is_due(settings.test_freq):
@@ -198,13 +215,11 @@ class RayPPOTrainer:
                 freeze_gc()
         return last_validation
 
-    def _save_and_stop(self, state: dict[str, Any], surplus: DataProto | None) -> None:
+    def _save_and_stop(self, state: dict[str, Any], carried: dict[str, DataProto]) -> None:
         """The run was asked to stop: save a checkpoint of the last finished step, unless there is one."""
         self._note_saved(self.checkpoints.finish())
         if self.global_step not in (0, self._saved_step):
-            state |= {"metrics": self._last_metrics}
-            self._answer_files.wait()
-            self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, surplus=surplus))
+            self._save(state, carried, self._last_metrics)
         self.tracker.event("stopped", self.global_step, signal=self.stop.name, phase=self.stop.phase)
 
     @contextmanager
@@ -233,7 +248,7 @@ class RayPPOTrainer:
 
     def collect(self) -> Rollout:
         """Generate the responses to one batch of prompts and start scoring them."""
-        batch = self._generate(self.draws.number(self.train_loader.next_batch()))
+        batch = self._next_responses()
         metrics: Metrics = {}
         batch, order = self._arranged(batch, metrics)
         return Rollout(batch, order, self._start_rewards(batch), metrics)
@@ -271,9 +286,36 @@ class RayPPOTrainer:
                 metrics |= update_metrics(update, metrics)
                 self.weight_version = self.global_step
                 self.groups.weights_changed(self.weight_version)
+        if self.stream is not None:
+            with self.timers("weight_sync"):
+                metrics |= self._end_stream_step(batch)
         return batch, metrics
 
+    def _end_stream_step(self, batch: DataProto) -> Metrics:
+        """Which draws were trained on, how old their tokens were; then the engines get the new weights."""
+        assert self.stream is not None, "only called with a stream"
+        kept = [uid for rows in self._carried_over().values() for uid in rows.non_tensor_batch["uid"]]
+        self.stream.trained(self.global_step, batch.non_tensor_batch["uid"].tolist(), kept=kept)
+        columns = batch.tensors
+        versions, mask = columns["weight_version"], columns["response_mask"]
+        metrics = staleness_metrics(versions, mask, self.global_step)
+        if "old_log_probs" in columns and not self.config.algorithm.rollout_correction.bypass_mode:
+            ours, theirs = columns["old_log_probs"], columns["rollout_log_probs"]
+            metrics |= drift_metrics(ours, theirs, versions, mask, self.global_step)
+        return metrics | self.stream.update(self.weight_version, self.global_step)
+
     # ---- the phases ----
+
+    def _next_responses(self) -> DataProto:
+        """The responses to one generation batch of prompts: of the next ones, or of those that are due."""
+        if self.stream is None:
+            return self._generate(self._draw_prompts())
+        batch = self.stream.next(self.global_step)
+        self._count_generation(batch)
+        return batch
+
+    def _draw_prompts(self) -> DataProto:
+        return self.draws.number(self.train_loader.next_batch())
 
     def _generate(self, prompts: DataProto) -> DataProto:
         """`rollout.n` responses to each prompt; for ReMax also the greedy one, whose score is the baseline."""
@@ -439,10 +481,17 @@ class RayPPOTrainer:
         return self.global_step == self.total_steps or (freq > 0 and self.global_step % freq == 0)
 
     def _save_checkpoint(self, metrics: Metrics) -> None:
+        self._save(self._driver_state(), self._carried_over(), metrics)
+
+    def _save(self, state: dict[str, Any], carried: dict[str, DataProto], metrics: Metrics) -> None:
         self._answer_files.wait()  # a checkpoint covers everything before it
         # The step's metrics are logged after its checkpoint; a run killed in between restores them from here.
-        state = {**self._driver_state(), "metrics": metrics}
-        self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, surplus=self._carried_over()))
+        state = {**state, "metrics": metrics}
+        if self.stream is not None:
+            carried = carried | self.stream.carried()
+            # Draws may have started since `state` was taken: the loader stands after all of them.
+            state |= {"stream": self.stream.state(), **self._draw_state()}
+        self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, carried=carried))
 
     def _note_saved(self, steps: list[int]) -> None:
         for step in steps:
@@ -466,23 +515,23 @@ class RayPPOTrainer:
         if all(row["step"] != checkpoint.step for row in self.tracker.folder.read_metrics()):
             self.tracker.log(checkpoint.step, checkpoint.metrics)
 
-    def _carried_over(self) -> DataProto | None:
-        """Rows that are already generated and belong to the next step."""
-        return None
+    def _carried_over(self) -> dict[str, DataProto]:
+        """Rows that are already generated and belong to the next step, by the name of their file in a checkpoint."""
+        return {}
 
     def _driver_state(self) -> dict[str, Any]:
         """The driver's part of a checkpoint. Keep it small and plain: it is written as JSON."""
-        return {
-            "loader": self.train_loader.state_dict(),
-            "kl_ctrl": self.kl_ctrl.state_dict(),
-            "num_drawn": self.draws.num_drawn,
-            "weight_version": self.weight_version,
-        }
+        return {"kl_ctrl": self.kl_ctrl.state_dict(), "weight_version": self.weight_version, **self._draw_state()}
+
+    def _draw_state(self) -> dict[str, Any]:
+        return {"loader": self.train_loader.state_dict(), "num_drawn": self.draws.num_drawn}
 
     def _load_driver_state(self, state: dict[str, Any]) -> None:
         self.train_loader.load_state_dict(state["loader"])
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.draws.num_drawn = state["num_drawn"]
+        if self.stream is not None and "stream" in state:
+            self.stream.load(state["stream"], self.checkpoints.carried)
 
 
 def total_training_steps(config: DovetailConfig, steps_per_epoch: int) -> int:

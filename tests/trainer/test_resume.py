@@ -14,7 +14,6 @@ import torch
 import tests.ranks  # noqa: F401  the fork server has torch and the models imported then
 from dovetail.config import ConfigError
 from dovetail.protocol import DataProto
-from dovetail.trainer.checkpoints import TrainerCheckpoints
 from tests.trainer.killed_run import DIED_IN, Moment, run_until_killed
 from tests.trainer.toy_run import DAPO, Toy, repeatable, train
 
@@ -140,15 +139,15 @@ def test_groups_that_an_older_version_carried_over_in_int64_are_trained_on(
     _, expected = train(toy.config(tmp_path / "whole", keys))
     carried = [row["train/groups_carried_over"] for row in expected]
     step = next(n for n, count in enumerate(carried, 1) if 0 < count < 4)  # not enough for a batch of its own
-    load = TrainerCheckpoints.load_surplus
+    load = DataProto.load_from_disk
 
-    def in_int64(self: TrainerCheckpoints) -> DataProto:
-        groups = load(self)
+    def in_int64(file: Path) -> DataProto:
+        groups = load(file)
         assert any(column.dtype in (torch.int8, torch.int32) for column in groups.tensors.values())
         wide = {n: c if c.dtype.is_floating_point else c.long() for n, c in groups.tensors.items()}
         return DataProto.from_dict(wide, groups.non_tensor_batch, groups.meta_info)
 
-    monkeypatch.setattr(TrainerCheckpoints, "load_surplus", in_int64)
+    monkeypatch.setattr(DataProto, "load_from_disk", in_int64)
     path = {
         "trainer.resume_mode": "resume_path",
         "trainer.resume_from_path": str(tmp_path / "whole" / f"global_step_{step}"),

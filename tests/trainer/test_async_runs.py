@@ -1,0 +1,107 @@
+"""Generation ahead of training: the synchronous run where nothing may be stale, and every draw once elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.observability.ledger import Ledger, read_ledger, violations
+from dovetail.observability.run_folder import RunFolder
+from dovetail.trainer.ppo import RayPPOTrainer
+from dovetail.trainer.stopping import StopAfterPhase
+from tests.trainer.test_resume import answers
+from tests.trainer.toy_run import DAPO, Toy, repeatable, train
+
+pytestmark = pytest.mark.e2e
+
+PPO = {"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True}
+GRPO: dict[str, Any] = {}
+FRESH = {"async_training.mode": "fully_async", "async_training.max_staleness": 0}
+CARRYING = {
+    "async_training.mode": "fully_async",
+    "async_training.max_staleness": 2,
+    "trainer.total_training_steps": 6,
+    # Less than two groups at a time: some are half done, some not begun, when a step has what it needs.
+    "actor_rollout_ref.rollout.max_num_seqs": 6,
+}
+
+
+def same_run(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what only an asynchronous run reports."""
+    return [{key: value for key, value in row.items() if not key.startswith("async/")} for row in repeatable(rows)]
+
+
+@pytest.mark.parametrize("changes", [GRPO, PPO, DAPO], ids=["grpo", "ppo", "dapo"])
+def test_nothing_stale_is_the_synchronous_run_bit_for_bit(toy: Toy, tmp_path: Path, changes: dict[str, Any]) -> None:
+    changes = {**changes, "trainer.save_freq": 3}
+    sync, expected = train(toy.config(tmp_path / "sync", changes))
+    result, rows = train(toy.config(tmp_path / "async", {**changes, **FRESH}))
+    assert same_run(rows) == same_run(expected)
+    assert answers(result.folder) == answers(sync.folder)
+    assert weights(result.folder) == weights(sync.folder) != {}
+    # Groups that dynamic sampling carries over are a step old, here as there.
+    checked_ledger(result.folder, bound=1 if "algorithm.filter_groups.enable" in changes else 0)
+
+
+def test_unfinished_groups_go_on_under_the_next_weights(toy: Toy, tmp_path: Path) -> None:
+    result, rows = train(toy.config(tmp_path, CARRYING))
+    ledger = checked_ledger(result.folder, bound=2)
+    assert ledger.counts() == {"trained": 24}
+    versions = [len(record.finishes[0]) for record in ledger.draws.values()]
+    assert max(versions) > 1, "no group has tokens of two versions; the run shows nothing"
+    ages = [record.staleness() for record in ledger.draws.values()]
+    assert max(age for age in ages if age is not None) == max(row["async/staleness/max"] for row in rows) > 0
+
+
+@pytest.mark.parametrize("cut", ["stopped", "killed"])
+def test_a_resumed_run_continues_what_was_unfinished(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """The tokens that were there stay; on this engine the others come out as they would have."""
+    saving = {**CARRYING, "trainer.save_freq": 1}
+    whole, expected = train(toy.config(tmp_path / "whole", saving))
+    learn = RayPPOTrainer.learn
+
+    def cut_off(self: RayPPOTrainer, rollout: Any) -> Any:
+        if self.global_step == 4:
+            raise StopAfterPhase if cut == "stopped" else RuntimeError("killed")
+        return learn(self, rollout)
+
+    config = toy.config(tmp_path / "cut", saving)
+    with monkeypatch.context() as patch:
+        patch.setattr(RayPPOTrainer, "learn", cut_off)
+        if cut == "stopped":
+            train(config)
+        else:
+            with pytest.raises(RuntimeError, match="killed"):
+                train(config)
+    _, rows = train(config)
+    checked_ledger(tmp_path / "cut", bound=2)
+    assert read_draws(tmp_path / "cut") == read_draws(whole.folder)
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    for row, other in zip(same_run(rows), same_run(expected), strict=True):
+        assert row == pytest.approx(other, abs=1e-5)
+
+
+def checked_ledger(folder: Path, *, bound: int) -> Ledger:
+    ledger = read_ledger(folder)
+    assert ledger is not None
+    assert list(violations(ledger, bound=bound)) == []
+    return ledger
+
+
+def read_draws(folder: Path) -> Mapping[int, Any]:
+    ledger = read_ledger(folder)
+    assert ledger is not None
+    return ledger.draws
+
+
+def weights(folder: Path) -> dict[str, str]:
+    """Checksums of the policy's shards in the last checkpoint."""
+    step = RunFolder(folder).read_metrics()[-1]["step"]
+    files = json.loads((folder / f"global_step_{step}" / "manifest.json").read_text())["files"]
+    return {name: record["sha256"] for name, record in files.items() if name.endswith(".distcp")}
