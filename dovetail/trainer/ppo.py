@@ -489,6 +489,7 @@ class RayPPOTrainer:
         state = {**state, "metrics": metrics}
         if self.stream is not None:
             carried = carried | self.stream.carried()
+            self.stream.ledger.flush(self.global_step)
             # Draws may have started since `state` was taken: the loader stands after all of them.
             state |= {"stream": self.stream.state(), **self._draw_state()}
         self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, carried=carried))

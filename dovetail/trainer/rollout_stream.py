@@ -246,8 +246,8 @@ class RolloutStream:
             metrics = self._generator.take_weights(version)
             self._version = version
             self.pace.num_taken_at_update = self.pace.num_taken
-        if self.num_batches_left:
-            self._start_allowed()
+        self._start_allowed()
+        self.ledger.flush(step)
         return metrics | {
             "async/groups_ready": float(len(self._ready)),
             "async/groups_running": float(len(self._running)),
@@ -261,8 +261,7 @@ class RolloutStream:
         for number in sorted(self._taken.keys() - used - later):
             self.ledger.dropped(number, "no signal", step)
         self._taken = {number: draw for number, draw in self._taken.items() if number in later}
-        self._given_now, self._chunks_now = [], 0
-        self.ledger.flush(step)
+        self.begin_step()
 
     def undo_step(self) -> None:
         """The step in progress is given up: what it was given waits again."""
