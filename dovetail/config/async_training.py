@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-from dovetail.config.base import Rule, Section, key, unused, when_is
+from dovetail.config.base import Rule, Section, key, unsupported, unused, when_is
 
 Mode = Literal["off", "one_step_off", "fully_async"]
 
