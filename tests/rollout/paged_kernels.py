@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native.cuda.decoder import FusedDecoder
-from dovetail.rollout.native.cuda.kernels import attention, few_rows, plain
+from dovetail.rollout.native.cuda.kernels import attention, plain, small_batch
 from dovetail.rollout.native.cuda.kernels import linear as linear_kernels
 from dovetail.rollout.native.cuda.kernels.attention import decode_attention, prefill_attention
-from dovetail.rollout.native.cuda.kernels.cuts import keep
 from dovetail.rollout.native.cuda.kernels.device import Device
+from dovetail.rollout.native.cuda.kernels.filtering import keep
 from dovetail.rollout.native.cuda.kernels.layer import add_rms_norm, rms_norm, rotate_and_store, silu_mul
 from dovetail.rollout.native.cuda.kernels.ops import Ops, triton_ops
 from dovetail.rollout.native.cuda.kernels.rows import begin_rows, end_rows
@@ -28,7 +28,7 @@ from dovetail.rollout.native.cuda.paged_step import PagedDecode
 from dovetail.rollout.native.cuda.pages import KVShape, PagePool
 from dovetail.rollout.native.cuda.slots import SlotState
 from dovetail.rollout.native.noise import stream_key
-from dovetail.rollout.native.sampler import Cuts, SamplingRows, cut_weights, sample
+from dovetail.rollout.native.sampler import Filters, SamplingRows, filter_weights, sample
 from tests.models.tiny import tiny_model
 
 pytestmark = pytest.mark.unit
@@ -186,7 +186,7 @@ def test_norm_projections_rotary_and_storing_in_one_launch(rows: int, bias: bool
     width, head, heads, page = 128, 32, 4, 16
     table, norm = half(40, width), 1 + half(width)
     tokens = torch.randint(0, 40, (rows,), device=DEVICE)
-    residual, scaled = few_rows.embed(tokens, table, norm)
+    residual, scaled = small_batch.embed(tokens, table, norm)
     assert torch.equal(residual, table[tokens])
     near(scaled.x, residual * norm)
     close(scaled.squares.sum(0), residual.float().pow(2).sum(1))
@@ -197,7 +197,7 @@ def test_norm_projections_rotary_and_storing_in_one_launch(rows: int, bias: bool
     targets = torch.randperm(4 * page, device=DEVICE)[:rows]
     targets[rows // 2] = -1
     pools = [[torch.full((4, NUM_KV, page, head), 7.0).to(norm) for _ in range(2)] for _ in range(2)]
-    query = few_rows.norm_qkv(scaled, 1e-5, weights, biases, rotation, positions, *pools[0], targets)
+    query = small_batch.norm_qkv(scaled, 1e-5, weights, biases, rotation, positions, *pools[0], targets)
     expected, key, value = plain.project_qkv(plain.rms_norm(residual, norm, 1e-5), weights, biases)
     plain.rotate_and_store(expected, key, value, *pools[1], targets, (rotation[0][positions], rotation[1][positions]))
     near(query, expected)
@@ -211,8 +211,8 @@ def test_norm_projections_rotary_and_storing_in_one_launch(rows: int, bias: bool
 def test_norm_and_gated_feed_forward_in_one_launch(rows: int) -> None:
     torch.manual_seed(7)
     norm, gate, up = 1 + half(128), half(96, 128), half(96, 128)
-    residual, scaled = few_rows.embed(torch.arange(rows, device=DEVICE), half(rows, 128), norm)
-    found = few_rows.norm_gated(scaled, 1e-5, gate, up)
+    residual, scaled = small_batch.embed(torch.arange(rows, device=DEVICE), half(rows, 128), norm)
+    found = small_batch.norm_gated(scaled, 1e-5, gate, up)
 
     def layer(*inputs: torch.Tensor) -> torch.Tensor:
         x, scale, *weights = inputs
@@ -232,7 +232,7 @@ def test_a_long_sum_is_added_up_by_the_program_that_ends_last(rows: int, width: 
     expected = residual + F.linear(x, weight)
     for _ in range(2):
         again = residual.clone()
-        scaled = few_rows.linear_add(x, weight, again, norm, locks)
+        scaled = small_batch.linear_add(x, weight, again, norm, locks)
         near(again, expected)
         near(scaled.x, again * norm)
         close(scaled.squares.sum(0), again.float().pow(2).sum(1))
@@ -242,7 +242,7 @@ def test_a_long_sum_is_added_up_by_the_program_that_ends_last(rows: int, width: 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("num_splits", [1, 4])
 @torch.inference_mode()
-def test_a_step_of_few_rows_is_as_near_to_float32_as_one_of_the_plain_layers(family: str, num_splits: int) -> None:
+def test_a_step_of_a_small_batch_is_as_near_to_float32_as_one_of_the_plain_layers(family: str, num_splits: int) -> None:
     torch.manual_seed(9)
     model = tiny_model(family, intermediate_size=256).to(DEVICE, half(1).dtype)
     lengths = [1, 16, 17, 70, 33]
@@ -276,9 +276,9 @@ def test_a_step_of_few_rows_is_as_near_to_float32_as_one_of_the_plain_layers(fam
         return logits, torch.stack([*pool.keys, *pool.values])
 
     known = triton_ops()
-    assert known.few_rows is not None
-    plain_layers = replace(known, few_rows=None)
-    few = step(model, replace(known, few_rows=replace(known.few_rows, dtypes={model.dtype})))
+    assert known.small_batch is not None
+    plain_layers = replace(known, small_batch=None)
+    few = step(model, replace(known, small_batch=replace(known.small_batch, dtypes={model.dtype})))
     layers = step(model, plain_layers)
     exact = step(copy.deepcopy(model).float(), plain_layers)
     for found, usual, wanted in zip(few, layers, exact, strict=True):
@@ -298,7 +298,7 @@ def test_three_projections_in_one_launch(rows: int, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 20])
-def test_a_few_rows_through_the_gated_feed_forward(rows: int) -> None:
+def test_a_small_batch_through_the_gated_feed_forward(rows: int) -> None:
     torch.manual_seed(5)
     x, gate, up = half(rows, 256), half(96, 256), half(96, 256)
     near(linear_kernels.gated(x, gate, up), plain.gated(x, gate, up))
@@ -410,18 +410,18 @@ def test_draws_from_what_cuts_leave_are_those_of_the_plain_sampler(dtype: torch.
         state.keys[slot] = stream_key(9, row)
         state.temperatures[slot] = params[row].temperature or 1.0
         state.greedy[slot] = params[row].greedy
-    state._set_cuts(slots.long(), params)
+    state._set_filters(slots.long(), params)
     found = []
     for way in (draw, plain.draw):
         tokens = torch.full((rows,), -5, dtype=torch.int64, device=DEVICE)
         log_probs = torch.full((rows,), float("nan"), device=DEVICE)
-        way(logits, positions, slots, state.keys, state.temperatures, state.greedy, tokens, log_probs, state.cuts)
+        way(logits, positions, slots, state.keys, state.temperatures, state.greedy, tokens, log_probs, state.filters)
         assert tokens.tolist() == expected_tokens.tolist()
         torch.testing.assert_close(log_probs, expected_log_probs, atol=2e-6, rtol=1e-5)
         found.append(tokens)
     whole = torch.empty_like(found[0])
     draw(logits, positions, slots, state.keys, state.temperatures, state.greedy, whole, log_probs)
-    assert not torch.equal(whole, found[0]), "the cuts cut nothing"
+    assert not torch.equal(whole, found[0]), "the filters removed nothing"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -429,7 +429,7 @@ def test_the_smallest_logit_that_stays_is_that_of_a_sorted_row(dtype: torch.dtyp
     torch.manual_seed(12)
     rows, vocabulary = 16, 1500
     logits = (randn(rows, vocabulary) * torch.linspace(0.5, 6, rows, device=DEVICE)[:, None]).to(dtype)
-    cuts = Cuts(
+    filters = Filters(
         torch.randint(1, 2 * vocabulary, (rows,), dtype=torch.int32, device=DEVICE),
         torch.rand(rows, dtype=torch.float64, device=DEVICE) * 1.3,
         torch.zeros(rows, device=DEVICE),
@@ -437,12 +437,12 @@ def test_the_smallest_logit_that_stays_is_that_of_a_sorted_row(dtype: torch.dtyp
     )
     slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
     weights = (logits.float() - logits.float().amax(1, keepdim=True)).exp()
-    left = cut_weights(weights, cuts.top_k.long(), cuts.top_p.clamp(max=1), cuts.min_p, vocabulary)
+    left = filter_weights(weights, filters.top_k.long(), filters.top_p.clamp(max=1), filters.min_p, vocabulary)
     padded = F.pad(logits.float(), (0, -vocabulary % 128), value=float("-inf")).view(rows, -1, 128)
     tops = padded.amax(-1)
     sums = (padded - tops[..., None]).exp().sum(-1)
     temperatures = torch.ones(rows, device=DEVICE)
-    kept = keep(logits, slots, temperatures, cuts, tops, sums, block=128, blocks_each=4)
+    kept = keep(logits, slots, temperatures, filters, tops, sums, block=128, blocks_each=4)
     assert torch.equal(logits.float() >= kept.thresholds[:, None], left > 0)
     expected = F.pad(left, (0, -vocabulary % 128)).view(rows, -1, 128).sum(-1)
     close(kept.sums * (tops - tops.amax(1, keepdim=True)).exp(), expected)

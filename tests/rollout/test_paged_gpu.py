@@ -83,7 +83,7 @@ def test_graphs_change_nothing_and_samples_do_not_depend_on_the_batch(dtype: tor
     assert same == 70 if dtype == torch.float32 else same >= 60
 
 
-def test_graphs_and_overlap_change_nothing_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_and_overlap_change_nothing_for_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which program ends last is chance; what it adds up is not."""
     model = cuda_model("qwen2", torch.bfloat16, intermediate_size=256, num_hidden_layers=6)
     rows = prompts(40, seed=5, longest=300)
@@ -93,9 +93,9 @@ def test_graphs_and_overlap_change_nothing_for_few_rows(monkeypatch: pytest.Monk
         for eager in (False, False, True)
     ]
     # Here: without Triton this module can still be collected.
-    from dovetail.rollout.native.cuda.kernels import attention, few_rows
+    from dovetail.rollout.native.cuda.kernels import attention, small_batch
 
-    for kernels in (attention, few_rows):
+    for kernels in (attention, small_batch):
         assert kernels.overlaps(model.device) == (torch.cuda.get_device_capability()[0] >= 9)
         monkeypatch.setattr(kernels, "overlaps", lambda _: False)
     found.append(NativeEngine(model, max_num_seqs=40).generate(requests(rows, sampling)))
@@ -114,7 +114,7 @@ def test_float32_samples_are_those_of_the_cpu() -> None:
 def test_bfloat16_log_probs_are_as_near_to_float32_as_those_of_a_plain_forward(is_few: bool) -> None:
     """bfloat16 rounds both; what must not happen is that the engine adds to it."""
     model = cuda_model("llama", torch.bfloat16, intermediate_size=256 if is_few else 160)
-    assert (FusedDecoder(model, triton_ops())._few_rows is not None) == is_few
+    assert (FusedDecoder(model, triton_ops())._small_batch is not None) == is_few
     rows = prompts(16, seed=4, longest=100)
     results = NativeEngine(model).generate(requests(rows, SamplingParams(max_new_tokens=64, ignore_eos=True)))
     plain = torch.cat([plain_log_probs(model, row, r, 1.0) for row, r in zip(rows, results, strict=True)])

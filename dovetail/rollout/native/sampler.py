@@ -27,9 +27,9 @@ BLOCK = 128
 NUM_CANDIDATES = 1024
 
 
-class Cuts(NamedTuple):
-    """What rows are cut to, by slot: top-k (int32, the vocabulary's size or more for none), top-p (float64), min-p
-    (float32), and whether log-probs are those after the cut (int32)."""
+class Filters(NamedTuple):
+    """What rows are filtered by, by slot: top-k (int32, the vocabulary's size or more for none), top-p (float64), min-p
+    (float32), and whether log-probs are those after filtering (int32)."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -45,7 +45,7 @@ class SamplingRows:
     temperature: torch.Tensor | None  # None when every row has 1
     greedy: torch.Tensor | None  # None when no row is greedy
     all_greedy: bool
-    cut_rows: torch.Tensor | None  # indices of rows with top-k, top-p or min-p
+    filtered_rows: torch.Tensor | None  # indices of rows with top-k, top-p or min-p
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
@@ -59,11 +59,11 @@ class SamplingRows:
     ) -> SamplingRows:
         temperature = [1.0 if p.greedy else p.temperature for p in params]
         greedy = [p.greedy for p in params]
-        cut = [row for row, p in enumerate(params) if p.truncates]
+        filtered = [row for row, p in enumerate(params) if p.truncates]
         keys = [stream_key(seed, index) for seed, index in zip(seeds, sample_indices, strict=True)]
         processed = [p.logprobs == "processed" and p.truncates for p in params]
         raw = [p.logprobs == "raw" for p in params]
-        no_cut = torch.iinfo(torch.int64).max
+        no_top_k = torch.iinfo(torch.int64).max
 
         def tensor(values: Sequence[float | int | bool], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -73,11 +73,11 @@ class SamplingRows:
             temperature=tensor(temperature, torch.float32) if any(t != 1 for t in temperature) else None,
             greedy=tensor(greedy, torch.bool) if any(greedy) else None,
             all_greedy=all(greedy),
-            cut_rows=tensor(cut, torch.int64) if cut else None,
-            top_k=tensor([params[row].top_k if params[row].top_k > 0 else no_cut for row in cut], torch.int64),
-            top_p=tensor([params[row].top_p for row in cut], torch.float64),
-            min_p=tensor([params[row].min_p for row in cut], torch.float32),
-            max_top_k=max((params[row].top_k for row in cut), default=0),
+            filtered_rows=tensor(filtered, torch.int64) if filtered else None,
+            top_k=tensor([params[row].top_k if params[row].top_k > 0 else no_top_k for row in filtered], torch.int64),
+            top_p=tensor([params[row].top_p for row in filtered], torch.float64),
+            min_p=tensor([params[row].min_p for row in filtered], torch.float32),
+            max_top_k=max((params[row].top_k for row in filtered), default=0),
             processed=tensor(processed, torch.bool) if any(processed) else None,
             raw=tensor(raw, torch.bool) if any(raw) else None,
         )
@@ -100,10 +100,10 @@ def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) ->
     log_total = blocks.sum(dim=-1, dtype=torch.float64).log()
 
     log_kept = log_total
-    if rows.cut_rows is not None:
-        kept = cut_weights(weights[rows.cut_rows], rows.top_k, rows.top_p, rows.min_p, rows.max_top_k)
-        weights[rows.cut_rows] = kept
-        blocks[rows.cut_rows] = _block_sums(kept)
+    if rows.filtered_rows is not None:
+        kept = filter_weights(weights[rows.filtered_rows], rows.top_k, rows.top_p, rows.min_p, rows.max_top_k)
+        weights[rows.filtered_rows] = kept
+        blocks[rows.filtered_rows] = _block_sums(kept)
         log_kept = blocks.sum(dim=-1, dtype=torch.float64).log()
 
     if greedy_tokens is not None and rows.all_greedy:
@@ -147,12 +147,12 @@ def _race(weights: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> to
     return block * BLOCK + scores.argmax(dim=-1)
 
 
-def cut_weights(
+def filter_weights(
     weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, max_top_k: int
 ) -> torch.Tensor:
     """Zero what top-k, top-p and min-p remove. All three amount to one smallest weight per row; ties with it stay.
 
-    The largest weight of a row is 1. `max_top_k` is the largest of `top_k` that cuts anything, 0 if none does.
+    The largest weight of a row is 1. `max_top_k` is the largest of `top_k` that removes anything, 0 if none does.
     """
     vocab = weights.shape[-1]
     threshold = _threshold(weights, top_k, top_p, min(vocab, max(max_top_k, NUM_CANDIDATES)))

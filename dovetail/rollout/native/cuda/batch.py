@@ -97,7 +97,7 @@ class PagedBatch:
         self._num_launches = 0
         self._batch_slots: list[int] = []
         self._sampling: SamplingRows | None = None
-        self._cuts = False
+        self._filters = False
         self._addresses: tuple[int, ...] = ()
         self._weights_changed = True
         self._has_grown = False  # as far as what is there needs, or memory allows
@@ -263,7 +263,7 @@ class PagedBatch:
         index = self._num_launches % _LAUNCHES
         self._steps.counter.fill_(index * _STEPS)
         for _ in range(num_steps):
-            self._steps.run(size, self._sampling, cuts=self._cuts)
+            self._steps.run(size, self._sampling, filters=self._filters)
         self._tokens.send(index)
         self._log_probs.send(index)
         for row in rows:
@@ -312,7 +312,7 @@ class PagedBatch:
         padding = size - len(rows)
         self._steps.slots[:size] = upload(slots + [self._state.idle_slot] * padding, torch.int32, self._device)
         self._sampling = None
-        self._cuts = any(row.sample.request.sampling.truncates for row in rows)
+        self._filters = any(row.sample.request.sampling.truncates for row in rows)
         if any(_needs_all_logits(row.sample.request.sampling) for row in rows):
             self._sampling = SamplingRows.build(
                 [row.sample.request.sampling for row in rows] + [_IDLE] * padding,

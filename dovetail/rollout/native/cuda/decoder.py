@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from dovetail.rollout.native.cuda.few_rows import FewRows, has_moving_rope
 from dovetail.rollout.native.cuda.kernels.ops import Ops
 from dovetail.rollout.native.cuda.paged_step import PagedStep, PlainAttend
+from dovetail.rollout.native.cuda.small_batch import SmallBatch, has_moving_rope
 
 _KNOWN = frozenset(f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"))
 
@@ -72,8 +72,8 @@ class FusedDecoder:
         self._base: Any = base
         self._head: Any = model.get_output_embeddings()
         self._is_dense = [hasattr(layer.mlp, "gate_proj") for layer in base.layers]
-        few = ops.few_rows
-        self._few_rows = FewRows(model, few) if few is not None and FewRows.supports(model, few) else None
+        few = ops.small_batch
+        self._small_batch = SmallBatch(model, few) if few is not None and SmallBatch.supports(model, few) else None
 
     def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
         self._hidden(tokens, positions, step)
@@ -82,8 +82,8 @@ class FusedDecoder:
         return self._head(self._hidden(tokens, positions, step))
 
     def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
-        if self._few_rows is not None and self._few_rows.takes(tokens.shape[0], step):
-            return self._few_rows.hidden(tokens, positions, step)
+        if self._small_batch is not None and self._small_batch.takes(tokens.shape[0], step):
+            return self._small_batch.hidden(tokens, positions, step)
         base = self._base
         residual = base.embed_tokens(tokens)
         cosine, sine = base.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0))

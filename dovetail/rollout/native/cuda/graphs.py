@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 _MAX_SPLITS = 32
 _NUM_LOCKS = 4096
 
-Drawing = Literal["whole", "cut", "outside"]
-"""From the whole distribution, from what the rows' cuts leave of it, or by `sampler.sample` after the graph."""
+Drawing = Literal["whole", "filtered", "outside"]
+"""From the whole distribution, from what the rows' filters leave of it, or by `sampler.sample` after the graph."""
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -78,10 +78,10 @@ class DecodeSteps:
         self._logits = None
 
     @torch.inference_mode()
-    def run(self, size: int, sampling: SamplingRows | None, *, cuts: bool = False) -> None:
-        """One step of the first `size` rows of `slots`; `cuts` if one of them has top-k, top-p or min-p. With
+    def run(self, size: int, sampling: SamplingRows | None, *, filters: bool = False) -> None:
+        """One step of the first `size` rows of `slots`; `filters` if one of them has top-k, top-p or min-p. With
         `sampling` the tokens are drawn outside the graph."""
-        drawing: Drawing = "outside" if sampling is not None else "cut" if cuts else "whole"
+        drawing: Drawing = "outside" if sampling is not None else "filtered" if filters else "whole"
         if not self._use_graphs:
             self._step(size, drawing)
         else:
@@ -107,8 +107,10 @@ class DecodeSteps:
             self._logits[:size] = logits
             return
         drawn, log_probs = self._tokens[:size], self._log_probs[:size]
-        cuts = state.cuts if drawing == "cut" else None
-        self._ops.draw(logits, positions, slots, state.keys, state.temperatures, state.greedy, drawn, log_probs, cuts)
+        filters = state.filters if drawing == "filtered" else None
+        self._ops.draw(
+            logits, positions, slots, state.keys, state.temperatures, state.greedy, drawn, log_probs, filters
+        )
         self._end(size, drawn, log_probs)
 
     def _end(self, size: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native.cuda.transfer import upload
 from dovetail.rollout.native.noise import stream_key
-from dovetail.rollout.native.sampler import Cuts
+from dovetail.rollout.native.sampler import Filters
 from dovetail.rollout.native.scheduler import Sample
 
 _FIRST_STOPS = 8
@@ -47,9 +47,9 @@ class SlotState:
         self.keys = zeros(torch.int64)
         self.temperatures = torch.ones(count, device=device)
         self.greedy = zeros(torch.int32)
-        uncut = torch.full((count,), _NO_TOP_K, dtype=torch.int32, device=device)
+        no_top_k = torch.full((count,), _NO_TOP_K, dtype=torch.int32, device=device)
         ones = torch.ones(count, dtype=torch.float64, device=device)
-        self.cuts = Cuts(uncut, ones, zeros(torch.float32), zeros(torch.int32))
+        self.filters = Filters(no_top_k, ones, zeros(torch.float32), zeros(torch.int32))
         self.stop_ids = torch.full((count, _FIRST_STOPS), -1, dtype=torch.int64, device=device)
         self.table = torch.zeros((count, max_pages), dtype=torch.int32, device=device)
 
@@ -85,17 +85,17 @@ class SlotState:
         self.greedy[slots] = numbers[:, 5].int()
         self.stop_ids[slots] = numbers[:, 6:]
         self.temperatures[slots] = upload(temperatures, torch.float32, self.device)
-        self._set_cuts(slots, [sample.request.sampling for sample in samples])
+        self._set_filters(slots, [sample.request.sampling for sample in samples])
         self.active[slots] = torch.ones_like(slots, dtype=torch.int32)
 
-    def _set_cuts(self, slots: torch.Tensor, sampling: Sequence[SamplingParams]) -> None:
+    def _set_filters(self, slots: torch.Tensor, sampling: Sequence[SamplingParams]) -> None:
         rows = [
             (p.top_k if p.top_k > 0 else _NO_TOP_K, p.top_p, p.min_p, p.truncates and p.logprobs == "processed")
             if p.truncates
             else (_NO_TOP_K, 1.0, 0.0, False)
             for p in sampling
         ]
-        for by_slot, values in zip(self.cuts, zip(*rows, strict=True), strict=True):
+        for by_slot, values in zip(self.filters, zip(*rows, strict=True), strict=True):
             by_slot[slots] = upload(values, by_slot.dtype, self.device)
 
     def set_table(self, entries: Sequence[TableEntry]) -> None:

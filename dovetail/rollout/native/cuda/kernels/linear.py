@@ -1,7 +1,7 @@
 """Matrix products with a decoder layer's weights where one library call per weight leaves the device idle.
 
 A library's product of few rows with a narrow weight fills a fraction of the multiprocessors. Here the three projections
-of attention are one launch over three weights, so the weights stay the tensors they are; and for few rows the gated
+of attention are one launch over three weights, so the weights stay the tensors they are; for small batches the gated
 feed-forward is one launch, and long sums are cut among programs and added up inside the norm that follows. Anything
 else (many rows, other dtypes, biases) goes to the library.
 """

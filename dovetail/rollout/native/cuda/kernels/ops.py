@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from dovetail.rollout.native.cuda.kernels import plain
 
 
 @dataclass(frozen=True, slots=True)
-class FewRowsOps:
-    """The functions of `kernels.few_rows`, under their names there; there is no plain way, for they change nothing."""
+class SmallBatchOps:
+    """The functions of `kernels.small_batch`, under their names there; no plain ones, for they change no result."""
 
     max_rows: int
     dtypes: Collection[torch.dtype]
@@ -42,7 +43,7 @@ class Ops:
     draw: Callable[..., None]
     begin_rows: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
     end_rows: Callable[..., None]
-    few_rows: FewRowsOps | None = None
+    small_batch: SmallBatchOps | None = None
 
 
 def ops_for(device: torch.device) -> Ops:
@@ -50,48 +51,24 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def plain_ops() -> Ops:
-    return Ops(
-        plain.decode_attention,
-        plain.prefill_attention,
-        plain.rms_norm,
-        plain.add_rms_norm,
-        plain.rotate_and_store,
-        plain.project_qkv,
-        plain.gated,
-        plain.linear_add_norm,
-        plain.draw,
-        plain.begin_rows,
-        plain.end_rows,
-    )
+    return Ops(**_named(Ops, plain))
 
 
 def triton_ops() -> Ops:
-    from dovetail.rollout.native.cuda.kernels import attention, few_rows, layer, linear, rows, sampling
+    from dovetail.rollout.native.cuda.kernels import attention, layer, linear, rows, sampling, small_batch
 
-    for_few = FewRowsOps(
-        few_rows.MAX_ROWS,
-        few_rows.DTYPES,
-        few_rows.runs_on,
-        few_rows.fits,
-        few_rows.head_fits,
-        few_rows.embed,
-        few_rows.norm_qkv,
-        few_rows.norm_gated,
-        few_rows.linear_add,
-        layer.rms_norm,
+    for_small_batches = SmallBatchOps(
+        max_rows=small_batch.MAX_ROWS, dtypes=small_batch.DTYPES, **_named(SmallBatchOps, small_batch, layer)
     )
+    return Ops(small_batch=for_small_batches, **_named(Ops, attention, layer, linear, rows, sampling))
 
-    return Ops(
-        attention.decode_attention,
-        attention.prefill_attention,
-        layer.rms_norm,
-        layer.add_rms_norm,
-        layer.rotate_and_store,
-        linear.project_qkv,
-        linear.gated,
-        linear.linear_add_norm,
-        sampling.draw,
-        rows.begin_rows,
-        rows.end_rows,
-        for_few,
-    )
+
+def _named(ops: type, *modules: ModuleType) -> dict[str, Any]:
+    """What these modules define under the names of the fields of `ops`."""
+    functions = {}
+    for field in fields(ops):
+        for module in modules:
+            function = getattr(module, field.name, None)
+            if getattr(function, "__module__", None) == module.__name__:
+                functions[field.name] = function
+    return functions

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dovetail.rollout.native.cuda.pages import as_bytes
 from dovetail.rollout.native.noise import fold
-from dovetail.rollout.native.sampler import Cuts, cut_weights, race_blocks
+from dovetail.rollout.native.sampler import Filters, filter_weights, race_blocks
 
 
 def decode_attention(
@@ -125,17 +125,17 @@ def draw(
     greedy: torch.Tensor,
     tokens: torch.Tensor,
     log_probs: torch.Tensor,
-    cuts: Cuts | None = None,
+    filters: Filters | None = None,
 ) -> None:
     index = slots.long()
     scores = logits.float() / temperatures[index].unsqueeze(-1)
     top = scores.amax(dim=-1, keepdim=True)
     weights = (scores - top).exp()
     left = weights
-    if cuts is not None:
-        top_k, top_p, min_p, processed = (by_slot[index] for by_slot in cuts)
+    if filters is not None:
+        top_k, top_p, min_p, processed = (by_slot[index] for by_slot in filters)
         limited = top_k[top_k < logits.shape[1]]
-        left = cut_weights(weights, top_k.long(), top_p, min_p, int(limited.max()) if len(limited) else 0)
+        left = filter_weights(weights, top_k.long(), top_p, min_p, int(limited.max()) if len(limited) else 0)
         scores = torch.where((processed != 0).unsqueeze(-1) & (left == 0), float("-inf"), scores)
     raced = race_blocks(left, fold(keys[index], positions + 1))
     tokens.copy_(torch.where(greedy[index] != 0, scores.argmax(dim=-1), raced))

@@ -1,4 +1,4 @@
-"""Draw each row's next token and its log-prob in one pass over the logits; more passes where something is cut off.
+"""Draw each row's next token and its log-prob in one pass over the logits; more passes where rows are filtered.
 
 The same race, with the same random numbers, as `dovetail.rollout.native.sampler`: blocks of 128 tokens by their total
 weight, then tokens inside the winning block. So the one pass over the logits needs only each block's maximum and sum,
@@ -11,8 +11,8 @@ import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
-from dovetail.rollout.native.cuda.kernels.cuts import Kept, keep, stays
-from dovetail.rollout.native.sampler import BLOCK, Cuts
+from dovetail.rollout.native.cuda.kernels.filtering import Kept, keep, stays
+from dovetail.rollout.native.sampler import BLOCK, Filters
 
 # Blocks per program of the pass over the logits: 4096 logits each.
 _BLOCKS_EACH = 32
@@ -29,13 +29,13 @@ def draw(
     greedy: torch.Tensor,
     tokens: torch.Tensor,
     log_probs: torch.Tensor,
-    cuts: Cuts | None = None,
+    filters: Filters | None = None,
 ) -> None:
     """Write `tokens` (int64) and `log_probs` (float32) of rows drawn from logits (rows, vocabulary).
 
     `positions` is each row's last position so far; its new token stands one further, and that place picks the random
-    numbers. `keys`, `temperatures`, `greedy` and `cuts` are looked up under `slots`. Greedy rows must have
-    temperature 1. Without `cuts` no row has any.
+    numbers. `keys`, `temperatures`, `greedy` and `filters` are looked up under `slots`. Greedy rows must have
+    temperature 1. Without `filters` no row has any.
     """
     rows, vocabulary = logits.shape
     num_blocks = triton.cdiv(vocabulary, BLOCK)
@@ -55,15 +55,15 @@ def draw(
         num_warps=4,
     )
     kept = Kept(sums, tops)
-    if cuts is not None:
-        kept = keep(logits, slots, temperatures, cuts, tops, sums, block=BLOCK, blocks_each=_BLOCKS_EACH)
+    if filters is not None:
+        kept = keep(logits, slots, temperatures, filters, tops, sums, block=BLOCK, blocks_each=_BLOCKS_EACH)
     _race_kernel[(rows,)](
         logits,
         tops,
         sums,
         *kept,
-        keys if cuts is None else cuts.min_p,
-        keys if cuts is None else cuts.processed,
+        keys if filters is None else filters.min_p,
+        keys if filters is None else filters.processed,
         positions,
         slots,
         keys,
@@ -76,7 +76,7 @@ def draw(
         num_blocks,
         BLOCK=BLOCK,
         BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
-        CUT=cuts is not None,
+        FILTERED=filters is not None,
         num_warps=_RACE_WARPS,
     )
 
@@ -150,7 +150,7 @@ def _race_kernel(
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
-    CUT: tl.constexpr,
+    FILTERED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row)
@@ -166,7 +166,7 @@ def _race_kernel(
     top = tl.max(tops, axis=0)
     weights = (sums * tl.exp(tops - top)).to(tl.float64)
     total = tl.sum(weights, axis=0)
-    if CUT:
+    if FILTERED:
         kept_sums = tl.load(kept_ptr + row * num_blocks + blocks, mask=inside, other=0.0)
         weights = (kept_sums * tl.exp(tops - top)).to(tl.float64)
         total = tl.where(tl.load(processed_ptr + slot) != 0, tl.sum(weights, axis=0), total)
@@ -180,7 +180,7 @@ def _race_kernel(
     # Negative counters, so that the second round never repeats a number of the first.
     inner = _exponential(_fold(key, -2 - block), offsets.to(tl.int64))
     candidates = tl.exp(scores - top)
-    if CUT:
+    if FILTERED:
         kept = stays(logits, candidates, tl.load(threshold_ptr + row), tl.load(min_p_ptr + slot))
         candidates = tl.where(kept, candidates, 0.0)
     raced = tl.argmax(candidates.to(tl.float64) / inner, axis=0)

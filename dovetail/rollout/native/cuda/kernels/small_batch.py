@@ -1,4 +1,4 @@
-"""A dense decoder layer for few rows in four launches beside attention's: norms, rotary, storing inside the products.
+"""A dense decoder layer for small batches in four launches beside attention's: norms, rotary, storing inside products.
 
 With few rows a step's time is that of reading the weights, and of beginning and ending some nine kernels a layer. Here
 a norm is two factors of the product that follows: its weights multiply the product's input, its row factor the result.
@@ -17,13 +17,13 @@ import torch
 import triton  # pyrefly: ignore[missing-import]
 
 from dovetail.rollout.native.cuda.kernels.device import described
-from dovetail.rollout.native.cuda.kernels.few_rows_jit import (
+from dovetail.rollout.native.cuda.kernels.overlap import launch_options, overlaps
+from dovetail.rollout.native.cuda.kernels.small_batch_jit import (
     embed_kernel,
     linear_add_kernel,
     norm_gated_kernel,
     norm_qkv_kernel,
 )
-from dovetail.rollout.native.cuda.kernels.overlap import launch_options, overlaps
 
 MAX_ROWS = 64
 # A residual times the weights of a norm may be too large a number for float16.
@@ -169,7 +169,7 @@ def norm_qkv(
         NUM_KV=num_kv,
         PAGE=page_size,
         BIAS=has_bias,
-        **_told(cut, rows, overlap),
+        **_launch_settings(cut, rows, overlap),
     )
     return query
 
@@ -196,7 +196,7 @@ def norm_gated(scaled: Scaled, eps: float, gate: torch.Tensor, up: torch.Tensor)
         BLOCKS_PADDED=triton.next_power_of_2(squares.shape[0]),
         COLUMNS=cut.columns,
         AHEAD=cut.ahead if overlap else 0,
-        **_told(cut, rows, overlap),
+        **_launch_settings(cut, rows, overlap),
     )
     return out
 
@@ -236,7 +236,7 @@ def linear_add(
         PARTS=num_parts,
         COLUMNS=cut.columns,
         AHEAD=cut.ahead if overlap else 0,
-        **_told(cut, rows, overlap),
+        **_launch_settings(cut, rows, overlap),
     )
     return Scaled(out, squares)
 
@@ -255,7 +255,7 @@ def _cut_for(kind: str, rows: int, width: int, num_out: int) -> Cut:
     )
 
 
-def _told(cut: Cut, rows: int, overlap: bool) -> dict[str, int]:
+def _launch_settings(cut: Cut, rows: int, overlap: bool) -> dict[str, int]:
     """What all products are told alike."""
     return {
         "ROWS": max(8 if cut.swap else 16, triton.next_power_of_2(rows)),

@@ -1,4 +1,4 @@
-"""The kernels of `few_rows`, which says what they compute and how they are cut."""
+"""The kernels of `small_batch`, which says what they compute and how they are cut."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The layers of a dense model for few rows, where beginning and ending kernels takes as long as reading weights.
+"""The layers of a dense model for small batches, where beginning and ending kernels takes as long as reading weights.
 
-Reads the model's own weights, as they are; see `kernels.few_rows` for how a layer is cut into launches.
+Reads the model's own weights, as they are; see `kernels.small_batch` for how a layer is cut into launches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from dovetail.rollout.native.cuda.kernels.ops import FewRowsOps
+from dovetail.rollout.native.cuda.kernels.ops import SmallBatchOps
 from dovetail.rollout.native.cuda.paged_step import PagedStep
 
 # Rotary frequencies of these types depend on the longest position of a step.
@@ -22,17 +22,17 @@ def has_moving_rope(model: PreTrainedModel) -> bool:
     return rope.get("rope_type", "default") in _MOVING_ROPE
 
 
-class FewRows:
+class SmallBatch:
     """`hidden` is what `FusedDecoder` computes, for at most `max_rows` rows and a step with `locks`."""
 
-    def __init__(self, model: PreTrainedModel, ops: FewRowsOps) -> None:
+    def __init__(self, model: PreTrainedModel, ops: SmallBatchOps) -> None:
         self._ops = ops
         self._base: Any = model.base_model
         self.max_rows = ops.max_rows
         self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @staticmethod
-    def supports(model: PreTrainedModel, ops: FewRowsOps) -> bool:
+    def supports(model: PreTrainedModel, ops: SmallBatchOps) -> bool:
         """bfloat16, no experts, no norms of heads, biases at the attention's inputs or none, a fixed rotary."""
         if model.dtype not in ops.dtypes or not ops.runs_on(model.device):
             return False
@@ -84,7 +84,7 @@ def _attention_inputs(layer: Any) -> tuple[Any, Any, Any]:
     return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
 
 
-def _layer_fits(layer: Any, ops: FewRowsOps) -> bool:
+def _layer_fits(layer: Any, ops: SmallBatchOps) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if not hasattr(mlp, "gate_proj") or hasattr(attention, "q_norm"):
         return False

@@ -1,6 +1,6 @@
 """Which tokens top-k, top-p and min-p leave of each row. Nothing is sorted, and the host is asked nothing.
 
-All cuts amount to one smallest logit per row. It is found bit by bit: does what lies above a value weigh (top-p), or
+All filters amount to one smallest logit per row. It is found bit by bit: does what lies above a value weigh (top-p), or
 count (top-k), less than wanted? A row's logits are read once from memory and then, some twenty times, from the cache.
 """
 
@@ -12,14 +12,14 @@ import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
-from dovetail.rollout.native.sampler import Cuts
+from dovetail.rollout.native.sampler import Filters
 
 # Logits that a program looks at together.
 _CHUNK = 8192
 
 
 class Kept(NamedTuple):
-    """What the cuts leave: the weight of each block of 128 tokens, and the smallest logit of each row."""
+    """What the filters leave: the weight of each block of 128 tokens, and the smallest logit of each row."""
 
     sums: torch.Tensor
     thresholds: torch.Tensor
@@ -29,14 +29,14 @@ def keep(
     logits: torch.Tensor,
     slots: torch.Tensor,
     temperatures: torch.Tensor,
-    cuts: Cuts,
+    filters: Filters,
     tops: torch.Tensor,
     sums: torch.Tensor,
     *,
     block: int,
     blocks_each: int,
 ) -> Kept:
-    """`tops` and `sums` of the blocks before any cut; see `kernels.sampling`."""
+    """`tops` and `sums` of the blocks before filtering; see `kernels.sampling`."""
     rows, vocabulary = logits.shape
     num_blocks = tops.shape[1]
     thresholds = logits.new_empty(rows, dtype=torch.float32)
@@ -45,8 +45,8 @@ def keep(
         logits,
         slots,
         temperatures,
-        cuts.top_k,
-        cuts.top_p,
+        filters.top_k,
+        filters.top_p,
         tops,
         sums,
         thresholds,
@@ -65,7 +65,7 @@ def keep(
         logits,
         slots,
         temperatures,
-        cuts.min_p,
+        filters.min_p,
         tops,
         thresholds,
         row_tops,
