@@ -21,6 +21,7 @@ from dovetail.algorithms import (
 from dovetail.algorithms.aggregate import token_share
 from dovetail.algorithms.kl import k3_kl
 from dovetail.algorithms.plugin_calls import as_policy_loss
+from dovetail.algorithms.rollout_correction import MAX_LOG_WEIGHT
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import RolloutCorrectionConfig
@@ -37,6 +38,9 @@ from dovetail.workers.response_columns import (
     take_columns,
 )
 from dovetail.workers.shares import StepLog, add_shares, global_counts
+
+_RATIO, _RATIO_SQUARE = "rollout_corr/ratio_mean", "rollout_corr/ratio_square_mean"
+"""Moments of the update's policy / engine over tokens."""
 
 
 class DataParallelPPOActor:
@@ -125,6 +129,9 @@ class DataParallelPPOActor:
             log.add(add_shares(parts, self.backend), step)
         self.num_updates += 1
         metrics = log.result()
+        if _RATIO_SQUARE in metrics:
+            square = metrics.pop(_RATIO_SQUARE)
+            metrics["rollout_corr/eff_sample_size"] = metrics.pop(_RATIO) ** 2 / square if square else 0.0
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return metrics
@@ -252,9 +259,15 @@ def _row_keys(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def _engine_mismatch(log_prob: Tensor, engine_log_prob: Tensor, mask: Tensor, counts: BatchCounts) -> dict[str, Tensor]:
-    """Shares of the means over tokens that `compute_offpolicy_metrics` reports of a whole batch."""
+    """Shares of the means over tokens that `compute_offpolicy_metrics` reports of a whole batch.
+
+    The two moments of the ratio become the effective sample size when they are complete.
+    """
     log_ratio = log_prob.float() - engine_log_prob
+    ratio = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
     return {
+        _RATIO: token_share(ratio, mask, counts),
+        _RATIO_SQUARE: token_share(ratio.square(), mask, counts),
         "rollout_corr/kl": token_share(-log_ratio, mask, counts),
         "rollout_corr/k3_kl": token_share(k3_kl(log_ratio), mask, counts),
         "rollout_corr/probs_diff_mean": token_share((log_prob.exp() - engine_log_prob.exp()).abs(), mask, counts),

@@ -157,9 +157,13 @@ def test_the_gap_to_the_engine_measured_in_an_update_is_the_one_of_a_pass_of_its
     mask = batch.tensors["response_mask"]
     expected = compute_offpolicy_metrics(actor.compute_log_prob(batch)[0], engine, mask)
     expected |= compute_probs_diff_metrics(actor.compute_log_prob(batch)[0], engine, mask)
+    ratios = (actor.compute_log_prob(batch)[0] - engine).exp()[mask.bool()]
+    expected_size = float(ratios.mean() ** 2 / ratios.square().mean())
     found = actor.update_policy(batch.union(DataProto.from_dict({"rollout_log_probs": engine})))
     for name in ("kl", "k3_kl", "probs_diff_mean"):
         assert found[f"rollout_corr/{name}"] == pytest.approx(expected[name], rel=1e-4)
+    assert found["rollout_corr/eff_sample_size"] == pytest.approx(expected_size, rel=1e-4)
+    assert 0 < expected_size < 1
 
 
 @pytest.mark.parametrize("use_kl_loss", [True, False])
