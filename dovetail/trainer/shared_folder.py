@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 from dovetail.config import ConfigError
 from dovetail.config.errors import Problem
@@ -21,7 +22,22 @@ def with_absolute_folders(config: DovetailConfig) -> DovetailConfig:
     changes = {"default_local_dir": _absolute(settings.run_dir)}
     if settings.resume_from_path is not None:
         changes["resume_from_path"] = _absolute(settings.resume_from_path)
-    return config.model_copy(update={"trainer": settings.model_copy(update=changes)})
+    updated: dict[str, Any] = {"trainer": settings.model_copy(update=changes)}
+    for role in ("actor_rollout_ref", "critic", "reward_model"):
+        section = getattr(config, role)
+        if folders := _existing_folders(section.model):
+            updated[role] = section.model_copy(update={"model": section.model.model_copy(update=folders)})
+    return config.model_copy(update=updated)
+
+
+def _existing_folders(model: Any) -> dict[str, str]:
+    """Relative paths of a model that are folders of this machine; everything else may be a name on the hub."""
+    paths = {name: getattr(model, name, None) for name in ("path", "tokenizer_path")}
+    return {
+        name: _absolute(path)
+        for name, path in paths.items()
+        if path and not Path(path).is_absolute() and Path(path).exists()
+    }
 
 
 def check_shared_folder(workers: WorkerGroup, folder: Path) -> None:

@@ -131,6 +131,12 @@ def test_offload_and_onload_change_nothing(strategy: str, ranks: list[Found]) ->
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
+def test_onload_brings_parameters_and_moments_to_the_device_each_when_asked(strategy: str, ranks: list[Found]) -> None:
+    for rank in ranks:
+        assert rank[strategy]["devices"] == [{"meta"}, {"cpu"}, {"meta"}, {"meta"}]
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
 def test_bfloat16_is_near_and_its_weights_stay_float32(strategy: str, ranks: list[Found]) -> None:
     exact = make("single", tiny_policy()).forward([tiny_batch()])[0].log_probs
     assert exact is not None
@@ -222,6 +228,7 @@ def on_strategy(strategy: str, rank: int, folder: Path) -> Found:
     found["from meta"] = from_meta(strategy, folder / "hf")
     found["reference"] = reference(make(strategy, tiny_policy(lora=True)))
     found["offload"] = tuple(offloaded(make(strategy, tiny_policy()), moves) for moves in (True, False))
+    found["devices"] = devices_of_moved_state(strategy)
     found["bfloat16"] = bfloat16(strategy)
     found["full disk"] = full_disk(make(strategy, tiny_policy()), folder / f"export-{strategy}")
     if strategy == "fsdp2":
@@ -297,6 +304,32 @@ def offloaded(backend: TorchBackend, moves: bool) -> dict[str, np.ndarray]:
         backend.offload()
         backend.onload()
     return train(backend)[1]
+
+
+def devices_of_moved_state(strategy: str) -> list[set[str]]:
+    """Where parameters and moments are after each move. The device is `meta`, which is not the host anywhere.
+
+    FSDP1's flat parameters cannot go there: that they were on their way is an error.
+    """
+    backend = make(strategy, tiny_policy())
+    train(backend)
+    backend.device = torch.device("meta")
+    backend.offload()
+    assert backend._optimizer is not None
+    if strategy == "fsdp":
+        with pytest.raises(RuntimeError, match="set_data"):
+            backend.onload(optimizer=False)
+        return [{"meta"}, {"cpu"}, {"meta"}, {"meta"}]
+    seen = []
+    for kept in ({"optimizer": False}, {"params": False}):
+        backend.onload(**kept)
+        moments = [v for state in backend._optimizer.state.values() for v in state.values() if v.dim() > 0]
+        seen += [{_local(p).device.type for p in backend.module.parameters()}, {_local(m).device.type for m in moments}]
+    return seen
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def bfloat16(strategy: str) -> tuple[np.ndarray, set[str]]:

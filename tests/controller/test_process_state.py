@@ -25,10 +25,10 @@ from tests.waiting import wait_until, wait_until_gone
 pytestmark = pytest.mark.unit
 
 _PARENT = (
-    "import subprocess, sys, time\n"
-    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "import signal, subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
     "print(child.pid, flush=True)\n"
-    "time.sleep(600)\n"
+    "signal.pause()\n"
 )
 # Holds Python's lock in C for as long as it lives: no thread of it can answer anything.
 _BUSY = (

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from dovetail.config import DovetailConfig
 from dovetail.rewards.registry import check_sources, default_compute_score
 from dovetail.rewards.sandbox import Isolation, LocalSandbox, ProgramRun, SandboxUnavailable, detect_isolation
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -63,10 +63,7 @@ def test_a_process_that_left_its_session_dies_with_the_program(sandbox: LocalSan
     mark = uuid.uuid4().hex
     result = run(sandbox, ESCAPE.format(mark=mark, then=then), timeout=3.0 if "sleep" in then else 60.0)
     assert result.timed_out == ("sleep" in then)
-    deadline = time.monotonic() + 20
-    while processes_with(mark) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not processes_with(mark)
+    wait_until(lambda: not processes_with(mark), "the end of the process that left its session")
 
 
 def test_a_program_with_its_exit_code_output_and_error(sandbox: LocalSandbox) -> None:

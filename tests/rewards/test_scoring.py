@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from dovetail.rewards.managers import NaiveRewardManager
 from dovetail.rewards.runner import RewardRunner
 from tests.models.tiny import tiny_tokenizer
 from tests.rewards.test_runner import answers
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -200,10 +200,7 @@ class FakePool:
         self.closed.set()
 
     def wait_for(self, count: int) -> None:
-        deadline = time.monotonic() + 30
-        while len(self.running) < count:
-            assert time.monotonic() < deadline, f"{len(self.running)} of {count} calls came within 30 s"
-            time.sleep(0.001)
+        wait_until(lambda: len(self.running) >= count, f"{count} calls")
 
 
 def test_no_more_calls_run_than_max_concurrent_allows() -> None:

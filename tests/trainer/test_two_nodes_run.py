@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from dovetail.controller.process_state import kill_processes
 from dovetail.controller.reaper import TAG, tagged_processes
 from tests.trainer.test_faults import ROOT, Run
 from tests.trainer.toy_run import Toy
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -164,7 +164,4 @@ def _ip(*words: str) -> None:
 
 
 def _until_in(file: Path, text: str) -> None:
-    end = time.monotonic() + 180
-    while text not in file.read_text():
-        assert time.monotonic() < end, file.read_text()
-        time.sleep(0.1)
+    wait_until(lambda: text in file.read_text(), f"{text!r} in {file}", seconds=180)

@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail.cli.main import main
+from dovetail.config import DovetailConfig
 from dovetail.data.files import prompt_row
 from dovetail.observability.run_folder import read_json_lines
+from dovetail.trainer.shared_folder import with_absolute_folders
 from tests.trainer.toy_run import DAPO, Toy
 
 pytestmark = pytest.mark.e2e
@@ -149,3 +151,22 @@ def test_dynamic_sampling_without_a_limit_ends_on_solved_data(
     shown = capsys.readouterr().err
     assert "step 1: 3 generation rounds in a row (36 groups) had no group whose answers differ in score" in shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.unit
+def test_a_relative_path_of_a_model_means_the_drivers_folder_on_every_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/policy", "tokenizer", "judge"):
+        (tmp_path / name).mkdir(parents=True)
+    config = DovetailConfig(
+        actor_rollout_ref={"model": {"path": "models/policy", "tokenizer_path": "tokenizer"}},
+        critic={"model": {"path": "org/name"}},
+        reward_model={"enable": True, "model": {"path": "judge"}},
+    )
+    sent = with_absolute_folders(config)
+    assert sent.actor_rollout_ref.model.path == str(tmp_path / "models" / "policy")
+    assert sent.actor_rollout_ref.model.tokenizer_path == str(tmp_path / "tokenizer")
+    assert sent.reward_model.model.path == str(tmp_path / "judge")
+    assert sent.critic.model.path == "org/name", "no folder of this machine: a name on the hub"
