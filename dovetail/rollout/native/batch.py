@@ -48,7 +48,7 @@ class Batch(Protocol):
     def abort(self, request_ids: Collection[str] | None) -> int: ...
 
     def drain(self) -> None:
-        """Return once the device has nothing left to do and every token written is booked."""
+        """Return once the device has nothing left to do and every generated token is booked."""
 
     def forget_cache(self, *, keep_decoding: bool = False) -> None:
         """Old entries must not be read again; running samples are prefilled anew before their next token, short ones

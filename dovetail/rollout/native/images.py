@@ -36,10 +36,10 @@ def check_images(model: PreTrainedModel, request: GenerationRequest) -> None:
     if token is None or merge is None or "image_grid_thw" not in media:
         return
     wanted = int(media["image_grid_thw"].prod(-1).sum()) // merge**2
-    found = list(request.prompt_token_ids).count(token)
-    if found != wanted:
+    num_tokens = list(request.prompt_token_ids).count(token)
+    if num_tokens != wanted:
         raise ValueError(
-            f"request {request.request_id!r} has {found} image tokens and images of {wanted} features; give the "
+            f"request {request.request_id!r} has {num_tokens} image tokens and images of {wanted} features; give the "
             "input_ids of the processor, uncut."
         )
 
@@ -50,8 +50,8 @@ def prompt_positions(model: PreTrainedModel, request: GenerationRequest) -> Tens
     if not request.multi_modal:
         return None
     ids = torch.tensor([list(request.prompt_token_ids)])
-    found = multimodal_position_ids(model, ids, torch.ones_like(ids), request.multi_modal)
-    return None if found is None else found[0].cpu()
+    positions = multimodal_position_ids(model, ids, torch.ones_like(ids), request.multi_modal)
+    return None if positions is None else positions[0].cpu()
 
 
 def prefill_images(plan: Sequence[tuple[Sample, Segment]], device: torch.device) -> dict[str, Tensor]:

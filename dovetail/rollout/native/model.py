@@ -105,7 +105,7 @@ def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _attention_of(config: PreTrainedConfig) -> str | dict[str, str]:
-    """Our attention where tokens are written; a vision tower has no cache and keeps torch's."""
+    """Our attention where tokens are generated; a vision tower has no cache and keeps torch's."""
     if not hasattr(config, "vision_config"):
         return ATTENTION_NAME
     return {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}

@@ -18,7 +18,7 @@ from dovetail.rollout.native.attention import Segment
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One response being written. Samples of one request share `group`, hence the prompt's cache entries."""
+    """One response being generated. Samples of one request share `group`, hence the prompt's cache entries."""
 
     request: GenerationRequest
     index: int
@@ -64,13 +64,7 @@ class Sample:
         return len(self.sequence) - 1
 
     def append(self, token: int, log_prob: float, version: int) -> None:
-        self.sequence.append(token)
-        self.log_probs.append(log_prob)
-        self.versions.append(version)
-        if token in self.stop_ids:
-            self.finish_reason = "stop"
-        elif len(self.sequence) >= self.max_length:
-            self.finish_reason = "length"
+        self.extend([token], [log_prob], version)
 
     def extend(self, tokens: list[int], log_probs: list[float], version: int) -> None:
         """Append several tokens, of which only the last may end the response."""

@@ -36,7 +36,7 @@ class WeightLoader:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy every tensor to its place. Raises WeightUpdateError on the first misfit, or at the end on a gap."""
+        """Copy every tensor to its place. Raises WeightUpdateError on the first misfit, or if one is missing."""
         for place, tensor in self._accounted(weights):
             place.target.copy_(tensor)
 

@@ -1,5 +1,5 @@
-"""Whole decode steps as CUDA graphs, one per batch size, captured when first needed. Without CUDA, or when told so, the
-same steps run one operation at a time.
+"""Whole decode steps as CUDA graphs, one per batch size, captured when first needed. Without CUDA, or with
+`enforce_eager`, the same steps run one operation at a time.
 """
 
 from __future__ import annotations

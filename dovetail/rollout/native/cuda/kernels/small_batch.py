@@ -256,7 +256,7 @@ def _cut_for(kind: str, rows: int, width: int, num_out: int) -> Cut:
 
 
 def _launch_settings(cut: Cut, rows: int, overlap: bool) -> dict[str, int]:
-    """What all products are told alike."""
+    """Settings that every product kernel takes."""
     return {
         "ROWS": max(8 if cut.swap else 16, triton.next_power_of_2(rows)),
         "DEPTH": cut.depth,
