@@ -19,11 +19,13 @@ def parse_value(text: str) -> Any:
     """The value that `text` stands for. Raises ValueError for an unfinished list, mapping or string."""
     text = text.strip()
     if text[:1] in ("[", "{") and not text.startswith("{{"):
-        reader = _Reader(text)
-        value = reader.structure()
-        if reader.rest().strip():
-            raise ValueError(f"{reader.rest().strip()!r} is left over after the closing bracket")
-        return value
+        body, rest = _inside_brackets(text)
+        if rest:
+            raise ValueError(f"{rest!r} is left over after the closing bracket")
+        items = [item.strip() for item in split_outside(body, ",")]
+        # A trailing comma is not an empty item.
+        items = items[:-1] if items[-1] == "" else items
+        return [parse_value(item) for item in items] if text[0] == "[" else dict(_pair(item) for item in items)
     if is_quoted(text):
         return unquote(text)
     return _scalar(text)
@@ -75,46 +77,23 @@ def _scalar(text: str) -> Any:
     return text
 
 
-class _Reader:
-    """A cursor over one list or mapping."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-
-    def rest(self) -> str:
-        return self.text[self.at :]
-
-    def structure(self) -> Any:
-        opening = self.text[self.at]
-        body = self._body(_CLOSING[opening])
-        items = [item.strip() for item in split_outside(body, ",")]
-        # A trailing comma is not an empty item.
-        items = items[:-1] if items[-1] == "" else items
-        if opening == "[":
-            return [parse_value(item) for item in items]
-        return dict(_pair(item) for item in items)
-
-    def _body(self, closing: str) -> str:
-        """The text up to the closing bracket; leaves the cursor behind it."""
-        depth, quote = 0, ""
-        for position in range(self.at, len(self.text)):
-            letter = self.text[position]
-            if quote:
-                quote = "" if letter == quote and self.text[position - 1] != "\\" else quote
-            elif letter in "\"'":
-                quote = letter
-            elif letter in "[{(":
-                depth += 1
-            elif letter in "]})":
-                depth -= 1
-                if depth == 0:
-                    if letter != closing:
-                        raise ValueError(f"a list or mapping is closed by {letter!r} instead of {closing!r}")
-                    body = self.text[self.at + 1 : position]
-                    self.at = position + 1
-                    return body
-        raise ValueError(f"the closing {closing!r} is missing")
+def _inside_brackets(text: str) -> tuple[str, str]:
+    """What the bracket at the start encloses, and what follows it."""
+    closing, depth, quote = _CLOSING[text[0]], 0, ""
+    for position, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote and text[position - 1] != "\\" else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in "[{(":
+            depth += 1
+        elif letter in "]})":
+            depth -= 1
+            if depth == 0:
+                if letter != closing:
+                    raise ValueError(f"a list or mapping is closed by {letter!r} instead of {closing!r}")
+                return text[1:position], text[position + 1 :].strip()
+    raise ValueError(f"the closing {closing!r} is missing")
 
 
 def _pair(item: str) -> tuple[str, Any]:
