@@ -230,7 +230,7 @@ class RolloutStream:
             if choice.chosen is not None:
                 break
             if len(self._ready) + len(self._running) < self._count:
-                self._start_chunk()
+                self._begin(self._draw_chunk(), None)
             self._advance(choice.must_finish, wait_began)
         self.waits.done("the trainer")
         return self._give(choice.chosen, step)
@@ -309,15 +309,19 @@ class RolloutStream:
         return max(0, self._total_steps - self._version)
 
     def _start_allowed(self) -> None:
+        """In one call: how requests meet in an engine's batch must not depend on the time between calls."""
+        draws: list[Draw] = []
         while self.pace.may_start(self.num_batches_left):
-            self._start_chunk()
+            draws += self._draw_chunk()
+        if draws:
+            self._begin(draws, None)
 
-    def _start_chunk(self) -> None:
+    def _draw_chunk(self) -> list[Draw]:
         prompts = self._draw_prompts()
         draws = [Draw(_number_of(prompt), prompt, 0, self._version) for prompt in prompts.split(1)]
         self.pace.num_started += 1
         self.ledger.started([draw.number for draw in draws], self._version)
-        self._begin(draws, None)
+        return draws
 
     def _begin(self, draws: Sequence[Draw], snapshot: DataProto | None) -> None:
         shares = np.array_split(np.arange(len(draws)), self._generator.num_engines)
