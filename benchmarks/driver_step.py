@@ -71,7 +71,7 @@ class FakeRanks(WorkerGroup):
     def freeze_gc(self) -> None: ...
 
     def mesh_layout(self, mesh_name: str) -> Any:
-        from dovetail.controller.layout import MeshLayout
+        from dovetail.controller.dispatch import MeshLayout
 
         return MeshLayout(tuple(range(self.world_size)), tuple(range(self.world_size)))
 

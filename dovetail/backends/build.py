@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from dovetail.backends.base import RankInfo
-from dovetail.backends.muon import muon_names
-from dovetail.backends.optimizer import build_optimizer, decayed_names
+from dovetail.backends.optimizer import build_optimizer, decayed_names, muon_names
 from dovetail.backends.schedule import LearningRateSchedule, learning_rate
 from dovetail.backends.sharding import Precision, Sharding, is_meta
 from dovetail.backends.torch_backend import TorchBackend

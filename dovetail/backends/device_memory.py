@@ -1,13 +1,18 @@
-"""How much memory this process uses on its device and on the host, and giving unused device memory back."""
+"""Memory of this process on its device and host, and which parts of a backend are offloaded. Moves nothing."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.observability.device_peaks import DevicePeaks, cuda_peaks
-from dovetail.observability.host_memory import peak_resident_gib
+from dovetail.observability.memory import DevicePeaks, cuda_peaks, peak_resident_gib
+
+if TYPE_CHECKING:
+    from dovetail.backends.base import TrainBackend
 
 _GIB = 1024**3
 _DRIVERS_SHARE = 0.1
@@ -50,3 +55,38 @@ def mark_memory(device: torch.device) -> None:
 
 def _peaks(device: torch.device) -> DevicePeaks:
     return cuda_peaks(torch.cuda, torch.cuda.current_device() if device.index is None else device.index)
+
+
+class OffloadState:
+    """Which of a backend's parts, "params" and "optimizer", are offloaded."""
+
+    def __init__(self) -> None:
+        self._offloaded: set[str] = set()
+
+    def mark_offloaded(self, *, params: bool, optimizer: bool) -> None:
+        self._offloaded |= _chosen(params, optimizer)
+
+    def mark_onloaded(self, *, params: bool, optimizer: bool) -> None:
+        self._offloaded -= _chosen(params, optimizer)
+
+    def require(self, *parts: str) -> None:
+        """Raise unless these parts are on the device."""
+        # Checked on the CPU too, where nothing moves: a laptop run then finds the missing call before a cluster does.
+        offloaded = sorted(self._offloaded.intersection(parts))
+        if offloaded:
+            raise RuntimeError(f"{' and '.join(offloaded)} are offloaded; call onload() first")
+
+    @contextmanager
+    def all_onloaded(self, backend: TrainBackend) -> Iterator[None]:
+        """Onload what is offloaded for the length of a block, then offload it again."""
+        params, optimizer = "params" in self._offloaded, "optimizer" in self._offloaded
+        backend.onload(params=params, optimizer=optimizer)
+        try:
+            yield
+        finally:
+            if params or optimizer:
+                backend.offload(params=params, optimizer=optimizer)
+
+
+def _chosen(params: bool, optimizer: bool) -> set[str]:
+    return {part for part, chosen in (("params", params), ("optimizer", optimizer)) if chosen}

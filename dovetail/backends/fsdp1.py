@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from dovetail.backends.sharding import Precision, is_meta
-from dovetail.backends.units import sharding_units
+from dovetail.backends.sharding import Precision, is_meta, sharding_units
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.models.load import initialize_buffers, materialize
 from dovetail.models.weights import load_weights

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from dovetail.backends.sharding import Precision, is_meta
-from dovetail.backends.units import sharding_units
+from dovetail.backends.sharding import Precision, is_meta, sharding_units
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.models.load import materialize
 from dovetail.models.weights import load_weights

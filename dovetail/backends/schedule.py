@@ -1,16 +1,20 @@
-"""Learning rate as a function of the number of steps taken. Knows no model and no loss.
+"""Learning rate as a function of the number of steps taken, and how far a backend has trained. Steps no optimizer.
 
-The whole state is one integer, so a resumed run continues the same curve.
+The whole state of the schedule is one integer, so a resumed run continues the same curve.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
+from dovetail.backends.base import StepResult
 from dovetail.config.optim import OptimConfig
+
+NOT_TRAINABLE = "this backend was built without an optimizer; pass optim to build_backend to train it"
 
 
 def learning_rate(step: int, config: OptimConfig, num_training_steps: int) -> float:
@@ -102,3 +106,45 @@ _SHAPES: dict[str, Callable[[int, int, int, OptimConfig], float]] = {
     "inverse_square_root": _inverse_square_root,
     "wsd": _warmup_stable_decay,
 }
+
+
+class TrainingProgress:
+    """What a backend's checkpoint holds beside weights and optimizer. Without a schedule the backend only infers."""
+
+    def __init__(self, schedule: LearningRateSchedule | None) -> None:
+        self._schedule = schedule
+        self._num_skipped = 0
+
+    @property
+    def has_schedule(self) -> bool:
+        return self._schedule is not None
+
+    def stepped(self, grad_norm: float, *, advance_schedule: bool) -> StepResult:
+        """Count one step of the optimizer. A norm that is not finite says that it was skipped."""
+        if self._schedule is None:
+            raise RuntimeError(NOT_TRAINABLE)
+        lr = self._schedule.lr
+        skipped = not math.isfinite(grad_norm)
+        if skipped:
+            self._num_skipped += 1
+        elif advance_schedule:
+            self._schedule.step()
+        return StepResult(grad_norm=grad_norm, skipped=skipped, lr=lr, num_skipped=self._num_skipped)
+
+    def pack(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What goes into a checkpoint, with the caller's own ``extra``."""
+        own = {
+            "schedule": self._schedule.state_dict() if self._schedule is not None else None,
+            "num_skipped": self._num_skipped,
+        }
+        return {"backend": own, "extra": dict(extra or {})}
+
+    def unpack(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Go on from what ``pack`` gave; return the caller's ``extra``. None: the checkpoint was read without it."""
+        if saved is None:
+            return {}
+        own = saved["backend"]
+        if self._schedule is not None and own["schedule"] is not None:
+            self._schedule.load_state_dict(own["schedule"])
+        self._num_skipped = own["num_skipped"]
+        return saved["extra"]

@@ -25,14 +25,11 @@ from dovetail.backends.base import (
     TokenOutput,
     TrainBackend,
 )
-from dovetail.backends.device_memory import free_device_cache
+from dovetail.backends.device_memory import OffloadState, free_device_cache
 from dovetail.backends.network import network_call
-from dovetail.backends.offload_state import OffloadState
-from dovetail.backends.progress import NOT_TRAINABLE, TrainingProgress
-from dovetail.backends.schedule import LearningRateSchedule
+from dovetail.backends.schedule import NOT_TRAINABLE, LearningRateSchedule, TrainingProgress
 from dovetail.backends.sharding import Sharding
-from dovetail.checkpoint.background import BackgroundSave
-from dovetail.checkpoint.sharded import CONTENTS, load_sharded, save_sharded, take_snapshot
+from dovetail.checkpoint.sharded import CONTENTS, BackgroundSave, load_sharded, save_sharded, take_snapshot
 from dovetail.models.activations import activation_offload
 from dovetail.models.backbone import HF_PREFIX, TransformerBackbone
 from dovetail.models.lora import adapter_disabled, has_lora, is_lora_name, merged_weights

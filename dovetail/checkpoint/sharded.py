@@ -1,7 +1,8 @@
 """State of a model spread over processes, on disk: each rank writes its part, any number of ranks reads it back.
 
-Keys are names of the unsharded model, so what one sharding wrote another can read. Knows no training loop; whether
-the folder is complete is the business of ``checkpoint.store``.
+Keys are names of the unsharded model, so what one sharding wrote another can read. A snapshot may be written in a
+thread while training goes on. Knows no training loop; whether the folder is complete is the business of
+``checkpoint.store``.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import random
+import re
+import threading
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -29,11 +35,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dovetail.checkpoint.manifest import BrokenCheckpoint, write_part
-from dovetail.checkpoint.one_process import without_collectives
-from dovetail.checkpoint.rng import capture_rng, restore_rng
 from dovetail.checkpoint.shard_files import PlainValues, SafeReader, UnsafeFileError
+from dovetail.observability.waits import waiting
 from dovetail.protocol.plain_file import PlainFileError, load_plain, save_plain
 
+_WARNING = "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to"
+_PATTERN = re.compile(_WARNING, re.IGNORECASE)
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 2
@@ -44,6 +51,38 @@ _DESCRIPTION = "state.json"
 _EXTRA = "extra.safetensors"
 # Flat keys (`state.<parameter>.exp_avg`) do not depend on how parameters are grouped or numbered.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+BACKGROUND_LIMIT_S = 3600.0
+"""A save that takes longer than this hangs, on a dead disk or in a collective with a rank that is gone."""
+
+
+def without_collectives(world_size: int) -> bool:
+    """The value of `no_dist` for this many processes; with one, its warning is silenced."""
+    # For the process and not with `catch_warnings`: that is not safe in threads, and saves run in one. Once only:
+    # every change of the filters makes Python repeat all other warnings it has shown.
+    if world_size == 1 and not any(entry[1] == _PATTERN for entry in warnings.filters):
+        warnings.filterwarnings("ignore", message=_WARNING, category=UserWarning)
+    return world_size == 1
+
+
+def capture_rng() -> dict[str, Any]:
+    """Everything that decides the next random number in this process."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Continue the random numbers of ``capture_rng``. An accelerator's state is left out where there is none."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 @dataclass(frozen=True)
@@ -273,3 +312,53 @@ def first_failure(failure: CheckpointException) -> str:
 
 def _rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class BackgroundSave:
+    """One writer per model and process. Every rank calls `start` and `finish` alike.
+
+    The thread's collectives go over a group of their own (gloo, on the host): in the group of training they would meet
+    the collectives of the step that runs meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._folder = Path()
+        self._error: BaseException | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def start(self, folder: Path, snapshot: StateSnapshot) -> None:
+        """Begin to write; returns at once, unless the last save is not over yet."""
+        self.finish()
+        if dist.is_initialized() and self._group is None:
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup), "every rank saves, so every rank is in the group"
+            self._group = group
+        self._folder = folder
+        self._thread = threading.Thread(target=self._write, args=(folder, snapshot), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for the save that runs, if one does, and raise what went wrong in it; `WaitTimeout` if it hangs."""
+        if self._thread is not None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            with waiting(
+                f"rank {rank}", f"its save in the background of {self._folder}", limit_s=BACKGROUND_LIMIT_S
+            ) as wait:
+                self._thread.join(wait.left())
+                if self._thread.is_alive():
+                    raise wait.error()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write(self, folder: Path, snapshot: StateSnapshot) -> None:
+        try:
+            write_snapshot(folder, snapshot, self._group)
+        except BaseException as error:  # noqa: BLE001  kept for `finish`: a thread has nobody to raise to
+            self._error = error

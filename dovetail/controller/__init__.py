@@ -5,10 +5,9 @@ Importing this package does not import ray: `start_ray` must come first.
 
 from dovetail.controller.cluster import start_ray, stop_ray
 from dovetail.controller.context import WorkerContext
-from dovetail.controller.dispatch import Padding, RankArguments
+from dovetail.controller.dispatch import MeshLayout, Padding, RankArguments
 from dovetail.controller.errors import WorkerDiedError, WorkerError, WorkerHungError
 from dovetail.controller.futures import BatchFuture, BatchSlice, GroupFuture
-from dovetail.controller.layout import MeshLayout
 from dovetail.controller.local import LocalWorkerGroup
 from dovetail.controller.ray_group import RayWorkerGroup
 from dovetail.controller.registration import (
@@ -21,8 +20,7 @@ from dovetail.controller.registration import (
     registered_methods,
 )
 from dovetail.controller.resource_pool import RayResourcePool
-from dovetail.controller.worker import Worker
-from dovetail.controller.worker_classes import ClassWithInitArgs, RayClassWithInitArgs, create_colocated_worker_cls
+from dovetail.controller.worker import ClassWithInitArgs, RayClassWithInitArgs, Worker, create_colocated_worker_cls
 from dovetail.controller.worker_group import GroupMethod, WorkerGroup
 
 __all__ = [

@@ -1,16 +1,66 @@
-"""Which rank holds up the others? Reads stacks and error texts; waits for nothing, stops nothing."""
+"""When a call is hung, and which rank holds up the others. Reads stacks and error texts; waits for nothing.
+
+Limits are learned from earlier calls of the same method: a call is slow when it takes three times as long as the
+longest before it, and hung at ten times: long enough for responses that grow and for a machine that is shared, short
+enough to end a deadlock the same hour. The first call of a method has nothing to compare with and gets `first_limit_s`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+FIRST_LIMIT_S = 7200.0
+SLOW_TIMES, SLOW_LEAST_S = 3.0, 60.0
+HUNG_TIMES, HUNG_LEAST_S = 10.0, 600.0
 # Innermost frames that are looked at: a rank that waits in a collective is in torch's code for it, right at the top.
 _NUM_FRAMES = 8
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _OUR_CALL = "dovetail/controller/host.py"
 _COLLECTIVE = "torch/distributed/"
 _TIMEOUT_TEXTS = ("Timed out waiting", "timed out after", "collective operation timeout", "wait timeout after")
+
+
+@dataclass(frozen=True)
+class CallLimit:
+    """Seconds after which a call is named as slow, and after which it is given up; ``why`` explains the second."""
+
+    slow_s: float
+    hung_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class _Longest:
+    seconds: float
+    rows: int
+
+
+class CallLimits:
+    """One for each group of processes."""
+
+    def __init__(self, first_limit_s: float = FIRST_LIMIT_S) -> None:
+        self.first_limit_s = first_limit_s
+        self._longest: dict[tuple[str, str], _Longest] = {}
+
+    def record(self, role: str, method: str, seconds: float, rows: int = 0) -> None:
+        """A call has finished."""
+        known = self._longest.get((role, method))
+        if known is None or seconds > known.seconds:
+            self._longest[role, method] = _Longest(seconds, rows)
+
+    def limit(self, role: str, method: str, rows: int = 0) -> CallLimit:
+        """For a call on ``rows`` rows; more rows than the longest call had get more time."""
+        known = self._longest.get((role, method))
+        if known is None:
+            why = f"no earlier call to compare with; trainer.worker_timeout_s={self.first_limit_s:.0f}"
+            return CallLimit(min(SLOW_LEAST_S * 10, self.first_limit_s), self.first_limit_s, why)
+        expected = known.seconds * max(1.0, rows / known.rows if known.rows else 1.0)
+        hung = max(min(HUNG_LEAST_S, self.first_limit_s), HUNG_TIMES * expected)
+        return CallLimit(
+            max(SLOW_LEAST_S, SLOW_TIMES * expected), hung, f"the longest call before took {known.seconds:.1f} s"
+        )
 
 
 def find_hung_rank(stacks: Mapping[int, str]) -> int | None:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dovetail.controller.context import WorkerContext, building
-from dovetail.controller.devices import MissingGpuError, device_index
+from dovetail.controller.context import MissingGpuError, WorkerContext, building, device_index
 from dovetail.controller.errors import WorkerError, describe_exception
 from dovetail.controller.forwarding import take_secrets
 from dovetail.controller.freeze_gc import freeze_gc
@@ -19,8 +18,7 @@ from dovetail.controller.futures import BatchSlice
 from dovetail.controller.process_state import offer_stacks
 from dovetail.controller.rendezvous import reserve_port, serve_store
 from dovetail.controller.spans import Span, SpanRecorder
-from dovetail.controller.worker import Worker
-from dovetail.controller.worker_classes import ClassWithInitArgs
+from dovetail.controller.worker import ClassWithInitArgs, Worker
 from dovetail.controller.worker_logging import configure_worker_logging, logging_as
 from dovetail.protocol import DataProto
 

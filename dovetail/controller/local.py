@@ -13,8 +13,7 @@ from dovetail.controller.context import WorkerContext, building
 from dovetail.controller.futures import BatchFuture, GroupFuture
 from dovetail.controller.host import WorkerHost
 from dovetail.controller.spans import Span
-from dovetail.controller.worker import Worker
-from dovetail.controller.worker_classes import ClassWithInitArgs
+from dovetail.controller.worker import ClassWithInitArgs, Worker
 from dovetail.controller.worker_group import Launch, WorkerGroup
 
 

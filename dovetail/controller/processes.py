@@ -16,9 +16,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dovetail.controller.call_limits import FIRST_LIMIT_S, CallLimits
 from dovetail.controller.errors import WorkerDiedError, WorkerError, WorkerHungError
-from dovetail.controller.hangs import find_hung_rank, is_collective_timeout
+from dovetail.controller.hangs import FIRST_LIMIT_S, CallLimits, find_hung_rank, is_collective_timeout
 from dovetail.observability.waits import waiting
 
 if TYPE_CHECKING:

@@ -10,18 +10,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dovetail.config.ray_init import refuse_rank_variables
-from dovetail.controller.call_limits import FIRST_LIMIT_S
 from dovetail.controller.context import WorkerContext
 from dovetail.controller.forwarding import secrets
 from dovetail.controller.futures import BatchFuture, BatchPart, GroupFuture
+from dovetail.controller.hangs import FIRST_LIMIT_S
 from dovetail.controller.host import ProcessIdentity, WorkerHost
 from dovetail.controller.processes import WorkerProcesses
 from dovetail.controller.rendezvous import LOOPBACK
 from dovetail.controller.resource_pool import RayResourcePool, Slot
 from dovetail.controller.spans import Span
 from dovetail.controller.watchdog import WATCHDOG
-from dovetail.controller.worker import Worker
-from dovetail.controller.worker_classes import ClassWithInitArgs, RayClassWithInitArgs
+from dovetail.controller.worker import ClassWithInitArgs, RayClassWithInitArgs, Worker
 from dovetail.controller.worker_group import Launch, WorkerGroup
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from dovetail.controller import dispatch as d
-from dovetail.controller.layout import Ranks
+from dovetail.controller.dispatch import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.observability.device_peaks import cuda_peaks
-from dovetail.observability.host_memory import peak_resident_gib
+from dovetail.observability.memory import cuda_peaks, peak_resident_gib
 
 _GIB = 1024**3
 # A process that nobody asks for its spans must not grow.

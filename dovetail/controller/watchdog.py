@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from dovetail.controller.errors import WorkerError
-from dovetail.controller.node_monitor import Monitors
+from dovetail.controller.process_state import Monitors
 
 if TYPE_CHECKING:
     from dovetail.controller.host import ProcessIdentity

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dovetail.controller.dispatch import Padding, RankArguments, dispatch_one_to_all, drop_padding
+from dovetail.controller.dispatch import MeshLayout, Padding, RankArguments, dispatch_one_to_all, drop_padding
 from dovetail.controller.futures import GroupFuture
 from dovetail.controller.host import Call
-from dovetail.controller.layout import MeshLayout
 from dovetail.controller.registration import Dispatch, Execute, Registration, registered_methods
 from dovetail.controller.spans import Span
 from dovetail.controller.worker import Worker

@@ -50,7 +50,7 @@ class DoctorPath:
 
 def nodes(site: Site, stage: Stage) -> str:
     """Every node runs the same Python, torch and dovetail, and sees the shared folder."""
-    from dovetail.doctor.node_facts import node_facts
+    from dovetail.doctor.site import node_facts
 
     _start(site, stage)
     import ray

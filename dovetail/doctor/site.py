@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,3 +82,9 @@ def prepare(folder: Path) -> None:
         for number in range(64)
     ]
     write_rows(rows, folder / DATA)
+
+
+def node_facts(folder: str) -> dict[str, object]:
+    """Versions that must agree on all nodes, and whether `folder` is there."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray", "dovetail")}
+    return {"python": platform.python_version(), **versions, "sees_folder": os.path.isdir(folder)}

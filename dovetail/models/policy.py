@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.models.backbone import TransformerBackbone, align_to_tokens, checked_layer, predicting_positions
-from dovetail.models.head import EntropyMemory, LogProbs, fused_linear_log_prob, plain_log_prob_entropy
-from dovetail.models.head_steps import chunk_rows
+from dovetail.models.head import EntropyMemory, LogProbs, chunk_rows, fused_linear_log_prob, plain_log_prob_entropy
 
 
 class PolicyOutput(NamedTuple):

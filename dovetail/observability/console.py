@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
 
-from dovetail.observability.console_state import ConsoleState
-from dovetail.observability.console_view import draw, plain_line
-from dovetail.observability.shown_answers import ShownAnswer, answer_text
+from dovetail.observability.console_view import ConsoleState, draw, plain_line
+from dovetail.observability.sinks import ShownAnswer, answer_text
 
 _REFRESHES_PER_SECOND = 4
 

@@ -1,18 +1,66 @@
 """Trackers that live outside the run folder: TensorBoard, W&B, MLflow, Trackio, SwanLab, ClearML.
 
-Each is imported when a run asks for it; a missing package is an error before the first step.
+They take the numbers of each step, and some responses to validation prompts to show beside the curves. Each is imported
+when a run asks for it; a missing package is an error before the first step.
 """
 
 from __future__ import annotations
 
 import importlib
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dovetail.observability.shown_answers import COLUMNS, NAME, ShownAnswer, answer_text, markdown_table, table_rows
+NAME = "val/generations"
+"""What trackers call the table."""
+
+COLUMNS = ("step", "input", "output", "score")
+_SEED = 42
+
+
+@dataclass(frozen=True)
+class ShownAnswer:
+    """`score` is None for an answer that could not be scored."""
+
+    input: str
+    output: str
+    score: float | None
+
+
+def choose_answers(rows: Sequence[Mapping[str, Any]], count: int) -> list[ShownAnswer]:
+    """`count` of them, -1: all. Every validation of the same prompts chooses the same places, so answers compare."""
+    places = range(len(rows)) if count < 0 else random.Random(_SEED).sample(range(len(rows)), min(count, len(rows)))
+    return [ShownAnswer(rows[place]["input"], rows[place]["output"], rows[place]["score"]) for place in sorted(places)]
+
+
+def table_rows(step: int, answers: Sequence[ShownAnswer]) -> list[list[Any]]:
+    """A row of `COLUMNS` for each."""
+    return [[step, answer.input, answer.output, answer.score] for answer in answers]
+
+
+def answer_text(step: int, answer: ShownAnswer) -> str:
+    """For a terminal."""
+    score = "none" if answer.score is None else f"{answer.score:.4g}"
+    return f"step {step}: validation answer, score {score}\n  input: {answer.input}\n  output: {answer.output}"
+
+
+def markdown_table(answers: Sequence[ShownAnswer]) -> str:
+    """Where a tracker has Markdown and no tables. Texts stay as they are, line breaks included."""
+    rows = [[_cell(answer.input), _cell(answer.output), _score(answer.score)] for answer in answers]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (list(COLUMNS[1:]), ["---"] * 3, *rows))
+
+
+def _score(score: float | None) -> str:
+    return "" if score is None else f"{score:.4g}"
+
+
+def _cell(text: str) -> str:
+    for sign, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("\n", "<br>")):
+        text = text.replace(sign, safe)
+    return text
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any, Self
 
 from dovetail.observability.console import StepConsole
 from dovetail.observability.run_folder import RunFolder
-from dovetail.observability.shown_answers import ShownAnswer
-from dovetail.observability.sinks import SINKS, RunFacts, open_sinks
+from dovetail.observability.sinks import SINKS, RunFacts, ShownAnswer, open_sinks
 
 # The run folder's metrics.jsonl is always written; these names say so out loud.
 _ALWAYS = ("file", "jsonl")

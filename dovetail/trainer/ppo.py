@@ -19,7 +19,7 @@ from dovetail.controller.freeze_gc import frozen_gc
 from dovetail.data.build import PromptLoader
 from dovetail.models.flops import StepUtilisation
 from dovetail.observability.ledger import DrawLedger
-from dovetail.observability.shown_answers import choose_answers
+from dovetail.observability.sinks import choose_answers
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.parallel.balance import inverse_order

@@ -1,7 +1,5 @@
 """How weights reach an engine: a training backend streams full tensors, the engine takes them."""
 
-from dovetail.weight_sync.account import ExpectedWeights, WeightAccount
-from dovetail.weight_sync.adapter import LoraAdapter, write_peft_folder
 from dovetail.weight_sync.broadcast import (
     Announcements,
     BroadcastFailedError,
@@ -18,7 +16,6 @@ from dovetail.weight_sync.checksum import (
     tensor_checksum,
     weight_checksum,
 )
-from dovetail.weight_sync.device_memory import IpcHandle, export_ipc_handle, import_ipc_handle
 from dovetail.weight_sync.disk import DiskVersion, DiskWeights
 from dovetail.weight_sync.group import GroupFailedError
 from dovetail.weight_sync.sharding_manager import (
@@ -26,8 +23,22 @@ from dovetail.weight_sync.sharding_manager import (
     FSDPVLLMShardingManager,
     MegatronVLLMShardingManager,
 )
-from dovetail.weight_sync.shared_memory import SharedMemoryBuckets, read_bucket_file
-from dovetail.weight_sync.stream import GatheredWeights, NamedTensors, in_engine_dtype
+from dovetail.weight_sync.shared_memory import (
+    IpcHandle,
+    SharedMemoryBuckets,
+    export_ipc_handle,
+    import_ipc_handle,
+    read_bucket_file,
+)
+from dovetail.weight_sync.stream import (
+    ExpectedWeights,
+    GatheredWeights,
+    LoraAdapter,
+    NamedTensors,
+    WeightAccount,
+    in_engine_dtype,
+    write_peft_folder,
+)
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

@@ -1,7 +1,8 @@
-"""Hand buckets to other processes of this machine through files in memory. Knows nothing of who reads them.
+"""Hand buckets to other processes of this machine: files in memory, or CUDA IPC on one GPU. Does not know the readers.
 
-Each bucket is a file under /dev/shm: written once, mapped by readers, removed when they are done. A
-mapping outlives the removal, so a reader may keep tensors of a bucket that is gone.
+Each bucket is a file under /dev/shm: written once, mapped by readers, removed when they are done. A mapping
+outlives the removal, so a reader may keep tensors of a bucket that is gone. With CUDA IPC nothing passes through the
+host: a handle is for one reader, can be imported once, and holds plain values, so any channel can carry it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeAlias
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, iter_buckets
 from dovetail.weight_sync.stream import NamedTensors
+
+IpcHandle: TypeAlias = tuple[Any, ...]
+"""Numbers, bytes and booleans: what `import_ipc_handle` needs to map exported memory."""
 
 
 class SharedMemoryBuckets:
@@ -85,3 +90,21 @@ def require_room(folder: Path, num_bytes: int) -> None:
             f"{folder.parent} has {free >> 20} MiB free, a bucket of weights needs {num_bytes >> 20} MiB; lower "
             "rollout.update_weights_bucket_megabytes or give the machine more shared memory."
         )
+
+
+def export_ipc_handle(memory: Tensor) -> IpcHandle:
+    """Let one other process read the storage of `memory`. Keep it unchanged until that process has released it."""
+    torch.cuda.current_stream(memory.device).synchronize()
+    # The device index is left out: processes number their devices differently.
+    _, *handle = memory.untyped_storage()._share_cuda_()
+    return tuple(handle)
+
+
+def import_ipc_handle(handle: Sequence[Any], device: torch.device) -> Tensor:
+    """Exported memory as bytes. RuntimeError where this process cannot map it: other device, other container.
+
+    The exporting process owns it: copy what must live longer, and let the copy finish before releasing it.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)

@@ -1,12 +1,18 @@
-"""Streams of weights from a trainer: always read to the end, and cast to the engine's dtype."""
+"""Streams of weights from a trainer: read to the end, cast to the engine's dtype, checked against what its model needs.
+
+A low-rank adapter travels as a stream of its own, to an engine that applies it beside its base weights."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
@@ -14,6 +20,8 @@ NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 
 # Matrices that engines keep in float32 beside half-precision weights: routers of experts, state-space decays.
 _FULL_PRECISION = re.compile(r"(?:^|[._])(?:gate|router|A_log)(?:\.weight)?$")
+_MAX_NAMED = 8
+_PEFT_PREFIX = "base_model.model."
 
 
 class GatheredWeights:
@@ -59,3 +67,76 @@ def in_engine_dtype(weights: NamedTensors, dtype: str | None) -> Iterator[tuple[
         if tensor.is_floating_point() and tensor.dim() > 1 and tensor.itemsize > held.itemsize:
             tensor = tensor if _FULL_PRECISION.search(name) else tensor.detach().to(held)
         yield name, tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedWeights:
+    """Names and shapes one model takes. `ties` maps a name to the one that stands for both: either is enough.
+
+    `optional` may come and need not: buffers that a checkpoint holds and nothing trains.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class WeightAccount:
+    """Checks the tensors of one update off against what is expected."""
+
+    def __init__(self, expected: ExpectedWeights) -> None:
+        self._expected = expected
+        self._missing = {expected.ties.get(name, name) for name in expected.shapes}
+
+    def problem_with(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """Why this tensor cannot be taken; None counts it as arrived."""
+        wanted = self._expected.shapes.get(name, self._expected.optional.get(name))
+        if wanted is None:
+            return f"the engine's model has no tensor {name!r} (shape {tuple(shape)})."
+        if tuple(shape) != tuple(wanted):
+            return f"tensor {name!r} has shape {tuple(shape)}; the engine's model has it with shape {tuple(wanted)}."
+        self._missing.discard(self._expected.ties.get(name, name))
+        return None
+
+    def missing(self) -> str | None:
+        """What never arrived; None when the update is complete."""
+        if not self._missing:
+            return None
+        names = sorted(self._missing)
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        return f"no tensor was given for {', '.join(names[:_MAX_NAMED])}{more}."
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """`tensors` are named `<module>.lora_A.weight` and `<module>.lora_B.weight`, modules as in Hugging Face's model.
+
+    A module computes `W x + alpha / rank * B A x`.
+    """
+
+    rank: int
+    alpha: float
+    tensors: NamedTensors
+
+
+def write_peft_folder(adapter: LoraAdapter, folder: Path) -> list[str]:
+    """The adapter as a folder that peft and engines read; returns the names of its tensors."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors}
+    if not tensors:
+        raise ValueError("the adapter has no tensors; train with lora_rank above 0, or send merged weights.")
+    modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": modules,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
+    return list(tensors)

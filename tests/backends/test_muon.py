@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dovetail.backends.build import build_backend
-from dovetail.backends.muon import Muon, muon_names
+from dovetail.backends.optimizer import Muon, muon_names
 from dovetail.backends.torch_backend import TorchBackend
 from dovetail.config.optim import OptimConfig
 from dovetail.models.value import ValueModel

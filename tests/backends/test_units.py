@@ -9,7 +9,7 @@ from torch import nn
 
 from dovetail.backends import fsdp2
 from dovetail.backends.fsdp2 import apply_fsdp2
-from dovetail.backends.units import sharding_units
+from dovetail.backends.sharding import sharding_units
 from dovetail.config.fsdp import FSDPConfig, WrapPolicyConfig
 from tests.backends.tiny import tiny_policy
 

@@ -269,7 +269,7 @@ def skipped_step(folder: Path) -> tuple[float, bool, int, float, float]:
 def two_roles(folders: Folders) -> dict[str, Any]:
     """A policy that waits on the host while a reward model of the same layout runs."""
     from dovetail.backends.megatron.backend import MegatronBackend
-    from dovetail.backends.megatron.gradients import read_gradient
+    from dovetail.backends.megatron.optimizer import read_gradient
 
     policy = build(folders.policy, OFFLOAD | TP2)
     steps(policy, 1)

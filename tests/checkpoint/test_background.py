@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.checkpoint import background as background_module
-from dovetail.checkpoint.background import BackgroundSave
-from dovetail.checkpoint.sharded import load_sharded, take_snapshot
+from dovetail.checkpoint import sharded as background_module
+from dovetail.checkpoint.sharded import BackgroundSave, load_sharded, take_snapshot
 from dovetail.observability.waits import WaitTimeout
 from tests.ranks import run_ranks
 
@@ -66,7 +65,7 @@ def test_a_save_that_never_ends_is_given_up_at_its_limit_and_named(
 ) -> None:
     disk = threading.Event()
     monkeypatch.setattr(background_module, "write_snapshot", lambda *args: disk.wait(60))
-    monkeypatch.setattr(background_module, "LIMIT_S", 0.2)
+    monkeypatch.setattr(background_module, "BACKGROUND_LIMIT_S", 0.2)
     save = BackgroundSave()
     save.start(tmp_path / "stuck", take_snapshot(*network(), extra={}, copied=True))
     with pytest.raises(WaitTimeout, match=r"rank 0 waits for its save in the background of \S+/stuck since"):

@@ -10,9 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from dovetail.checkpoint.background import BackgroundSave
-from dovetail.checkpoint.one_process import without_collectives
-from dovetail.checkpoint.sharded import load_sharded, save_sharded, take_snapshot
+from dovetail.checkpoint.sharded import BackgroundSave, load_sharded, save_sharded, take_snapshot, without_collectives
 
 pytestmark = pytest.mark.unit
 
@@ -45,6 +43,6 @@ def test_other_warnings_of_the_process_are_left_alone() -> None:
 
 
 def test_torch_still_warns_of_what_it_was_told(tmp_path: Path) -> None:
-    """When this fails, `checkpoint/one_process.py` has nothing left to do."""
+    """When this fails, `checkpoint/sharded.py` has nothing left to do."""
     with pytest.warns(UserWarning, match="assuming the intent is to save in a single process"):
         dcp.save({"x": torch.ones(1)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)

@@ -15,8 +15,7 @@ import yaml
 from dovetail.config import ConfigError
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
-from dovetail.controller.context import WorkerContext
-from dovetail.controller.devices import MissingGpuError, device_index
+from dovetail.controller.context import MissingGpuError, WorkerContext, device_index
 from dovetail.controller.forwarding import forwarded_variables, merged_runtime_env, secrets
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.devices import start_cluster

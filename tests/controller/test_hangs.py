@@ -18,7 +18,7 @@ from dovetail.controller import (
     register,
 )
 from dovetail.controller import watchdog as watchdog_module
-from dovetail.controller.call_limits import CallLimits
+from dovetail.controller.hangs import CallLimits
 from tests.controller.worker_examples import Collective
 from tests.waiting import wait_until_gone
 

@@ -16,7 +16,7 @@ from dovetail.controller import spans
 from dovetail.controller.cluster import default_object_store_bytes
 from dovetail.controller.context import WorkerContext
 from dovetail.controller.rendezvous import _interface_for_gloo
-from dovetail.observability.host_memory import peak_resident_gib
+from dovetail.observability.memory import peak_resident_gib
 
 pytestmark = pytest.mark.unit
 

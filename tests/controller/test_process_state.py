@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dovetail.controller.call_limits import CallLimits
-from dovetail.controller.hangs import find_hung_rank, is_collective_timeout, waits_in_collective
+from dovetail.controller.hangs import CallLimits, find_hung_rank, is_collective_timeout, waits_in_collective
 from dovetail.controller.process_state import (
     DRIVEN_BY,
     ProcessState,

@@ -10,9 +10,7 @@ import pytest
 from rich.console import Console
 
 from dovetail.observability.console import LiveConsole, PlainConsole, make_console
-from dovetail.observability.console_state import ConsoleState
-from dovetail.observability.console_view import draw, duration, number
-from dovetail.observability.sparkline import sparkline
+from dovetail.observability.console_view import ConsoleState, draw, duration, number, sparkline
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dovetail.controller.spans import SpanRecorder
-from dovetail.observability.device_peaks import CudaCounter, DevicePeaks, cuda_peaks
+from dovetail.observability.memory import CudaCounter, DevicePeaks, cuda_peaks
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from dovetail.observability.console import make_console
-from dovetail.observability.console_state import ConsoleState
+from dovetail.observability.console_view import ConsoleState
 
 pytestmark = pytest.mark.unit
 

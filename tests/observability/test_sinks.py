@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
-from dovetail.observability.shown_answers import ShownAnswer, answer_text
+from dovetail.observability.sinks import ShownAnswer, answer_text
 from dovetail.observability.tracker import Tracker
 
 pytestmark = pytest.mark.unit

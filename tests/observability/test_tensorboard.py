@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.observability.shown_answers import markdown_table
-from dovetail.observability.sinks import SINKS, RunFacts
+from dovetail.observability.sinks import SINKS, RunFacts, markdown_table
 from tests.observability.test_sinks import ANSWERS, CONFIG, log_steps, show_answers
 
 pytestmark = pytest.mark.e2e

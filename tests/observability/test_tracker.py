@@ -12,8 +12,7 @@ from dovetail.config.checks.schedule import LOGGERS
 from dovetail.observability import sinks
 from dovetail.observability.console import make_console
 from dovetail.observability.run_folder import RunFolder
-from dovetail.observability.shown_answers import ShownAnswer, choose_answers, markdown_table
-from dovetail.observability.sinks import RunFacts
+from dovetail.observability.sinks import RunFacts, ShownAnswer, choose_answers, markdown_table
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker, check_logger_names, finite_numbers
 

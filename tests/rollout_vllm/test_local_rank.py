@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dovetail.controller.context import WorkerContext
-from dovetail.controller.devices import device_index
+from dovetail.controller.context import WorkerContext, device_index
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 

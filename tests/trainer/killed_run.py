@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.config.root import DovetailConfig
-from dovetail.observability.shown_answers import ShownAnswer
+from dovetail.observability.sinks import ShownAnswer
 from dovetail.trainer.run import run_training
 
 Moment = Literal["generation", "update", "save", "after_save", "any"]

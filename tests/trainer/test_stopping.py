@@ -14,7 +14,7 @@ import pytest
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config.root import DovetailConfig
 from dovetail.observability.run_folder import RunFolder
-from dovetail.observability.shown_answers import ShownAnswer
+from dovetail.observability.sinks import ShownAnswer
 from dovetail.trainer.run import RunResult, run_training, stopped_message
 from dovetail.trainer.stopping import Interrupted, StopRequest, resume_line
 from tests.trainer.toy_run import DAPO, Toy, repeatable, train

@@ -24,19 +24,15 @@ from dovetail.backends.base import (
     TokenOutput,
     TrainBackend,
 )
-from dovetail.backends.device_memory import free_device_cache
+from dovetail.backends.device_memory import OffloadState, free_device_cache
 from dovetail.backends.megatron.checkpoint import load_megatron, save_megatron
 from dovetail.backends.megatron.families.base import MegatronFamily
-from dovetail.backends.megatron.gradients import GradientBuffers, read_gradient
-from dovetail.backends.megatron.host_copies import HostCopies
-from dovetail.backends.megatron.optimizer import MegatronStepper
+from dovetail.backends.megatron.optimizer import GradientBuffers, HostCopies, MegatronStepper, read_gradient
 from dovetail.backends.megatron.outputs import empty_outputs, pipeline_item, token_output
 from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.backends.megatron.schedule import from_last_stage, metrics_from_last_stage, run_pipeline
 from dovetail.backends.megatron.shim import cuda_to_cpu
-from dovetail.backends.offload_state import OffloadState
-from dovetail.backends.progress import NOT_TRAINABLE, TrainingProgress
-from dovetail.backends.schedule import LearningRateSchedule
+from dovetail.backends.schedule import NOT_TRAINABLE, LearningRateSchedule, TrainingProgress
 from dovetail.checkpoint.sharded import CONTENTS
 from dovetail.protocol import DataProto
 

@@ -20,18 +20,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dovetail.backends.megatron.families.names import HEAD, HEAD_BIAS
+from dovetail.backends.megatron.families.local_weights import HEAD, HEAD_BIAS
 from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.backends.megatron.shim import cuda_to_cpu
 from dovetail.checkpoint.manifest import BrokenCheckpoint
-from dovetail.checkpoint.rng import capture_rng, restore_rng
 from dovetail.checkpoint.sharded import (
     CONTENTS,
     STATE_VERSION,
+    capture_rng,
     first_failure,
     read_description,
     read_extra,
     require_contents,
+    restore_rng,
     set_random_state,
     together,
     write_small_files,
@@ -59,7 +60,7 @@ def save_megatron(
     """
     from megatron.core import dist_checkpointing
 
-    from dovetail.backends.megatron.save_strategy import PlainSave
+    from dovetail.backends.megatron.torch_dist import PlainSave
 
     saved = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
     together((folder / _SHARDS).mkdir, parents=True, exist_ok=True)
@@ -166,7 +167,7 @@ def _load(shards: Path, state: dict[str, Any]) -> Any:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    from dovetail.backends.megatron.load_strategy import SafeCommon, SafeLoad
+    from dovetail.backends.megatron.torch_dist import SafeCommon, SafeLoad
 
     try:
         return dist_checkpointing.load(state, str(shards), SafeLoad(), SafeCommon())
@@ -181,7 +182,7 @@ def _load(shards: Path, state: dict[str, Any]) -> Any:
 def _tensors_in(shards: Path) -> Any:
     from megatron.core import dist_checkpointing
 
-    from dovetail.backends.megatron.load_strategy import SafeLoad
+    from dovetail.backends.megatron.torch_dist import SafeLoad
 
     try:
         return dist_checkpointing.load_tensors_metadata(str(shards), SafeLoad())

@@ -36,7 +36,7 @@ from dovetail.backends.megatron.parts import MegatronModel, padded_vocab_size
 from dovetail.backends.megatron.spec import decoder_block_spec
 from dovetail.backends.megatron.vocab_parallel import VocabShard, vocab_parallel_log_prob
 from dovetail.config.megatron import MegatronConfig
-from dovetail.models.head_steps import default_chunk_size
+from dovetail.models.head import default_chunk_size
 from dovetail.models.load import Role
 
 

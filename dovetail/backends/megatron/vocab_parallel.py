@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.models.head_steps import add_product, float32_logits, gradient_without_labels
+from dovetail.models.head import add_product, float32_logits, gradient_without_labels
 
 _NEVER = -1e30
 """Log-prob of the rows that pad the vocabulary: finite, so that 0 times it is 0."""

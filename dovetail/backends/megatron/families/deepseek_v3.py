@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from dovetail.backends.megatron.families.base import MegatronFamily, Table
 from dovetail.backends.megatron.families.llama import DENSE_MLP, dense_fields, model_arguments
 from dovetail.backends.megatron.families.qwen3_moe import EXPERTS, expert_fields
 from dovetail.backends.megatron.families.rotary import latent_rotary_fields
 from dovetail.backends.megatron.families.shards import Columns, GateUp, Rows, Whole
-from dovetail.backends.megatron.families.table import Table, TableFamily
 
 _ATTENTION: Table = {
     "input_layernorm.weight": Whole(("input_layernorm.weight",)),
@@ -36,7 +36,7 @@ _SHARED_EXPERT: Table = {
 }
 
 
-class DeepseekV3Family(TableFamily):
+class DeepseekV3Family(MegatronFamily):
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
     uses_mla: ClassVar[bool] = True
 

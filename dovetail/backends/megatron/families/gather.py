@@ -7,15 +7,14 @@ own shards a rank never holds more than one bucket. Knows no engine: who takes t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from dovetail.backends.megatron.families.base import ReadParameter
 from dovetail.backends.megatron.families.local_weights import (
     LocalWeight,
     experts_per_rank,
@@ -24,11 +23,14 @@ from dovetail.backends.megatron.families.local_weights import (
     shared_by,
     with_expert_of,
 )
-from dovetail.backends.megatron.families.names import Layouts
 from dovetail.backends.megatron.families.shards import merge_shards
 
 if TYPE_CHECKING:
+    from dovetail.backends.megatron.families.base import MegatronFamily
     from dovetail.backends.megatron.parts import MegatronModel
+
+ReadParameter = Callable[[nn.Parameter], Tensor]
+"""What is gathered of a parameter: the weight itself, or something of its shape such as its gradient."""
 
 BUCKET_BYTES = 512 << 20
 # Views of a wider dtype need aligned starts.
@@ -54,7 +56,7 @@ class _Entry:
 
 @torch.no_grad()
 def gather_weights(
-    family: Layouts,
+    family: MegatronFamily,
     model: MegatronModel,
     read: ReadParameter,
     *,
@@ -75,11 +77,11 @@ def gather_weights(
 def _value(weight: LocalWeight, read: ReadParameter) -> Tensor:
     if weight.is_buffer:
         return weight.tensor
-    assert isinstance(weight.tensor, torch.nn.Parameter), f"{weight.name} is no parameter"
+    assert isinstance(weight.tensor, nn.Parameter), f"{weight.name} is no parameter"
     return read(weight.tensor)
 
 
-def _kind(family: Layouts, model: MegatronModel, name: str) -> str:
+def _kind(family: MegatronFamily, model: MegatronModel, name: str) -> str:
     if is_expert(name):
         return "expert"
     return "whole" if family.layout(model, name).dim is None else "dense"
@@ -115,7 +117,7 @@ def _buckets(entries: list[_Entry], model: MegatronModel, bucket_bytes: int) -> 
 
 
 def _send(
-    family: Layouts, model: MegatronModel, bucket: list[_Entry], values: dict[str, Tensor]
+    family: MegatronFamily, model: MegatronModel, bucket: list[_Entry], values: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     layout, first = model.layout, bucket[0]
     is_owner = first.stage == layout.pp_rank

@@ -1,4 +1,4 @@
-"""Llama, and what the dense decoder families share: grouped attention, a gated MLP, RMS norms."""
+"""Dense decoder families: Llama, and Qwen2 and Qwen3, which say how their attention differs from it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.nn import functional
 
+from dovetail.backends.megatron.families.base import MegatronFamily, Table
 from dovetail.backends.megatron.families.rotary import Rotary, set_frequencies
 from dovetail.backends.megatron.families.shards import Columns, GateUp, GroupedQkv, Whole
-from dovetail.backends.megatron.families.table import Table, TableFamily
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -20,7 +20,7 @@ DENSE_MLP: Table = {
 }
 
 
-class LlamaFamily(TableFamily):
+class LlamaFamily(MegatronFamily):
     """Also the base of the other dense families, which say how their attention differs."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
@@ -114,3 +114,17 @@ def grouped_qkv(hf_config: Any, kind: str) -> GroupedQkv:
         query_rows=hf_config.num_attention_heads // groups * size,
         key_rows=size,
     )
+
+
+class Qwen2Family(LlamaFamily):
+    """Qwen2 and Qwen2.5: biases on queries, keys and values."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
+    qkv_bias: ClassVar[bool] = True
+
+
+class Qwen3Family(LlamaFamily):
+    """A norm on every query and key head."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+    qk_norm: ClassVar[bool] = True

@@ -13,18 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.backends.megatron.families.local_weights import (
+    HEAD,
+    HEAD_BIAS,
     LocalWeight,
     experts_per_rank,
     local_weights,
     shared_by,
     with_expert_of,
 )
-from dovetail.backends.megatron.families.names import HEAD, HEAD_BIAS, Layouts
 from dovetail.backends.megatron.families.shards import read_shard
 from dovetail.models.errors import ModelError
 from dovetail.models.weights import CheckpointTensor, iter_checkpoint_tensors, refuse_not_finite, scalar_head
 
 if TYPE_CHECKING:
+    from dovetail.backends.megatron.families.base import MegatronFamily
     from dovetail.backends.megatron.parts import MegatronModel
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ _LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @torch.no_grad()
-def load_chunks(family: Layouts, model: MegatronModel, folder: Path) -> None:
+def load_chunks(family: MegatronFamily, model: MegatronModel, folder: Path) -> None:
     """Fill every weight of every chunk of this rank."""
     files = CheckpointSlices(folder)
     per_rank = experts_per_rank(model)
@@ -74,7 +76,9 @@ class CheckpointSlices:
         return values
 
 
-def _fill(family: Layouts, model: MegatronModel, weight: LocalWeight, name: str, files: CheckpointSlices) -> None:
+def _fill(
+    family: MegatronFamily, model: MegatronModel, weight: LocalWeight, name: str, files: CheckpointSlices
+) -> None:
     _, part, parts = shared_by(model, name)
     read_shard(family.layout(model, name), weight.tensor, files.read, part=part, parts=parts)
 

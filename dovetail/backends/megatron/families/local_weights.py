@@ -1,4 +1,4 @@
-"""The weights that this process holds, under their names in the whole model, and who shares each of them."""
+"""The weights that this process holds, under Megatron's names in the whole model, and who shares each of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.backends.megatron.families.names import EXPERT
-
 if TYPE_CHECKING:
     from dovetail.backends.megatron.parts import MegatronModel
+
+EMBEDDING, HEAD, FINAL_NORM = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "decoder.final_layernorm.weight",
+)
+HEAD_BIAS = "output_layer.bias"
+EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
+"""A weight of one expert; the number is the expert's."""
 
 _LAYER_PREFIX = re.compile(r"decoder\.layers\.(\d+)\.")
 # Megatron counts tokens per expert in buffers of its own; this is the only one that a checkpoint holds.

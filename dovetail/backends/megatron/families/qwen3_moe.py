@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from dovetail.backends.megatron.families.llama import DENSE_MLP
-from dovetail.backends.megatron.families.qwen3 import Qwen3Family
+from dovetail.backends.megatron.families.base import Table
+from dovetail.backends.megatron.families.llama import DENSE_MLP, Qwen3Family
 from dovetail.backends.megatron.families.shards import Columns, GateUp, Whole
-from dovetail.backends.megatron.families.table import Table
 
 EXPERTS: Table = {
     "pre_mlp_layernorm.weight": Whole(("post_attention_layernorm.weight",)),

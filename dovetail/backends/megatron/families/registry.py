@@ -6,9 +6,7 @@ from typing import Any
 
 from dovetail.backends.megatron.families.base import MegatronFamily
 from dovetail.backends.megatron.families.deepseek_v3 import DeepseekV3Family
-from dovetail.backends.megatron.families.llama import LlamaFamily
-from dovetail.backends.megatron.families.qwen2 import Qwen2Family
-from dovetail.backends.megatron.families.qwen3 import Qwen3Family
+from dovetail.backends.megatron.families.llama import LlamaFamily, Qwen2Family, Qwen3Family
 from dovetail.backends.megatron.families.qwen3_moe import Qwen3MoeFamily
 
 _FAMILIES: dict[str, MegatronFamily] = {}

@@ -1,7 +1,9 @@
-"""Read Megatron's `torch_dist` checkpoint format without running code that somebody put into its files.
+"""Megatron's `torch_dist` checkpoint format: written by torch's own writer, read without running code of its files.
 
-Megatron's own reader unpickles `.metadata` and every sharded object without restriction. What is read, and how it is
-spread over ranks, stays Megatron's.
+Megatron's writer forks processes and starts a manager by re-importing the main program, for saving in the background.
+Here a save is finished before training goes on: no process is started, and an error of any rank reaches all of them.
+Its reader unpickles `.metadata` and every sharded object without restriction. What is read, and how it is spread over
+ranks, stays Megatron's.
 """
 
 from __future__ import annotations
@@ -12,12 +14,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
+    MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
@@ -28,6 +34,28 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint
 
 from dovetail.checkpoint.shard_files import PlainValues, SafeReader, UnsafeFileError
+from dovetail.checkpoint.sharded import without_collectives
+
+
+class PlainSave(SaveShardedStrategy):
+    """Reads back with Megatron's own loader."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Collective; each shard is written by the rank that holds its first copy."""
+        own, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        dcp.save(
+            mcore_to_pyt_state_dict(own, False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            no_dist=without_collectives(dist.get_world_size()),
+        )
 
 
 class SafeLoad(TorchDistLoadShardedStrategy):

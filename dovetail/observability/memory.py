@@ -1,13 +1,16 @@
-"""Peak memory of single phases on a device whose counter knows one peak only, and the peak of the whole run beside it.
+"""Peak memory of this process on the host, and of single phases on a device whose counter knows one peak only.
 
-The counter is set back at each edge of a phase, so phases may nest. What the device has in use beyond the counter is
-added: the driver, other processes, and, as a negative number, what an engine has unmapped in its sleep while the
-counter still counts it. Between two edges the lower of both is taken: a peak is never overstated, and it is exact when
-engines fall asleep and wake at edges (`mark`). Knows torch only as the module it is given.
+The counter is set back at each edge of a phase, so phases may nest; the peak of the whole run is kept beside them. What
+the device has in use beyond the counter is added: the driver, other processes, and, as a negative number, what an
+engine has unmapped in its sleep while the counter still counts it. Between two edges the lower of both is taken: a peak
+is never overstated, and it is exact when engines fall asleep and wake at edges (`mark`). Knows torch only as the module
+it is given.
 """
 
 from __future__ import annotations
 
+import resource
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 _GIB = 1024**3
+
+
+def peak_resident_gib() -> float:
+    """The largest resident set since the process began."""
+    # Kibibytes on Linux, bytes on a Mac.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1024**3
 
 
 class MemoryCounter(Protocol):
