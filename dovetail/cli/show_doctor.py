@@ -196,7 +196,7 @@ def _stages(stages: Sequence[Stage]) -> Table:
 
 
 def _histogram(sampled: LogProbDiffs) -> Group:
-    """Tokens by the power of ten of their gap, with the pass mark among them."""
+    """Tokens by the power of ten of their difference, with the pass mark among them."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -223,12 +223,12 @@ def _histogram(sampled: LogProbDiffs) -> Group:
 
 def _worst(result: Examination) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", padding=(0, 1))
-    table.add_column("largest gaps")
-    for name in ("prompt", "position", "token", "engine", "trainer", "gap"):
+    table.add_column("largest differences")
+    for name in ("prompt", "position", "token", "engine", "trainer", "difference"):
         table.add_column(name, justify="right")
     for text, token in result.worst:
         numbers = (token.prompt, token.position, token.token_id)
         table.add_row(
-            Text(repr(text)), *map(str, numbers), f"{token.engine:.6f}", f"{token.trainer:.6f}", f"{token.gap:.1e}"
+            Text(repr(text)), *map(str, numbers), f"{token.engine:.6f}", f"{token.trainer:.6f}", f"{token.diff:.1e}"
         )
     return table

@@ -21,7 +21,7 @@ from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
 from dovetail.trainer.arrange import arrange_rows
 from dovetail.trainer.groups import RoleGroups
-from dovetail.workers.parity import PASS_MARKS, PROMPTS, ParityReport, PassMark, TokenGap, coarser_dtype
+from dovetail.workers.parity import PASS_MARKS, PROMPTS, LogProbDiff, ParityReport, PassMark, coarser_dtype
 
 NUM_SAMPLES = 2
 NUM_PROMPTS = len(PROMPTS)
@@ -64,21 +64,21 @@ class Stage:
 class LogProbDiffs:
     """Log-probs of sampled tokens in the engine and in the trainer, and how far the training step moved them."""
 
-    gaps: Tensor
+    diffs: Tensor
     moved: float
     mark: PassMark
 
     @property
     def mean(self) -> float:
-        return float(self.gaps.mean())
+        return float(self.diffs.mean())
 
     @property
     def largest(self) -> float:
-        return float(self.gaps.max())
+        return float(self.diffs.max())
 
     @property
     def passed(self) -> bool:
-        return bool(self.gaps.isfinite().all()) and self.mean <= self.mark.mean and self.largest <= self.mark.largest
+        return bool(self.diffs.isfinite().all()) and self.mean <= self.mark.mean and self.largest <= self.mark.largest
 
     @property
     def tells(self) -> bool:
@@ -91,10 +91,10 @@ class LogProbDiffs:
 
     def decades(self) -> list[tuple[int | None, int]]:
         """How many tokens lie in each power of ten; None counts those that are equal."""
-        gaps = self.gaps[self.gaps.isfinite()].tolist()
-        powers = [math.floor(math.log10(gap)) for gap in gaps if gap > 0]
+        diffs = self.diffs[self.diffs.isfinite()].tolist()
+        powers = [math.floor(math.log10(diff)) for diff in diffs if diff > 0]
         counts = [(power, powers.count(power)) for power in range(min(powers), max(powers) + 1)] if powers else []
-        return [(None, len(gaps) - len(powers)), *counts]
+        return [(None, len(diffs) - len(powers)), *counts]
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Examination:
     before: ParityReport
     after: ParityReport
     sampled: LogProbDiffs
-    worst: tuple[tuple[str, TokenGap], ...]
-    """The tokens with the largest gaps, with their text."""
+    worst: tuple[tuple[str, LogProbDiff], ...]
+    """The tokens with the largest differences, with their text."""
 
     @property
     def passed(self) -> bool:
@@ -126,7 +126,7 @@ def examine(
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.tokenizer_source)
     with clock("sync, generate, compare"):
         before = _worst(groups.rollout.check_parity())
-    clock.judge(before.passed, _gap_words(before.mean_gap, len(before.tokens)))
+    clock.judge(before.passed, _diff_words(before.mean_abs_diff, len(before.tokens)))
     with clock("train one step"):
         old, old_log_probs = _answers(groups, tokenizer)
         moved = _train(policy, old, old_log_probs)
@@ -134,12 +134,12 @@ def examine(
     clock.outcome = f"log-probs of {int(old.tensors['response_mask'].sum())} tokens moved by {moved:.2g} on average"
     with clock("sync again, generate, compare"):
         after = _worst(groups.rollout.check_parity())
-    clock.judge(after.passed, _gap_words(after.mean_gap, len(after.tokens)))
+    clock.judge(after.passed, _diff_words(after.mean_abs_diff, len(after.tokens)))
     with clock("sample answers, compare"):
         new, log_probs = _answers(groups, tokenizer)
         kept = new.tensors["response_mask"].bool()
         sampled = LogProbDiffs((new.tensors["rollout_log_probs"] - log_probs).abs()[kept], moved, mark)
-    clock.judge(sampled.passed, _gap_words(sampled.mean, sampled.gaps.numel()))
+    clock.judge(sampled.passed, _diff_words(sampled.mean, sampled.diffs.numel()))
     return Examination(tuple(clock.stages), before, after, sampled, _worst_tokens(new, log_probs, tokenizer))
 
 
@@ -170,24 +170,24 @@ def _train(policy: WorkerGroup, batch: DataProto, old_log_probs: Tensor) -> floa
 
 
 def _worst(reports: list[ParityReport]) -> ParityReport:
-    return max(reports, key=lambda report: (not report.passed, report.mean_gap))
+    return max(reports, key=lambda report: (not report.passed, report.mean_abs_diff))
 
 
-def _worst_tokens(batch: DataProto, log_probs: Tensor, tokenizer: Any) -> tuple[tuple[str, TokenGap], ...]:
+def _worst_tokens(batch: DataProto, log_probs: Tensor, tokenizer: Any) -> tuple[tuple[str, LogProbDiff], ...]:
     columns = batch.tensors
-    gaps = ((columns["rollout_log_probs"] - log_probs).abs() * columns["response_mask"]).flatten()
+    diffs = ((columns["rollout_log_probs"] - log_probs).abs() * columns["response_mask"]).flatten()
     width = log_probs.shape[1]
     worst = []
-    for flat in gaps.topk(min(3, gaps.numel())).indices.tolist():
+    for flat in diffs.topk(min(3, diffs.numel())).indices.tolist():
         row, position = divmod(flat, width)
         token = int(columns["responses"][row, position])
         engine, trainer = float(columns["rollout_log_probs"][row, position]), float(log_probs[row, position])
-        worst.append((tokenizer.decode([token]), TokenGap(row // NUM_SAMPLES, position, token, engine, trainer)))
+        worst.append((tokenizer.decode([token]), LogProbDiff(row // NUM_SAMPLES, position, token, engine, trainer)))
     return tuple(worst)
 
 
-def _gap_words(gap: float, count: int) -> str:
-    return f"log-probs of {count} tokens within {gap:.2g} on average"
+def _diff_words(diff: float, count: int) -> str:
+    return f"log-probs of {count} tokens within {diff:.2g} on average"
 
 
 class _Clock:

@@ -160,7 +160,7 @@ def generated_with(name: str, *changes: str, needs: int = 1, library: str = "", 
             why = wrong.explain(config.actor_rollout_ref.rollout.name) if wrong else "sampled log-probs differ"
             raise Mismatch(f"{why} (mean {seen.sampled.mean:.2g}, largest {seen.sampled.largest:.2g})")
         return (
-            f"log-probs of {seen.sampled.gaps.numel()} tokens within {seen.sampled.largest:.1g} of the trainer's; "
+            f"log-probs of {seen.sampled.diffs.numel()} tokens within {seen.sampled.largest:.1g} of the trainer's; "
             f"old weights would be off by {seen.sampled.moved:.1g}"
         )
 

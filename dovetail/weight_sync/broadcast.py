@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dovetail.observability.waits import waiting
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
-from dovetail.weight_sync.group import GroupBackend, GroupPlace, TransferGroup
+from dovetail.weight_sync.group import GroupBackend, GroupMember, TransferGroup
 from dovetail.weight_sync.stream import NamedTensors
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class WeightSender:
     def connect(self) -> None:
         """Blocks until every receiver has joined (NCCL: until the first update)."""
         if self._group is None:
-            self._group = TransferGroup(self._store, _place(self.address, _SENDER), self._why_cancelled)
+            self._group = TransferGroup(self._store, _member(self.address, _SENDER), self._why_cancelled)
 
     def send(self, weights: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         """Send all of `weights`. An error of the source is raised here and, in words, at every receiver."""
@@ -185,7 +185,7 @@ class WeightReceiver:
         timeout = timedelta(seconds=address.timeout_s)
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
         self._announcements = Announcements(address)
-        self._group = TransferGroup(store, _place(address, rank))
+        self._group = TransferGroup(store, _member(address, rank))
 
     def buckets(self) -> Iterator[Bucket]:
         """The buckets of one update, each in memory of its own: a loader may keep tensors of earlier ones."""
@@ -230,9 +230,9 @@ def serve_store(host: str, timeout_s: float) -> tuple[dist.Store, int]:
     return store, port
 
 
-def _place(address: GroupAddress, rank: int) -> GroupPlace:
+def _member(address: GroupAddress, rank: int) -> GroupMember:
     is_here = rank == _SENDER or address.host == LOOPBACK
-    return GroupPlace(
+    return GroupMember(
         name=address.group_name,
         rank=rank,
         world_size=address.world_size,

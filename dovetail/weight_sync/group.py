@@ -33,7 +33,7 @@ class GroupFailedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class GroupPlace:
+class GroupMember:
     """Which group, and who in it. `local`: this process's own address, for gloo."""
 
     name: str
@@ -50,14 +50,14 @@ class TransferGroup:
     `cancelled` says why a broadcast that is under way should be given up, or nothing.
     """
 
-    def __init__(self, store: dist.Store, place: GroupPlace, cancelled: Callable[[], str] = lambda: "") -> None:
-        self._place = place
+    def __init__(self, store: dist.Store, member: GroupMember, cancelled: Callable[[], str] = lambda: "") -> None:
+        self._member = member
         self._cancelled = cancelled
         # The keys of a group that torch makes under this name (SGLang's processes join so): its name twice, and the
         # first device that the backend serves.
-        store = dist.PrefixStore(f"{place.name}/", dist.PrefixStore(place.name, store))
-        store = dist.PrefixStore("cuda/" if place.backend == "nccl" else "cpu/", store)
-        self._group: Any = BUILDERS[place.backend](store, place)
+        store = dist.PrefixStore(f"{member.name}/", dist.PrefixStore(member.name, store))
+        store = dist.PrefixStore("cuda/" if member.backend == "nccl" else "cpu/", store)
+        self._group: Any = BUILDERS[member.backend](store, member)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send from rank 0, or receive into `tensor`; returns when the bytes are there. GroupFailedError otherwise."""
@@ -65,14 +65,14 @@ class TransferGroup:
             raise GroupFailedError("the group for the weights is closed")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = _SENDER, 0
-        place = self._place
-        what = f"the other {place.world_size - 1} members of {place.name} to take part in a broadcast of weights"
+        member = self._member
+        what = f"the other {member.world_size - 1} members of {member.name} to take part in a broadcast of weights"
         try:
             # The first broadcast of NCCL builds the communicator, in a call that takes no time limit: it is named then.
-            with waiting(f"rank {place.rank}", what, limit_s=place.timeout_s) as wait:
+            with waiting(f"rank {member.rank}", what, limit_s=member.timeout_s) as wait:
                 work = self._group.broadcast([tensor], options)
                 self._wait_for(work, wait)
-                work.wait(timedelta(seconds=place.timeout_s))
+                work.wait(timedelta(seconds=member.timeout_s))
         except GroupFailedError:
             self.close()
             raise
@@ -99,24 +99,24 @@ class TransferGroup:
             pause = min(2 * pause, _LONGEST_POLL_S)
 
 
-def _build_nccl(store: dist.Store, place: GroupPlace) -> Any:
+def _build_nccl(store: dist.Store, member: GroupMember) -> Any:
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timedelta(seconds=place.timeout_s)
+    options._timeout = timedelta(seconds=member.timeout_s)
     with nccl_raises():
-        return nccl(store, place.rank, place.world_size, options)
+        return nccl(store, member.rank, member.world_size, options)
 
 
-def _build_gloo(store: dist.Store, place: GroupPlace) -> Any:
+def _build_gloo(store: dist.Store, member: GroupMember) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = timedelta(seconds=place.timeout_s)
+    options._timeout = timedelta(seconds=member.timeout_s)
     # Without a device of its own gloo resolves the host name, which need not be an address others reach.
-    options._devices = [gloo.create_device(hostname=place.local)]
-    return gloo(store, place.rank, place.world_size, options)
+    options._devices = [gloo.create_device(hostname=member.local)]
+    return gloo(store, member.rank, member.world_size, options)
 
 
-BUILDERS: dict[str, Callable[[dist.Store, GroupPlace], Any]] = {"gloo": _build_gloo, "nccl": _build_nccl}
+BUILDERS: dict[str, Callable[[dist.Store, GroupMember], Any]] = {"gloo": _build_gloo, "nccl": _build_nccl}
 """By backend: what makes a group of torch. A build of torch need not have both."""
 
 

@@ -203,7 +203,7 @@ class HybridEngine:
             "engine and trainer: %d tensors equal, log-probs of %d greedy tokens within %.2g on average",
             self._num_compared,
             len(report.tokens),
-            report.mean_gap,
+            report.mean_abs_diff,
         )
         return report
 

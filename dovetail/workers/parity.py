@@ -45,7 +45,7 @@ class ParityError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class TokenGap:
+class LogProbDiff:
     """One token the engine wrote: its log-prob there, in the trainer, and of the trainer's most likely token."""
 
     prompt: int
@@ -56,7 +56,7 @@ class TokenGap:
     best: float | None = None
 
     @property
-    def gap(self) -> float:
+    def diff(self) -> float:
         return abs(self.engine - self.trainer)
 
     @property
@@ -71,22 +71,22 @@ class ParityReport:
 
     dtype: str
     mark: PassMark
-    tokens: tuple[TokenGap, ...]
+    tokens: tuple[LogProbDiff, ...]
 
     @property
-    def mean_gap(self) -> float:
-        return sum(token.gap for token in self.tokens) / max(1, len(self.tokens))
+    def mean_abs_diff(self) -> float:
+        return sum(token.diff for token in self.tokens) / max(1, len(self.tokens))
 
     @property
-    def worst(self) -> TokenGap:
+    def worst(self) -> LogProbDiff:
         """The token with the largest log-prob difference or regret."""
-        return max(self.tokens, key=lambda token: max(token.gap, token.regret))
+        return max(self.tokens, key=lambda token: max(token.diff, token.regret))
 
     @property
     def passed(self) -> bool:
         worst = self.worst
-        finite = all(token.gap == token.gap for token in self.tokens)
-        return finite and self.mean_gap <= self.mark.mean and max(worst.gap, worst.regret) <= self.mark.largest
+        finite = all(token.diff == token.diff for token in self.tokens)
+        return finite and self.mean_abs_diff <= self.mark.mean and max(worst.diff, worst.regret) <= self.mark.largest
 
     def explain(self, engine: str) -> str:
         """The verdict in words: the token, both numbers, the mark, and what to try."""
@@ -95,8 +95,8 @@ class ParityReport:
         if worst.regret > self.mark.largest:
             choice = f" The trainer likes another token better by {worst.regret:.3g}."
         return (
-            f"the {engine} engine and the trainer disagree: log-probs differ by {self.mean_gap:.3g} on average over "
-            f"{len(self.tokens)} greedy tokens (pass mark for {self.dtype}: {self.mark.mean:g}), most at token "
+            f"the {engine} engine and the trainer disagree: log-probs differ by {self.mean_abs_diff:.3g} on average "
+            f"over {len(self.tokens)} greedy tokens (pass mark for {self.dtype}: {self.mark.mean:g}), most at token "
             f"{worst.position} of probe prompt {worst.prompt} (id {worst.token_id}): {worst.engine:.5f} in the engine, "
             f"{worst.trainer:.5f} in the trainer (pass mark {self.mark.largest:g}).{choice} Run `dovetail doctor` "
             "with this configuration; try actor_rollout_ref.rollout.dtype=float32 and "
@@ -134,7 +134,7 @@ class ParityProbe:
     def judge(self, answers: Sequence[GenerationResult], log_probs: Tensor, best: Tensor | None) -> ParityReport:
         """Hold the answers against the trainer's numbers, `[prompt, response token]`."""
         tokens = [
-            TokenGap(
+            LogProbDiff(
                 prompt,
                 position,
                 answer.token_ids[position],

@@ -205,7 +205,7 @@ def test_an_update_hashes_nothing_unless_asked_and_travels_in_the_engines_dtype(
         return real_hash(data, **options)
 
     def counted_broadcast(self: Any, tensor: torch.Tensor) -> None:
-        if self._place.rank == 0:
+        if self._member.rank == 0:
             sent.append(tensor.nbytes)
         real_broadcast(self, tensor)
 

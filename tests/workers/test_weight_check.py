@@ -16,7 +16,7 @@ from dovetail.trainer.groups import create_groups
 from dovetail.weight_sync import SampledWeights, WeightMismatchError, tensor_checksum
 from dovetail.workers import hybrid_engine, weight_check
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
-from dovetail.workers.parity import PASS_MARKS, ParityError, ParityReport, TokenGap, coarser_dtype
+from dovetail.workers.parity import PASS_MARKS, LogProbDiff, ParityError, ParityReport, coarser_dtype
 from tests.models.tiny import save_tiny_model
 from tests.workers.test_roles import prompts
 from tests.workers.tiny_run import rollout_batch, run_config, with_old_log_probs
@@ -100,7 +100,7 @@ def test_a_sound_engine_passes_at_the_start_and_after_a_step(worker: ActorRollou
     assert worker.hybrid._num_compared >= 20, "all tensors of so small a model"
     assert report.passed
     assert len(report.tokens) == 4 * 8
-    assert report.mean_gap <= 1e-5
+    assert report.mean_abs_diff <= 1e-5
     assert all(token.regret <= report.mark.largest for token in report.tokens)
 
 
@@ -191,7 +191,7 @@ def test_weights_read_in_place_are_compared_too(folder: Path, monkeypatch: pytes
     assert worker.hybrid is not None
     assert worker.hybrid.shares_weights
     train_step(worker)
-    assert worker.check_parity().mean_gap <= 1e-5
+    assert worker.check_parity().mean_abs_diff <= 1e-5
 
     engine: Any = worker.hybrid.engine
     layer = engine._model.model.layers[0].input_layernorm
@@ -219,15 +219,15 @@ def test_marks_are_those_of_the_coarser_computation(folder: Path) -> None:
 def test_a_report_judges_the_mean_the_largest_and_the_choice() -> None:
     mark = PASS_MARKS["float32"]
 
-    def report(*tokens: TokenGap) -> ParityReport:
+    def report(*tokens: LogProbDiff) -> ParityReport:
         return ParityReport("float32", mark, tokens)
 
-    sound = TokenGap(0, 0, 5, -1.0, -1.00001, -1.00001)
+    sound = LogProbDiff(0, 0, 5, -1.0, -1.00001, -1.00001)
     assert report(sound).passed
-    assert not report(*[TokenGap(0, 0, 5, -1.0, -1.0005)] * 4).passed, "the mean"
-    assert not report(*[sound] * 99, TokenGap(0, 1, 5, -1.0, -1.005)).passed, "one token"
-    assert not report(*[sound] * 99, TokenGap(1, 2, 5, -1.0, -1.0, -0.9)).passed, "another token is better"
-    assert not report(TokenGap(0, 0, 5, float("nan"), -1.0)).passed, "not a number"
+    assert not report(*[LogProbDiff(0, 0, 5, -1.0, -1.0005)] * 4).passed, "the mean"
+    assert not report(*[sound] * 99, LogProbDiff(0, 1, 5, -1.0, -1.005)).passed, "one token"
+    assert not report(*[sound] * 99, LogProbDiff(1, 2, 5, -1.0, -1.0, -0.9)).passed, "another token is better"
+    assert not report(LogProbDiff(0, 0, 5, float("nan"), -1.0)).passed, "not a number"
 
 
 def test_a_sample_follows_names_and_not_their_order() -> None:
