@@ -1,7 +1,7 @@
 """When a process worked on which call, and how much memory it had: the data of a timeline.
 
 Memory is in GiB. With a GPU: the most that was in use on the device, by all its processes, during the call
-(`observability.device_peaks`). Without: the largest resident set seen during the call.
+(`observability.memory`). Without: the largest resident set seen during the call.
 """
 
 from __future__ import annotations
