@@ -41,7 +41,7 @@ class GroupFuture:
         """Wait for all ranks and return what the blocking call would have returned. Raises what it would have raised.
 
         ``timeout`` is in seconds; when it passes, `TimeoutError` is raised and the call goes on. Without it, a call
-        that takes far longer than earlier ones (`call_limits`) is ended, and raises `WorkerHungError`.
+        that takes far longer than earlier ones (`hangs`) is ended, and raises `WorkerHungError`.
         """
         if self._result is None:
             self._result = (self._collect(self._pending.wait(timeout)),)

@@ -32,7 +32,7 @@ class RayWorkerGroup(WorkerGroup):
 
     ``worker_env`` holds environment variables that must be there when the process starts. ``failure_grace_s`` is how
     long the other ranks of a failed call may take to finish before the group is stopped. ``first_limit_s`` is how long
-    a call may take that has no earlier one to compare with (`call_limits`).
+    a call may take that has no earlier one to compare with (`hangs`).
     """
 
     takes_slices = True
