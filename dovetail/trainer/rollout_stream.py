@@ -311,10 +311,18 @@ class RolloutStream:
     def _start_allowed(self) -> None:
         """In one call: how requests meet in an engine's batch must not depend on the time between calls."""
         draws: list[Draw] = []
-        while self.pace.may_start(self.num_batches_left):
+        while self.pace.may_start(self.num_batches_left) and self._has_room(len(draws)):
             draws += self._draw_chunk()
         if draws:
             self._begin(draws, None)
+
+    def _has_room(self, more: int) -> bool:
+        """Whether engines on the trainer's devices have use for another chunk: a step's groups, and as many beside them
+        as run at a time. What only waited would grow old before its first token."""
+        if isinstance(self._generator, OnOwnDevices) or self._settings.order_in_force == "draw":
+            return True
+        at_a_time = self._generator.num_engines * self._rollout.max_num_seqs / self._rollout.n
+        return len(self._running) + more < self._count + at_a_time
 
     def _draw_chunk(self) -> list[Draw]:
         prompts = self._draw_prompts()
