@@ -87,7 +87,6 @@ def run_side(side: str, folder: Path, steps: int) -> dict[str, Any]:
             "reward_model.num_workers=8",
             "trainer.n_gpus_per_node=1",
             "trainer.val_before_train=False",
-            "trainer.logger=[file]",
             "trainer.save_freq=-1",
             f"trainer.default_local_dir={folder}/run-{side}-{os.getpid()}",
             "trainer.resume_mode=disable",

@@ -48,6 +48,11 @@ class Draw(Protocol):
         """Of its oldest token; of a running draw, of the weights it started with."""
         ...
 
+    @property
+    def newest(self) -> int:
+        """Of its newest token, once it is finished."""
+        ...
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -84,6 +89,9 @@ def choose(
     if on_stale == "drop":
         dropped = sorted(draw.number for draw in (*ready, *running) if draw.version < oldest)
         ready = [draw for draw in ready if draw.version >= oldest]
+    elif on_stale == "mask":  # nothing of them would be left
+        dropped = sorted(draw.number for draw in ready if draw.newest < oldest)
+        ready = [draw for draw in ready if draw.newest >= oldest]
     at_bound = sorted(draw.number for draw in running if draw.version <= oldest) if on_stale == "wait" else []
     if at_bound or len(ready) < count:
         return Choice(None, must_finish=at_bound, too_old=dropped)

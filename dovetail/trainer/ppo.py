@@ -106,7 +106,7 @@ class RayPPOTrainer:
         self.utilisation = StepUtilisation(config)
         self.global_step = 0
         self.weight_version = 0
-        """The global step that left the policy's weights; 0 are those the run began with."""
+        """The last global step that is over: its weights generate. 0 are those the run began with."""
         self._saved_step = 0
         self._last_metrics: Metrics = {}
         self._num_generated = 0
@@ -190,7 +190,7 @@ class RayPPOTrainer:
             except StopAfterPhase:
                 self.global_step -= 1
                 if self.stream is not None:
-                    self.stream.undo_step()
+                    self.stream.undo_step(self.global_step)
                 self._save_and_stop(*before)
                 break
             if self._is_due(settings.test_freq):
@@ -284,8 +284,9 @@ class RayPPOTrainer:
                 extra = get_policy_loss_columns(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
                 update = self.groups.actor_rollout.update_actor(stage_columns(trained, "update_actor", extra))
                 metrics |= update_metrics(update, metrics)
-                self.weight_version = self.global_step
-                self.groups.weights_changed(self.weight_version)
+        # Also while only the critic trains: how old a response is counts in steps.
+        self.weight_version = self.global_step
+        self.groups.weights_changed(self.weight_version)
         if self.stream is not None:
             with self.timers("weight_sync"):
                 metrics |= self._end_stream_step(batch)
@@ -506,13 +507,15 @@ class RayPPOTrainer:
             return
         self.global_step = self._saved_step = checkpoint.step
         self._last_metrics = checkpoint.metrics
-        self.weight_version = int(checkpoint.state.get("weight_version", checkpoint.step))
+        self.weight_version = checkpoint.step
         self.groups.weights_changed(self.weight_version)
         logger.info("resumed from %s at step %d", checkpoint.folder, checkpoint.step)
         if self.config.trainer.val_only:
             return  # no step is repeated, so what was recorded after this one stays
         self._load_driver_state(checkpoint.state)
         self.tracker.resume(checkpoint.step)
+        if self.stream is not None:
+            self.stream.ledger.resume(checkpoint.step, self.draws.num_drawn)
         if all(row["step"] != checkpoint.step for row in self.tracker.folder.read_metrics()):
             self.tracker.log(checkpoint.step, checkpoint.metrics)
 
@@ -522,7 +525,7 @@ class RayPPOTrainer:
 
     def _driver_state(self) -> dict[str, Any]:
         """The driver's part of a checkpoint. Keep it small and plain: it is written as JSON."""
-        return {"kl_ctrl": self.kl_ctrl.state_dict(), "weight_version": self.weight_version, **self._draw_state()}
+        return {"kl_ctrl": self.kl_ctrl.state_dict(), **self._draw_state()}
 
     def _draw_state(self) -> dict[str, Any]:
         return {"loader": self.train_loader.state_dict(), "num_drawn": self.draws.num_drawn}

@@ -47,6 +47,8 @@ class Draw:
     engine: int
     version: int
     rows: DataProto | None = None
+    newest: int = 0
+    """Version of its newest token, once it is finished."""
 
     @property
     def uid(self) -> str:
@@ -84,6 +86,10 @@ class Generator(ABC):
     def lost(self) -> bool:
         """Whether what was running is gone and has to be started again; asking resets it."""
         return False
+
+    def last_progress(self) -> float:
+        """When tokens were last seen to be generated, by the monotonic clock."""
+        return time.monotonic()
 
 
 class OnTrainerDevices(Generator):
@@ -131,7 +137,7 @@ class OnOwnDevices(Generator):
         self._engines = engines
         self._known_restarts = engines.num_restarts
         self._seen: DataProto | None = None
-        self._seen_at = time.monotonic()
+        self._seen_at = self._progress_at = time.monotonic()
 
     @property
     def num_engines(self) -> int:
@@ -144,15 +150,23 @@ class OnOwnDevices(Generator):
         self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
     ) -> list[DataProto]:
         parts = self._call(lambda group: group.take_groups(_POLL_S)) or []
+        finished = [part for part in parts if part is not None]
+        if finished:
+            self._progress_at = time.monotonic()
         if time.monotonic() - self._seen_at > _SNAPSHOT_S:
             self.snapshot()
-        return [part for part in parts if part is not None]
+        return finished
 
     def snapshot(self) -> DataProto | None:
         parts = self._call(lambda group: group.snapshot_groups())
         if parts is not None:
-            self._seen, self._seen_at = _joined(parts), time.monotonic()
+            before, self._seen, self._seen_at = self._seen, _joined(parts), time.monotonic()
+            if _num_tokens(before) != _num_tokens(self._seen):
+                self._progress_at = self._seen_at
         return self._seen
+
+    def last_progress(self) -> float:
+        return self._progress_at
 
     def abort(self, uids: Sequence[str]) -> None:
         self._call(lambda group: group.abort_groups(list(uids)))
@@ -206,11 +220,12 @@ class RolloutStream:
         self._taken: dict[int, Draw] = {}  # given to the trainer, and not yet trained on or dropped
         self._given_now: list[int] = []  # of those, what the step in progress was given
         self._chunks_now = 0
+        self._dropped_now: list[tuple[int, str]] = []
 
     # ---- the step ----
 
     def begin_step(self) -> None:
-        self._given_now, self._chunks_now = [], 0
+        self._given_now, self._chunks_now, self._dropped_now = [], 0, []
 
     def next(self, step: int) -> DataProto:
         """Whole groups for step `step`, as many as a generation batch has, in the order of their draws."""
@@ -224,9 +239,9 @@ class RolloutStream:
                 step=step,
                 max_staleness=self.pace.max_staleness,
                 order=self._settings.order_in_force,
-                on_stale=self._settings.on_stale,
+                on_stale=self._settings.on_stale_in_force,
             )
-            self._drop(choice.too_old, "too old", step)
+            self._drop(choice.too_old)
             if choice.chosen is not None:
                 break
             if len(self._ready) + len(self._running) < self._count:
@@ -258,13 +273,16 @@ class RolloutStream:
         used = {draw_number(uid) for uid in uids}
         self.ledger.trained(sorted(used), step)
         later = {draw_number(uid) for uid in kept}
-        for number in sorted(self._taken.keys() - used - later):
-            self.ledger.dropped(number, "no signal", step)
+        unused = [(number, "no signal") for number in sorted(self._taken.keys() - used - later)]
+        for number, reason in [*self._dropped_now, *unused]:
+            self.ledger.dropped(number, reason, step)
         self._taken = {number: draw for number, draw in self._taken.items() if number in later}
         self.begin_step()
 
-    def undo_step(self) -> None:
-        """The step in progress is given up: what it was given waits again."""
+    def undo_step(self, step: int) -> None:
+        """The step in progress is given up, `step` was the last: what it was given waits again; drops stay."""
+        for number, reason in self._dropped_now:
+            self.ledger.dropped(number, reason, step)
         for number in self._given_now:
             self._ready[number] = self._taken.pop(number)
         self.pace.num_taken -= self._chunks_now
@@ -291,7 +309,8 @@ class RolloutStream:
         self._version = int(state["version"])
         self._generator.take_weights(self._version)
         for rows in split_groups(carried[READY]) if READY in carried else ():
-            draw = Draw(_number_of(rows), rows, 0, _oldest_version(rows, self._version), rows)
+            oldest, newest = _versions(rows, self._version)
+            draw = Draw(_number_of(rows), rows, 0, oldest, rows, newest)
             self._ready[draw.number] = draw
         if PROMPTS in carried:
             versions = {int(number): int(version) for number, version in state["running"]}
@@ -365,37 +384,36 @@ class RolloutStream:
             draws = list(self._running.values())
             if draws:
                 self._generator.start(draws, self._request(draws), None)
-        self._watch(must_finish, wait_began, progress=bool(finished))
+        self._watch(must_finish, wait_began)
 
     def _receive(self, rows: DataProto) -> None:
         draw = self._running.pop(_number_of(rows), None)
         if draw is None:  # started again after a death, and there already
             return
         draw.rows = join_answers(draw.prompt, rows, n=self._rollout.n)
-        draw.version = _oldest_version(rows, draw.version)
+        draw.version, draw.newest = _versions(rows, draw.version)
         self._ready[draw.number] = draw
         self.ledger.finished(draw.number, _version_runs(rows))
         self.waits.done("the trainer", f"draw {draw.number}")
         self.waits.done(f"draw {draw.number}")
 
-    def _watch(self, must_finish: Sequence[int], wait_began: float, *, progress: bool) -> None:
-        now = time.monotonic()
+    def _watch(self, must_finish: Sequence[int], wait_began: float) -> None:
+        now, last_token = time.monotonic(), max(wait_began, self._generator.last_progress())
         for number in must_finish or sorted(self._running)[: self._count]:
             draw = self._running.get(number)
             if draw is not None:
                 self.waits.waiting("the trainer", f"draw {number}", since=wait_began)
-                since = now if progress else wait_began
-                self.waits.waiting(f"draw {number}", f"engine {draw.engine}", "engine", since=since)
+                self.waits.waiting(f"draw {number}", f"engine {draw.engine}", "engine", since=last_token)
         self.waits.check(now, self._settings.stall_timeout_s)
 
-    def _drop(self, numbers: Sequence[int], reason: str, step: int) -> None:
+    def _drop(self, numbers: Sequence[int]) -> None:
         running = [draw_uid(number) for number in numbers if number in self._running]
         if running:
             self._generator.abort(running)
         for number in numbers:
             self._ready.pop(number, None)
             self._running.pop(number, None)
-            self.ledger.dropped(number, reason, step)
+            self._dropped_now.append((number, "too old"))
 
     def _give(self, numbers: Sequence[int], step: int) -> DataProto:
         draws = [self._ready.pop(number) for number in numbers]
@@ -404,7 +422,7 @@ class RolloutStream:
         self._chunks_now += 1
         self.pace.num_taken += 1
         batch = DataProto.concat([draw.rows for draw in draws if draw.rows is not None])
-        if self._settings.order_in_force == "finish" and self._settings.on_stale == "mask":
+        if self._settings.order_in_force == "finish" and self._settings.on_stale_in_force == "mask":
             batch = mask_older(batch, step - 1 - self.pace.max_staleness)
         return batch
 
@@ -437,16 +455,21 @@ def _number_of(rows: DataProto) -> int:
     return draw_number(rows.non_tensor_batch["uid"][0])
 
 
-def _oldest_version(rows: DataProto, without_tokens: int) -> int:
+def _versions(rows: DataProto, without_tokens: int) -> tuple[int, int]:
+    """Of the oldest and the newest token."""
     versions = rows.tensors["weight_version"]
     sampled = versions[versions >= 0]
-    return int(sampled.min()) if len(sampled) else without_tokens
+    return (int(sampled.min()), int(sampled.max())) if len(sampled) else (without_tokens, without_tokens)
 
 
 def _version_runs(rows: DataProto) -> list[list[int]]:
     versions = rows.tensors["weight_version"]
     values, counts = versions[versions >= 0].unique(return_counts=True)
     return [[int(value), int(count)] for value, count in zip(values, counts, strict=True)]
+
+
+def _num_tokens(snapshot: DataProto | None) -> int:
+    return 0 if snapshot is None else int((snapshot.tensors["weight_version"] >= 0).sum())
 
 
 def _joined(parts: Sequence[DataProto | None]) -> DataProto | None:

@@ -141,7 +141,7 @@ class HybridEngine:
 
         The engine's turn and back. With `rollout.verify_weights`, weights that are new to the engine are proved first.
         """
-        self._version = int(prompts.meta_info.get("weight_version", self._version))
+        self._set_version(int(prompts.meta_info.get("weight_version", self._version)))
         is_new = self._is_stale
         with self.generating():
             probed = self._probe.ask(self.engine) if is_new and self._rollout.verify_weights else None
@@ -170,7 +170,7 @@ class HybridEngine:
         """Add these prompts to what is unfinished and generate until `count` groups have finished, and those of
         `must_finish`. The others go on in the next call, under the weights that the trainer has then.
         """
-        self._version = version
+        self._set_version(version)
         if self._groups is None:
             self._groups = GroupStream(self.engine, self._rollout, pad_token_id=self._pad_token_id)
         with self.generating():
@@ -206,6 +206,11 @@ class HybridEngine:
             report.mean_abs_diff,
         )
         return report
+
+    def _set_version(self, version: int) -> None:
+        """What the engine is given next has this version: tokens say so also where the weights did not change."""
+        self._is_stale |= version != self._version
+        self._version = version
 
     def _make_room(self) -> None:
         """Let an engine have what torch keeps for later, where it may take its memory from the driver.
