@@ -28,7 +28,7 @@ from benchmarks.gpu.generate import TAIL_SIGMA
 from benchmarks.gpu.grpo_step import StepClock
 from benchmarks.gpu.workload import write_workload
 
-PROMPTS, SAMPLES, MEDIAN, LONGEST = 128, 8, 200, 4000
+PROMPTS, SAMPLES, MEDIAN, LONGEST = 128, 8, 200, 3900
 SEQUENCES = "actor_rollout_ref.rollout.max_num_seqs"
 SIDES = {
     "drained": [f"{SEQUENCES}={PROMPTS * SAMPLES}"],  # all at once: its fastest

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import RayWorkerGroup, WorkerGroup
@@ -122,18 +122,18 @@ class SeparateEngines:
     def _send(self, *, check: bool) -> float:
         receiving = self.group.receive_weights.submit(self._version)
         sending = self._trainer.send_weights.submit(check=check)
-        results = self._both(receiving, sending, f"send version {self._version} to")
+        held, results = self._both(receiving, sending, f"send version {self._version} to")
         if check:
             sent = next(result.sent for result in results if result.sent is not None)
             compared = self.group.compare_weights(sent)
             logger.info("weights of version %d: %s tensors of each engine compared", self._version, compared)
         self._is_connected, self._is_stale = True, False
-        return max(receiving.get())
+        return max(held)
 
-    def _both(self, engines: GroupFuture, trainer: GroupFuture, what: str) -> list[SendResult]:
+    def _both(self, engines: GroupFuture, trainer: GroupFuture, what: str) -> tuple[list[Any], list[SendResult]]:
         """Wait for a call on both sides. A death of an engine is raised as such, and only when the trainer is free."""
         try:
-            engines.get()
+            received = engines.get()
         except WorkerError as error:
             if self._address is not None:
                 cancel_broadcast(self._address, f"an engine failed ({error.reason})")
@@ -143,7 +143,7 @@ class SeparateEngines:
         problem = next((result.problem for result in results if result.problem), "")
         if problem:
             raise EngineFailedError(f"the trainer could not {what} the engines: {problem}")
-        return results
+        return received, results
 
     def _judged(self) -> list[ParityReport]:
         """One report for each engine; engines that answer alike share the trainer's forward."""
