@@ -19,6 +19,7 @@ from dovetail.rollout.remote.router import NoServerError
 from dovetail.rollout.remote.samples import Part, RemoteSample
 
 _ANSWER_S = 0.3  # an aborted call answers within this, or is asked again
+_FIRST_ANSWER_S = 0.02  # sooner at first: a server forgets to abort a call that it has not seen yet
 _GIVE_UP_S = 10.0
 _FAIL_S = 60.0
 _SHUT_S = 1800.0
@@ -164,7 +165,7 @@ class SampleCalls:
         return part
 
     async def _end_calls(self, samples: Sequence[RemoteSample]) -> None:
-        give_up = time.monotonic() + _GIVE_UP_S
+        give_up, answer_s = time.monotonic() + _GIVE_UP_S, _FIRST_ANSWER_S
         while pending := [sample for sample in samples if sample.call is not None]:
             calls = [sample.call for sample in pending if sample.call is not None]
             if time.monotonic() >= give_up:
@@ -173,7 +174,8 @@ class SampleCalls:
                     call.cancel()
             else:
                 await self._ask_to_abort(pending)
-            await asyncio.wait(calls, timeout=_ANSWER_S)
+            await asyncio.wait(calls, timeout=answer_s)
+            answer_s = min(2 * answer_s, _ANSWER_S)
             await asyncio.sleep(0)  # the samples take in what their calls answered
 
     async def _ask_to_abort(self, samples: Sequence[RemoteSample]) -> None:
