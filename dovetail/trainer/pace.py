@@ -76,8 +76,8 @@ def choose(
 ) -> Choice:
     """The `count` draws that step `step` trains on, by number; `chosen` is None while some have to be waited for.
 
-    A draw of version v is (step - 1) - v updates old. At most `count` draws reach the bound in one step, because no
-    more were started under those weights (`Pace`).
+    A draw of version v is (step - 1) - v updates old. No more than `count` draws are due in a step: no more were
+    started under those weights (`Pace`), and older ones are not put off for newer ones too often (`_needed_now`).
     """
     if order == "draw":
         wanted = sorted(draw.number for draw in (*ready, *running))[:count]
@@ -92,8 +92,33 @@ def choose(
     elif on_stale == "mask":  # nothing of them would be left
         dropped = sorted(draw.number for draw in ready if draw.newest < oldest)
         ready = [draw for draw in ready if draw.newest >= oldest]
-    at_bound = sorted(draw.number for draw in running if draw.version <= oldest) if on_stale == "wait" else []
-    if at_bound or len(ready) < count:
-        return Choice(None, must_finish=at_bound, too_old=dropped)
     chosen = sorted(ready, key=lambda draw: (draw.version, draw.number))[:count]
+    must_finish = []
+    if on_stale == "wait":
+        must_finish = _needed_now([*ready, *running], chosen, running, count=count, step=step, bound=max_staleness)
+    if must_finish or len(chosen) < count:
+        return Choice(None, must_finish=must_finish, too_old=dropped)
     return Choice(sorted(draw.number for draw in chosen), too_old=dropped)
+
+
+def _needed_now(
+    open_draws: Collection[Draw],
+    chosen: Collection[Draw],
+    running: Collection[Draw],
+    *,
+    count: int,
+    step: int,
+    bound: int,
+) -> list[int]:
+    """Running draws without which some later step would have more draws at the bound than it can take.
+
+    A draw of version v must be trained by step v + 1 + bound. The steps from this one to `last` take `count` each; of
+    the draws that are due by then, all that the later steps cannot take have to be in this one.
+    """
+    for last in range(step, step + bound + 1):
+        oldest = last - 1 - bound
+        due = sum(draw.version <= oldest for draw in open_draws)
+        missing = due - sum(draw.version <= oldest for draw in chosen) - (last - step) * count
+        if missing > 0:
+            return sorted(draw.number for draw in running if draw.version <= oldest)[:missing]
+    return []

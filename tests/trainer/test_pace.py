@@ -1,0 +1,97 @@
+"""Which draws may start and which groups a step trains on, without any engine, in any order in which they finish."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from dovetail.trainer.pace import OnStale, Pace, choose
+
+
+@dataclass
+class Drawn:
+    number: int
+    version: int
+    newest: int = 0
+
+
+def numbers(*draws: tuple[int, int]) -> list[Drawn]:
+    return [Drawn(number, version, version) for number, version in draws]
+
+
+@pytest.mark.parametrize(("staleness", "chunks"), [(0, 1), (1, 2), (4, 5)])
+def test_as_many_chunks_start_as_batches_may_be_ahead(staleness: int, chunks: int) -> None:
+    pace = Pace(staleness)
+    while pace.may_start(batches_left=100):
+        pace.num_started += 1
+    assert pace.num_started == chunks
+    pace.num_taken += 1
+    assert not pace.may_start(100), "taking a batch is not an update"
+    pace.num_taken_at_update = pace.num_taken
+    assert pace.may_start(100)
+
+
+def test_nothing_starts_that_no_step_would_use() -> None:
+    pace = Pace(4)
+    while pace.may_start(batches_left=2):
+        pace.num_started += 1
+    assert pace.num_started == 2
+
+
+def test_the_order_of_draws_waits_for_exactly_the_next_ones() -> None:
+    ready, running = numbers((1, 0), (2, 0), (4, 0)), numbers((0, 0), (3, 0))
+    choice = choose(ready, running, count=2, step=1, max_staleness=1, order="draw", on_stale="wait")
+    assert choice.chosen is None
+    assert choice.must_finish == [0]
+    choice = choose(
+        [*ready, *running[:1]], running[1:], count=2, step=1, max_staleness=1, order="draw", on_stale="wait"
+    )
+    assert choice.chosen == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("on_stale", "chosen", "must_finish", "too_old"),
+    [("wait", None, [0], []), ("drop", None, [], [0, 1]), ("mask", None, [], [1])],
+)
+def test_a_group_beyond_the_bound(
+    on_stale: OnStale, chosen: object, must_finish: list[int], too_old: list[int]
+) -> None:
+    # At step 4 with a bound of 1, version 2 is the oldest that may be trained on.
+    ready, running = [Drawn(1, 1, 1), Drawn(2, 1, 3), Drawn(3, 3, 3)], [Drawn(0, 1)]
+    if on_stale == "drop":
+        ready[1] = Drawn(2, 2, 3)
+    choice = choose(ready, running, count=3, step=4, max_staleness=1, order="finish", on_stale=on_stale)
+    assert (choice.chosen, list(choice.must_finish), list(choice.too_old)) == (chosen, must_finish, too_old)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_waiting_for_groups_at_the_bound_keeps_it_however_they_finish(seed: int) -> None:
+    """A scheduler in small: groups finish in random order, the trainer waits only for those it must."""
+    rng = random.Random(seed)
+    count, bound, steps = rng.randint(1, 4), rng.randint(0, 3), 30
+    pace, ready, running = Pace(bound), list[Drawn](), list[Drawn]()
+    trained: dict[int, int] = {}
+    for step in range(1, steps + 1):
+        pace.num_taken_at_update = pace.num_taken
+        while pace.may_start(steps - (step - 1)):
+            first = pace.num_started * count
+            running += [Drawn(first + i, step - 1, step - 1) for i in range(count)]
+            pace.num_started += 1
+        while True:
+            choice = choose(
+                ready, running, count=count, step=step, max_staleness=bound, order="finish", on_stale="wait"
+            )
+            if choice.chosen is not None:
+                break
+            done = rng.choice(running)
+            running.remove(done)
+            ready.append(done)
+        for draw in [draw for draw in ready if draw.number in choice.chosen]:
+            assert (step - 1) - draw.version <= bound
+            assert draw.number not in trained
+            trained[draw.number] = step
+            ready.remove(draw)
+        pace.num_taken += 1
+    assert sorted(trained) == list(range(steps * count))
