@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,12 @@ from typing import Any
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
+from dovetail.trainer.ppo import RayPPOTrainer, Rollout
+from dovetail.trainer.run import run_training
+from tests.ranks import run_alone
 from tests.trainer.test_async_runs import FRESH, checked_ledger, same_run, weights
 from tests.trainer.test_resume import answers
-from tests.trainer.toy_run import train_apart
+from tests.trainer.toy_run import make_toy, train_apart
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -75,3 +80,35 @@ def test_fully_async_keeps_its_bound_and_loses_no_draw(tmp_path: Path) -> None:
     assert ledger.counts() == {"trained": 24}
     rows = RunFolder(folder).read_metrics()
     assert all(row["async/weight_sync_s"] > row["async/generation_held_s"] > 0 for row in rows)
+
+
+class KillsAnEngine(RayPPOTrainer):
+    """Once, while step 2 trains and the engine generates for the next ones."""
+
+    def learn(self, rollout: Rollout) -> Any:
+        if self.global_step == 2:
+            engines = self.groups.engines
+            assert engines is not None
+            group: Any = engines.group
+            os.kill(group.identities[0].pid, signal.SIGKILL)
+        return super().learn(rollout)
+
+
+def _train_with_a_kill(rank: int, world_size: int, folder: Path, changes: Mapping[str, Any]) -> None:
+    config = make_toy(folder).config(folder / "run", changes)
+    run_training(config, trainer_class=KillsAnEngine, use_ray=True)
+
+
+def test_responses_of_a_killed_engine_go_on_from_the_tokens_seen(tmp_path: Path) -> None:
+    changes = {
+        **APART,
+        "async_training.mode": "fully_async",
+        "async_training.max_staleness": 2,
+        f"{R}.max_num_seqs": 6,
+        f"{R}.restart_engine": 1,
+        "data.max_response_length": 48,
+    }
+    run_alone(_train_with_a_kill, tmp_path, changes, timeout=600.0)
+    folder = tmp_path / "run"
+    assert checked_ledger(folder, bound=2).counts() == {"trained": 16}
+    assert [event["kind"] for event in RunFolder(folder).read_events() if event["kind"] == "engine_restart"]

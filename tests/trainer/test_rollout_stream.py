@@ -1,0 +1,143 @@
+"""The driver's stream of draws over a generator that a test controls: stalls, drops, and what is started again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.observability.ledger import DrawLedger, read_ledger
+from dovetail.observability.stalls import StalledError
+from dovetail.protocol import DataProto
+from dovetail.rollout.assemble import assemble
+from dovetail.rollout.base import GenerationResult
+from dovetail.trainer import rollout_stream
+from dovetail.trainer.prompt_draws import PromptDraws
+from dovetail.trainer.rollout_stream import Draw, Generator, RolloutStream
+from tests.trainer.toy_run import Toy
+
+N, GROUPS = 4, 4
+
+
+class Scripted(Generator):
+    """Finishes `finishing` draws with each call, the newest first; says that it lost everything when told to."""
+
+    def __init__(self, *args: Any) -> None:
+        self.finishing = 1
+        self.started: list[list[str]] = []
+        self.waiting: list[str] = []
+        self.aborted: list[str] = []
+        self.is_lost = False
+        self.version = 0
+        self.progress: float | None = None
+
+    @property
+    def num_engines(self) -> int:
+        return 1
+
+    def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
+        uids = [str(uid) for uid in request.non_tensor_batch["uid"]]
+        self.started.append(uids)
+        self.waiting += uids
+
+    def advance(
+        self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
+    ) -> list[DataProto]:
+        done = [self.waiting.pop() for _ in range(min(self.finishing, len(self.waiting)))]
+        return [group(uid, self.version) for uid in done]
+
+    def snapshot(self) -> DataProto | None:
+        return None
+
+    def abort(self, uids: Sequence[str]) -> None:
+        self.aborted += uids
+        self.waiting = [uid for uid in self.waiting if uid not in uids]
+
+    def take_weights(self, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
+
+    def lost(self) -> bool:
+        was, self.is_lost = self.is_lost, False
+        return was
+
+    def last_progress(self) -> float:
+        return super().last_progress() if self.progress is None else self.progress
+
+
+def group(uid: str, version: int) -> DataProto:
+    results = [GenerationResult(uid, index, [5, 6], [-1.0, -1.0], "length", [version] * 2) for index in range(N)]
+    rows = assemble([[1]] * N, results, pad_token_id=0)
+    return rows.union(DataProto.from_dict(non_tensors={"uid": np.array([uid] * N, dtype=object)}))
+
+
+def make(toy: Toy, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[RolloutStream, Scripted]:
+    keys = {"mode": "fully_async", "max_staleness": 1, **settings}
+    config = toy.config(folder, {f"async_training.{name}": value for name, value in keys.items()})
+    monkeypatch.setattr(rollout_stream, "OnTrainerDevices", Scripted)
+    draws = PromptDraws(0)
+
+    def draw_prompts() -> DataProto:
+        prompts = np.empty(GROUPS, dtype=object)
+        prompts[:] = [[1]] * GROUPS
+        return draws.number(DataProto.from_dict({"index": torch.arange(GROUPS)}, {"raw_prompt_ids": prompts}))
+
+    groups: Any = type("Groups", (), {"engines": None, "actor_rollout": None})()
+    stream = RolloutStream(config, groups, DrawLedger(folder), draw_prompts=draw_prompts, total_steps=9)
+    generator: Any = stream._generator
+    return stream, generator
+
+
+def uids(batch: DataProto) -> list[str]:
+    return list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))
+
+
+def test_an_engine_that_generates_nothing_is_named(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, generator = make(toy, tmp_path, monkeypatch, stall_timeout_s=0.2)
+    generator.finishing, generator.progress = 0, 0.0
+    with pytest.raises(StalledError, match=r"the trainer waits for draws? 0.*waits for engine 0"):
+        stream.next(1)
+
+
+def test_what_was_lost_is_started_again_once(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, generator = make(toy, tmp_path, monkeypatch)
+    generator.is_lost, generator.waiting = True, []
+    stream.begin_step()
+    batch = stream.next(1)
+    first, again = generator.started[:2]
+    assert set(again) < set(first), "one had finished before the loss"
+    assert len(uids(batch)) == GROUPS
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "wait"])
+def test_a_group_that_is_passed_over_is_dropped_or_waited_for(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_stale: str
+) -> None:
+    """The newest draws finish first, so without a bound the first ones would never be trained on."""
+    stream, generator = make(toy, tmp_path, monkeypatch, on_stale=on_stale)
+    for step in range(1, 7):
+        stream.begin_step()
+        stream.trained(step, uids(stream.next(step)))
+        stream.update(step, step)
+    ledger = read_ledger(tmp_path)
+    assert ledger is not None
+    counts = ledger.counts()
+    assert counts["trained"] == 6 * GROUPS
+    assert (counts["dropped (too old)"] > 0) == (on_stale == "drop") == bool(generator.aborted)
+    assert max(record.staleness() or 0 for record in ledger.draws.values()) <= 1
+
+
+def test_a_step_that_is_given_up_leaves_its_groups_for_the_next(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, _ = make(toy, tmp_path, monkeypatch)
+    stream.begin_step()
+    given = uids(stream.next(1))
+    stream.undo_step(0)
+    assert stream.pace.num_taken == 0
+    stream.begin_step()
+    assert uids(stream.next(1)) == given
