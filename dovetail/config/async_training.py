@@ -57,7 +57,6 @@ class AsyncTrainingConfig(Section):
     stall_timeout_s: float = key(
         300.0, "Without progress for so long, say who waits for whom and stop; 0: never.", ge=0
     )
-    record: bool = key(True, "Record which group was trained when, so that the run can be replayed.")
 
     @property
     def staleness_bound(self) -> int:

@@ -43,6 +43,7 @@ def run(folder: Path, changes: Mapping[str, Any]) -> Path:
 
 
 def test_nothing_stale_is_the_synchronous_run_bit_for_bit(tmp_path: Path) -> None:
+    """Two runs on Ray: what the one in this process shows (`test_async_runs`) holds when groups and weights travel."""
     sync, fresh = run(tmp_path / "sync", APART), run(tmp_path / "async", {**APART, **FRESH})
     assert same_run(RunFolder(fresh).read_metrics()) == same_run(RunFolder(sync).read_metrics())
     assert answers(fresh) == answers(sync)
@@ -51,6 +52,7 @@ def test_nothing_stale_is_the_synchronous_run_bit_for_bit(tmp_path: Path) -> Non
 
 
 def test_one_step_off_is_a_function_of_the_seed_whatever_takes_how_long(tmp_path: Path) -> None:
+    """Two runs on Ray, because only engines of their own run beside the training."""
     (tmp_path / "slow.py").write_text(SLOW_REWARD)
     plain = run(tmp_path / "plain", ONE_STEP_OFF)
     delayed = run(tmp_path / "delayed", {**ONE_STEP_OFF, "custom_reward_function.path": str(tmp_path / "slow.py")})
@@ -65,6 +67,7 @@ def test_one_step_off_is_a_function_of_the_seed_whatever_takes_how_long(tmp_path
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_fully_async_keeps_its_bound_and_loses_no_draw(tmp_path: Path) -> None:
     changes = {
         **APART,
@@ -100,6 +103,7 @@ def _train_with_a_kill(rank: int, world_size: int, folder: Path, changes: Mappin
 
 
 def test_responses_of_a_killed_engine_go_on_from_the_tokens_seen(tmp_path: Path) -> None:
+    """A run on Ray: a real process is killed while it generates, and no draw is lost or trained on twice."""
     changes = {
         **APART,
         "async_training.mode": "fully_async",
