@@ -42,6 +42,7 @@ def run(folder: Path, changes: Mapping[str, Any]) -> Path:
     return train_apart(folder, changes, use_ray=True)
 
 
+@pytest.mark.slow
 def test_nothing_stale_is_the_synchronous_run_bit_for_bit(tmp_path: Path) -> None:
     """Two runs on Ray: what the one in this process shows (`test_async_runs`) holds when groups and weights travel."""
     sync, fresh = run(tmp_path / "sync", APART), run(tmp_path / "async", {**APART, **FRESH})
