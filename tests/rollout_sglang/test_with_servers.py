@@ -22,7 +22,7 @@ from tests.rollout_vllm.reference import greedy
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang"), needs_sglang]
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_new_tokens=160, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_new_tokens=320, ignore_eos=True)
 
 
 @pytest.fixture
@@ -115,12 +115,12 @@ def _the_last_one_dies(engine: SGLangRollout, model: Any) -> None:
     requests = [*short, *long]
     running = Running(engine, requests)
     running.paused_after(GREEDY.max_new_tokens + 1, long)
-    engine.continue_()
     engine.restarts_left = 1
     engine.reload_weights = lambda fresh: fresh.update_weights(model.named_parameters(), 6)
-    # The scheduler alone: its server notices, and ends.
+    # The scheduler alone: its server notices, and ends. It is looked for first: the responses must not be done by then.
     server = psutil.Process(_servers(engine)[1].pid)
     (scheduler,) = [child for child in server.children() if "scheduler" in " ".join(child.cmdline())]
+    engine.continue_()
     scheduler.kill()
     results = running.join(800)
     assert [result.token_ids for result in results] == _wanted(model, requests)
