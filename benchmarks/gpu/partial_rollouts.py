@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/dovetail-partial"))
     parser.add_argument("--shape", default="1.5B")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
@@ -50,7 +51,7 @@ def main() -> None:
     if not (args.folder / "model" / "config.json").exists():
         args.folder.mkdir(parents=True, exist_ok=True)
         write_workload(args.folder, args.shape, steps=2 * args.steps + 4, device=args.device)
-    for side in SIDES:
+    for side in args.sides:
         command = [sys.executable, "-m", "benchmarks.gpu.partial_rollouts", "--run", side, "--folder", str(args.folder)]
         log = args.folder / f"{side}.log"
         with log.open("w") as stream:
