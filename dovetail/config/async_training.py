@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-from dovetail.config.base import Rule, Section, key, unsupported, unused, when_is
+from dovetail.config.base import Rule, Section, key, unused, when_is
 
 Mode = Literal["off", "one_step_off", "fully_async"]
 
@@ -52,7 +52,6 @@ class AsyncTrainingConfig(Section):
         None,
         "Old log-probs of stale responses: recomputed by the weights before the update, interpolated between engine "
         "and update by version, or (null) the engine's. Sets `algorithm.rollout_correction.bypass_mode`.",
-        rules=unsupported("the update does not interpolate yet; use recompute", "loglinear"),
     )
     stall_timeout_s: float = key(
         300.0, "Without progress for so long, say who waits for whom and stop; 0: never.", ge=0

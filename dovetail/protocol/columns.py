@@ -29,7 +29,7 @@ RESPONSE_COLUMNS = frozenset(
         *("responses", "response_mask", "rollout_log_probs", "weight_version"),
         *("rm_scores", "token_level_scores", "token_level_rewards"),
         *("old_log_probs", "entropys", "sum_pi_squared", "ref_log_prob", "values", "rollout_is_weights"),
-        *("advantages", "returns"),
+        *("interpolation_weights", "advantages", "returns"),
     }
 )
 SEQUENCE_COLUMNS = frozenset({"input_ids", "attention_mask", _POSITIONS})

@@ -116,6 +116,13 @@ _SPECS = (
         "rollout_correction",
         "truncated importance weights, trainer over engine",
     ),
+    _column(
+        "interpolation_weights",
+        RESPONSE,
+        FLOAT,
+        "prox_weights",
+        "where old log-probs are between the engine's (0) and the update's (1)",
+    ),
     # Advantages.
     _column("advantages", RESPONSE, FLOAT, "compute_advantage", "advantage of each response token"),
     _column("returns", RESPONSE, FLOAT, "compute_advantage", "target of the critic at each response token"),
@@ -234,6 +241,8 @@ _STAGES = (
         ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"),
         ("token_level_rewards",),
     ),
+    # In place of compute_log_prob and rollout_correction, with async_training.prox=loglinear.
+    Stage("prox_weights", ("weight_version",), ("interpolation_weights",)),
     # In place of apply_kl_penalty, when the KL term is in the loss or absent.
     Stage("scores_as_rewards", ("token_level_scores",), ("token_level_rewards",)),
     Stage(
@@ -248,7 +257,14 @@ _STAGES = (
         (*_MODEL, "response_mask", "advantages"),
         (),
         # Without old_log_probs the update is one optimizer step, whose own log-probs are the old ones.
-        may_read=("old_log_probs", "ref_log_prob", "rollout_is_weights", "rollout_log_probs", "multi_modal_inputs"),
+        may_read=(
+            "old_log_probs",
+            "ref_log_prob",
+            "rollout_is_weights",
+            "rollout_log_probs",
+            "interpolation_weights",
+            "multi_modal_inputs",
+        ),
     ),
 )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
+from dovetail.algorithms.rollout_correction import interpolation_weights
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError
 from dovetail.controller.freeze_gc import frozen_gc
@@ -259,7 +260,10 @@ class RayPPOTrainer:
         Phases in order; each reads columns of the batch and adds columns.
         """
         batch, metrics = rollout.batch, dict(rollout.metrics)
-        if self.config.needs_old_log_probs:
+        if self.config.interpolates_old_log_probs:
+            alpha = interpolation_weights(batch.tensors["weight_version"], self.global_step)
+            batch = batch.union(DataProto.from_dict({"interpolation_weights": alpha}))
+        elif self.config.needs_old_log_probs:
             with self.timers("old_log_prob"):
                 batch = self._add_old_log_probs(batch, metrics)
         if self.groups.ref is not None:

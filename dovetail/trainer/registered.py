@@ -51,7 +51,7 @@ def estimator_columns(config: DovetailConfig) -> list[str]:
         "sum_pi_squared": config.needs_sum_pi_squared,
         "ref_log_prob": config.uses_reference,
         "reward_baselines": algorithm.adv_estimator == "remax",
-        "rollout_is_weights": correction.rollout_is is not None and not correction.bypass_mode,
+        "rollout_is_weights": correction.rollout_is is not None and config.has_log_prob_pass,
         "rm_scores": config.reward_model.enable,
         "reward_components": algorithm.adv_estimator == "gdpo",
         "gdpo_reward_weights": True,

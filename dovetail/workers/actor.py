@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,12 @@ from dovetail.algorithms import (
 from dovetail.algorithms.aggregate import token_share
 from dovetail.algorithms.kl import k3_kl
 from dovetail.algorithms.plugin_calls import as_policy_loss
-from dovetail.algorithms.rollout_correction import MAX_LOG_WEIGHT
+from dovetail.algorithms.rollout_correction import MAX_LOG_WEIGHT, interpolate_old_log_prob
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import RolloutCorrectionConfig
 from dovetail.config.view import ConfigView
 from dovetail.protocol import DataProto
-from dovetail.workers.bypass import bypass_terms
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
 from dovetail.workers.mini_batches import mini_batches
 from dovetail.workers.response_columns import (
@@ -38,9 +37,12 @@ from dovetail.workers.response_columns import (
     take_columns,
 )
 from dovetail.workers.shares import StepLog, add_shares, global_counts
+from dovetail.workers.update_correction import correction_terms
 
 _RATIO, _RATIO_SQUARE = "rollout_corr/ratio_mean", "rollout_corr/ratio_square_mean"
 """Moments of the update's policy / engine over tokens."""
+INTERPOLATION = "interpolation_weights"
+"""Column: where each token's old log-prob is between the engine's (0) and the update's (1)."""
 
 
 class DataParallelPPOActor:
@@ -48,7 +50,8 @@ class DataParallelPPOActor:
 
     `mini_batch_rows` is what this rank holds of one mini-batch, in sequences; `loss_scale_factor` divides
     `seq-mean-token-sum-norm`. The reference policy is the same class over a backend without optimizer, or over the
-    actor's own with `adapters=False` (LoRA switched off). `bypass`: `old_log_probs` are the engine's.
+    actor's own with `adapters=False` (LoRA switched off). `correction`: what the update itself corrects, where the old
+    log-probs are the engine's (`bypass_mode`) or interpolated.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class DataParallelPPOActor:
         loss_scale_factor: float | None = None,
         seed: int = 0,
         adapters: bool = True,
-        bypass: RolloutCorrectionConfig | None = None,
+        correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -74,8 +77,10 @@ class DataParallelPPOActor:
             config.min_num_micro_batch,
         )
         self._loss_scale_factor = loss_scale_factor
-        self._bypass = bypass
-        loss_mode = "reinforce" if bypass and bypass.loss_type == "reinforce" else config.policy_loss.loss_mode
+        self._correction = correction
+        self._bypass = correction is not None and correction.bypass_mode
+        reinforce = self._bypass and correction is not None and correction.loss_type == "reinforce"
+        loss_mode = "reinforce" if reinforce else config.policy_loss.loss_mode
         self._policy_loss = as_policy_loss(get_policy_loss_fn(loss_mode), ConfigView(config))
         self._select_tokens = get_policy_loss_selector(loss_mode)
         self._loss_columns = get_policy_loss_columns(loss_mode)
@@ -154,6 +159,8 @@ class DataParallelPPOActor:
         names = [*MODEL_INPUTS, "response_mask", "advantages"]
         if "old_log_probs" in data:
             names.append("old_log_probs")
+        elif INTERPOLATION in data:
+            names += [INTERPOLATION, "rollout_log_probs"]
         elif self.config.ppo_epochs > 1 or len(data) > self._mini_batch_rows:
             raise ValueError(
                 f"update_policy got no column old_log_probs, but {len(data)} rows in mini-batches of "
@@ -178,10 +185,14 @@ class DataParallelPPOActor:
             mask, width = columns["response_mask"], response_width(micro_batch)
             log_prob = at_responses(output.log_probs, width)
             weights, full_mask = columns.get("rollout_is_weights"), mask
-            if self._bypass is not None:
-                mask, weights = bypass_terms(log_prob.detach(), columns["old_log_probs"], mask, self._bypass)
+            old_log_prob = _old_log_prob(columns, log_prob.detach())
+            engine = columns["old_log_probs"] if self._bypass else columns.get("rollout_log_probs")
+            if self._correction is not None:
+                policy = log_prob.detach() if self._bypass else old_log_prob
+                assert engine is not None, "a batch of stale responses has the engine's log-probs"
+                mask, weights = correction_terms(policy, engine, mask, self._correction)
             loss, metrics = self._policy_loss(
-                old_log_prob=columns.get("old_log_probs", log_prob.detach()),
+                old_log_prob=old_log_prob,
                 log_prob=log_prob,
                 advantages=columns["advantages"],
                 response_mask=mask,
@@ -192,10 +203,9 @@ class DataParallelPPOActor:
                 **self._loss_settings(),
             )
             metrics = {"actor/pg_loss": loss.detach(), **metrics}
-            engine = columns["old_log_probs"] if self._bypass is not None else columns.get("rollout_log_probs")
             if engine is not None:
                 metrics |= _engine_mismatch(log_prob.detach(), engine, full_mask, counts)
-            if self._bypass is not None and self._bypass.rollout_rs is not None:
+            if self._correction is not None and self._correction.rollout_rs is not None:
                 rejected = full_mask.float() - mask.float()
                 metrics["rollout_corr/rollout_rs_masked_fraction"] = token_share(rejected, full_mask, counts)
             if output.entropy is not None:
@@ -235,7 +245,7 @@ class DataParallelPPOActor:
         outputs = self.backend.forward(cut(mini_batch, plan), replace(options, entropy=False))
         width = response_width(mini_batch)
         log_prob = restore([at_responses(output.log_probs, width) for output in outputs], plan).float()
-        old_log_prob = columns.get("old_log_probs", log_prob).to(log_prob.device)
+        old_log_prob = _old_log_prob(columns, log_prob)
         own = [old_log_prob, log_prob, columns["advantages"].to(log_prob), columns["response_mask"].to(log_prob)]
         gathered = [_gather_rows(column, self.backend.dp_group) for column in own]
         # Rows in an order of their own: a random choice must not depend on which rank holds which row.
@@ -249,6 +259,15 @@ class DataParallelPPOActor:
         first = self.backend.rank_info.dp_rank * len(mini_batch)
         own_rows = selection[first : first + len(mini_batch)].cpu()
         return mini_batch.union(DataProto.from_dict({"loss_selection": own_rows}))
+
+
+def _old_log_prob(columns: Mapping[str, Tensor], log_prob: Tensor) -> Tensor:
+    """The column, or between the engine's and the update's, or the update's own."""
+    alpha = columns.get(INTERPOLATION)
+    if alpha is not None:
+        engine = columns["rollout_log_probs"].to(log_prob.device)
+        return interpolate_old_log_prob(log_prob, engine, alpha.to(log_prob.device))
+    return columns.get("old_log_probs", log_prob).to(log_prob.device)
 
 
 def _row_keys(input_ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -251,6 +251,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
         policy = self.config.actor_rollout_ref
         limits = policy.ref if is_ref else policy.rollout
         correction = self.config.algorithm.rollout_correction
+        in_update = correction.bypass_mode or self.config.interpolates_old_log_probs
         rows = policy.actor.ppo_mini_batch_size * policy.rollout.n // backend.rank_info.dp_size
         return DataParallelPPOActor(
             policy.actor,
@@ -264,7 +265,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
             loss_scale_factor=self.config.loss_scale_factor,
             seed=self.config.trainer.seed,
             adapters=adapters,
-            bypass=correction if correction.bypass_mode and not is_ref else None,
+            correction=correction if in_update and not is_ref else None,
         )
 
     def _need(self, part: T | None, name: str) -> T:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from dovetail.config import ConfigError, DovetailConfig, load_config
-from dovetail.config.effects import unsupported_in_runs
 
 pytestmark = pytest.mark.unit
 
@@ -165,9 +164,3 @@ def test_the_group_size_beside_the_engines_own_has_no_effect() -> None:
     config = resolved("rollout.n=4", "actor_rollout_ref.rollout.n=8")
     assert config.actor_rollout_ref.rollout.n == 8
     assert "rollout.n=4 has no effect" in messages("rollout.n=4", "actor_rollout_ref.rollout.n=8")
-
-
-def test_what_the_update_cannot_do_yet_is_refused_and_not_passed_over() -> None:
-    config = resolved(f"{ASYNC}.mode=fully_async", f"{ASYNC}.prox=loglinear")
-    assert f"{ASYNC}.prox" in {problem.key for problem in unsupported_in_runs(config)}
-    assert f"{ASYNC}.prox" not in {problem.key for problem in unsupported_in_runs(resolved(f"{ASYNC}.prox=loglinear"))}

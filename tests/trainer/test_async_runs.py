@@ -11,8 +11,10 @@ import pytest
 
 from dovetail.observability.ledger import Ledger, read_ledger, violations
 from dovetail.observability.run_folder import RunFolder
+from dovetail.protocol import DataProto
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.stopping import StopAfterPhase
+from dovetail.workers.actor import DataParallelPPOActor
 from tests.trainer.test_resume import answers
 from tests.trainer.toy_run import DAPO, Toy, repeatable, train
 
@@ -56,6 +58,29 @@ def test_unfinished_groups_go_on_under_the_next_weights(toy: Toy, tmp_path: Path
     assert max(versions) > 1, "no group has tokens of two versions; the run shows nothing"
     ages = [record.staleness() for record in ledger.draws.values()]
     assert max(age for age in ages if age is not None) == max(row["async/staleness/max"] for row in rows) > 0
+
+
+def test_old_log_probs_are_interpolated_in_place_of_a_pass(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    update = DataParallelPPOActor.update_policy
+
+    def watched(self: DataParallelPPOActor, data: DataProto) -> Any:
+        seen.append((len(seen) + 1, data.tensors["interpolation_weights"].unique().tolist()))
+        assert "old_log_probs" not in data
+        return update(self, data)
+
+    monkeypatch.setattr(DataParallelPPOActor, "update_policy", watched)
+    prox = {"async_training.prox": "loglinear", "algorithm.rollout_correction.rollout_is": "token"}
+    _, rows = train(toy.config(tmp_path, {**CARRYING, **prox}))
+    for (step, weights), row in zip(seen, rows, strict=True):
+        oldest = int(row["async/staleness/max"])
+        assert row["step"] == step
+        assert weights[-1] == pytest.approx(oldest / (oldest + 1))
+        assert "timing_s/old_log_prob" not in row
+        assert 0 < row["rollout_corr/eff_sample_size"] <= 1 + 1e-6
+    assert max(weights[-1] for _, weights in seen) > 0
 
 
 @pytest.mark.parametrize("cut", ["stopped", "killed"])

@@ -10,7 +10,7 @@ import torch
 
 from dovetail.config.algorithm import RolloutCorrectionConfig
 from dovetail.workers.actor import DataParallelPPOActor
-from dovetail.workers.bypass import bypass_terms
+from dovetail.workers.update_correction import correction_terms
 from tests.trainer.toy_run import Toy, train
 
 pytestmark = pytest.mark.unit
@@ -23,7 +23,7 @@ MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
 
 
 def terms(**settings: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return bypass_terms(POLICY, ENGINE, MASK, RolloutCorrectionConfig(bypass_mode=True, **settings))
+    return correction_terms(POLICY, ENGINE, MASK, RolloutCorrectionConfig(bypass_mode=True, **settings))
 
 
 def test_reinforce_is_weighted_by_policy_over_engine_and_cut() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.algorithms import compute_offpolicy_metrics, compute_probs_diff_metrics
+from dovetail.config.algorithm import RolloutCorrectionConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
@@ -42,6 +44,7 @@ def build(
     limit: MicroBatchLimit | None = None,
     mini_batch_rows: int = NUM_ROWS,
     trains: bool = True,
+    correction: RolloutCorrectionConfig | None = None,
     **changes: Any,
 ) -> DataParallelPPOActor:
     """`changes` are keys of `actor`, or of `model` when they start with `model_`."""
@@ -58,7 +61,9 @@ def build(
         device=torch.device("cpu"),
     )
     limit = limit or MicroBatchLimit(rows=4)
-    return DataParallelPPOActor(policy.actor, backend, mini_batch_rows=mini_batch_rows, log_prob_limit=limit)
+    return DataParallelPPOActor(
+        policy.actor, backend, mini_batch_rows=mini_batch_rows, log_prob_limit=limit, correction=correction
+    )
 
 
 def transformers_log_probs(folder: Path, batch: DataProto, temperature: float) -> tuple[Tensor, Tensor]:
@@ -210,6 +215,41 @@ def test_importance_weights_scale_the_policy_gradient(folder: Path) -> None:
     )
     half, whole = build(folder).update_policy(weighted), build(folder).update_policy(plain)
     assert half["actor/grad_norm"] == pytest.approx(0.5 * whole["actor/grad_norm"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("correction", "advantage", "loss"),
+    [
+        (RolloutCorrectionConfig(), 1.0, -1.2),  # ratio 2, clipped
+        (RolloutCorrectionConfig(), -1.0, 2.0),
+        (RolloutCorrectionConfig(rollout_is="token"), 1.0, -2.4),
+        (RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.5), -1.0, 3.0),
+        (RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.6_1.5"), 1.0, 0.0),
+    ],
+)
+def test_an_update_interpolates_the_old_log_probs_of_stale_tokens(
+    folder: Path, correction: RolloutCorrectionConfig, advantage: float, loss: float
+) -> None:
+    """The policy is 4 times the engine; half the way of the logarithms between them, the old one is 2 times each."""
+    actor, batch = build(folder, correction=correction), rollout_batch()
+    columns = {
+        **batch.tensors,
+        "rollout_log_probs": actor.compute_log_prob(batch)[0] - math.log(4),
+        "interpolation_weights": torch.full((NUM_ROWS, RESPONSE), 0.5),
+        "advantages": torch.full((NUM_ROWS, RESPONSE), advantage),
+    }
+    metrics = actor.update_policy(DataProto.from_dict(columns, meta_info=batch.meta_info))
+    assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(4), rel=1e-4)
+    rejected = metrics.get("rollout_corr/rollout_rs_masked_fraction", 0.0)
+    assert rejected == pytest.approx(1.0 if correction.rollout_rs else 0.0)
+
+
+def test_an_update_that_interpolates_may_take_several_steps(folder: Path) -> None:
+    actor, batch = build(folder, mini_batch_rows=NUM_ROWS // 2, ppo_epochs=2), rollout_batch()
+    engine = actor.compute_log_prob(batch)[0]
+    columns = {"rollout_log_probs": engine, "interpolation_weights": torch.full_like(engine, 0.5)}
+    assert actor.update_policy(batch.union(DataProto.from_dict(columns)))["actor/grad_norm"] > 0
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(folder: Path) -> None:

@@ -77,4 +77,12 @@ def _stale_responses(run: Examined) -> Iterator[Problem]:
         )
 
 
-ASYNC_TRAINING: tuple[Check, ...] = (_devices, _staleness, _estimator, _stale_responses)
+def _interpolation(run: Examined) -> Iterator[Problem]:
+    if run.config.interpolates_old_log_probs and run.config.algorithm.rollout_correction.rollout_is_batch_normalize:
+        yield run.error(
+            "<correction.rollout_is_batch_normalize> needs the weights of the whole batch, and with "
+            "<async_training.prox> the update makes them micro-batch by micro-batch; use False, or prox=recompute."
+        )
+
+
+ASYNC_TRAINING: tuple[Check, ...] = (_devices, _staleness, _estimator, _stale_responses, _interpolation)

@@ -91,6 +91,12 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
         "async_training.prox",
         ("=loglinear", "only in the update", "use prox=recompute"),
     ),
+    (
+        (FULLY_ASYNC, "async_training.prox=loglinear", f"{C}.rollout_is=token", f"{C}.rollout_is_batch_normalize=True"),
+        "error",
+        f"{C}.rollout_is_batch_normalize",
+        ("=loglinear", "the whole batch", "prox=recompute"),
+    ),
     # Batches.
     (
         ("data.train_batch_size=33", f"{A}.ppo_mini_batch_size=3", f"{R}.n=2"),

@@ -1,8 +1,9 @@
-"""Bypass mode: the engine's log-probs stand in for the old ones, so the mismatch is known only in the update.
+"""Correction for runs that know the mismatch only in the update: without a pass of its own for the old log-probs.
 
-The same weights and rules as `algorithm.rollout_correction` has elsewhere, with the policy that is being trained in the
-place of the old one. A rejected token adds nothing to the loss; it still counts in the means that losses are divided
-by, because those are fixed before the first micro-batch.
+The same weights and rules as `algorithm.rollout_correction` has elsewhere. In bypass mode the engine is the old policy,
+and the policy that is being trained is compared with it; otherwise the interpolated old policy is. A rejected token
+adds nothing to the loss; it still counts in the means that losses are divided by, because those are fixed before the
+first micro-batch.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from dovetail.algorithms.rollout_correction import compute_rollout_correction_we
 from dovetail.config.algorithm import RolloutCorrectionConfig
 
 
-class BypassTerms(NamedTuple):
-    """`response_mask` without rejected tokens; `weights` only for losses that have no ratio of their own."""
+class CorrectionTerms(NamedTuple):
+    """`response_mask` without rejected tokens; `weights` only where the ratio of the loss is not against the engine."""
 
     response_mask: Tensor
     weights: Tensor | None
 
 
-def bypass_terms(
+def correction_terms(
     log_prob: Tensor, engine_log_prob: Tensor, response_mask: Tensor, settings: RolloutCorrectionConfig
-) -> BypassTerms:
+) -> CorrectionTerms:
     """Weights and rejection for one micro-batch; rows do not depend on each other. `log_prob` carries no gradient."""
     log_ratio = log_prob.float() - engine_log_prob.float()
     kept, weights = response_mask, None
@@ -32,8 +33,9 @@ def bypass_terms(
         kept, _ = compute_rollout_rejection_mask(
             log_ratio, response_mask, settings.rollout_rs, settings.rollout_rs_threshold
         )
-    if settings.loss_type == "reinforce" and settings.rollout_is is not None:
+    ratio_is_to_engine = settings.bypass_mode and settings.loss_type != "reinforce"
+    if settings.rollout_is is not None and not ratio_is_to_engine:
         weights = compute_rollout_correction_weights(
             log_ratio, response_mask, settings.rollout_is, settings.weight_threshold
         )
-    return BypassTerms(kept, weights)
+    return CorrectionTerms(kept, weights)
