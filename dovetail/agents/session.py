@@ -1,0 +1,369 @@
+"""`Session`: the tree of one trajectory. Whole conversations in, the model's next turn out; ids are only appended.
+
+A node is one turn that the model wrote, with the ids it had before it. A conversation that continues a turn goes on
+from that turn's ids; one that rewrites history begins a new segment. Each sampled token is sampled in exactly one
+segment. Knows no engine, no tool and no reward function: it is given an async `generate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from dovetail.agents.types import Message, Outcome, Segment, ToolCall, Turn
+from dovetail.rollout.assemble import Response
+from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams, derive_seed
+
+_ABORT_S = 30.0
+"""How long a request that is ended with its trajectory may take to give back what it has."""
+
+Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
+
+
+class TrajectoryEnd(Exception):
+    """The conversation cannot go on: no room is left, or no turn. Loops let it pass; the trajectory is graded as is."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome: Outcome = outcome
+
+
+class RewrittenHistoryError(ValueError):
+    """The chat template renders earlier messages differently now, and `multi_turn.on_rewrite=error`."""
+
+
+class Renderer(Protocol):
+    """What a session needs of `ChatRenderer`."""
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+
+    def start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Sequence[int]: ...
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        *,
+        closed: bool,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Sequence[int] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """What all sessions of a run have in common."""
+
+    renderer: Renderer
+    parse: Callable[[Sequence[int]], tuple[str, Sequence[ToolCall]]]
+    """Sampled ids, without the stop token, to text and tool calls."""
+    prompt_length: int
+    response_length: int
+    """Of a row: the sampled and observed tokens of all turns of a segment."""
+    max_turns: int | None = None
+    branches: bool = True
+    """Whether a template that rewrites history begins a new segment; else it is an error."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """A turn. `observed` are the ids since the turn before it; without a parent, the whole prompt of a segment."""
+
+    number: int
+    parent: int | None
+    messages: list[Message]
+    """The conversation that was answered."""
+    tools: list[dict[str, Any]]
+    observed: list[int]
+    seed: int | None
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    finish_reason: str = "running"
+    reward: float | None = None
+
+    def add(self, result: GenerationResult) -> None:
+        self.token_ids += result.token_ids
+        self.log_probs += result.log_probs
+        self.weight_versions += result.weight_versions
+        self.finish_reason = result.finish_reason
+
+
+class Session:
+    """One trajectory. `chat` may be called several times at once: sub-agents, samples of the same conversation."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: SessionSettings,
+        generate: Generate,
+        sampling: SamplingParams,
+        *,
+        sample_index: int = 0,
+        abort: Callable[[str], None] = lambda request_id: None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`sampling.max_new_tokens` is not read: the room that is left limits a turn.
+
+        With `state`, `chat` gives the turns that were recorded as long as it is asked for the same ones; then the
+        session goes on.
+        """
+        self.name = name
+        self.tools: Any = None
+        """The trajectory's tools (`loops.CheckedTools`), where its loop has any."""
+        self.events: list[dict[str, Any]] = []
+        self._settings = settings
+        self._generate = generate
+        self._abort = abort
+        self._sampling = replace(sampling, stop_token_ids=tuple(settings.renderer.stop_token_ids), n=1)
+        self._sample_index = sample_index
+        self._nodes: dict[int, _Node] = {}
+        self._turns: dict[int, Turn] = {}
+        self._known: dict[int, list[Any]] = {}  # the conversation with each turn, in canonical form
+        self._running: dict[int, tuple[_Node, asyncio.Future[GenerationResult]]] = {}
+        self._num_asked = 0
+        self._recorded = {node["number"]: _Node(**node) for node in (state or {}).get("nodes", ())}
+
+    # ---- the conversation ----
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        max_new_tokens: int | None = None,
+        **sampling: Any,
+    ) -> Turn:
+        """The model's next turn in this conversation. `messages` are all of it; append `turn.message` to go on.
+
+        `sampling` are fields of `SamplingParams` to change for this turn. Raises `TrajectoryEnd` when no room is left.
+        """
+        if self._settings.max_turns is not None and self._num_asked >= self._settings.max_turns:
+            raise TrajectoryEnd("max_turns")
+        node = self._next_node([dict(message) for message in messages], list(tools or []))
+        if node.finish_reason == "running":
+            await self._sample(node, max_new_tokens, sampling)
+        self._nodes[node.number] = node
+        self._turns[node.number] = turn = self._as_turn(node)
+        self._known[node.number] = canonical([*node.messages, turn.message])
+        return turn
+
+    def add_reward(self, reward: float, turn: Turn | None = None) -> None:
+        """A reward for a turn; for the last one where none is named. Several add up."""
+        if not self._nodes:
+            raise ValueError("the session has no turn yet that could have a reward; call chat first.")
+        node = self._nodes[max(self._nodes) if turn is None else turn.node]
+        node.reward = reward + (node.reward or 0.0)
+
+    async def end(self) -> None:
+        """End the turns that are being written and keep what they have."""
+        running, self._running = self._running, {}
+        if not running:
+            return
+        for node, _ in running.values():
+            self._abort(self._request_id(node))
+        done, _ = await asyncio.wait([future for _, future in running.values()], timeout=_ABORT_S)
+        for node, future in running.values():
+            if future in done and not future.cancelled() and future.exception() is None:
+                node.add(future.result())
+                self._nodes[node.number] = node
+
+    # ---- what came of it ----
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [self._turns[number] for number in sorted(self._turns)]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation up to the last turn, with it."""
+        if not self._nodes:
+            return []
+        last = self._nodes[max(self._nodes)]
+        return [*last.messages, self._as_turn(last).message]
+
+    def segments(self) -> tuple[Segment, ...]:
+        """A row for each turn that no other continues: the path to it. What two paths share is sampled in the first."""
+        parents = {node.parent for node in self._nodes.values()}
+        sampled: set[int] = set()
+        return tuple(self._segment(number, sampled) for number in sorted(self._nodes) if number not in parents)
+
+    def state(self, partial: Mapping[str, GenerationResult]) -> dict[str, Any]:
+        """A JSON value to build the session from again; `partial` has what running requests have, by their id."""
+        nodes = [self._nodes[number] for number in sorted(self._nodes)]
+        for node, _ in self._running.values():
+            begun = copy.deepcopy(node)
+            if self._request_id(node) in partial:
+                begun.add(replace(partial[self._request_id(node)], finish_reason="running"))
+            nodes.append(begun)
+        return {"nodes": [asdict(node) for node in [*nodes, *self._recorded.values()]]}
+
+    # ---- inside ----
+
+    def _request_id(self, node: _Node) -> str:
+        return f"{self.name}/{node.number}"
+
+    def _next_node(self, messages: list[Message], tools: list[dict[str, Any]]) -> _Node:
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        recorded = self._recorded.pop(number, None)
+        asked = canonical(messages)
+        if recorded is not None:
+            if (canonical(recorded.messages), recorded.tools) == (asked, tools):
+                return recorded
+            # The loop does something else this time: what it did before is of no use from here on.
+            self._recorded.clear()
+            self.events.append({"kind": "branch", "turn": number, "why": "the recorded turn answers other messages"})
+        parent = self._continued(asked, tools)
+        observed = None
+        if parent is not None:
+            known = len(parent.messages) + 1
+            observed = self._settings.renderer.extend(
+                messages[:known], messages[known:], closed=parent.finish_reason == "stop", tools=tools or None
+            )
+            if observed is None and not self._settings.branches:
+                roles = ", ".join(str(message.get("role")) for message in messages[known:])
+                raise RewrittenHistoryError(
+                    f"the chat template rewrites history where {roles} follows the model's turn, and "
+                    "multi_turn.on_rewrite=error; use branch, or a template that only appends."
+                )
+        if observed is None:
+            if self._nodes or self._running:
+                why = "the history is another" if parent is None else "the template rewrites history"
+                self.events.append({"kind": "branch", "turn": number, "why": why})
+            parent, observed = None, self._settings.renderer.start(messages, tools or None)
+        seed = self._seed(number, None if parent is None else parent.number)
+        return _Node(number, None if parent is None else parent.number, messages, tools, list(observed), seed)
+
+    def _seed(self, number: int, parent: int | None) -> int | None:
+        """That of the turn before; another one where two turns would draw the same numbers at the same positions."""
+        known = [*self._nodes.values(), *(node for node, _ in self._running.values())]
+        seed = self._sampling.seed
+        if seed is None or not known:
+            return seed
+        is_first = parent is not None and all(node.parent != parent for node in known)
+        return self._nodes[parent].seed if is_first and parent is not None else derive_seed(seed, "turn", number)
+
+    def _continued(self, asked: list[Any], tools: list[dict[str, Any]]) -> _Node | None:
+        """The deepest turn that the conversation goes on from; the latest of several that read the same."""
+        best: _Node | None = None
+        for number, known in self._known.items():
+            node = self._nodes[number]
+            deeper = best is None or len(node.messages) >= len(best.messages)
+            if deeper and len(known) < len(asked) and known == asked[: len(known)] and node.tools == tools:
+                best = node
+        return best
+
+    async def _sample(self, node: _Node, max_new_tokens: int | None, sampling: Mapping[str, Any]) -> None:
+        path = [*self._path(node.parent), node]
+        ids = [token for each in path for token in (*each.observed, *each.token_ids)]
+        room = self._settings.response_length - max(0, len(ids) - self._prompt_length(path[0]))
+        if max_new_tokens is not None:
+            room = min(room, max_new_tokens - len(node.token_ids))
+        if room <= 0:
+            if not node.token_ids:
+                raise TrajectoryEnd("length")
+            node.finish_reason = "length"  # recorded with its last token, before its end was
+            return
+        request = GenerationRequest(
+            self._request_id(node),
+            ids,
+            replace(self._sampling, max_new_tokens=room, seed=node.seed, **sampling),
+            sample_index=self._sample_index,
+            session=self.name,
+        )
+        began = asyncio.get_running_loop().time()
+        future = asyncio.ensure_future(self._generate(request))
+        self._running[node.number] = node, future
+        # Shielded: a trajectory that ends in mid-turn keeps what the turn has (`end`).
+        result = await asyncio.shield(future)
+        node.add(result)
+        del self._running[node.number]
+        seconds = asyncio.get_running_loop().time() - began
+        self.events.append(
+            {"kind": "generate", "turn": node.number, "seconds": seconds, "tokens": len(result.token_ids)}
+        )
+
+    def _path(self, number: int | None) -> list[_Node]:
+        path: list[_Node] = []
+        while number is not None:
+            path.append(self._nodes[number])
+            number = path[-1].parent
+        return path[::-1]
+
+    def _prompt_length(self, root: _Node) -> int:
+        """What of a segment's prompt is the row's prompt. A longer one is observed at the start of the response."""
+        return min(len(root.observed), self._settings.prompt_length)
+
+    def _as_turn(self, node: _Node) -> Turn:
+        ids = node.token_ids
+        closed = node.finish_reason == "stop" and bool(ids)
+        text, calls = self._settings.parse(ids[:-1] if closed else ids)
+        calls = tuple(
+            call if call.id else replace(call, id=f"call_{node.number}_{place}") for place, call in enumerate(calls)
+        )
+        message: Message = {"role": "assistant", "content": text}
+        valid = [call for call in calls if call.arguments is not None]
+        if valid:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in valid
+            ]
+        message["content"] += "".join(call.text for call in calls if call.arguments is None)
+        return Turn(message, text, calls, node.finish_reason, tuple(ids), node.number)
+
+    def _segment(self, leaf: int, sampled: set[int]) -> Segment:
+        path = self._path(leaf)
+        cut = self._prompt_length(path[0])
+        prompt, response, rewards = tuple(path[0].observed[:cut]), Response(), []
+        for place, node in enumerate(path):
+            response = response.with_tokens(node.observed[cut if place == 0 else 0 :])
+            if node.number in sampled:
+                response = response.with_tokens(node.token_ids)
+                continue
+            sampled.add(node.number)
+            response = response.with_result(_result_of(node))
+            if node.reward is not None:
+                rewards.append((max(0, len(response.token_ids) - 1), node.reward))
+        return Segment(prompt, response, tuple(rewards))
+
+
+def canonical(messages: Sequence[Message]) -> list[Any]:
+    """What two messages must have in common to be the same one: role, text, calls and their arguments."""
+    return [
+        (
+            message.get("role"),
+            _text(message.get("content"), stripped=message.get("role") == "assistant"),
+            [_call(call) for call in message.get("tool_calls") or ()],
+        )
+        for message in messages
+    ]
+
+
+def _text(content: Any, *, stripped: bool) -> Any:
+    """Text as it is; parts that are not text as JSON. What the model wrote may come back without its outer spaces."""
+    if isinstance(content, list):
+        texts = [
+            part.get("text") if part.get("type") == "text" else json.dumps(part, sort_keys=True) for part in content
+        ]
+        content = "".join(text or "" for text in texts)
+    content = content or ""
+    return content.strip() if stripped else content
+
+
+def _call(call: Mapping[str, Any]) -> Any:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return function.get("name"), arguments
+
+
+def _result_of(node: _Node) -> GenerationResult:
+    reason: Any = node.finish_reason
+    return GenerationResult("", 0, node.token_ids, node.log_probs, reason, node.weight_versions)
