@@ -1,1 +1,6 @@
 """Conversations of several turns, with tools and environments: next to the engine, without Ray."""
+
+from dovetail.agents.tools.functions import tool
+from dovetail.agents.types import InfrastructureError, Task, ToolResult
+
+__all__ = ["InfrastructureError", "Task", "ToolResult", "tool"]

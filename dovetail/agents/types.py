@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
-from dovetail.rollout.assemble import Response
+if TYPE_CHECKING:
+    from dovetail.rollout.assemble import Response  # brings torch, which a file of tools can do without
 
 Message: TypeAlias = dict[str, Any]
 """A chat message in OpenAI's form: role, content, and for the assistant `tool_calls`."""

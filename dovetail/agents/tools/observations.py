@@ -1,0 +1,44 @@
+"""What the calls of a turn give back: all run, in order, at most so many at a time, and no longer than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, TypeVar
+
+Result = TypeVar("Result")
+Call = TypeVar("Call")
+
+
+def truncate_text(text: str, max_length: int, side: Literal["left", "middle", "right"]) -> str:
+    """At most `max_length` characters of a tool's response, with "(truncated)" at the side where it was cut."""
+    if len(text) <= max_length:
+        return text
+    if side == "left":
+        return f"(truncated)...{text[len(text) - max_length :]}"
+    if side == "right":
+        return f"{text[:max_length]}...(truncated)"
+    half = max_length // 2
+    return f"{text[:half]}...(truncated)...{text[len(text) - half :]}"
+
+
+async def run_calls(
+    calls: Sequence[Call], run: Callable[[Call], Awaitable[Result]], *, max_parallel: int
+) -> list[Result]:
+    """`run` of each call, at most `max_parallel` at a time; the results are in the order of the calls.
+
+    The first exception cancels the calls that still run, and is raised once they have ended.
+    """
+    places = asyncio.Semaphore(max_parallel)
+
+    async def run_one(call: Call) -> Result:
+        async with places:
+            return await run(call)
+
+    tasks = [asyncio.ensure_future(run_one(call)) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
