@@ -94,6 +94,14 @@ class OpenTools(Protocol):
     async def close(self) -> None: ...
 
 
+class Responder(Protocol):
+    """What `OpenTools` of a simulated user or an environment have beside `call`: they answer turns without calls."""
+
+    async def respond(self, messages: list[Message]) -> ToolResult | None:
+        """The next user message, to a conversation that ends with the model's turn; None: the conversation is over."""
+        ...
+
+
 class Toolbox(Protocol):
     """All tools of a run. Built once in the engine's process; `open` is called for each trajectory."""
 
