@@ -1,6 +1,7 @@
 """Conversations of several turns, with tools and environments: next to the engine, without Ray."""
 
+from dovetail.agents.environments import Environment, Step
 from dovetail.agents.tools.functions import tool
 from dovetail.agents.types import InfrastructureError, Task, ToolResult
 
-__all__ = ["InfrastructureError", "Task", "ToolResult", "tool"]
+__all__ = ["Environment", "InfrastructureError", "Step", "Task", "ToolResult", "tool"]

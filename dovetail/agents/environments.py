@@ -1,0 +1,100 @@
+"""Environments in the manner of gym: the model's text is the action, an observation comes back. No tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.agents.tools.classes import can_restore
+from dovetail.agents.tools.threads import call_function
+from dovetail.agents.types import Message, Task, ToolResult
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an action led to."""
+
+    observation: str = ""
+    reward: float | None = None
+    done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers in it become metrics."""
+
+
+class Environment:
+    """Subclass it and write `reset` and `step`, sync (they run in a thread) or async.
+
+    Add `state` and `restore` for an exact resume: after a restart `reset(task)` is called, then `restore(state)`.
+    """
+
+    def reset(self, task: Task) -> Any:
+        """The first observation, as text or messages that follow the prompt. None: the prompt is enough."""
+        return None
+
+    def step(self, action: str) -> Any:
+        """A `Step`, or gym's tuple (observation, reward, done, info) or (.., terminated, truncated, info)."""
+        raise NotImplementedError(f"{type(self).__name__} has no step(action).")
+
+    def close(self) -> Any:
+        """Give back what the environment holds."""
+        return None
+
+
+def as_step(value: Any) -> Step:
+    """What `step` returned. Raises `TypeError` for what is no step."""
+    if isinstance(value, Step):
+        return value
+    if isinstance(value, tuple) and len(value) in (4, 5):
+        observation, reward, *ends, info = value
+        return Step(str(observation), None if reward is None else float(reward), any(ends), info or {})
+    raise TypeError(f"step returned {value!r}; return a Step, or (observation, reward, done, info).")
+
+
+class Environments:
+    """An environment for each trajectory, as an `Interaction`."""
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        self._make = make
+
+    async def open(self, task: Task, state: Any = None) -> tuple[OpenEnvironment, list[Message]]:
+        environment = await call_function(self._make)
+        first = await call_function(environment.reset, task)
+        if state is not None:
+            await call_function(environment.restore, state)
+        messages = [{"role": "user", "content": first}] if isinstance(first, str) and first else list(first or [])
+        return OpenEnvironment(environment), messages
+
+    async def close(self) -> None:
+        return None
+
+
+class OpenEnvironment:
+    """One trajectory's environment."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._rewarded = False
+
+    async def respond(self, messages: list[Message]) -> ToolResult:
+        """The action is the text of the model's last message."""
+        step = as_step(await call_function(self._environment.step, str(messages[-1].get("content") or "")))
+        self._rewarded |= step.reward is not None
+        numbers = {key: float(value) for key, value in step.info.items() if isinstance(value, (int, float))}
+        return ToolResult(step.observation, step.reward, step.done, numbers)
+
+    async def reward(self) -> float | None:
+        """What `get_reward()` adds to the rewards of the steps; None where the environment gives neither."""
+        get_reward = getattr(self._environment, "get_reward", None)
+        reward = None if get_reward is None else await call_function(get_reward)
+        if reward is None:
+            return 0.0 if self._rewarded else None
+        return float(reward)
+
+    def state(self) -> Any:
+        """None for an environment without `state` and `restore`: its trajectories begin again after a resume."""
+        environment: Any = self._environment
+        return environment.state() if can_restore(environment) else None
+
+    async def close(self) -> None:
+        await call_function(self._environment.close)

@@ -1,0 +1,110 @@
+"""A class whose public methods are tools: an instance for each trajectory, so that it can remember and score.
+
+The contract is TRL's: `reset(**row) -> str | None` begins a trajectory, `get_reward()` scores it at the end; both are
+optional, sync or async. `state()` and `restore(state)` make a resume exact, `close()` gives resources back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dovetail.agents.tools.functions import Functions, signature_of
+from dovetail.agents.tools.schema import Signature, ToolError
+from dovetail.agents.tools.threads import call_function
+from dovetail.agents.types import Message, Task
+
+_CONTRACT = frozenset({"reset", "get_reward", "state", "restore", "close"})
+
+
+def row_of(task: Task) -> dict[str, Any]:
+    """What `reset(**row)` gets: the columns of the row, those of its extra_info, and ground_truth, prompt and seed."""
+    extra, reward_model = task.row.get("extra_info"), task.row.get("reward_model")
+    row: dict[str, Any] = {"prompt": task.messages, "seed": task.seed}
+    if isinstance(extra, Mapping):
+        row |= extra
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        row["ground_truth"] = reward_model["ground_truth"]
+    return row | dict(task.row)
+
+
+class ClassToolbox:
+    """Makes an instance of `cls` for each trajectory."""
+
+    def __init__(self, cls: Callable[[], Any], signatures: Mapping[str, Signature] | None = None) -> None:
+        """`signatures` by name of the method, where `cls` is a factory and no class."""
+        self._cls = cls
+        self._signatures = read_methods(cls) if signatures is None and isinstance(cls, type) else dict(signatures or {})
+        if not self._signatures:
+            name = getattr(cls, "__name__", str(cls))
+            raise ToolError(f"{name} has no tools; each of its public methods but {', '.join(_CONTRACT)} is one.")
+
+    async def open(self, task: Task, state: Any = None) -> tuple[OpenInstance, list[Message]]:
+        instance = await call_function(self._cls)
+        messages: list[Message] = []
+        if (reset := getattr(instance, "reset", None)) is not None:
+            text = await call_function(reset, **_accepted(reset, row_of(task)))
+            messages = [{"role": "user", "content": text}] if text else []
+        if state is not None:
+            await call_function(instance.restore, state)
+        return OpenInstance(instance, self._signatures), messages
+
+    async def close(self) -> None:
+        return None
+
+
+class OpenInstance(Functions):
+    """The methods of one instance. They run one at a time, whatever `max_parallel_calls` says."""
+
+    def __init__(self, instance: Any, signatures: Mapping[str, Signature]) -> None:
+        methods = {signature.name: (signature, getattr(instance, name)) for name, signature in signatures.items()}
+        super().__init__(methods)
+        self._instance = instance
+        self._lock = asyncio.Lock()
+
+    async def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        async with self._lock:
+            return await call_function(function, **arguments)
+
+    async def reward(self) -> float | None:
+        get_reward = getattr(self._instance, "get_reward", None)
+        reward = None if get_reward is None else await call_function(get_reward)
+        return None if reward is None else float(reward)
+
+    def state(self) -> Any:
+        """None for a class without `state` and `restore`: its trajectories begin again after a resume."""
+        return self._instance.state() if can_restore(self._instance) else None
+
+    async def close(self) -> None:
+        if (close := getattr(self._instance, "close", None)) is not None:
+            await call_function(close)
+
+
+def can_restore(instance: Any) -> bool:
+    """Whether an object has both `state` and `restore`."""
+    return callable(getattr(instance, "state", None)) and callable(getattr(instance, "restore", None))
+
+
+def read_methods(cls: type) -> dict[str, Signature]:
+    """The public methods of a class, inherited ones too, as tools."""
+    functions = inspect.getmembers(cls, inspect.isfunction)
+    names = [name for name, _ in functions if not name.startswith("_") and name not in _CONTRACT]
+    # Bound to nothing: the signature without `self`.
+    bound = {name: getattr(cls, name).__get__(object()) for name in names}
+    return {name: signature_of(method) for name, method in bound.items()}
+
+
+def _accepted(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """What `reset` names; everything where it has **row."""
+    parameters = inspect.signature(reset).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(row)
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in row]
+    if missing:
+        raise ToolError(
+            f"{getattr(reset, '__qualname__', 'reset')} asks for {', '.join(missing)}, which the row does not have; it "
+            f"has {', '.join(sorted(row))}."
+        )
+    return {parameter.name: row[parameter.name] for parameter in parameters if parameter.name in row}

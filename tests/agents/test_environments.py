@@ -1,0 +1,189 @@
+"""Classes whose methods are tools, and environments whose actions are text."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dovetail.agents import Environment, InfrastructureError, Step, Task, ToolResult
+from dovetail.agents.environments import Environments
+from dovetail.agents.tools.classes import ClassToolbox
+from dovetail.agents.tools.schema import ToolError
+from dovetail.agents.types import Interaction, Toolbox, ToolCall
+
+pytestmark = pytest.mark.unit
+
+
+class Counter:
+    """TRL's contract, with state."""
+
+    def reset(self, ground_truth: int, *, level: str, start: int = 0) -> str:
+        self.total, self.wanted = start, ground_truth
+        return f"Count to {ground_truth}, {level}."
+
+    def add(self, number: int) -> int:
+        """Add to the counter.
+
+        Args:
+            number: What to add.
+        """
+        total = self.total
+        self.total = total + number
+        return self.total
+
+    async def finish(self) -> ToolResult:
+        """End."""
+        return ToolResult("bye", reward=0.5, done=True)
+
+    def get_reward(self) -> float:
+        return float(self.total == self.wanted)
+
+    def state(self) -> int:
+        return self.total
+
+    def restore(self, state: int) -> None:
+        self.total = state
+
+    def _hidden(self) -> None: ...
+
+
+ROW = {"reward_model": {"ground_truth": 7}, "extra_info": {"level": "easy"}, "data_source": "count"}
+TASK = Task([{"role": "user", "content": "Count."}], ROW, seed=3)
+
+
+def test_public_methods_are_tools_and_each_trajectory_has_an_instance() -> None:
+    async def play() -> None:
+        toolbox: Toolbox = ClassToolbox(Counter)
+        (first, messages), (second, _) = [await toolbox.open(TASK) for _ in range(2)]
+        assert messages == [{"role": "user", "content": "Count to 7, easy."}]
+        assert [schema["function"]["name"] for schema in first.schemas] == ["add", "finish"]
+        assert (await first.call(ToolCall("add", {"number": 4}))).text == "4"
+        assert (await second.call(ToolCall("add", {"number": 1}))).text == "1"
+        assert (await first.call(ToolCall("add", {"number": 3}))).text == "7"
+        assert await first.call(ToolCall("finish", {})) == ToolResult("bye", reward=0.5, done=True)
+        assert (await first.call(ToolCall("reset", {}))).text.startswith("Error: there is no tool 'reset'")
+        assert (await first.reward(), await second.reward()) == (1.0, 0.0)
+        again, _ = await toolbox.open(TASK, first.state())
+        assert (await again.call(ToolCall("add", {"number": 1}))).text == "8"
+        await first.close()
+
+    asyncio.run(play())
+
+
+def test_methods_of_one_instance_never_run_side_by_side() -> None:
+    async def play() -> str:
+        tools, _ = await ClassToolbox(Counter).open(TASK)
+        await asyncio.gather(*[tools.call(ToolCall("add", {"number": 1})) for _ in range(50)])
+        return (await tools.call(ToolCall("add", {"number": 0}))).text
+
+    assert asyncio.run(play()) == "50"
+
+
+def test_reset_that_asks_for_a_missing_column_names_those_there_are() -> None:
+    task = Task([], {"level": "hard", "data_source": "count"})
+    with pytest.raises(ToolError, match=r"asks for ground_truth, .* has data_source, level, prompt, seed"):
+        asyncio.run(ClassToolbox(Counter).open(task))
+
+
+def test_reset_with_keywords_gets_the_whole_row() -> None:
+    class Echo:
+        def reset(self, **row: Any) -> None:
+            self.row = row
+
+        def look(self) -> list[str]:
+            """Look."""
+            return sorted(self.row)
+
+    async def play() -> str:
+        tools, messages = await ClassToolbox(Echo).open(TASK)
+        assert messages == []
+        assert tools.state() is None  # no restore
+        assert await tools.reward() is None
+        return (await tools.call(ToolCall("look", {}))).text
+
+    names = '["data_source", "extra_info", "ground_truth", "level", "prompt", "reward_model", "seed"]'
+    assert asyncio.run(play()) == names
+
+
+def test_a_class_without_tools_is_refused() -> None:
+    class Empty:
+        def reset(self) -> None: ...
+
+    with pytest.raises(ToolError, match="Empty has no tools"):
+        ClassToolbox(Empty)
+
+
+class Guess(Environment):
+    def reset(self, task: Task) -> str:
+        self.secret, self.asked = task.row["secret"], 0
+        return "Guess a number."
+
+    def step(self, action: str) -> Step:
+        self.asked += 1
+        guess = int(action)
+        if guess == self.secret:
+            return Step("Right.", reward=1.0, done=True, info={"asked": self.asked, "who": "you"})
+        return Step("Higher." if guess < self.secret else "Lower.", reward=0.0)
+
+    def state(self) -> int:
+        return self.asked
+
+    def restore(self, state: int) -> None:
+        self.asked = state
+
+
+def say(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+
+
+def test_an_environment_answers_the_models_text() -> None:
+    async def play() -> None:
+        interaction: Interaction = Environments(Guess)
+        game, messages = await interaction.open(Task([], {"secret": 5}))
+        assert messages == [{"role": "user", "content": "Guess a number."}]
+        assert await game.reward() is None
+        assert await game.respond(say("3")) == ToolResult("Higher.", 0.0)
+        again, _ = await interaction.open(Task([], {"secret": 5}), game.state())
+        assert await again.respond(say("5")) == ToolResult("Right.", 1.0, True, {"asked": 2.0})
+        assert await again.reward() == 0.0  # the steps have scored it
+        with pytest.raises(ValueError, match="invalid literal"):
+            await game.respond(say("five"))
+        await game.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    "value", [("so", 1, True, {"n": 1}), ("so", 1, False, True, {"n": 1}), Step("so", 1.0, True, {"n": 1})]
+)
+def test_gyms_tuples_are_steps(value: Any) -> None:
+    class Fixed(Environment):
+        async def step(self, action: str) -> Any:
+            return value
+
+    async def play() -> ToolResult:
+        environment, messages = await Environments(Fixed).open(TASK)
+        assert messages == []
+        assert environment.state() is None
+        return await environment.respond(say("go"))
+
+    assert asyncio.run(play()) == ToolResult("so", 1.0, True, {"n": 1.0})
+
+
+def test_what_is_no_step_and_infrastructure_errors_reach_the_loop() -> None:
+    class Broken(Environment):
+        def step(self, action: str) -> Any:
+            if action == "down":
+                raise InfrastructureError("no server")
+            return 3
+
+    async def play(action: str) -> None:
+        environment, _ = await Environments(Broken).open(TASK)
+        await environment.respond(say(action))
+
+    with pytest.raises(InfrastructureError):
+        asyncio.run(play("down"))
+    with pytest.raises(TypeError, match="step returned 3; return a Step"):
+        asyncio.run(play("up"))
