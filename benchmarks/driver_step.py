@@ -170,7 +170,7 @@ class _Done:
     def __init__(self, outputs: dict[int, Any]) -> None:
         self._outputs = outputs
 
-    def wait(self, timeout: float | None = None) -> dict[int, Any]:
+    def wait(self, timeout: float | None = None, meanwhile: Any = None) -> dict[int, Any]:
         outputs, self._outputs = self._outputs, {}
         return outputs
 

@@ -20,8 +20,8 @@ _LONG_S = 1800.0
 class PendingCall(Protocol):
     """A call in flight on some ranks, as the launcher of the processes knows it."""
 
-    def wait(self, timeout: float | None = None) -> dict[int, Any]:
-        """The outputs by rank. Raises `WorkerError` as soon as one rank fails."""
+    def wait(self, timeout: float | None = None, meanwhile: Callable[[], None] | None = None) -> dict[int, Any]:
+        """The outputs by rank. Raises `WorkerError` as soon as one rank fails. `meanwhile` is called now and then."""
         ...
 
     def done(self) -> bool:
@@ -37,14 +37,15 @@ class GroupFuture:
         self._collect = collect
         self._result: tuple[Any] | None = None
 
-    def get(self, timeout: float | None = None) -> Any:
+    def get(self, timeout: float | None = None, *, meanwhile: Callable[[], None] | None = None) -> Any:
         """Wait for all ranks and return what the blocking call would have returned. Raises what it would have raised.
 
         ``timeout`` is in seconds; when it passes, `TimeoutError` is raised and the call goes on. Without it, a call
         that takes far longer than earlier ones (`hangs`) is ended, and raises `WorkerHungError`.
+        ``meanwhile`` is called twice a second, and looks after other groups: their deaths do not end this wait then.
         """
         if self._result is None:
-            self._result = (self._collect(self._pending.wait(timeout)),)
+            self._result = (self._collect(self._pending.wait(timeout, meanwhile)),)
         return self._result[0]
 
     def done(self) -> bool:
@@ -79,8 +80,8 @@ class BatchFuture(GroupFuture, DataProtoFuture):
         self.parts = tuple(parts)
         self.lazy = lazy
 
-    def get(self, timeout: float | None = None) -> DataProto:
-        return GroupFuture.get(self, timeout)
+    def get(self, timeout: float | None = None, *, meanwhile: Callable[[], None] | None = None) -> DataProto:
+        return GroupFuture.get(self, timeout, meanwhile=meanwhile)
 
     def chunk(self, chunks: int) -> list[BatchSlice]:
         """One slice per data-parallel rank, each for its equal share of the rows. Waits for nothing."""

@@ -88,7 +88,7 @@ class _Done:
     def __init__(self, result: Any) -> None:
         self._result = result
 
-    def wait(self, timeout: float | None = None) -> dict[int, Any]:
+    def wait(self, timeout: float | None = None, meanwhile: Any = None) -> dict[int, Any]:
         return {0: self._result}
 
     def done(self) -> bool:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dovetail.controller.errors import WorkerDiedError, WorkerError, WorkerHungError
@@ -157,9 +157,10 @@ class RayCall:
         refs = list(self.refs.values())
         return len(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0]) == len(refs)
 
-    def wait(self, timeout: float | None = None) -> dict[int, Any]:
+    def wait(self, timeout: float | None = None, meanwhile: Callable[[], None] | None = None) -> dict[int, Any]:
         """Results by rank; the first failure of any rank, or of any other group, is raised as soon as it is known.
 
+        ``meanwhile`` is called while the wait lasts, and looks after the other groups itself.
         Without ``timeout`` the limit that earlier calls of this method have taught ends the wait, and the group.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -174,7 +175,10 @@ class RayCall:
                 if pending and not errors:
                     ranks = sorted(pending.values())
                     wait.what = f"{self.role}.{self.method} on ranks {ranks}"
-                    self._check_other_groups(pending, outputs, errors)
+                    if meanwhile is None:
+                        self._check_other_groups(pending, outputs, errors)
+                    else:
+                        meanwhile()
                     if deadline is not None and time.monotonic() > deadline:
                         raise TimeoutError(f"{self.role}.{self.method} still runs on ranks {ranks} after {timeout} s.")
                     if wait.waited() > limit.hung_s:

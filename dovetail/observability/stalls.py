@@ -58,6 +58,11 @@ class Waits:
             if what is None or not self._edges.get(who):
                 self._edges.pop(who, None)
 
+    def clear(self) -> None:
+        """Nobody waits any longer."""
+        with self._lock:
+            self._edges = {}
+
     def check(self, now: float, limit_s: float) -> None:
         """Raise `StalledError` when a chain has made no progress for `limit_s`; 0: never."""
         with self._lock:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from types import TracebackType
@@ -37,6 +37,7 @@ from dovetail.rewards.registry import check_sources, default_compute_score
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_SHARE = 0.2
+_MEANWHILE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class RewardRunner:
         self._tokenizer = tokenizer
         self._manager = manager or NaiveRewardManager()
         self._max_failed_share = max_failed_share
+        self.timeout_seconds = timeout_seconds
         self._rule_weight, self._rm_weight = rule_weight, rm_weight
         self._reward_fn_key = reward_fn_key
         # A manager with a `prepare` of its own reads the text, so its answers are decoded here.
@@ -117,13 +119,28 @@ class RewardRunner:
             if spec.name == default_compute_score.__name__:
                 check_sources(list(dict.fromkeys(data_sources)), spec.kwargs)
 
-    def submit(self, batch: DataProto, *, shaped: bool = True) -> PendingRewards:
-        """Start scoring and return at once. `shaped=False` leaves out what the manager adds (for validation)."""
+    @property
+    def scores_rows(self) -> bool:
+        """Whether a function scores each row by itself, so that it need not wait for the others of its batch."""
+        return self._pool is not None and not self._manager.scores_whole_batch
+
+    def start(self, rows: DataProto) -> list[Future[Any]]:
+        """Start scoring rows of a later batch, one future for each: give them to its `submit`. Needs `scores_rows`."""
+        return self._start(self._manager.read(rows, self._tokenizer, self._reward_fn_key), range(len(rows)))
+
+    def submit(
+        self, batch: DataProto, *, shaped: bool = True, started: Sequence[Future[Any]] | None = None
+    ) -> PendingRewards:
+        """Start scoring and return at once. `shaped=False` leaves out what the manager adds (for validation).
+
+        `started`: what `start` has given for these rows; nothing more is started then.
+        """
         if self._pool is None and "rm_scores" not in batch:
             raise RewardError("there is no reward function and the batch has no rm_scores; one of them must score.")
         answers = self._manager.read(batch, self._tokenizer, self._reward_fn_key)
         order = _spread_groups(batch.non_tensor_batch.get("uid", range(len(batch))))
-        return PendingRewards(self, batch, answers, self._start(answers, order), shaped)
+        futures = self._start(answers, order) if started is None else list(started)
+        return PendingRewards(self, batch, answers, futures, shaped)
 
     def score(self, batch: DataProto, *, shaped: bool = True) -> RewardResult:
         """Score and wait."""
@@ -196,28 +213,34 @@ class PendingRewards:
         """Whether `result` would return at once."""
         return all(future.done() for future in self._futures)
 
-    def result(self) -> RewardResult:
-        """Wait; raises `RewardError` when too many rows have no score, as soon as that is certain."""
-        self._wait()
+    def result(self, meanwhile: Callable[[], None] | None = None) -> RewardResult:
+        """Wait; raises `RewardError` when too many rows have no score, as soon as that is certain.
+
+        `meanwhile` is called now and then; what it raises ends the wait.
+        """
+        self._wait(meanwhile)
         values = [future.result() for future in self._futures]
         outcomes = _spread(values, len(self._answers), self._runner._manager.scores_whole_batch)
-        for answer, outcome in zip(self._answers, outcomes, strict=True):
+        for row, (answer, outcome) in enumerate(zip(self._answers, outcomes, strict=True)):
             if isinstance(outcome, dict) and TEXT in outcome:
-                answer.text = outcome.pop(TEXT)
+                answer.text = outcome[TEXT]
+                # A copy: a step that is given up leaves its scores to the next one.
+                outcomes[row] = {name: value for name, value in outcome.items() if name != TEXT}
         return self._runner._finish(self._batch, self._answers, outcomes, self._shaped)
 
-    def _wait(self) -> None:
+    def _wait(self, meanwhile: Callable[[], None] | None) -> None:
         """Until all calls have ended, or so many have failed that the batch is lost."""
         rows = {future: row for row, future in enumerate(self._futures)}
         pool, share = self._runner._pool, self._runner._max_failed_share
-        if pool is None or self._runner._manager.scores_whole_batch:
+        if pool is None:
             return
+        is_batch = self._runner._manager.scores_whole_batch
         failures: dict[int, Failure] = {}
         num_ended = 0
-        for future in as_completed(rows):
+        for future in _as_they_end(rows, meanwhile):
             num_ended += 1
             outcome = future.result()
-            if not isinstance(outcome, Failure):
+            if is_batch or not isinstance(outcome, Failure):
                 continue
             failures[rows[future]] = outcome
             lost = len(failures) > share * len(rows)
@@ -226,6 +249,20 @@ class PendingRewards:
                 pool.cancel(rows)
                 why = f"; given up after {num_ended}" + ("" if lost else ", none of which was scored")
                 raise RewardError(failure_message(failures, len(rows), share, why))
+
+
+def _as_they_end(futures: Iterable[Future[Any]], meanwhile: Callable[[], None] | None) -> Iterator[Future[Any]]:
+    if meanwhile is None:
+        yield from as_completed(futures)
+        return
+    left = set(futures)
+    while left:
+        try:
+            for future in as_completed(left, timeout=_MEANWHILE_S):
+                left.discard(future)
+                yield future
+        except TimeoutError:
+            meanwhile()
 
 
 def _spread_groups(uids: Iterable[Any]) -> list[int]:

@@ -72,7 +72,7 @@ class RayDAPOTrainer(RayPPOTrainer):
     def _scored_batch(self) -> DataProto:
         """One generation round with its scores as columns, because filtering needs them at once."""
         batch = self._next_responses()
-        rewards = self._finish_rewards(self._start_rewards(batch))
+        rewards = self._finish_rewards(self._start_rewards(batch, started=self._started_scores(batch)))
         self._rounds.append(rewards.metrics)
         return batch.union(rewards.columns)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,11 +41,12 @@ from dovetail.trainer.batch_math import (
     with_baseline_failures,
 )
 from dovetail.trainer.checkpoints import TrainerCheckpoints
+from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.profile import profiled
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
 from dovetail.trainer.requests import engine_request, join_answers, num_restarts
-from dovetail.trainer.rollout_stream import RolloutStream
+from dovetail.trainer.rollout_stream import RolloutStream, draw_number
 from dovetail.trainer.stalled import SkippedSteps
 from dovetail.trainer.step_metrics import (
     data_metrics,
@@ -149,6 +151,9 @@ class RayPPOTrainer:
                 DrawLedger(self.tracker.folder.path),
                 draw_prompts=self._draw_prompts,
                 total_steps=self.total_steps,
+                scores=GroupScores(
+                    self.rewards.start if self.rewards.scores_rows else None, time_limit_s=self.rewards.timeout_seconds
+                ),
             )
         generates = self._groups.actor_rollout if engines is None else engines.group
         self.utilisation.ask_peaks(trains=self._groups.actor_rollout, generates=generates)
@@ -248,11 +253,14 @@ class RayPPOTrainer:
         return metrics
 
     def collect(self) -> Rollout:
-        """Generate the responses to one batch of prompts and start scoring them."""
+        """Generate the responses to one batch of prompts and start scoring them, where that has not begun."""
         batch = self._next_responses()
         metrics: Metrics = {}
+        started = self._started_scores(batch)
         batch, order = self._arranged(batch, metrics)
-        return Rollout(batch, order, self._start_rewards(batch), metrics)
+        if started is None:
+            return Rollout(batch, order, self._start_rewards(batch), metrics)
+        return Rollout(batch, order, self._start_rewards(batch, started=[started[row] for row in order]), metrics)
 
     def learn(self, rollout: Rollout) -> tuple[DataProto, Metrics]:
         """One update from a collected batch, wherever it came from; returns it with all columns, and the metrics.
@@ -268,10 +276,12 @@ class RayPPOTrainer:
                 batch = self._add_old_log_probs(batch, metrics)
         if self.groups.ref is not None:
             with self.timers("ref"):
-                batch = batch.union(self.groups.ref.compute_ref_log_prob(stage_columns(batch, "compute_ref_log_prob")))
+                columns = stage_columns(batch, "compute_ref_log_prob")
+                batch = batch.union(self._call(self.groups.ref.compute_ref_log_prob, columns))
         if self.groups.critic is not None:
             with self.timers("values"):
-                batch = batch.union(self.groups.critic.compute_values(stage_columns(batch, "compute_values")))
+                columns = stage_columns(batch, "compute_values")
+                batch = batch.union(self._call(self.groups.critic.compute_values, columns))
         with self.timers("reward"):
             batch = self._take_rewards(batch, rollout.rewards, metrics)
         with self.timers("adv"):
@@ -282,11 +292,12 @@ class RayPPOTrainer:
         if self.groups.critic is not None:
             with self.timers("update_critic"):
                 rows = self._arranged_for_critic(stage_columns(trained, "update_critic"), order)
-                metrics |= update_metrics(self.groups.critic.update_critic(rows))
+                metrics |= update_metrics(self._call(self.groups.critic.update_critic, rows))
         if self.global_step > self.config.trainer.critic_warmup:
             with self.timers("update_actor"):
                 extra = get_policy_loss_columns(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
-                update = self.groups.actor_rollout.update_actor(stage_columns(trained, "update_actor", extra))
+                columns = stage_columns(trained, "update_actor", extra)
+                update = self._call(self.groups.actor_rollout.update_actor, columns)
                 metrics |= update_metrics(update, metrics)
         # Also while only the critic trains: how old a response is counts in steps.
         self.weight_version = self.global_step
@@ -310,6 +321,12 @@ class RayPPOTrainer:
         return metrics | self.stream.update(self.weight_version, self.global_step)
 
     # ---- the phases ----
+
+    def _call(self, method: Any, batch: DataProto) -> Any:
+        """A call on the trainer's workers. What engines of their own finish meanwhile is taken and scored."""
+        if self.stream is None or self.groups.engines is None:
+            return method(batch)
+        return method.submit(batch).get(meanwhile=self.stream.collect)
 
     def _next_responses(self) -> DataProto:
         """The responses to one generation batch of prompts: of the next ones, or of those that are due."""
@@ -377,15 +394,23 @@ class RayPPOTrainer:
         rows = min(mini_batch_prompts * self.config.actor_rollout_ref.rollout.n, len(lengths))
         return arrange_rows(lengths, ranks, rows, balance=self.config.trainer.balance_batch)
 
-    def _start_rewards(self, batch: DataProto, *, shaped: bool = True) -> PendingRewards:
+    def _started_scores(self, batch: DataProto) -> list[Future[Any]] | None:
+        """Of a batch of the stream as it came, a score for each row; None when scoring has not begun."""
+        if self.stream is None:
+            return None
+        return self.stream.scores.of(dict.fromkeys(draw_number(uid) for uid in batch.non_tensor_batch["uid"]))
+
+    def _start_rewards(
+        self, batch: DataProto, *, shaped: bool = True, started: list[Future[Any]] | None = None
+    ) -> PendingRewards:
         if self.groups.reward_model is not None:
             batch = batch.union(self.groups.reward_model.compute_rm_score(stage_columns(batch, "compute_rm_score")))
-        return self.rewards.submit(batch, shaped=shaped)
+        return self.rewards.submit(batch, shaped=shaped, started=started)
 
     def _finish_rewards(self, rewards: PendingRewards | RewardResult) -> RewardResult:
         if isinstance(rewards, RewardResult):
             return rewards
-        result = rewards.result()
+        result = rewards.result() if self.stream is None else rewards.result(meanwhile=self.stream.watch_scores)
         if result.failures:
             first = next(iter(result.failures.values()))
             # Only into the file: the console has already shown it as a warning.
@@ -407,7 +432,7 @@ class RayPPOTrainer:
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
         if self.config.algorithm.rollout_correction.bypass_mode:
             return batch.union(DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()}))
-        scored = self.groups.actor_rollout.compute_log_prob(stage_columns(batch, "compute_log_prob"))
+        scored = self._call(self.groups.actor_rollout.compute_log_prob, stage_columns(batch, "compute_log_prob"))
         entropies, mask = scored.tensors["entropys"], batch.tensors["response_mask"]
         metrics["actor/entropy"] = float((entropies * mask).sum() / mask.sum().clamp(min=1))
         return batch.union(scored)

@@ -2,7 +2,7 @@
 
 Draws start as `Pace` allows, run on engines of their own (`SeparateEngines`) or between updates on the trainer's
 devices, and leave as whole groups. Every draw ends once, trained or dropped; the ledger says so. What is unfinished is
-part of a checkpoint, with its tokens. Knows no reward, no loss and no model.
+part of a checkpoint, with its tokens; finished groups are scored at once (`GroupScores`). Knows no loss and no model.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from dovetail.observability.ledger import DrawLedger
 from dovetail.observability.stalls import Waits
 from dovetail.protocol import DataProto
 from dovetail.trainer.engines import SeparateEngines
+from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.pace import Pace, choose
 from dovetail.trainer.requests import engine_request, join_answers
@@ -33,9 +35,12 @@ _POLL_S = 0.2
 """How long an engine holds a question for finished groups; also how often the waits are looked at."""
 _SNAPSHOT_S = 15.0
 """How often tokens of unfinished responses are fetched from engines of their own: what a dead engine loses at most."""
+_SCORE_POLL_S = 0.05
+"""How often engines are asked for finished groups while the step waits for scores."""
 
-READY, PROMPTS, PARTIAL = "stream_ready", "stream_prompts", "stream_partial"
-"""Files of a checkpoint: groups that wait for a step, prompts of unfinished ones, and their responses so far."""
+READY, PROMPTS, PARTIAL, SCORES = "stream_ready", "stream_prompts", "stream_partial", "stream_scores"
+"""Files of a checkpoint: groups that wait for a step, prompts of unfinished ones, their responses so far, and the
+scores of those that wait."""
 
 
 @dataclass(eq=False)
@@ -71,6 +76,10 @@ class Generator(ABC):
         self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
     ) -> list[DataProto]:
         """Generate, or wait for a while; returns what has finished. `missing[e]` groups of engine e would be enough."""
+
+    def collect(self) -> list[DataProto]:
+        """What has finished without waiting for it. Replaces no engine, so the trainer may be busy meanwhile."""
+        return []
 
     @abstractmethod
     def snapshot(self) -> DataProto | None:
@@ -149,21 +158,37 @@ class OnOwnDevices(Generator):
     def advance(
         self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
     ) -> list[DataProto]:
-        parts = self._call(lambda group: group.take_groups(_POLL_S)) or []
-        finished = [part for part in parts if part is not None]
-        if finished:
-            self._progress_at = time.monotonic()
-        if time.monotonic() - self._seen_at > _SNAPSHOT_S:
+        finished = self._call(lambda group: self._finished(group.take_groups(_POLL_S))) or []
+        if self._needs_snapshot():
             self.snapshot()
         return finished
 
+    def collect(self) -> list[DataProto]:
+        finished: list[DataProto] = []
+        with suppress(WorkerError):  # the next call that may replace the engines meets it again
+            group = self._engines.group
+            finished = self._finished(group.take_groups(0.0))
+            if self._needs_snapshot():
+                self._note_snapshot(group.snapshot_groups())
+        return finished
+
     def snapshot(self) -> DataProto | None:
-        parts = self._call(lambda group: group.snapshot_groups())
-        if parts is not None:
-            before, self._seen, self._seen_at = self._seen, _joined(parts), time.monotonic()
-            if _num_tokens(before) != _num_tokens(self._seen):
-                self._progress_at = self._seen_at
+        self._call(lambda group: self._note_snapshot(group.snapshot_groups()))
         return self._seen
+
+    def _finished(self, parts: Sequence[DataProto | None]) -> list[DataProto]:
+        finished = [part for part in parts if part is not None]
+        if finished:
+            self._progress_at = time.monotonic()
+        return finished
+
+    def _needs_snapshot(self) -> bool:
+        return time.monotonic() - self._seen_at > _SNAPSHOT_S
+
+    def _note_snapshot(self, parts: Sequence[DataProto | None]) -> None:
+        before, self._seen, self._seen_at = self._seen, _joined(parts), time.monotonic()
+        if _num_tokens(before) != _num_tokens(self._seen):
+            self._progress_at = self._seen_at
 
     def last_progress(self) -> float:
         return self._progress_at
@@ -201,6 +226,7 @@ class RolloutStream:
         *,
         draw_prompts: Callable[[], DataProto],
         total_steps: int,
+        scores: GroupScores | None = None,
     ) -> None:
         self._settings = config.async_training
         self._rollout = config.actor_rollout_ref.rollout
@@ -211,7 +237,11 @@ class RolloutStream:
         self._generator: Generator = (
             OnTrainerDevices(groups.actor_rollout) if groups.engines is None else OnOwnDevices(groups.engines)
         )
+        # Engines of their own generate meanwhile, and the order is a matter of time anyway. Elsewhere the same groups
+        # would be taken a little later.
+        self._waits_for_scores = groups.engines is not None and self._settings.order_in_force == "finish"
         self.ledger = ledger
+        self.scores = scores or GroupScores(None)
         self.pace = Pace(self._settings.staleness_bound)
         self.waits = Waits()
         self._version = 0
@@ -219,6 +249,7 @@ class RolloutStream:
         self._running: dict[int, Draw] = {}
         self._taken: dict[int, Draw] = {}  # given to the trainer, and not yet trained on or dropped
         self._given_now: list[int] = []  # of those, what the step in progress was given
+        self._given_at = 0.0
         self._chunks_now = 0
         self._dropped_now: list[tuple[int, str]] = []
 
@@ -232,9 +263,10 @@ class RolloutStream:
         self._start_allowed()
         wait_began = time.monotonic()
         while True:
+            unscored = self._unscored()
             choice = choose(
-                self._ready.values(),
-                self._running.values(),
+                [draw for number, draw in self._ready.items() if number not in unscored],
+                [*unscored.values(), *self._running.values()],
                 count=self._count,
                 step=step,
                 max_staleness=self.pace.max_staleness,
@@ -247,8 +279,19 @@ class RolloutStream:
             if len(self._ready) + len(self._running) < self._count:
                 self._begin(self._draw_chunk(), None)
             self._advance(choice.must_finish, wait_began)
-        self.waits.done("the trainer")
+        self.waits.clear()
         return self._give(choice.chosen, step)
+
+    def collect(self) -> None:
+        """Take what engines of their own have finished and start to score it. For while the trainer is busy."""
+        self._receive_all(self._generator.collect())
+
+    def watch_scores(self) -> None:
+        """The trainer waits for the scores of the groups it was given: name them when that takes too long."""
+        self.collect()
+        self.waits.clear()
+        self.scores.watch(self.waits, self._given_now, self._given_at, self._settings.stall_timeout_s)
+        self.waits.check(time.monotonic(), self._settings.stall_timeout_s)
 
     def update(self, version: int, step: int) -> dict[str, float]:
         """The trainer has new weights: bring them to the engines when it is time, and start what may start then."""
@@ -276,6 +319,7 @@ class RolloutStream:
         unused = [(number, "no signal") for number in sorted(self._taken.keys() - used - later)]
         for number, reason in [*self._dropped_now, *unused]:
             self.ledger.dropped(number, reason, step)
+        self.scores.forget(self._taken)
         self._taken = {number: draw for number, draw in self._taken.items() if number in later}
         self.begin_step()
 
@@ -300,6 +344,7 @@ class RolloutStream:
             READY: _joined([draw.rows for draw in self._ready.values()]),
             PROMPTS: _joined([draw.prompt for draw in self._running.values()]),
             PARTIAL: self._generator.snapshot() if self._running else None,
+            SCORES: self.scores.packed(self._ready),
         }
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -308,10 +353,13 @@ class RolloutStream:
         self.pace.load(state["pace"])
         self._version = int(state["version"])
         self._generator.take_weights(self._version)
+        if SCORES in carried:
+            self.scores.unpack(carried[SCORES])
         for rows in split_groups(carried[READY]) if READY in carried else ():
             oldest, newest = _versions(rows, self._version)
             draw = Draw(_number_of(rows), rows, 0, oldest, rows, newest)
             self._ready[draw.number] = draw
+            self.scores.start(draw.number, rows)
         if PROMPTS in carried:
             versions = {int(number): int(version) for number, version in state["running"]}
             draws = [
@@ -374,17 +422,27 @@ class RolloutStream:
         missing = [max(0, share) for share in shares] if not must_finish else [0] * len(shares)
         if not any(missing) and not must_finish:
             missing = [max(1, self._count - len(self._ready))] * len(shares)
-        running = list(self._running.values())
-        uids = [draw_uid(number) for number in must_finish]
-        finished = self._generator.advance(running, missing=missing, must_finish=uids)
-        for part in finished:
-            for rows in split_groups(part):
-                self._receive(rows)
+        if self._waits_for_scores and self.scores.wait(_SCORE_POLL_S):
+            self.collect()
+        else:
+            running = list(self._running.values())
+            uids = [draw_uid(number) for number in must_finish]
+            self._receive_all(self._generator.advance(running, missing=missing, must_finish=uids))
         if self._generator.lost():
             draws = list(self._running.values())
             if draws:
                 self._generator.start(draws, self._request(draws), None)
         self._watch(must_finish, wait_began)
+
+    def _unscored(self) -> dict[int, Draw]:
+        """Finished groups that count as running, because their scores are on the way."""
+        ready = self._ready if self._waits_for_scores else {}
+        return {number: draw for number, draw in ready.items() if not self.scores.are_done(number)}
+
+    def _receive_all(self, finished: Sequence[DataProto]) -> None:
+        for part in finished:
+            for rows in split_groups(part):
+                self._receive(rows)
 
     def _receive(self, rows: DataProto) -> None:
         draw = self._running.pop(_number_of(rows), None)
@@ -394,16 +452,19 @@ class RolloutStream:
         draw.version, draw.newest = _versions(rows, draw.version)
         self._ready[draw.number] = draw
         self.ledger.finished(draw.number, _version_runs(rows))
-        self.waits.done("the trainer", f"draw {draw.number}")
-        self.waits.done(f"draw {draw.number}")
+        self.scores.start(draw.number, draw.rows)
 
     def _watch(self, must_finish: Sequence[int], wait_began: float) -> None:
         now, last_token = time.monotonic(), max(wait_began, self._generator.last_progress())
-        for number in must_finish or sorted(self._running)[: self._count]:
-            draw = self._running.get(number)
-            if draw is not None:
+        self.waits.clear()
+        unscored = self._unscored()
+        for number in must_finish or sorted([*self._running, *unscored])[: self._count]:
+            if number in self._running:
+                engine = self._running[number].engine
                 self.waits.waiting("the trainer", f"draw {number}", since=wait_began)
-                self.waits.waiting(f"draw {number}", f"engine {draw.engine}", "engine", since=last_token)
+                self.waits.waiting(f"draw {number}", f"engine {engine}", "engine", since=last_token)
+            elif number in unscored:
+                self.scores.watch(self.waits, [number], wait_began, self._settings.stall_timeout_s)
         self.waits.check(now, self._settings.stall_timeout_s)
 
     def _drop(self, numbers: Sequence[int]) -> None:
@@ -413,12 +474,14 @@ class RolloutStream:
         for number in numbers:
             self._ready.pop(number, None)
             self._running.pop(number, None)
+            self.scores.forget([number])
             self._dropped_now.append((number, "too old"))
 
     def _give(self, numbers: Sequence[int], step: int) -> DataProto:
         draws = [self._ready.pop(number) for number in numbers]
         self._taken.update((draw.number, draw) for draw in draws)
         self._given_now += numbers
+        self._given_at = time.monotonic()
         self._chunks_now += 1
         self.pace.num_taken += 1
         batch = DataProto.concat([draw.rows for draw in draws if draw.rows is not None])

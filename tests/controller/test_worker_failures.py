@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +100,28 @@ def test_a_wait_does_not_outlive_the_death_of_another_group(pool: RayResourcePoo
     wait_until_gone(*[trainer.identities[0].pid])
     with pytest.raises(WorkerDiedError, match=r"engine\[rank 0\] died"):
         receiving.get()
+
+
+@IN_TIME
+def test_a_wait_that_looks_after_another_group_outlives_its_death(pool: RayResourcePool, tmp_path: Path) -> None:
+    """An update must not be lost because an engine that generates beside it has died."""
+    slots = pool.split(1)
+    trainer = RayWorkerGroup(slots[0], RayClassWithInitArgs(Collective), name_prefix="trainer", failure_grace_s=1.0)
+    engine = RayWorkerGroup(slots[1], RayClassWithInitArgs(Collective), name_prefix="engine")
+    gate = tmp_path / "gate"
+    update = trainer.gated_plus(batch(1), str(gate))
+    os.kill(engine.identities[0].pid, signal.SIGKILL)
+
+    def look() -> None:
+        try:
+            engine.ping()
+        except WorkerDiedError:
+            gate.touch()
+
+    assert column(update.get(meanwhile=look)) == [1]
+    assert trainer.ping() == [0], "the death is known, and no later call is told of it"
+    with pytest.raises(WorkerDiedError, match=r"engine\[rank 0\] died"):
+        engine.ping()
 
 
 def test_a_method_that_returns_no_batch_is_told_so(group: RayWorkerGroup) -> None:

@@ -99,6 +99,31 @@ def test_text_and_scores_are_those_of_decoding_in_the_driver(file: Path) -> None
     assert ours.solution_strs == theirs.solution_strs
 
 
+def test_rows_that_were_scored_before_their_batch_was_there_give_the_same(file: Path) -> None:
+    texts = ["abc", "good", "x y", ""]
+    batch = answers(*texts)
+    with runner(file, "quotes", timeout_seconds=30.0) as reward:
+        expected = reward.score(batch)
+        late = reward.start(batch.select_idxs([2, 3]))
+        started = [*reward.start(batch.select_idxs([0, 1])), *late]
+        pending = reward.submit(batch, started=started)
+        results = [pending.result(), reward.submit(batch, started=started).result(), pending.result(lambda: None)]
+    for result in results:
+        assert result.columns.equals(expected.columns)
+        assert result.metrics == expected.metrics
+        assert result.solution_strs == texts
+
+
+def test_who_waits_for_scores_is_asked_meanwhile_and_may_give_up(file: Path) -> None:
+    def give_up() -> None:
+        raise TimeoutError("no score")
+
+    with runner(file, "judge", timeout_seconds=30.0) as reward:
+        pending = reward.submit(answers("hang"))
+        with pytest.raises(TimeoutError, match="no score"):
+            pending.result(give_up)
+
+
 def test_a_tokenizer_of_its_own_kind_travels_whole() -> None:
     fast = decoder_source(tiny_tokenizer())
     assert fast is not None

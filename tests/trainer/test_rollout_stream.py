@@ -1,8 +1,9 @@
-"""The driver's stream of draws over a generator that a test controls: stalls, drops, and what is started again."""
+"""The driver's stream of draws over a generator that a test controls: stalls, drops, scores, what is started again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from dovetail.observability.ledger import DrawLedger, read_ledger
 from dovetail.observability.stalls import StalledError
 from dovetail.protocol import DataProto
+from dovetail.rewards.errors import Failure
 from dovetail.rollout.assemble import assemble
 from dovetail.rollout.base import GenerationResult
 from dovetail.trainer import rollout_stream
+from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.prompt_draws import PromptDraws
 from dovetail.trainer.rollout_stream import Draw, Generator, RolloutStream
 from tests.trainer.toy_run import Toy
@@ -50,6 +53,9 @@ class Scripted(Generator):
         done = [self.waiting.pop() for _ in range(min(self.finishing, len(self.waiting)))]
         return [group(uid, self.version) for uid in done]
 
+    def collect(self) -> list[DataProto]:
+        return self.advance((), missing=(), must_finish=())
+
     def snapshot(self) -> DataProto | None:
         return None
 
@@ -75,10 +81,38 @@ def group(uid: str, version: int) -> DataProto:
     return rows.union(DataProto.from_dict(non_tensors={"uid": np.array([uid] * N, dtype=object)}))
 
 
-def make(toy: Toy, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[RolloutStream, Scripted]:
+class Scores:
+    """Ends scoring when the test does; of the draws of `at_once`, as soon as it starts."""
+
+    def __init__(self, *at_once: int) -> None:
+        self.at_once = {f"draw-{number}" for number in at_once}
+        self.futures: dict[str, list[Future[Any]]] = {}
+
+    def __call__(self, rows: DataProto) -> list[Future[Any]]:
+        (uid,) = uids(rows)
+        assert uid not in self.futures, "scored twice"
+        self.futures[uid] = [Future() for _ in range(len(rows))]
+        if uid in self.at_once:
+            self.finish(uid)
+        return self.futures[uid]
+
+    def finish(self, *names: str) -> None:
+        for uid in names:
+            for future in self.futures[uid]:
+                future.set_result({"score": 1.0})
+
+
+def make(
+    toy: Toy,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scores: Scores | None = None,
+    apart: bool = False,
+    **settings: Any,
+) -> tuple[RolloutStream, Scripted]:
     keys = {"mode": "fully_async", "max_staleness": 1, **settings}
     config = toy.config(folder, {f"async_training.{name}": value for name, value in keys.items()})
-    monkeypatch.setattr(rollout_stream, "OnTrainerDevices", Scripted)
+    monkeypatch.setattr(rollout_stream, "OnOwnDevices" if apart else "OnTrainerDevices", Scripted)
     draws = PromptDraws(0)
 
     def draw_prompts() -> DataProto:
@@ -86,8 +120,10 @@ def make(toy: Toy, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: An
         prompts[:] = [[1]] * GROUPS
         return draws.number(DataProto.from_dict({"index": torch.arange(GROUPS)}, {"raw_prompt_ids": prompts}))
 
-    groups: Any = type("Groups", (), {"engines": None, "actor_rollout": None})()
-    stream = RolloutStream(config, groups, DrawLedger(folder), draw_prompts=draw_prompts, total_steps=9)
+    groups: Any = type("Groups", (), {"engines": object() if apart else None, "actor_rollout": None})()
+    stream = RolloutStream(
+        config, groups, DrawLedger(folder), draw_prompts=draw_prompts, total_steps=9, scores=GroupScores(scores)
+    )
     generator: Any = stream._generator
     return stream, generator
 
@@ -141,3 +177,90 @@ def test_a_step_that_is_given_up_leaves_its_groups_for_the_next(
     assert stream.pace.num_taken == 0
     stream.begin_step()
     assert uids(stream.next(1)) == given
+
+
+def test_groups_are_scored_while_the_trainer_updates_and_the_next_step_need_not_wait(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = Scores(4, 5, 6, 7)
+    stream, generator = make(toy, tmp_path, monkeypatch, scores, apart=True)
+    stream.begin_step()
+    assert uids(stream.next(1)) == ["draw-4", "draw-5", "draw-6", "draw-7"], "the newest finish first here"
+    generator.finishing = GROUPS
+    stream.collect()  # what the trainer calls while its workers update
+    assert set(scores.futures) == {f"draw-{number}" for number in range(8)}
+    scores.finish("draw-0", "draw-1", "draw-2", "draw-3")
+    stream.trained(1, [f"draw-{number}" for number in range(4, 8)])
+    stream.update(1, 1)
+    generator.finishing = 0
+    assert uids(stream.next(2)) == ["draw-0", "draw-1", "draw-2", "draw-3"]
+
+
+def test_a_step_takes_groups_that_are_scored_before_those_that_are_not(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, generator = make(toy, tmp_path, monkeypatch, Scores(0, 2, 4, 6), apart=True)
+    generator.finishing = 8
+    stream.begin_step()
+    assert uids(stream.next(1)) == ["draw-0", "draw-2", "draw-4", "draw-6"]
+
+
+def test_on_the_trainers_devices_the_choice_of_groups_does_not_depend_on_how_fast_they_are_scored(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, generator = make(toy, tmp_path, monkeypatch, Scores(0, 2, 4, 6))
+    generator.finishing = 8
+    stream.begin_step()
+    assert uids(stream.next(1)) == ["draw-0", "draw-1", "draw-2", "draw-3"]
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["engines apart", "one device"])
+def test_a_score_that_never_comes_is_named(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    scores = Scores(*range(1, 8))
+    stream, generator = make(toy, tmp_path, monkeypatch, scores, apart, stall_timeout_s=0.2, max_staleness=0)
+    generator.finishing = 8
+    stream.begin_step()
+
+    def train() -> None:
+        stream.next(1)
+        while True:
+            stream.watch_scores()
+
+    with pytest.raises(StalledError, match=r"the trainer waits for draw 0 for .*; draw 0 waits for its score"):
+        train()
+
+
+def test_a_resumed_stream_scores_nothing_again_that_was_scored(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = Scores(0, 1, 2, 3, 4)
+    stream, generator = make(toy, tmp_path, monkeypatch, scores)
+    generator.finishing = 8
+    stream.begin_step()
+    stream.trained(1, uids(stream.next(1)))
+    failure = Failure("timeout", "too slow")
+    for future in scores.futures["draw-5"]:
+        future.set_result(failure)
+    for future in scores.futures["draw-6"]:
+        future.set_result({"score": 0.5, "judge": object()})  # no checkpoint can hold it
+    state, carried = stream.state(), stream.carried()
+
+    again = Scores()
+    resumed, _ = make(toy, tmp_path / "resumed", monkeypatch, again)
+    resumed.load(state, carried)
+    assert set(again.futures) == {"draw-6", "draw-7"}
+    outcomes = [future.result() for future in resumed.scores.of([4, 5]) or ()]
+    assert outcomes == [{"score": 1.0}] * N + [failure] * N
+
+
+def test_a_step_that_is_given_up_keeps_its_scores(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = Scores(0, 1, 2, 3)
+    stream, generator = make(toy, tmp_path, monkeypatch, scores)
+    generator.finishing = 8
+    for _ in range(2):
+        stream.begin_step()
+        given = uids(stream.next(1))
+        assert all(future.done() for future in stream.scores.of(map(rollout_stream.draw_number, given)) or [Future()])
+        stream.undo_step(0)
