@@ -1,0 +1,365 @@
+"""Messages to token ids, append-only. Samples nothing; what the model wrote is never decoded and encoded again.
+
+A chat template is code, so what it does is found out by rendering. `extend` gives the ids that follow the model's own
+tokens only if the template, asked for the whole conversation, writes the same text before and after them. `audit` asks
+the same for the usual kinds of conversation once, for people to read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from dovetail.agents.types import Message
+
+Property = Literal["prefix", "generation_prompt", "independence", "closing", "boundary", "refused"]
+MEANING: dict[Property, str] = {
+    "prefix": "what is already written stays as it is when a message is added",
+    "generation_prompt": "what stands before an answer is the same while it is asked for and in the history",
+    "independence": "the history shows the answer as it was sampled, its thinking and its calls included",
+    "closing": "a special token ends an answer, the one that the model writes itself",
+    "boundary": "that token is one id, so text before it and text after it are encoded apart",
+    "refused": "the template takes this kind of conversation",
+}
+# A noncharacter, which no text should hold: stands in rendered text where an encoding has to be cut.
+_CUT = "\ufdd0"
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_PROBES = ("zebra", "quartz")
+_PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
+_TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": _PARAMETERS}}
+
+
+class ChatTemplateError(ValueError):
+    """The tokenizer's chat template refuses a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """Why a conversation cannot be continued by appending."""
+
+    property: Property
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCase:
+    """One kind of conversation, and what keeps it from being append-only (None: nothing does)."""
+
+    name: str
+    rewrite: Rewrite | None
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateAudit:
+    """What the chat template does with the usual conversations."""
+
+    cases: tuple[AuditCase, ...]
+    stop_tokens: tuple[str, ...]
+    """What ends an answer, the call of a tool included."""
+    shows_tools: bool
+    """The schemas of tools reach the prompt."""
+    writes_calls: bool
+    """Calls in the history are written by the template; else the renderer writes them as hermes would."""
+
+    @property
+    def append_only(self) -> bool:
+        """No kind of conversation is rewritten."""
+        return all(case.rewrite is None for case in self.cases)
+
+    def failures(self, name: Property) -> tuple[AuditCase, ...]:
+        """The cases that break this property."""
+        return tuple(case for case in self.cases if case.rewrite is not None and case.rewrite.property == name)
+
+
+class ChatRenderer:
+    """The conversations of one tokenizer. Text of users and tools is data: special tokens in it are plain text.
+
+    Such a text is encoded in two pieces, cut after the first character of the special token; tokenizers that put a
+    space before every text (Llama 2's) put one there, too.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any):
+        if not tokenizer.chat_template:
+            raise ChatTemplateError(
+                "the tokenizer has no chat template; set actor_rollout_ref.model.custom_chat_template."
+            )
+        self.tokenizer = tokenizer
+        self.tools = list(tools) if tools else None
+        self._kwargs = template_kwargs
+        source = str(tokenizer.chat_template)
+        added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values() if len(str(token)) > 1}
+        special = [text for text, is_special in added.items() if is_special]
+        self._special = _any_of(special)
+        self._cut_special = _starts_of(special)
+        # Markup of templates is often not special to the tokenizer: <think>, <tool_response>.
+        self._cut_markup = _starts_of([text for text, is_special in added.items() if is_special or text in source])
+        self._splits_thinking = "thinking" in source and "</think>" not in source
+        self._writes_calls = True
+        try:
+            text = self._render([_user("hi"), _calling("hi", _PROBES[0])], None, generation=False)
+            self._writes_calls = _PROBES[0] in text
+        except ChatTemplateError:
+            self._writes_calls = False
+        self._stops = self._find_stops()
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: the tokenizer's end of sequence and what the template writes there."""
+        ids = {self.tokenizer.convert_tokens_to_ids(stop) for stop in self._stops}
+        return tuple(sorted(ids | {self.tokenizer.eos_token_id} - {None}))
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Ids of the conversation and of the generation prompt, exactly as the template writes them."""
+        return self._encode(self._render(messages, tools, generation=True))
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        *,
+        closed: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        stop_id: int | None = None,
+    ) -> list[int] | None:
+        """The ids between the model's last token and its next turn; None where the template rewrites history.
+
+        `messages` ends with the model's answer, `new` follows it. `closed`: the model wrote its stop token (`stop_id`,
+        where it has several); an answer that was cut is closed here. Ids of the answer itself are not needed.
+        """
+        tail = self._tail(messages, new, tools)
+        if isinstance(tail, Rewrite):
+            return None
+        ids = self._encode(tail)
+        if not closed:
+            return ids
+        return ids[1:] if stop_id is None or stop_id == ids[0] else None
+
+    @cached_property
+    def audit(self) -> TemplateAudit:
+        """What the template does with the usual conversations."""
+        try:
+            shows_tools = _TOOL["function"]["name"] in self._render([_user("hi")], [_TOOL], generation=True)
+        except ChatTemplateError:
+            shows_tools = False
+        cases = tuple(AuditCase(name, self._audited(conversations)) for name, conversations in _cases().items())
+        return TemplateAudit(cases, self._stops, shows_tools, self._writes_calls)
+
+    def _audited(self, conversations: Sequence[tuple[list[Message], list[Message]]]) -> Rewrite | None:
+        """What goes wrong with conversations that differ in the answer alone."""
+        tails = []
+        for messages, new in conversations:
+            has_calls = any("tool_calls" in message for message in messages)
+            tools = self.tools or ([_TOOL] if has_calls else None)
+            try:
+                tail = self._tail(messages, new, tools)
+                before = self._render(messages, tools, generation=False)
+            except ChatTemplateError as error:
+                return Rewrite("refused", str(error))
+            if isinstance(tail, Rewrite):
+                return tail
+            if self._encode(before + tail) != self._encode(before) + self._encode(tail):
+                return Rewrite("boundary", f"{before + tail!r} is not encoded as its parts before and after {tail!r}")
+            tails.append(tail)
+        if len(set(tails)) > 1:
+            return Rewrite("closing", f"other text follows another answer: {tails[0]!r}, {tails[1]!r}")
+        return None
+
+    def _tail(
+        self, messages: Sequence[Message], new: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> str | Rewrite:
+        """The text from the answer's stop token to the next generation prompt, or why it does not simply follow."""
+        assert messages[-1]["role"] == "assistant", "the last message is the model's answer"
+        prompt = self._render(messages[:-1], tools, generation=True)
+        full = self._render([*messages, *new], tools, generation=True)
+        if not full.startswith(prompt):
+            bare = self._render(messages[:-1], tools, generation=False)
+            broken: Property = "generation_prompt" if full.startswith(bare) else "prefix"
+            return Rewrite(broken, _difference(prompt, full))
+        rest = full[len(prompt) :]
+        answer = self._prepared(messages[-1])
+        content = answer["content"].strip() if isinstance(answer["content"], str) else ""
+        after = max(0, rest.find(content)) + len(content) if content in rest else 0
+        ends = [(end, stop) for stop in self._stops if (end := rest.find(stop, after)) >= 0]
+        if not ends:
+            return Rewrite("closing", f"{rest[after:][:120]!r} follows the answer, and no {' or '.join(self._stops)}")
+        end, stop = min(ends)
+        body, tail = rest[:end], rest[end:]
+        if (lost := _lost(answer, body)) is not None:
+            return Rewrite("independence", f"{lost!r} was sampled; the history has {body!r}")
+        if self._encode(tail)[0] != self.tokenizer.convert_tokens_to_ids(stop):
+            return Rewrite("boundary", f"{tail!r} does not begin with the id of one special token")
+        return tail
+
+    def _find_stops(self) -> tuple[str, ...]:
+        """The special tokens that end an answer: with text, and with calls."""
+        between = self._between_calls()
+        stops: list[str] = []
+        for answer, reply in ((_answer(_PROBES[0]), _user("hi")), (_calling("", _PROBES[0]), _result("hi"))):
+            try:
+                last = self._render([_user("hi"), answer], None, generation=False)
+                followed = self._render([_user("hi"), answer, reply], None, generation=True)
+            except ChatTemplateError:
+                continue
+            if _PROBES[0] not in last or _PROBES[0] not in followed:
+                continue
+            tails = [text.rpartition(_PROBES[0])[2] for text in (last, followed)]
+            shared, in_last, in_followed = (
+                [token for token in self._special.findall(text) if token not in between]
+                for text in (_common_prefix(*tails), *tails)
+            )
+            # All calls together may be closed by a special token, so the last one counts. Where an answer ends in
+            # another token once it is history, the model was taught the one that ends the last message.
+            stops += shared[-1:] or in_last[:1] or in_followed[:1]
+        return tuple(dict.fromkeys(stops))
+
+    def _between_calls(self) -> set[str]:
+        """Special tokens that end or begin one call of several: they do not end an answer."""
+        try:
+            text = self._render([_user("hi"), _calling("", *_PROBES)], None, generation=False)
+        except ChatTemplateError:
+            return set()
+        return set(self._special.findall(text.partition(_PROBES[0])[2].partition(_PROBES[1])[0]))
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, generation: bool
+    ) -> str:
+        from jinja2 import TemplateError
+
+        tools = tools if tools is not None else self.tools
+        try:
+            return self.tokenizer.apply_chat_template(
+                [self._prepared(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=generation,
+                tokenize=False,
+                **self._kwargs,
+            )
+        # A template that meets a value of another type than it was written for fails like any Python code.
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ChatTemplateError(f"the chat template refuses a conversation of {roles}: {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        pieces = text.split(_CUT)
+        return [id for piece in pieces for id in self.tokenizer.encode(piece, add_special_tokens=False)]
+
+    def _prepared(self, message: Message) -> Message:
+        """The message as templates want it: no None, arguments as a mapping, special tokens in its text cut."""
+        message = {key: value for key, value in message.items() if value is not None}
+        content = message.setdefault("content", "")
+        is_answer = message["role"] == "assistant"
+        if is_answer and self._splits_thinking and isinstance(content, str) and "</think>" in content:
+            thinking, _, message["content"] = content.partition("</think>")
+            message["thinking"] = thinking.removeprefix("<think>").strip()
+        if calls := message.pop("tool_calls", None):
+            calls = [_with_arguments(call) for call in calls]
+            if self._writes_calls:
+                message["tool_calls"] = calls
+            else:
+                written = "\n".join(_hermes(call["function"]) for call in calls)
+                message["content"] = f"{message['content']}\n{written}".lstrip("\n")
+        pattern = self._cut_special if is_answer else self._cut_markup
+        return {key: _cut(value, pattern) if key != "role" else value for key, value in message.items()}
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _calling(text: str, *values: str) -> Message:
+    calls = [
+        {"id": f"call{i:05d}", "type": "function", "function": {"name": "look_up", "arguments": {"word": value}}}
+        for i, value in enumerate(values)
+    ]
+    return {"role": "assistant", "content": text, "tool_calls": calls}
+
+
+def _result(text: str, index: int = 0) -> Message:
+    return {"role": "tool", "name": "look_up", "tool_call_id": f"call{index:05d}", "content": text}
+
+
+def _cases() -> dict[str, list[tuple[list[Message], list[Message]]]]:
+    """Conversations and what is added to them; those of one name differ in the answer alone."""
+    ask, more, thought = _user("Name a word."), [_user("Another one.")], "<think>\nLet me see.\n</think>\n\n"
+    one, two = [_result("found")], [_result("found"), _result("found", 1)]
+    called = [ask, _calling("", "word"), *one]
+    return {
+        "a user's message after an answer": [([ask, _answer(word)], more) for word in _PROBES],
+        "a user's message after an answer with thinking": [([ask, _answer(thought + word)], more) for word in _PROBES],
+        "a result after a call": [([ask, _calling("", word)], one) for word in _PROBES],
+        "a result after text and a call": [([ask, _calling("So.", word)], one) for word in _PROBES],
+        "a result after a call with thinking": [([ask, _calling(thought, word)], one) for word in _PROBES],
+        "results of two calls": [([ask, _calling("", word, word)], two) for word in _PROBES],
+        "a result after a later call": [([*called, _calling("", word)], one) for word in _PROBES],
+        "a user's message after the use of a tool": [([*called, _answer(word)], more) for word in _PROBES],
+    }
+
+
+def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI has arguments as JSON, templates want what it says."""
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}
+
+
+def _hermes(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function.get("arguments")}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def _lost(answer: Message, body: str) -> str | None:
+    """A part of the answer that the history does not show. Templates may trim and wrap; spaces do not count."""
+    parts = [answer[key] for key in _REASONING if answer.get(key)][:1]
+    parts += [answer["content"]] if isinstance(answer["content"], str) else []
+    parts += [call["function"]["name"] for call in answer.get("tool_calls", ())]
+    squashed, position = "".join(body.split()), 0
+    for part in parts:
+        wanted = "".join(part.split())
+        position = squashed.find(wanted, position)
+        if position < 0:
+            return part
+        position += len(wanted)
+    return None
+
+
+def _common_prefix(first: str, second: str) -> str:
+    length = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    return first[:length]
+
+
+def _difference(prompt: str, full: str) -> str:
+    at = len(_common_prefix(prompt, full))
+    since = max(0, at - 20)
+    return f"was {prompt[since : at + 60]!r}, becomes {full[since : at + 60]!r}"
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
+
+
+def _starts_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """The first character of every occurrence, overlapping ones included."""
+    return re.compile(f"(?=(?:{_any_of(texts).pattern}))(.)", re.DOTALL)
+
+
+def _cut(value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(rf"\g<1>{_CUT}", value.replace(_CUT, "\ufffd"))
+    if isinstance(value, Mapping):
+        return {_cut(key, pattern): _cut(entry, pattern) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_cut(entry, pattern) for entry in value]
+    return value
