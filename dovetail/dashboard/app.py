@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,13 +19,14 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from dovetail.dashboard.charts import OVERVIEW, names_of, points
+from dovetail.dashboard.async_view import WAIT_WORDS, is_asynchronous, staleness
+from dovetail.dashboard.charts import ASYNC, OVERVIEW, Chart, names_of, points
 from dovetail.dashboard.config_view import config_rows
 from dovetail.dashboard.health import RULE_TITLES
 from dovetail.dashboard.responses import Filter, Kind, Order, Wish
 from dovetail.dashboard.run_files import DashboardError
 from dovetail.dashboard.runs import Run, Runs
-from dovetail.dashboard.step_times import PHASE_WORDS, phases, what_it_waits_for
+from dovetail.dashboard.step_times import phase_words, phases, what_it_waits_for
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _SEARCH_S = 0.4
+_MOST_IDLE_STEPS = 100
 
 Name = Annotated[str, Query(max_length=300)]
 Step = Annotated[int, Query(ge=0, le=10**9)]
@@ -134,22 +136,13 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
         extra: Annotated[list[str] | None, Query(max_length=30)] = None,
     ) -> dict[str, Any]:
         loaded = runs.get(run)
-        names = loaded.metrics.names
-        wanted = [(chart.key, chart.title, names_of(chart, names), chart.absent) for chart in OVERVIEW]
-        wanted += [(name, name, [name] if name in names else [], "not recorded in this run") for name in extra or []]
-        charts = []
-        for key, title, shown, absent in wanted:
-            lines = {
-                name: points(loaded.metrics, name, smoothing=smoothing, most=most, first=first, last=last)
-                for name in shown
-            }
-            charts.append({"key": key, "title": title, "lines": lines, "absent": absent})
+        charts = [*OVERVIEW, *(Chart(name, name, (name,)) for name in extra or [])]
         return {
             "status": loaded.status(),
             "cards": _cards(loaded),
-            "charts": charts,
+            "charts": _lines(loaded, charts, smoothing=smoothing, most=most, first=first, last=last),
             "events": loaded.events.marks(),
-            "names": names,
+            "names": loaded.metrics.names,
             "warnings": loaded.health(),
         }
 
@@ -157,21 +150,35 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
     async def time_view(run: Name, most: Annotated[int, Query(ge=10, le=1000)] = 120) -> dict[str, Any]:
         loaded = runs.get(run)
         steps = loaded.timelines.steps
-        timeline = loaded.timelines.of(steps[-1]) if steps else None
+        words = phase_words(loaded.timelines)
         rates = [name for name in loaded.metrics.names if name == "perf/throughput" or name.startswith("perf/mfu/")]
         return {
             "status": loaded.status(),
-            "phases": phases(loaded.metrics, most),
-            "waits": what_it_waits_for(loaded.metrics, timeline),
+            "phases": phases(loaded.metrics, most, words),
+            "waits": what_it_waits_for(loaded.metrics, loaded.timelines),
             "rates": {name: points(loaded.metrics, name, smoothing=0.0) for name in rates},
             "memory": loaded.memory(),
             "timeline_steps": [steps[0], steps[-1]] if steps else None,
-            "words": PHASE_WORDS,
+            "words": words,
+            "wait_words": WAIT_WORDS,
+        }
+
+    @app.get("/api/async")
+    async def async_view(run: Name) -> dict[str, Any]:
+        loaded = runs.get(run)
+        steps = loaded.timelines.steps
+        return {
+            "charts": [chart for chart in _lines(loaded, ASYNC) if chart["lines"]],
+            "staleness": staleness(loaded.metrics),
+            "idle": loaded.timelines.idle(_MOST_IDLE_STEPS),
+            "timeline_steps": [steps[0], steps[-1]] if steps else None,
+            "words": phase_words(loaded.timelines),
+            "wait_words": WAIT_WORDS,
         }
 
     @app.get("/api/timeline")
-    async def timeline(run: Name, step: Step) -> dict[str, Any]:
-        value = runs.get(run).timelines.of(step)
+    async def timeline(run: Name, step: Step, count: Annotated[int, Query(ge=1, le=50)] = 1) -> dict[str, Any]:
+        value = runs.get(run).timelines.of(step, count)
         if value is None:
             raise DashboardError(f"step {step} has no timeline.")
         return value
@@ -180,7 +187,12 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
 def _serve_responses(app: FastAPI, runs: Runs) -> None:
     @app.get("/api/steps")
     async def steps(run: Name, kind: Kind = "rollouts") -> dict[str, Any]:
-        return {"steps": runs.get(run).responses(kind).steps()}
+        loaded = runs.get(run)
+        steps = loaded.responses(kind).steps()
+        numbers = loaded.responses(kind).token_numbers(steps[-1]) if steps else []
+        if not is_asynchronous(loaded.metrics):
+            numbers = [name for name in numbers if name != "token_versions"]
+        return {"steps": steps, "numbers": numbers}
 
     @app.get("/api/groups")
     async def groups(
@@ -235,6 +247,21 @@ def _listed(run: Run) -> dict[str, Any]:
         return run.status()
     except DashboardError as error:
         return {"name": run.name, "state": "gone", "step": None, "total_steps": None, "message": str(error)}
+
+
+def _lines(run: Run, charts: Iterable[Chart], **cut: Any) -> list[dict[str, Any]]:
+    """Charts with the points of their metrics."""
+    table = run.metrics
+    return [
+        {
+            "key": chart.key,
+            "title": chart.title,
+            "lines": {name: points(table, name, **cut) for name in names_of(chart, table.names)},
+            "absent": chart.absent,
+            "share": chart.share,
+        }
+        for chart in charts
+    ]
 
 
 def _cards(run: Run) -> list[dict[str, Any]]:

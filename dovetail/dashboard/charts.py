@@ -99,6 +99,33 @@ OVERVIEW = (
     ),
 )
 
+# What only asynchronous runs record; the first chart says whether a run is one.
+ASYNC = (
+    Chart("staleness", "Staleness of responses (updates)", ("async/staleness/mean",), ("async/staleness/max",)),
+    Chart(
+        "effective_sample_size",
+        "Effective sample size of token ratios",
+        ("rollout_corr/eff_sample_size",),
+        ("async/effective_sample_size",),
+        share=True,
+    ),
+    Chart(
+        "buffer",
+        "Groups: finished and waiting, in flight",
+        ("async/groups_ready",),
+        ("async/groups_running",),
+        share=True,
+    ),
+    Chart("fresh_logprob_diff", "Log-prob difference of fresh tokens", ("async/fresh_logprob_diff",), share=True),
+    Chart(
+        "weight_sync",
+        "Seconds to bring weights to engines",
+        ("async/weight_sync_s",),
+        ("async/generation_held_s",),
+        share=True,
+    ),
+)
+
 
 def names_of(chart: Chart, known: list[str]) -> list[str]:
     """The metrics of a run that a chart shows."""

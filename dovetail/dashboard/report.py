@@ -16,12 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dovetail.dashboard.charts import OVERVIEW, Chart, names_of, points
+from dovetail.dashboard.charts import ASYNC, OVERVIEW, Chart, names_of, points
 from dovetail.dashboard.config_view import config_rows
 from dovetail.dashboard.responses import Wish
 from dovetail.dashboard.run_files import DashboardError, MetricsTable
 from dovetail.dashboard.runs import Run, Runs
-from dovetail.dashboard.step_times import PHASE_WORDS, recent_shares, what_it_waits_for
+from dovetail.dashboard.step_times import phase_words, recent_shares, what_it_waits_for
 from dovetail.observability.run_folder import write_text
 
 _COLOURS = ("#0d9488", "#e07b00", "#6366f1", "#d6336c", "#2f9e44")
@@ -40,7 +40,7 @@ _MOST = 400
 
 def recorded_charts(table: MetricsTable) -> list[tuple[Chart, list[str]]]:
     """The charts this run has numbers for."""
-    charts = [(chart, names_of(chart, table.names)) for chart in OVERVIEW]
+    charts = [(chart, names_of(chart, table.names)) for chart in (*OVERVIEW, *ASYNC)]
     return [(chart, names) for chart, names in charts if any(len(table.finite(name)[1]) for name in names)]
 
 
@@ -168,10 +168,10 @@ def _curves(run: Run) -> str:
 
 def _time(run: Run) -> str:
     shares, seconds = recent_shares(run.metrics)
-    steps = run.timelines.steps
-    waits = what_it_waits_for(run.metrics, run.timelines.of(steps[-1]) if steps else None)
+    words = phase_words(run.timelines)
+    waits = what_it_waits_for(run.metrics, run.timelines)
     rows = "".join(
-        f"<tr><td>{escape(PHASE_WORDS.get(key, key))}</td><td class=bar><i style='width:{share:.1%}'></i></td>"
+        f"<tr><td>{escape(words.get(key, key))}</td><td class=bar><i style='width:{share:.1%}'></i></td>"
         f"<td>{share:.1%}</td><td>{share * seconds:.3g} s</td></tr>"
         for key, share in sorted(shares.items(), key=lambda pair: -pair[1])
         if share >= 0.0005

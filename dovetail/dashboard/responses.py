@@ -19,7 +19,14 @@ from dovetail.dashboard.run_files import DashboardError, parse_object, read_at
 
 # In a JSON line an unescaped quote cannot be inside a text, so this is the key and never somebody's answer.
 _FIRST_TOKEN_LIST = b', "response_ids": ['
-_TOKEN_LISTS = ("response_ids", "token_ends", "token_advantages", "token_logprob_gaps", "token_entropies")
+_TOKEN_LISTS = (
+    "response_ids",
+    "token_ends",
+    "token_advantages",
+    "token_logprob_gaps",
+    "token_entropies",
+    "token_versions",
+)
 _LONGEST_LINE = 64 * 1024 * 1024
 
 
@@ -76,6 +83,8 @@ class ResponseFile:
         if row is None:
             raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
         tokens = {name: row[name] for name in _TOKEN_LISTS if isinstance(row.get(name), list)}
+        if "token_versions" in tokens:
+            tokens["token_versions"] = [version for version, count in tokens["token_versions"] for _ in range(count)]
         return {**plain_names(row), **tokens}
 
 
@@ -242,6 +251,15 @@ class ResponseFolder:
             "num_groups": len(chosen),
             "groups": [_show_group(file, group, fitting) for group, fitting in chosen[first : first + count]],
         }
+
+    def token_numbers(self, step: int) -> list[str]:
+        """What is recorded of every token of a step's first response; nothing of a file that cannot be read."""
+        try:
+            file = self.file(step)
+            first = file.full_row(file.entries[0]) if file.entries else {}
+        except DashboardError:
+            return []
+        return [name for name in _TOKEN_LISTS if name in first]
 
     def response(self, step: int, row: int) -> dict[str, Any]:
         """One response with the numbers of its tokens."""

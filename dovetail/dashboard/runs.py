@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.dashboard.async_view import is_asynchronous
 from dovetail.dashboard.config_view import read_config
 from dovetail.dashboard.health import Facts, check_health
 from dovetail.dashboard.responses import Kind, ResponseFolder, counts
@@ -86,6 +87,7 @@ class Run:
         if state == "running" and now.get("phase"):
             status |= {"phase": now["phase"], "phase_since": now.get("time"), "now_step": now.get("step")}
         status["message"] = self._message(state, last)
+        status["views"] = ["async"] if is_asynchronous(self.metrics) else []
         status["bad_lines"] = self.metrics.bad_lines
         return status
 

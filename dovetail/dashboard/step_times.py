@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dovetail.dashboard.async_view import WAIT_WORDS, busy_shares, idle_shares, waits
 from dovetail.dashboard.charts import binned_means, rounded
 from dovetail.dashboard.run_files import GrowingFile, MetricsTable, parse_object, read_at
 
@@ -22,6 +24,9 @@ PHASE_WORDS = {
     "update_actor": "actor update",
     "testing": "validation",
     "save_checkpoint": "checkpoint",
+    "weight_sync": "weights to engines",
+    "generate_groups": "generation",
+    "commit_weights": "new weights",
     "other": "between phases",
     "step": "between phases",
 }
@@ -39,10 +44,19 @@ _ADVICE = {
     "testing": "Validate less often (trainer.test_freq) or on fewer prompts.",
     "save_checkpoint": "Save less often (trainer.save_freq).",
 }
+_ENGINES_ADVICE = (
+    "The engines are slower than the trainer: more devices for them (actor_rollout_ref.rollout.n_gpus_per_node), "
+    "shorter answers, or a larger async_training.max_staleness, where they wait for the trainer at other times."
+)
 _RECENT = 20
 
 
-def phases(table: MetricsTable, most: int) -> dict[str, Any]:
+def phase_words(timelines: Timelines) -> dict[str, str]:
+    """What phases are called. With engines on devices of their own the driver generates nothing: it waits."""
+    return PHASE_WORDS | ({"gen": "waiting for groups"} if timelines.has_engines else {})
+
+
+def phases(table: MetricsTable, most: int, words: Mapping[str, str] = PHASE_WORDS) -> dict[str, Any]:
     """Seconds of every phase per step, for stacked bars. Long runs are averaged over neighbouring steps."""
     names = [name for name in table.names if name.startswith(PREFIX) and name != f"{PREFIX}step"]
     step_seconds = table.column(f"{PREFIX}step")
@@ -59,7 +73,7 @@ def phases(table: MetricsTable, most: int) -> dict[str, Any]:
         "steps": steps.tolist(),
         "per_bar": max(1, round(int(kept.sum()) / len(steps))),
         "phases": [
-            {"key": keys[index], "name": PHASE_WORDS.get(keys[index], keys[index]), "seconds": rounded(means[index])}
+            {"key": keys[index], "name": words.get(keys[index], keys[index]), "seconds": rounded(means[index])}
             for index in order
         ],
     }
@@ -76,33 +90,28 @@ def recent_shares(table: MetricsTable) -> tuple[dict[str, float], float]:
     return {key: total / seconds for key, total in totals.items()}, seconds / num_steps
 
 
-def what_it_waits_for(table: MetricsTable, timeline: dict[str, Any] | None) -> dict[str, str]:
-    """One sentence on where the time goes, and what would change it."""
+def what_it_waits_for(table: MetricsTable, timelines: Timelines) -> dict[str, str]:
+    """A few words on where the time goes, and what would change it."""
+    words, steps = phase_words(timelines), timelines.steps
     shares, seconds = recent_shares(table)
     if not shares:
         return {"sentence": "No step has been timed yet.", "advice": ""}
     first, *rest = sorted(shares, key=lambda key: -shares[key])
-    sentence = f"{shares[first]:.0%} of a step ({_time(seconds)}) is {PHASE_WORDS.get(first, first)}"
+    sentence = f"{shares[first]:.0%} of a step ({_time(seconds)}) is {words.get(first, first)}"
     second = next((key for key in rest if shares[key] >= 0.1), None)
-    sentence += f", then {PHASE_WORDS.get(second, second)} with {shares[second]:.0%}." if second else "."
-    idle = None if timeline is None else idle_share(timeline)
-    if idle is not None:
-        sentence += f" Workers are busy {1 - idle:.0%} of the time in step {timeline['step'] if timeline else ''}"
-        sentence += "; the rest they wait for the driver." if idle >= 0.005 else "."
-    return {"sentence": sentence, "advice": _ADVICE.get(first, "")}
-
-
-def idle_share(timeline: dict[str, Any]) -> float | None:
-    """The part of a step in which a worker ran no call, over all workers."""
-    spans = timeline["spans"]
-    busy: dict[str, float] = {}
-    for span in spans:
-        if span["worker"] != "driver":
-            busy[span["worker"]] = busy.get(span["worker"], 0.0) + span["end"] - span["start"]
-    duration = max((span["end"] for span in spans), default=0.0) - min((span["start"] for span in spans), default=0.0)
-    if not busy or duration <= 0:
-        return None
-    return max(0.0, 1 - sum(busy.values()) / len(busy) / duration)
+    sentence += f", then {words.get(second, second)} with {shares[second]:.0%}." if second else "."
+    timeline = timelines.of(steps[-1]) if steps else None
+    busy = {} if timeline is None else busy_shares(timeline["spans"])
+    if "engine" in busy:
+        sentence += (
+            f" In step {steps[-1]} the trainer works {busy.get('worker', 0.0):.0%} of the time and the engines "
+            f"{busy['engine']:.0%}."
+        )
+    elif "worker" in busy:
+        sentence += f" Workers are busy {busy['worker']:.0%} of the time in step {steps[-1]}"
+        sentence += "; the rest they wait for the driver." if busy["worker"] <= 0.995 else "."
+    advice = _ENGINES_ADVICE if first == "gen" and timelines.has_engines else _ADVICE.get(first, "")
+    return {"sentence": sentence, "advice": advice}
 
 
 class Timelines:
@@ -111,16 +120,20 @@ class Timelines:
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path)
         self._places: dict[int, tuple[int, int]] = {}
+        self._idle: dict[int, dict[str, float]] = {}
         self._peaks: dict[str, float] = {}
+        self.has_engines = False
 
     def refresh(self) -> None:
         if self._file.was_replaced():
-            self._places, self._peaks = {}, {}
+            self._places, self._idle, self._peaks, self.has_engines = {}, {}, {}, False
         for line in self._file.new_lines():
             if line.value is None or not isinstance(line.value.get("step"), int):
                 continue
             self._places[line.value["step"]] = (line.offset, line.size)
+            self._idle.pop(line.value["step"], None)
             for span in _spans(line.value):
+                self.has_engines |= span["worker"].startswith("engine ")
                 if span["memory"] is not None:
                     self._peaks[span["phase"]] = max(self._peaks.get(span["phase"], 0.0), span["memory"])
 
@@ -133,11 +146,39 @@ class Timelines:
         """GiB by call: the most that any worker had in any step."""
         return dict(self._peaks)
 
-    def of(self, step: int) -> dict[str, Any] | None:
-        """The spans of a step in seconds from its start; None when it has none."""
+    def of(self, step: int, count: int = 1) -> dict[str, Any] | None:
+        """The spans of a step, and of up to `count - 1` before it, in seconds from the start of the first; None when
+        it has none. `waits` are the gaps between the spans."""
+        lines = [value for at in range(step - count + 1, step + 1) if (value := self._line(at)) is not None]
+        if not lines or lines[-1]["step"] != step:
+            return None
+        begin = min(line["time"] for line in lines)
+        spans = [_later(span, line["time"] - begin) for line in lines for span in _spans(line)]
+        starts = [{"step": line["step"], "start": line["time"] - begin} for line in lines]
+        return {"step": step, "spans": spans, "waits": waits(spans), "starts": starts}
+
+    def idle(self, most: int) -> dict[str, Any]:
+        """Shares of a step by what workers and engines waited for, of the last `most` steps."""
+        steps = [step for step in self.steps if step > 0][-most:]
+        for step in steps:
+            if step not in self._idle:
+                line = self._line(step)
+                self._idle[step] = {} if line is None else idle_shares(_spans(line))
+        reasons = [key for key in WAIT_WORDS if any(self._idle[step].get(key, 0.0) > 0 for step in steps)]
+        return {
+            "steps": steps,
+            "waits": [
+                {"key": key, "name": WAIT_WORDS[key], "shares": [self._idle[step].get(key, 0.0) for step in steps]}
+                for key in reasons
+            ],
+        }
+
+    def _line(self, step: int) -> dict[str, Any] | None:
         location = self._places.get(step)
         value = None if location is None else parse_object(read_at(self._file.path, *location))
-        return None if value is None else {"step": step, "spans": _spans(value)}
+        if value is None:
+            return None
+        return value if isinstance(value.get("time"), (int, float)) else {**value, "time": 0.0}
 
 
 def _spans(value: dict[str, Any]) -> list[dict[str, Any]]:
@@ -148,6 +189,10 @@ def _spans(value: dict[str, Any]) -> list[dict[str, Any]]:
             memory = memory if isinstance(memory, (int, float)) else None
             spans.append({"worker": str(worker), "phase": str(phase), "start": start, "end": end, "memory": memory})
     return spans
+
+
+def _later(span: dict[str, Any], seconds: float) -> dict[str, Any]:
+    return {**span, "start": span["start"] + seconds, "end": span["end"] + seconds}
 
 
 def _position(phase: str) -> int:

@@ -221,7 +221,7 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 
 def _is_numbers(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iuf"
+    return isinstance(value, np.ndarray) and value.ndim >= 1 and value.dtype.kind in "iuf"
 
 
 def _numbers(array: np.ndarray) -> str:

@@ -26,7 +26,8 @@ class RolloutRows:
         self._pieces: dict[int, str] = {}
 
     def of(self, batch: DataProto) -> Iterator[dict[str, Any]]:
-        """A dict per response: `answer_records` and its tokens' id, end in the text, advantage, mismatch, entropy.
+        """A dict per response: `answer_records` and its tokens' id, end in the text, advantage, mismatch, entropy, and
+        the versions of the weights that sampled them as `[[version, count], ...]`.
 
         Written beside a step that runs: what is per token is left to numpy.
         """
@@ -52,11 +53,15 @@ class RolloutRows:
             tokens["token_logprob_gaps"] = _rounded(columns["old_log_probs"] - columns["rollout_log_probs"])
         if "entropys" in columns:
             tokens["token_entropies"] = _rounded(columns["entropys"])
+        if "weight_version" in columns:
+            tokens["token_versions"] = columns["weight_version"].numpy()
         self._decode(responses[kept])
         return [{name: column[row][kept[row]] for name, column in tokens.items()} for row in range(len(batch))]
 
     def _with_tokens(self, record: dict[str, Any], tokens: dict[str, np.ndarray]) -> dict[str, Any]:
         ends = token_ends(record["response"], list(map(self._pieces.__getitem__, tokens["response_ids"].tolist())))
+        if "token_versions" in tokens:
+            tokens = {**tokens, "token_versions": _runs(tokens["token_versions"])}
         return {**record, **tokens, "token_ends": np.asarray(ends)}
 
     def _decode(self, tokens: np.ndarray) -> None:
@@ -65,6 +70,12 @@ class RolloutRows:
         if new:
             texts = self._tokenizer.batch_decode([[token] for token in new], skip_special_tokens=True)
             self._pieces.update(zip(new, texts, strict=True))
+
+
+def _runs(values: np.ndarray) -> np.ndarray:
+    """`[[value, how many times in a row], ...]`."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    return np.stack([values[starts], np.diff(starts, append=len(values))], axis=1)
 
 
 def _rounded(column: torch.Tensor) -> np.ndarray:

@@ -57,7 +57,7 @@ from dovetail.trainer.step_metrics import (
     update_metrics,
 )
 from dovetail.trainer.stopping import StopAfterPhase, StopRequest
-from dovetail.trainer.timeline import take_timeline
+from dovetail.trainer.timeline import TimelineRow, take_timeline
 from dovetail.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class RayPPOTrainer:
     def _train(self, last_validation: Metrics, freeze_gc: Callable[[], None]) -> Metrics:
         """Every step that is left; returns the last validation's metrics. `freeze_gc` is called after warm-up."""
         settings = self.config.trainer
-        started = take_timeline(self.timers, self.groups.processes)
+        started = self._take_timeline()
         if self.global_step == 0:
             self.tracker.folder.log_timeline(0, started)
         freeze_after = self.global_step + _WARM_UP_STEPS
@@ -211,7 +211,7 @@ class RayPPOTrainer:
                 metrics |= self.timers.take()
             self.tracker.log(self.global_step, metrics)
             self._skipped_steps.note(self.global_step, metrics)
-            self.tracker.folder.log_timeline(self.global_step, take_timeline(self.timers, self.groups.processes))
+            self.tracker.folder.log_timeline(self.global_step, self._take_timeline())
             self._last_metrics = metrics
             if self.stop.name is not None:
                 self._save_and_stop(self._driver_state(), self._carried_over())
@@ -501,6 +501,10 @@ class RayPPOTrainer:
         # A run that only validates takes no steps, so it has no total.
         total = None if self.config.trainer.val_only else self.total_steps
         self.tracker.folder.write_now(step=self.global_step, total_steps=total, phase=phase, finished=finished)
+
+    def _take_timeline(self) -> list[TimelineRow]:
+        engines = [] if self.stream is None else self.stream.activity()
+        return take_timeline(self.timers, self.groups.processes, engines)
 
     @property
     def _num_devices(self) -> int:

@@ -92,6 +92,10 @@ class Generator(ABC):
     def take_weights(self, version: int) -> dict[str, float]:
         """The trainer's weights have this version now; returns metrics."""
 
+    def activity(self) -> list[list[tuple[str, float, float]]]:
+        """What each engine of its own did since the last call: `(what, start, end)`."""
+        return []
+
     def lost(self) -> bool:
         """Whether what was running is gone and has to be started again; asking resets it."""
         return False
@@ -202,6 +206,9 @@ class OnOwnDevices(Generator):
         held = self._engines.bring_up_to_date()
         return {"async/weight_sync_s": time.perf_counter() - start, "async/generation_held_s": held}
 
+    def activity(self) -> list[list[tuple[str, float, float]]]:
+        return self._call(lambda group: group.take_activity()) or []
+
     def lost(self) -> bool:
         before, self._known_restarts = self._known_restarts, self._engines.num_restarts
         return before != self._engines.num_restarts
@@ -310,6 +317,10 @@ class RolloutStream:
             "async/groups_ready": float(len(self._ready)),
             "async/groups_running": float(len(self._running)),
         }
+
+    def activity(self) -> list[list[tuple[str, float, float]]]:
+        """What engines on devices of their own did since the last call, for the timeline."""
+        return self._generator.activity()
 
     def trained(self, step: int, uids: Sequence[str], *, kept: Sequence[str] = ()) -> None:
         """The step trained on these draws. Those of `kept` belong to a later step; the others taken are dropped."""

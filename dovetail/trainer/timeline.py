@@ -1,6 +1,8 @@
-"""Who worked on what in a step: the driver's phases and the workers' calls, as rows for `RunFolder.log_timeline`."""
+"""Who worked on what in a step: phases of the driver, calls of workers, engines; rows for `RunFolder.log_timeline`."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from dovetail.controller import WorkerGroup
 from dovetail.observability.timers import PhaseTimers
@@ -11,13 +13,23 @@ TimelineRow = tuple[str, str, float, float, float | None]
 MOST_WORKERS = 64
 
 
-def take_timeline(timers: PhaseTimers, processes: WorkerGroup) -> list[TimelineRow]:
-    """Everything since the last call of this. With many ranks: evenly spaced ones, the first among them."""
+def take_timeline(
+    timers: PhaseTimers, processes: WorkerGroup, engines: Sequence[Sequence[tuple[str, float, float]]] = ()
+) -> list[TimelineRow]:
+    """Everything since the last call of this. With many ranks: evenly spaced ones, the first among them.
+
+    `engines`: what those on devices of their own did.
+    """
     rows: list[TimelineRow] = [
         ("driver", phase, start, end, None) for phase, start, end in timers.take_spans() if phase != "step"
     ]
     calls = processes.take_spans()
-    stride = -(-len(calls) // MOST_WORKERS)
-    for rank in range(0, len(calls), stride):
+    for rank in _shown(len(calls)):
         rows += [(f"worker {rank}", span.method, span.start, span.end, span.memory_gib) for span in calls[rank]]
+    for rank in _shown(len(engines)):
+        rows += [(f"engine {rank}", what, start, end, None) for what, start, end in engines[rank]]
     return rows
+
+
+def _shown(count: int) -> range:
+    return range(0, count, -(-count // MOST_WORKERS) or 1)

@@ -8,6 +8,8 @@ again. Knows no trainer and no weights.
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +23,7 @@ from dovetail.workers.generation import answers_of, requests_of
 
 _IDLE_S = 0.5
 """How long the generating thread waits for a result before it looks whether it should end."""
+_MOST_SPANS = 1024
 
 
 @dataclass(eq=False)
@@ -54,6 +57,8 @@ class GroupStream:
         self._failure: Exception | None = None
         self._num_requests = 0
         self._ending = False
+        self._busy: deque[tuple[float, float]] = deque(maxlen=_MOST_SPANS)
+        self._busy_since: float | None = None
 
     @property
     def num_running(self) -> int:
@@ -129,6 +134,16 @@ class GroupStream:
             self._thread = threading.Thread(target=self._generate, name="group-stream", daemon=True)
             self._thread.start()
 
+    def take_busy(self) -> list[tuple[float, float]]:
+        """When groups were being generated since the last call: start and end in seconds since the epoch."""
+        with self._changed:
+            spans, now = list(self._busy), time.time()
+            self._busy.clear()
+            if self._busy_since is not None:
+                spans.append((self._busy_since, now))
+                self._busy_since = now
+        return spans
+
     def wait(self, timeout: float) -> None:
         """Return when a group can be taken, or after `timeout` seconds."""
         with self._changed:
@@ -143,6 +158,7 @@ class GroupStream:
             for name in gone:
                 del self._by_request[name]
             self._finished = [group for group in self._finished if group.uid not in uids]
+            self._note_busy()
         self._stream.abort(gone)
 
     def close(self) -> None:
@@ -172,6 +188,14 @@ class GroupStream:
         with self._changed:
             self._changed.notify_all()
 
+    def _note_busy(self) -> None:
+        """Groups came or went. The lock is held."""
+        if self._groups and self._busy_since is None:
+            self._busy_since = time.time()
+        elif not self._groups and self._busy_since is not None:
+            self._busy.append((self._busy_since, time.time()))
+            self._busy_since = None
+
     def _receive(self, results: Sequence[GenerationResult]) -> None:
         """Give results to their groups and move the complete ones. The lock is held."""
         for result in results:
@@ -183,6 +207,7 @@ class GroupStream:
         for group in complete:
             del self._groups[group.uid]
             self._finished.append(group)
+        self._note_busy()
         if complete:
             done = {group.uid for group in complete}
             self._by_request = {name: group for name, group in self._by_request.items() if group.uid not in done}

@@ -44,6 +44,7 @@ class RolloutWorker(TrainingRole):
         self._has_weights = False
         self._groups: GroupStream | None = None
         self._num_calls = 0
+        self._held: list[tuple[float, float]] = []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -89,17 +90,18 @@ class RolloutWorker(TrainingRole):
         tokens, where the engine can.
         """
         engine = self._started()
-        start = time.perf_counter()
+        start = time.time()
         if engine.num_weight_ranks:
             engine.receive_weights(version)
         elif self._groups is None:
             self._pass_on(engine.update_weights, version)
         else:
             self._pass_on(engine.stage_weights, version)
-            start = time.perf_counter()
+            start = time.time()
             engine.commit_weights(version)
         self._has_weights = True
-        return time.perf_counter() - start
+        self._held = [*self._held[-99:], (start, time.time())]
+        return self._held[-1][1] - start
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def compare_weights(self, sent: SentWeights) -> int:
@@ -145,6 +147,14 @@ class RolloutWorker(TrainingRole):
             return None
         self._groups.wait(wait_s)
         return self._groups.take()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_activity(self) -> list[tuple[str, float, float]]:
+        """What the engine did since the last call: `(generate_groups or commit_weights, start, end)`."""
+        held, self._held = self._held, []
+        busy = [] if self._groups is None else self._groups.take_busy()
+        spans = [("generate_groups", start, end) for start, end in busy]
+        return spans + [("commit_weights", start, end) for start, end in held]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot_groups(self) -> DataProto | None:

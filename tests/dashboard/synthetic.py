@@ -72,6 +72,33 @@ def timeline_row(step: int) -> dict[str, Any]:
     return {"step": step, "time": 1.7e9 + 6 * step, "spans": spans}
 
 
+def write_async_run(folder: Path, *, steps: int = 8) -> Path:
+    """An asynchronous run with an engine of its own: the trainer waits for groups, the engine for draws and weights."""
+    write_run(folder, steps=steps, rollouts_per_step=16)
+    lags = {f"async/staleness/lag_{lag}": share for lag, share in enumerate([0.5, 0.3, 0.2, *[0.0] * 6])}
+    rows = [
+        metrics_row(step, steps)
+        | lags
+        | {"timing_s/gen": 2.1, "timing_s/step": 4.3, "async/staleness/mean": 0.7, "async/staleness/max": 2.0}
+        | {"async/effective_sample_size": 0.9, "async/groups_ready": 3.0, "async/groups_running": 12.0}
+        for step in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(line(row) for row in rows))
+    spans: list[list[Any]] = [
+        ["driver", "gen", 0.0, 2.0, None],
+        ["driver", "update_actor", 2.0, 6.0, None],
+        ["worker 0", "update_actor", 2.0, 5.0, 2.5],
+        ["engine 0", "generate_groups", 0.0, 4.0, None],
+        ["engine 0", "commit_weights", 5.5, 6.0, None],
+    ]
+    lines = [{"step": step, "time": 1.7e9 + 6 * step, "spans": spans} for step in range(1, steps + 1)]
+    (folder / "timeline.jsonl").write_text("".join(line(row) for row in lines))
+    for step in range(1, steps + 1):
+        answers = [answer_row(step, row) | {"token_versions": [[step - 3, 2], [step - 1, 4]]} for row in range(16)]
+        (folder / "rollouts" / f"step_{step}.jsonl").write_text("".join(line(row) for row in answers))
+    return folder
+
+
 def line(value: dict[str, Any]) -> str:
     """As the run folder writes it."""
     return json.dumps(value, ensure_ascii=False) + "\n"

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from dovetail.observability.run_folder import RunFolder
 from tests.dashboard.browser import Server, drawn, open_browser, seconds_to_first_view, serve, show, until
-from tests.dashboard.synthetic import answer_row, line, metrics_row, timeline_row, write_run
+from tests.dashboard.synthetic import answer_row, line, metrics_row, timeline_row, write_async_run, write_run
 
 pytestmark = pytest.mark.e2e
 
@@ -40,6 +40,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     plan["memory"]["phases"] = [{"name": "update actor", "items": {"weights": 2**30, "optimizer": 2**30}}]
     (one / "plan.json").write_text(json.dumps(plan))
     return [one, two]
+
+
+@pytest.fixture(scope="module")
+def async_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("async")
+    with serve(write_async_run(home / "async"), write_run(home / "sync", steps=8)) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +154,38 @@ def test_time_has_a_sentence_bars_a_timeline_and_memory(page: Page, server: Serv
     page.locator(".view").click(position={"x": 5, "y": 5})
     page.keyboard.press(",")
     expect(page.get_by_label("Step of the timeline")).to_have_value("39")
+
+
+# ---- asynchronous runs ----
+
+
+def test_an_asynchronous_run_shows_staleness_its_buffer_and_who_waits(page: Page, async_server: Server) -> None:
+    show(page, async_server, "#view=async&run=async")
+    for chart in ("Who works, who waits", "Trained tokens by staleness, whole run"):
+        drawn(page, chart)
+    names = """() => document.querySelector('[data-chart^="Who works"]').data.map((trace) => trace.name)"""
+    assert {"generation", "engine: no group to generate", "trainer: no finished group"} <= set(page.evaluate(names))
+    starts = """() => document.querySelector('[data-chart^="Who works"]').layout.annotations.map((one) => one.text)"""
+    assert page.evaluate(starts) == ["step 6", "step 7", "step 8"]
+    shares = """() => document.querySelector('[data-chart$="whole run"]').data[0].y"""
+    assert page.evaluate(shares) == pytest.approx([0.5, 0.3, 0.2])
+    for chart in ("Effective sample size of token ratios", "Groups: finished and waiting, in flight"):
+        drawn(page, chart)
+    expect(page.locator('[data-chart="Seconds to bring weights to engines"]')).to_have_count(0)
+
+
+def test_only_an_asynchronous_run_has_the_view_and_versions_of_tokens(page: Page, async_server: Server) -> None:
+    show(page, async_server, "#view=rollouts&run=async&step=8")
+    expect(page.locator("#tabs")).to_contain_text("Async")
+    page.locator("#colour").select_option("token_versions")
+    tokens = page.locator(".answer").first.locator(".token")
+    expect(tokens).to_have_count(6)
+    assert tokens.first.get_attribute("style") != tokens.last.get_attribute("style")
+    tokens.first.hover()
+    expect(page.locator("#tip")).to_contain_text("weights of step 5, 2 updates behind")
+    show(page, async_server, "#view=rollouts&run=sync&step=8")
+    expect(page.locator("#tabs")).not_to_contain_text("Async")
+    expect(page.locator("#colour option")).to_have_text(["plain text", "advantage", "log-prob gap", "entropy"])
 
 
 # ---- rollouts ----

@@ -8,14 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dovetail.dashboard.async_view import busy_shares, staleness, waits
 from dovetail.dashboard.charts import OVERVIEW, binned_means, names_of, points, smoothed, thinned
 from dovetail.dashboard.config_view import config_rows, read_config
 from dovetail.dashboard.responses import Filter, Order, ResponseFile, ResponseFolder, Wish, parse_head
 from dovetail.dashboard.run_files import DashboardError, MetricsTable, parse_object
 from dovetail.dashboard.runs import Runs
-from dovetail.dashboard.step_times import Timelines, idle_share, phases, what_it_waits_for
+from dovetail.dashboard.step_times import Timelines, phases, what_it_waits_for
 from dovetail.observability.run_folder import RunFolder
-from tests.dashboard.synthetic import answer_row, line, metrics_row, timeline_row, write_config, write_run
+from tests.dashboard.synthetic import (
+    answer_row,
+    line,
+    metrics_row,
+    timeline_row,
+    write_async_run,
+    write_config,
+    write_run,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -113,7 +122,7 @@ def test_phases_add_up_to_the_step_and_the_longest_is_named(tmp_path: Path) -> N
     found = phases(run.metrics, 100)
     totals = np.sum([phase["seconds"] for phase in found["phases"]], axis=0)
     assert totals == pytest.approx(run.metrics.column("timing_s/step"), rel=1e-4)
-    waits = what_it_waits_for(run.metrics, run.timelines.of(40))
+    waits = what_it_waits_for(run.metrics, run.timelines)
     assert "is generation, then actor update with" in waits["sentence"]
     assert "Workers are busy 89% of the time in step 40" in waits["sentence"]
     assert "rollout.name" in waits["advice"]
@@ -125,10 +134,41 @@ def test_idle_time_is_what_no_call_covers(tmp_path: Path) -> None:
     timelines.refresh()
     first = timelines.of(1)
     assert first is not None
-    assert idle_share(first) == pytest.approx(1 - (2.49 + 2.74 + 2 * 1.9) / 2 / 5.1)
-    assert timelines.of(2) == {"step": 2, "spans": []}
+    assert busy_shares(first["spans"]) == {"worker": pytest.approx((2.49 + 2.74 + 2 * 1.9) / 2 / 5.1)}
+    second = timelines.of(2)
+    assert second is not None
+    assert second["spans"] == []
     assert timelines.of(3) is None
     assert timelines.peaks == {"generate_sequences": 1.5, "update_actor": 2.5}
+
+
+def test_waiting_is_named_by_what_the_other_side_does(tmp_path: Path) -> None:
+    run = Runs([write_async_run(tmp_path / "run")]).get("run")
+    several = run.timelines.of(8, count=3)
+    assert several is not None
+    assert several["starts"] == [{"step": 6, "start": 0.0}, {"step": 7, "start": 6.0}, {"step": 8, "start": 12.0}]
+    gaps = {(wait["worker"], wait["phase"]): (wait["start"], wait["end"]) for wait in waits(several["spans"][:5])}
+    assert gaps == {
+        ("worker 0", "groups"): (0.0, 2.0), ("worker 0", "driver"): (5.0, 6.0), ("engine 0", "draws"): (4.0, 5.5)
+    }  # fmt: skip
+    idle = {wait["key"]: wait["shares"] for wait in run.timelines.idle(2)["waits"]}
+    assert run.timelines.idle(2)["steps"] == [7, 8]
+    assert idle["groups"] == pytest.approx([2 / 6] * 2)
+    assert idle["draws"] == pytest.approx([1.5 / 6] * 2)
+    assert idle["commit_weights"] == pytest.approx([0.5 / 6] * 2)
+    words = what_it_waits_for(run.metrics, run.timelines)
+    assert "is waiting for groups, then actor update" in words["sentence"]
+    assert "the trainer works 50% of the time and the engines 75%" in words["sentence"]
+    assert "max_staleness" in words["advice"]
+
+
+def test_staleness_is_shares_of_tokens_up_to_the_largest_lag_seen(tmp_path: Path) -> None:
+    run = Runs([write_async_run(tmp_path / "run")]).get("run")
+    found = staleness(run.metrics)
+    assert found["steps"] == list(range(1, 9))
+    assert [lag["name"] for lag in found["lags"]] == ["0", "1", "2"]
+    assert [lag["mean"] for lag in found["lags"]] == pytest.approx([0.5, 0.3, 0.2])
+    assert staleness(Runs([write_run(tmp_path / "sync")]).get("sync").metrics)["lags"] == []
 
 
 # ---- answers ----

@@ -180,7 +180,7 @@ def test_broken_and_missing_files_are_messages(run: Path) -> None:
         for file in (run / name).iterdir():
             file.unlink()
         (run / name).rmdir()
-    assert page.get("/api/steps?run=run").json() == {"steps": []}
+    assert page.get("/api/steps?run=run").json() == {"steps": [], "numbers": []}
     assert page.get("/api/groups?run=run&step=2").json() == {"error": "there is no rollouts/step_2.jsonl in this run."}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dovetail.observability.run_folder import RunFolder, read_json_lines
 from dovetail.observability.timers import PhaseTimers
@@ -88,10 +89,13 @@ def test_a_timeline_of_a_thousand_ranks_shows_some_of_them() -> None:
     timers = PhaseTimers()
     with timers("step"), timers("gen"):
         pass
-    rows = take_timeline(timers, _ManyProcesses())  # type: ignore[arg-type]
+    engines = [[("generate_groups", 1.0, 2.0)]] * 200
+    rows = take_timeline(timers, _ManyProcesses(), engines)  # type: ignore[arg-type]
     workers = [worker for worker, *_ in rows]
     assert workers[:2] == ["driver", "worker 0"]
-    assert len(workers) - 1 <= MOST_WORKERS
+    assert "engine 0" in workers
+    assert len([worker for worker in workers if worker.startswith("worker ")]) <= MOST_WORKERS
+    assert len([worker for worker in workers if worker.startswith("engine ")]) <= MOST_WORKERS
     assert timers.take_spans() == []
 
 
@@ -101,7 +105,9 @@ def test_rows_of_a_second_batch_with_no_new_token_are_as_whole_as_the_first() ->
     mask = batch.tensors["response_mask"].float()
     gaps = {"old_log_probs": -1.0 * mask, "rollout_log_probs": -1.123456 * mask}
     reasons = {"finish_reason": ["stop", "length"]}
-    batch = batch.union(DataProto.from_dict({"advantages": 0.25 * mask, **gaps}, reasons))
+    versions = {"weight_version": torch.where(mask > 0, torch.tensor([[7], [8]]), -1)}
+    versions["weight_version"][0, 2:] += 1
+    batch = batch.union(DataProto.from_dict({"advantages": 0.25 * mask, **gaps, **versions}, reasons))
     rows = RolloutRows(tiny_tokenizer())
     first, second = list(rows.of(batch)), list(rows.of(batch))
     for row, again, text in zip(first, second, ("good", "no"), strict=True):
@@ -109,6 +115,7 @@ def test_rows_of_a_second_batch_with_no_new_token_are_as_whole_as_the_first() ->
         assert row["token_ends"].tolist() == list(range(1, len(text) + 1))
         assert row["token_advantages"].tolist() == [0.25] * len(text)
         assert row["token_logprob_gaps"].tolist() == [0.12346] * len(text)
+        assert row["token_versions"].tolist() == ([[7, 2], [8, 2]] if text == "good" else [[8, 2]])
         assert row["truncated"] == (text == "no")
         assert {name: np.asarray(value).tolist() for name, value in again.items()} == {
             name: np.asarray(value).tolist() for name, value in row.items()

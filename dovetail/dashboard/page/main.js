@@ -7,11 +7,15 @@ import { time } from "./time.js";
 import { rollouts } from "./rollouts.js";
 import { config } from "./config.js";
 import { health } from "./health.js";
+import { asynchronous } from "./async.js";
 import { RUN_COLOURS } from "./plot.js";
 
 const VIEWS = { overview: ["Overview", overview], time: ["Time", time], rollouts: ["Rollouts", rollouts],
-  config: ["Config", config], health: ["Health", health] };
+  config: ["Config", config], health: ["Health", health], async: ["Async", asynchronous] };
+// Only of runs that have something to show there.
+const SPECIAL = ["async"];
 const PULSE_MS = 2000;
+const views = () => Object.keys(VIEWS).filter((key) => !SPECIAL.includes(key) || state.runs.find((run) => run.name === state.run)?.views?.includes(key));
 const $ = (id) => document.getElementById(id);
 
 let current = null;
@@ -25,7 +29,7 @@ export function say(text) {
 
 function drawFrame() {
   $("run").replaceChildren(...state.runs.map((run) => el("option", { value: run.name, selected: run.name === state.run, text: run.name })));
-  $("tabs").replaceChildren(...Object.entries(VIEWS).map(([key, [title]], index) =>
+  $("tabs").replaceChildren(...views().map((key, index) => [key, VIEWS[key][0], index]).map(([key, title, index]) =>
     el("a", { href: `#${new URLSearchParams({ view: key, run: state.run ?? "" })}`, "aria-current": key === state.view ? "page" : null,
       title: `${title} (${index + 1})`, text: title, onclick: (event) => { event.preventDefault(); go({ view: key, parameters: {} }); } })));
   const several = state.runs.length > 1 && state.view === "overview";
@@ -101,7 +105,7 @@ function keys(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const typing = ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range";
   if (typing) { if (event.key === "Escape") event.target.blur(); return; }
-  const view = Object.keys(VIEWS)[Number(event.key) - 1];
+  const view = views()[Number(event.key) - 1];
   if (view) go({ view, parameters: {} });
   else if (event.key === "t") changeTheme();
   else if (event.key === "?") $("help").showModal();

@@ -10,7 +10,7 @@ export const EVENTS = {
   resume: { colour: "#e8a200", symbol: "star", name: "resume" },
 };
 export const PHASE_COLOURS = {
-  gen: "#0d9488", generate_sequences: "#0d9488",
+  gen: "#0d9488", generate_sequences: "#0d9488", generate_groups: "#0d9488",
   old_log_prob: "#74b816", compute_log_prob: "#74b816",
   ref: "#a9a100", compute_ref_log_prob: "#a9a100",
   values: "#d9480f", compute_values: "#d9480f",
@@ -20,6 +20,7 @@ export const PHASE_COLOURS = {
   update_actor: "#4c6ef5",
   testing: "#f59f00",
   save_checkpoint: "#846358",
+  weight_sync: "#e03131", commit_weights: "#e03131", send_weights: "#e03131",
   other: "#ced4da",
 };
 const OTHERS = ["#1098ad", "#c2255c", "#5c940d", "#862e9c", "#e8590c", "#364fc7"];

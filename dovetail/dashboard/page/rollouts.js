@@ -2,7 +2,7 @@
 
 import { ask, debounce, el, field, select, short } from "./dom.js";
 import { compare } from "./compare.js";
-import { COLOURINGS, colouredAnswer, colourLegend } from "./tokens.js";
+import { colouredAnswer, colourings, colourLegend } from "./tokens.js";
 import { go } from "./address.js";
 import { shortPrompt } from "./prompt.js";
 
@@ -27,13 +27,14 @@ export async function rollouts(box, state) {
   const list = el("div", { class: "groups" });
   const more = el("button", { class: "button", hidden: true, text: "More", onclick: () => { first += PAGE; load({ append: true }); } });
   const legend = el("span", {});
+  const colours = select("Colour tokens by", [], "", (colour) => change({ colour }), { id: "colour" });
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Filter" });
   box.append(el("div", { class: "bar" },
     select("Answers of", [["rollouts", "training"], ["validation", "validation"]], wish.kind, (kind) => { wish.step = null; change({ kind, step: null }, true); }, { id: "kind" }),
     field("Step", el("span", { class: "inline" }, el("button", { class: "icon-button", title: "One step back (,)", "aria-label": "One step back", text: "‹", onclick: () => move(-1) }), stepInput,
       el("button", { class: "icon-button", title: "One step on (.)", "aria-label": "One step on", text: "›", onclick: () => move(1) }), slider)),
     select("Order", ORDERS, wish.order, (order) => change({ order }), { id: "order" }),
-    select("Colour tokens by", COLOURINGS, wish.colour, (colour) => change({ colour }), { id: "colour" }), legend),
+    colours, legend),
   el("div", { class: "bar" }, chips, search, select("in", [["step", "this step"], ["run", "all steps"]], wish.scope, (scope) => change({ scope }), { id: "scope" })),
   summary, list, more);
 
@@ -57,6 +58,8 @@ export async function rollouts(box, state) {
     const reply = await ask("steps", { run: state.run, kind: wish.kind });
     if (mine !== asked) return;
     steps = reply.steps;
+    colours.querySelector("select").replaceChildren(...colourings(reply.numbers).map(([key, text, absent]) =>
+      el("option", { value: key, selected: key === wish.colour, disabled: absent, text: absent ? `${text} (not recorded)` : text })));
     if (!steps.length) {
       list.replaceChildren();
       chips.replaceChildren();

@@ -1,7 +1,8 @@
 // Where the time goes, who works when, how fast it is, and what memory it takes.
 
-import { ask, duration, el, field, short } from "./dom.js";
+import { ask, el, field, short } from "./dom.js";
 import { baseLayout, draw, drawWhenSeen, lineLayout, lineTraces, phaseColour, plain } from "./plot.js";
+import { plotCard, showTimeline } from "./panels.js";
 import { go } from "./address.js";
 
 export async function time(box, state) {
@@ -58,31 +59,11 @@ export async function time(box, state) {
   }
 
   async function drawTimeline() {
-    if (step === null) { line.note("This run has no timeline.jsonl: it was made before timelines were recorded, or no step is done."); line.plot.hidden = true; return; }
+    line.card.hidden = step === null;
+    if (step === null) return;
     steps.value = step;
-    let timeline;
-    try {
-      timeline = await ask("timeline", { run: state.run, step });
-    } catch (error) { line.note(error.message); line.plot.hidden = true; return; }
-    line.plot.hidden = false;
-    line.note(step === 0 ? "Step 0 is the start of the run: models are built and validated." : "");
-    const workers = [...new Set(timeline.spans.map((span) => span.worker))].sort((a, b) => order(a) - order(b));
-    const phases = [...new Set(timeline.spans.map((span) => span.phase))];
-    const named = new Map();
-    for (const phase of phases) if (!named.has(phaseColour(phase))) named.set(phaseColour(phase), reply.words[phase] ?? phase.replaceAll("_", " "));
-    line.legend([...named].map(([shade, name]) => [name, shade]));
-    const last = Math.max(...timeline.spans.map((span) => span.end));
-    line.plot.style.height = `${Math.max(170, 44 + 26 * workers.length)}px`;
-    drawWhenSeen(line.plot, () => draw(line.plot, phases.map((phase) => {
-      const spans = timeline.spans.filter((span) => span.phase === phase);
-      return {
-        type: "bar", orientation: "h", name: plain(phase), y: spans.map((span) => plain(span.worker)), base: spans.map((span) => span.start),
-        x: spans.map((span) => Math.max(span.end - span.start, 0)), marker: { color: phaseColour(phase), line: { width: 0.5, color: "rgba(255,255,255,.4)" } },
-        customdata: spans.map((span) => [duration(span.end - span.start), duration(span.start), span.memory === null ? "" : `, ${short(span.memory)} GiB`]),
-        hovertemplate: `${plain(phase)}: %{customdata[0]}, begins at %{customdata[1]}%{customdata[2]}<extra></extra>`,
-      };
-    }), baseLayout({ barmode: "overlay", bargap: 0.25, hovermode: "closest", yaxis: { autorange: "reversed", categoryorder: "array", categoryarray: workers, fixedrange: true },
-      xaxis: { ticksuffix: " s", range: [0, last * 1.01] } })));
+    await showTimeline(line, { run: state.run, step }, reply);
+    if (step === 0) line.note("Step 0 is the start of the run: models are built and validated.");
   }
 
   function drawRates() {
@@ -128,18 +109,4 @@ export async function time(box, state) {
     step = Math.min(reply.timeline_steps[1], Math.max(reply.timeline_steps[0], step + (key === "." ? 1 : -1)));
     drawTimeline();
   } };
-}
-
-const order = (worker) => (worker === "driver" ? -1 : Number(worker.replace(/\D/g, "")) || 0);
-
-function plotCard(title, ...controls) {
-  const plot = el("div", { class: "plot", data: { chart: title } });
-  const names = el("div", { class: "legend" });
-  const words = el("p", { class: "soft note", hidden: true });
-  const card = el("section", { class: "card chart", "aria-label": title }, el("header", {}, el("h2", { text: title }), ...controls), names, plot, words);
-  return {
-    card, plot,
-    note: (text) => { words.textContent = text; words.hidden = !text; },
-    legend: (entries) => names.replaceChildren(...entries.map(([name, colour]) => el("span", {}, el("i", { class: "dot", style: `background:${colour}` }), name))),
-  };
 }

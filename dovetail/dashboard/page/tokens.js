@@ -2,12 +2,21 @@
 
 import { ask, el, short } from "./dom.js";
 
-export const COLOURINGS = [["", "plain text"], ["token_advantages", "advantage"], ["token_logprob_gaps", "log-prob gap"], ["token_entropies", "entropy"]];
+const COLOURINGS = [["", "plain text"], ["token_advantages", "advantage"], ["token_logprob_gaps", "log-prob gap"], ["token_entropies", "entropy"], ["token_versions", "weight version"]];
 const ABSENT = {
   token_advantages: "This answer has no advantages of single tokens on record.",
   token_logprob_gaps: "No log-prob gaps on record: they need actor_rollout_ref.rollout.calculate_log_probs=True and a pass for the old log-probs (more than one optimizer step a batch).",
   token_entropies: "No entropies on record: they come with the pass for the old log-probs (more than one optimizer step a batch).",
+  token_versions: "No weight versions on record: this run was made before they were.",
 };
+// By updates behind, the last for all that are further: from fresh over near to far.
+const LAGS = ["#12b886", "#339af0", "#845ef7", "#f59f00", "#e8590c", "#e03131"];
+export const lagColour = (lag) => LAGS[Math.min(Math.max(lag, 0), LAGS.length - 1)];
+
+// What the tokens of this run can be coloured by: key, name, and whether it is missing. Versions only where they differ.
+export function colourings(recorded) {
+  return COLOURINGS.map(([key, name]) => [key, name, Boolean(key) && !recorded.includes(key)]).filter(([key, , absent]) => key !== "token_versions" || !absent);
+}
 const ENDS = { token_advantages: ["lower", "higher"], token_logprob_gaps: ["engine surer", "trainer surer"], token_entropies: ["sure", "unsure"] };
 
 // Signed numbers go from orange over nothing to blue, entropies from nothing to purple.
@@ -23,22 +32,34 @@ export async function colouredAnswer(answer, where, kind) {
   const values = whole[kind];
   if (!values || !whole.token_ends) return el("div", {}, el("p", { class: "soft note", text: ABSENT[kind] }), el("div", { class: "text", text: answer.response }));
   const letters = [...whole.response].length === whole.response.length ? whole.response : [...whole.response];
-  const largest = largestOf(values, kind);
+  const largest = kind === "token_versions" ? 0 : largestOf(values, kind);
+  const behind = (index) => (values[index] < 0 ? null : whole.step - 1 - values[index]);
   const box = el("div", { class: "text tokens" });
   let start = 0;
   whole.token_ends.forEach((end, index) => {
     const text = typeof letters === "string" ? letters.slice(start, end) : letters.slice(start, end).join("");
     start = end;
     const facts = [`token ${index + 1}, id ${whole.response_ids?.[index] ?? "?"}`];
-    for (const [name, title] of COLOURINGS.slice(1)) if (whole[name]) facts.push(`${title} ${short(whole[name][index])}`);
-    box.append(el("span", { class: text ? "token" : "token special", style: `background:${shade(values[index], largest, kind)}`,
+    for (const [name, title] of COLOURINGS.slice(1, -1)) if (whole[name]) facts.push(`${title} ${short(whole[name][index])}`);
+    if (whole.token_versions) facts.push(versionWords(whole.token_versions[index], whole.step));
+    const colour = kind === "token_versions" ? (behind(index) === null ? "none" : `${lagColour(behind(index))}66`) : shade(values[index], largest, kind);
+    box.append(el("span", { class: text ? "token" : "token special", style: `background:${colour}`,
       data: { tip: facts.join("\n") }, text: text || "∎" }));
   });
   return box;
 }
 
+function versionWords(version, step) {
+  if (version < 0) return "not sampled";
+  const lag = step - 1 - version;
+  return `weights of step ${version}${lag ? `, ${lag} update${lag > 1 ? "s" : ""} behind` : " (fresh)"}`;
+}
+
 export function colourLegend(kind) {
   if (!kind) return null;
+  if (kind === "token_versions") {
+    return el("span", { class: "scale soft" }, "updates behind:", LAGS.map((colour, lag) => [el("i", { style: `background:${colour}66` }), lag === LAGS.length - 1 ? `${lag}+` : String(lag)]).flat());
+  }
   const [low, high] = ENDS[kind];
   const steps = kind === "token_entropies" ? [0, 0.25, 0.5, 0.75, 1] : [-1, -0.5, 0, 0.5, 1];
   return el("span", { class: "scale soft" }, low, ...steps.map((step) => el("i", { style: `background:${shade(step, 1, kind)}` })), high);
