@@ -52,6 +52,7 @@ class Renderer(Protocol):
         *,
         closed: bool,
         tools: Sequence[dict[str, Any]] | None = None,
+        stop_id: int | None = None,
     ) -> Sequence[int] | None: ...
 
 
@@ -115,8 +116,8 @@ class Session:
         """
         self.name = name
         self.tools: Any = None
-        """The trajectory's tools (`loops.CheckedTools`), where its loop has any."""
-        self.events: list[dict[str, Any]] = []
+        """The trajectory's `calls.CheckedTools`."""
+        self.events: list[dict[str, Any]] = list((state or {}).get("events", ()))
         self._settings = settings
         self._generate = generate
         self._abort = abort
@@ -176,6 +177,11 @@ class Session:
     # ---- what came of it ----
 
     @property
+    def num_asked(self) -> int:
+        """Turns that were asked for."""
+        return self._num_asked
+
+    @property
     def turns(self) -> list[Turn]:
         return [self._turns[number] for number in sorted(self._turns)]
 
@@ -201,7 +207,7 @@ class Session:
             if self._request_id(node) in partial:
                 begun.add(replace(partial[self._request_id(node)], finish_reason="running"))
             nodes.append(begun)
-        return {"nodes": [asdict(node) for node in [*nodes, *self._recorded.values()]]}
+        return {"nodes": [asdict(node) for node in [*nodes, *self._recorded.values()]], "events": list(self.events)}
 
     # ---- inside ----
 
@@ -214,6 +220,7 @@ class Session:
         asked = canonical(messages)
         if recorded is not None:
             if (canonical(recorded.messages), recorded.tools) == (asked, tools):
+                recorded.reward = None  # the loop gives it again
                 return recorded
             # The loop does something else this time: what it did before is of no use from here on.
             self._recorded.clear()
@@ -222,8 +229,13 @@ class Session:
         observed = None
         if parent is not None:
             known = len(parent.messages) + 1
+            closed = parent.finish_reason == "stop"
             observed = self._settings.renderer.extend(
-                messages[:known], messages[known:], closed=parent.finish_reason == "stop", tools=tools or None
+                messages[:known],
+                messages[known:],
+                closed=closed,
+                tools=tools or None,
+                stop_id=parent.token_ids[-1] if closed else None,
             )
             if observed is None and not self._settings.branches:
                 roles = ", ".join(str(message.get("role")) for message in messages[known:])

@@ -35,6 +35,7 @@ class FakeRenderer:
         *,
         closed: bool,
         tools: Sequence[dict[str, Any]] | None = None,
+        stop_id: int | None = None,
     ) -> list[int] | None:
         if any(message["role"] in self.rewrites for message in new):
             return None

@@ -1,0 +1,137 @@
+"""Run one trajectory to its end: its deadline, and which of the outcomes it has. Whatever it raises stays inside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.agents.calls import CallSettings, CheckedTools
+from dovetail.agents.loops import AgentLoop
+from dovetail.agents.session import RewrittenHistoryError, Session, TrajectoryEnd
+from dovetail.agents.types import GRADED, InfrastructureError, Outcome, Task, Toolbox, Trajectory
+from dovetail.rollout.base import EngineError
+
+logger = logging.getLogger(__name__)
+
+FATAL = (EngineError, RewrittenHistoryError)
+"""What concerns the whole run, and is not the outcome of a trajectory."""
+
+
+class Deadline:
+    """A limit that can be held while the engine does not generate. `passed` is set when it is over."""
+
+    def __init__(self, seconds: float) -> None:
+        self.passed = asyncio.Event()
+        self._left = seconds
+        self._since: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def go(self) -> None:
+        """Let the time run."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._since = loop.time()
+            self._timer = loop.call_later(self._left, self.passed.set)
+
+    def hold(self) -> None:
+        """Stop the time."""
+        if self._timer is not None and self._since is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._left = max(0.0, self._left - (asyncio.get_running_loop().time() - self._since))
+
+
+async def run_trajectory(
+    task: Task,
+    loop: AgentLoop,
+    session: Session,
+    toolbox: Toolbox,
+    settings: CallSettings,
+    deadline: Deadline,
+    *,
+    tools_state: Any = None,
+) -> Trajectory:
+    """Drive the session to its end. Raises what concerns the whole run only; when cancelled, its tools are closed."""
+    outcome: Outcome = "finished"
+    error, reward = "", None
+
+    async def drive() -> float | None:
+        session.tools = await CheckedTools.open(toolbox, task, session, settings, tools_state)
+        return await loop(task, session)
+
+    try:
+        try:
+            reward = await _until(deadline, drive())
+        except TrajectoryEnd as end:
+            outcome = end.outcome
+        except InfrastructureError as failure:
+            outcome, error = "infra", str(failure)
+        except FATAL:
+            raise
+        except Exception as failure:
+            outcome, error = "tool_error", f"{type(failure).__name__}: {failure}"
+            logger.warning("trajectory %s ended with an exception", session.name, exc_info=failure)
+        await session.end()
+        if outcome in GRADED and reward is None and session.tools is not None:
+            try:
+                reward = await session.tools.reward()
+            except InfrastructureError as failure:
+                outcome, error = "infra", str(failure)
+            except Exception as failure:  # noqa: BLE001 - as above
+                outcome, error = "tool_error", f"{type(failure).__name__}: {failure}"
+    finally:
+        deadline.hold()
+        await _close(session)
+    if error:
+        session.events.append({"kind": "error", "turn": None, "failure": outcome, "result": error})
+    return Trajectory(
+        task,
+        session.segments(),
+        outcome,
+        reward if reward is None else float(reward),
+        tuple(session.messages),
+        tuple(session.events),
+        error,
+        _metrics(session),
+    )
+
+
+async def _until(deadline: Deadline, work: Any) -> Any:
+    """The result of `work`; `TrajectoryEnd` once the deadline has passed, also where the work cannot be cancelled."""
+    task, passed = asyncio.ensure_future(work), asyncio.ensure_future(deadline.passed.wait())
+    deadline.go()
+    try:
+        # The deadline is the limit: held while the engine does not generate, it passes in the end.
+        await asyncio.wait({task, passed}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise TrajectoryEnd("time_limit")
+        return task.result()
+    finally:
+        task.cancel()
+        passed.cancel()
+
+
+async def _close(session: Session) -> None:
+    if session.tools is None:
+        return
+    try:
+        await session.tools.close()
+    except Exception as error:  # noqa: BLE001 - the trajectory is over; a tool that does not close changes nothing
+        logger.warning("the tools of trajectory %s did not close: %s: %s", session.name, type(error).__name__, error)
+
+
+def _metrics(session: Session) -> Mapping[str, float]:
+    """Counts and seconds by kind, and what tools reported."""
+    events = session.events
+    turns, calls = ([event for event in events if event["kind"] == kind] for kind in ("generate", "tool"))
+    return {
+        "num_turns": float(len(session.turns)),
+        "tool_calls": float(len(calls)),
+        "tool_failures": float(sum("failure" in event for event in calls)),
+        "retries": float(sum(event["kind"] == "retry" for event in events)),
+        "generate_s": sum(event["seconds"] for event in turns),
+        "tool_s": sum(event["seconds"] for event in calls),
+        **({} if session.tools is None else {f"tool/{name}": value for name, value in session.tools.metrics.items()}),
+    }
