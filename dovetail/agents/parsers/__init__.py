@@ -1,0 +1,61 @@
+"""Sampled ids to what was said and which tools were called, by the names that `multi_turn.format` has in verl."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dovetail.agents.parsers.base import Parser, Schemas
+from dovetail.agents.parsers.gpt_oss import GptOssParser
+from dovetail.agents.parsers.hermes import HermesParser
+from dovetail.agents.parsers.llama3_json import Llama3JsonParser
+from dovetail.agents.parsers.qwen3_coder import Qwen3CoderParser
+from dovetail.agents.types import ToolCall
+
+__all__ = ["PARSERS", "Parser", "register_parser", "turn_parser"]
+
+
+class TextParser:
+    """For tasks without tools: finds no calls."""
+
+    def parse(self, token_ids: Sequence[int], text: str, tools: Schemas = ()) -> tuple[str, list[ToolCall]]:
+        return text, []
+
+
+PARSERS: dict[str, Callable[[], Parser]] = {
+    "hermes": HermesParser,
+    "qwen": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "gpt-oss": GptOssParser,
+    "text": TextParser,
+}
+
+
+def register_parser(name: str) -> Callable[[type], type]:
+    """A decorator for a class with `parse`: `multi_turn.format=name` then takes it."""
+
+    def register(parser: type) -> type:
+        PARSERS[name] = parser
+        return parser
+
+    return register
+
+
+def turn_parser(name: str, tokenizer: Any) -> Callable[..., tuple[str, list[ToolCall]]]:
+    """`parse(ids, tools=())` of this format: ids of a turn without its stop token to text and calls."""
+    if name not in PARSERS:
+        raise ValueError(f"multi_turn.format={name} is not known; use one of {', '.join(PARSERS)}.")
+    parser = PARSERS[name]()
+    special = {
+        str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and "think>" not in str(token)
+    }
+    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+
+    def parse(ids: Sequence[int], tools: Schemas = ()) -> tuple[str, list[ToolCall]]:
+        said, calls = parser.parse(ids, tokenizer.decode(list(ids), skip_special_tokens=False), tools)
+        said = pattern.sub("", said)
+        return (said.strip() if calls else said), calls
+
+    return parse

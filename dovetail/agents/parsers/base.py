@@ -1,0 +1,75 @@
+"""What a parser is, and the parts that several formats share. Executes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from dovetail.agents.types import ToolCall
+
+Schemas = Sequence[Mapping[str, Any]]
+_NAME = re.compile(r'"name"\s*:\s*"([^"]*)"')
+
+
+class Parser(Protocol):
+    """One model family's way to write calls. A call that cannot be read is a call with `error`, never an exception."""
+
+    def parse(self, token_ids: Sequence[int], text: str, tools: Schemas = ()) -> tuple[str, list[ToolCall]]:
+        """What was said and what was called, of a turn without its stop token.
+
+        `text` is decoded with its special tokens. Thinking stays in what was said, as <think>...</think>.
+        """
+        ...
+
+
+def call_id(index: int) -> str:
+    """Nine letters and digits: some templates refuse any other id."""
+    return f"call{index:05d}"
+
+
+def after_thinking(text: str) -> int:
+    """Where the thinking ends: what looks like a call before it is none. A thought without end is all there is."""
+    end = text.rfind("</think>")
+    if end >= 0:
+        return end + len("</think>")
+    return len(text) if text.lstrip().startswith("<think>") else 0
+
+
+def calls_of_json(written: str, first: int, *, text: str, arguments: Sequence[str] = ("arguments",)) -> list[ToolCall]:
+    """The calls in a piece of JSON, an object or a list of them; `arguments` are the keys that may hold theirs."""
+    try:
+        value = json.loads(written)
+    except ValueError as error:
+        name = _NAME.search(written)
+        return [failed(f"the call is not valid JSON: {error}", first, text, name.group(1) if name else "")]
+    values = value if isinstance(value, list) else [value]
+    return [call_of(entry, first + i, text=text, arguments=arguments) for i, entry in enumerate(values)]
+
+
+def call_of(value: Any, index: int, *, text: str, arguments: Sequence[str] = ("arguments",)) -> ToolCall:
+    """The call that a JSON value describes."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return failed("a call is an object with a name and arguments", index, text)
+    given = next((value[key] for key in arguments if key in value), {})
+    if isinstance(given, str):
+        return arguments_of(given, value["name"], index, text)
+    if not isinstance(given, dict):
+        return failed(f"the arguments are {json.dumps(given)}, not an object", index, text, value["name"])
+    return ToolCall(value["name"], given, call_id(index), text)
+
+
+def arguments_of(written: str, name: str, index: int, text: str) -> ToolCall:
+    """A call of which only the arguments are JSON."""
+    try:
+        value = json.loads(written) if written.strip() else {}
+    except ValueError as error:
+        return failed(f"the arguments are not valid JSON: {error}", index, text, name)
+    if not isinstance(value, dict):
+        return failed(f"the arguments are {json.dumps(value)}, not an object", index, text, name)
+    return ToolCall(name, value, call_id(index), text)
+
+
+def failed(error: str, index: int, text: str, name: str = "") -> ToolCall:
+    return ToolCall(name, None, call_id(index), text, error)

@@ -1,0 +1,23 @@
+"""Calls as JSON between <tool_call> and </tool_call>: Hermes, Qwen 2.5 and 3, SmolLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dovetail.agents.parsers.base import Schemas, after_thinking, calls_of_json
+from dovetail.agents.types import ToolCall
+
+TOOL_CALL = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+"""A tag that is not closed ends at the next one, or with the turn."""
+
+
+class HermesParser:
+    """Reads one call, or a list of them, from each tag."""
+
+    def parse(self, token_ids: Sequence[int], text: str, tools: Schemas = ()) -> tuple[str, list[ToolCall]]:
+        start = after_thinking(text)
+        calls: list[ToolCall] = []
+        for match in TOOL_CALL.finditer(text, start):
+            calls += calls_of_json(match.group(1), len(calls), text=match.group().strip())
+        return text[:start] + TOOL_CALL.sub("", text[start:]), calls
