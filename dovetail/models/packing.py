@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-@dataclass(eq=False)  # not frozen: compiled layers look at every field of a frozen one, and compile anew when it differs
+@dataclass(
+    eq=False
+)  # not frozen: compiled layers look at every field of a frozen one, and compile anew when it differs
 class PackedSegments:
     """Where sequences begin and end in a packed row, and who shares the row.
 
