@@ -16,11 +16,12 @@ from dovetail.controller import (
     stop_ray,
 )
 from tests.controller.worker_examples import Collective
+from tests.ray_workers import quick_workers
 
 
 @pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
-    start_ray(num_cpus=8, object_store_memory=256 * 1024**2)
+    start_ray(num_cpus=8, object_store_memory=256 * 1024**2, runtime_env=quick_workers())
     yield
     stop_ray()
 

@@ -16,6 +16,7 @@ import torch
 from dovetail.controller import start_ray, stop_ray
 from dovetail.protocol import DataProto, is_readonly
 from tests.protocol.batches import assert_same, make_batch
+from tests.ray_workers import quick_workers
 
 pytestmark = pytest.mark.distributed
 
@@ -35,7 +36,7 @@ class Scribbler:
 def workers() -> Iterator[list[Any]]:
     # Another module's Ray may still run in this process: use it, and leave it to its owner.
     owns_ray = not ray.is_initialized()
-    start_ray(num_cpus=2, object_store_memory=256 * 2**20, log_to_driver=False)
+    start_ray(num_cpus=2, object_store_memory=256 * 2**20, log_to_driver=False, runtime_env=quick_workers())
     try:
         yield [ray.remote(num_cpus=0)(Scribbler).remote() for _ in range(2)]
     finally:

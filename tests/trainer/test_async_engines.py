@@ -16,7 +16,7 @@ from dovetail.trainer.run import run_training
 from tests.ranks import run_alone
 from tests.trainer.test_async_runs import FRESH, checked_ledger, same_run, weights
 from tests.trainer.test_resume import answers
-from tests.trainer.toy_run import make_toy, train_apart
+from tests.trainer.toy_run import make_toy, train_apart, with_quick_workers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -117,7 +117,7 @@ def test_responses_of_a_killed_engine_go_on_from_the_tokens_seen(tmp_path: Path)
         f"{R}.restart_engine": 1,
         "data.max_response_length": 48,
     }
-    run_alone(_train_with_a_kill, tmp_path, changes, timeout=600.0)
+    run_alone(_train_with_a_kill, tmp_path, with_quick_workers(changes), timeout=600.0)
     folder = tmp_path / "run"
     assert checked_ledger(folder, bound=2).counts() == {"trained": 16}
     assert [event["kind"] for event in RunFolder(folder).read_events() if event["kind"] == "engine_restart"]

@@ -24,6 +24,7 @@ from dovetail.trainer.engines import SeparateEngines
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.workers.weight_check import SentWeights
 from dovetail.workers.weight_sending import SendResult
+from tests.ray_workers import quick_workers
 from tests.trainer.test_workers import answers, assert_close
 from tests.trainer.toy_run import Toy, train, train_apart
 from tests.waiting import wait_until, wait_until_it_works
@@ -66,7 +67,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleGroups]:
             f"{R}.restart_engine": 1,
         },
     )
-    start_ray(num_cpus=6, object_store_memory=256 * 1024**2)
+    start_ray(num_cpus=6, object_store_memory=256 * 1024**2, runtime_env=quick_workers())
     built = create_groups(config, use_ray=True, use_gpu=False)
     built.init_policy(4)
     yield built

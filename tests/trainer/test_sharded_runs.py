@@ -25,7 +25,7 @@ KEYS: dict[str, Any] = {
     f"{A}.optim.eps": 1e-3,
     "trainer.total_training_steps": 2,
     "trainer.save_freq": 1,
-    "ray_init": {"object_store_memory": 128 << 20},
+    "ray_init.object_store_memory": 128 << 20,
 }
 
 

@@ -21,7 +21,7 @@ from dovetail.controller.reaper import tagged_processes
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.groups import create_groups
 from tests.trainer.test_faults import all_end, running
-from tests.trainer.toy_run import Toy, repeatable, train, train_apart
+from tests.trainer.toy_run import Toy, repeatable, train, train_apart, with_quick_workers
 from tests.workers.tiny_run import rollout_batch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -94,7 +94,7 @@ def test_two_workers_continue_the_checkpoint_of_one(toy: Toy, tmp_path: Path, on
         "trainer.resume_mode": "resume_path",
         "trainer.resume_from_path": str(one_worker / "global_step_2"),
     }
-    result, rows = train(toy.config(tmp_path, {**KEYS, **keys}), use_ray=True)
+    result, rows = train(toy.config(tmp_path, with_quick_workers({**KEYS, **keys})), use_ray=True)
     assert result.steps == STEPS
     expected = RunFolder(one_worker).read_metrics()
     assert [row["step"] for row in rows] == list(range(2, STEPS + 1))

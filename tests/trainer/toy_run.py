@@ -17,6 +17,7 @@ from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.run import RunResult, run_training
 from tests.models.tiny import save_tiny_model
 from tests.ranks import run_alone
+from tests.ray_workers import quick_workers
 
 PROMPT, RESPONSE = 32, 8
 NOT_REPEATABLE = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
@@ -138,8 +139,13 @@ def train_apart(
     folder: Path, changes: Mapping[str, Any], *, use_ray: bool = False, make: Callable[[Path], Toy] = make_toy
 ) -> Path:
     """The folder of a run in a process of its own, on a model and data of its own."""
-    run_alone(_train_here, folder, changes, use_ray, make, timeout=600.0)
+    run_alone(_train_here, folder, with_quick_workers(changes) if use_ray else changes, use_ray, make, timeout=600.0)
     return folder / "run"
+
+
+def with_quick_workers(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """For a run on Ray whose workers' start is not what the test is about."""
+    return {**changes, "ray_init.runtime_env": quick_workers()}
 
 
 def _train_here(

@@ -22,6 +22,7 @@ from dovetail.protocol import DataProto, validate_stage
 from dovetail.trainer.arrange import arrange_rows
 from dovetail.trainer.groups import RoleGroups, create_groups
 from tests.models.tiny import tiny_tokenizer
+from tests.ray_workers import quick_workers
 from tests.workers.tiny_run import (
     MINI_BATCH,
     PROMPT,
@@ -84,7 +85,7 @@ def two_processes(models: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     offload = {f"{role}.fsdp_config": {"param_offload": True} for role in frozen}
     offload |= {f"{role}.fsdp_config": {"param_offload": True, "optimizer_offload": True} for role in training}
     config = config_of(models, 2, **offload)
-    start_ray(num_cpus=4, object_store_memory=256 * 1024**2)
+    start_ray(num_cpus=4, object_store_memory=256 * 1024**2, runtime_env=quick_workers())
     groups = create_groups(config, use_ray=True, use_gpu=False)
     yield play(config, groups, tmp_path_factory.mktemp("two"))
     groups.shutdown()
