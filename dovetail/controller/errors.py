@@ -106,6 +106,7 @@ def _from_the_workers_code(exception: BaseException) -> TracebackType | None:
 
 def _survives_pickling(exception: BaseException) -> bool:
     try:
+        # An object of this process, there and back: nothing from outside is unpickled.
         return type(pickle.loads(pickle.dumps(exception))) is type(exception)
     except Exception:  # noqa: BLE001  any class may define any __reduce__; failing to pickle only costs the `exception` field
         return False

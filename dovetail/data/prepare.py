@@ -37,16 +37,8 @@ def gsm8k_rows(
         if max_calculations is not None and str(answer).count("<<") > max_calculations:
             continue
         info = {"split": split, "index": index, "answer": answer, "question": question}
-        rows.append(
-            prompt_row(
-                data_source=GSM8K_SOURCE,
-                question=_ask(str(question), instruction),
-                ground_truth=truth.strip().replace(",", ""),
-                ability="math",
-                extra_info=info,
-                system=system,
-            )
-        )
+        asked = _ask(str(question), instruction)
+        rows.append(_math_row(GSM8K_SOURCE, asked, truth.strip().replace(",", ""), info, system))
     return rows
 
 
@@ -66,17 +58,15 @@ def math_rows(
         if truth is None:
             raise DataError(f"row {index} of MATH has no \\boxed answer in its solution: {solution[-60:]!r}.")
         info = {"split": split, "index": index, "level": str(row.get("level", "")), "type": str(row.get("type", ""))}
-        rows.append(
-            prompt_row(
-                data_source=MATH_SOURCE,
-                question=_ask(str(_field(row, "problem", index)), instruction),
-                ground_truth=truth,
-                ability="math",
-                extra_info=info,
-                system=system,
-            )
-        )
+        asked = _ask(str(_field(row, "problem", index)), instruction)
+        rows.append(_math_row(MATH_SOURCE, asked, truth, info, system))
     return rows
+
+
+def _math_row(source: str, question: str, truth: str, info: dict[str, Any], system: str | None) -> dict[str, Any]:
+    return prompt_row(
+        data_source=source, question=question, ground_truth=truth, ability="math", extra_info=info, system=system
+    )
 
 
 def question_rows(

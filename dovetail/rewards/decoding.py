@@ -40,7 +40,7 @@ class DecoderSource:
 
             core = Tokenizer.from_str(self.definition)
             return lambda ids: core.decode(ids.tolist(), skip_special_tokens=True)
-        tokenizer = pickle.loads(self.pickled)
+        tokenizer = pickle.loads(self.pickled)  # of the driver's own tokenizer, over the pipe that started this process
         return lambda ids: tokenizer.batch_decode([ids.tolist()], skip_special_tokens=True)[0]
 
 

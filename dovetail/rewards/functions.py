@@ -54,16 +54,6 @@ class StartMessage:
         return BATCH_ARGUMENTS if self.is_batch else ARGUMENTS
 
 
-def spec_of(function: Callable[..., Any], *, weight: float = 1.0, **kwargs: Any) -> FunctionSpec:
-    """The address of a function at the top of an importable module."""
-    if "<" in function.__qualname__ or "." in function.__qualname__ or function.__module__ == "__main__":
-        raise RewardError(
-            f"{function.__module__}.{function.__qualname__} cannot be found by another process; "
-            "move it to the top of a module that can be imported."
-        )
-    return FunctionSpec(f"pkg://{function.__module__}", function.__qualname__, kwargs, weight, key="function")
-
-
 def load_function(spec: FunctionSpec, arguments: Sequence[str] = ARGUMENTS) -> Callable[..., Any]:
     """Import the function and check that it takes the arguments it will be given."""
     importlib.invalidate_caches()

@@ -66,6 +66,8 @@ class WorkerHandle:
         return self.start_failure is None and (not self.is_ready or self.future is not None)
 
     def receive(self) -> tuple[str, Any]:
+        # Unpickling runs code of the sender's choice. The sender is a process of ours that runs the user's own reward
+        # function; programs that a model wrote run in yet another process, and only their output is read (`sandbox`).
         message = self.connection.recv_bytes()
         try:
             return pickle.loads(message)

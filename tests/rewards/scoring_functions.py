@@ -7,7 +7,15 @@ import ctypes
 import os
 import subprocess
 import threading
+from collections.abc import Callable
 from typing import Any
+
+from dovetail.rewards.functions import FunctionSpec
+
+
+def spec_of(function: Callable[..., Any], *, weight: float = 1.0, **kwargs: Any) -> FunctionSpec:
+    """Where another process finds one of these."""
+    return FunctionSpec(f"pkg://{__name__}", function.__name__, kwargs, weight)
 
 
 def length(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dovetail.rewards.errors import Failure, RewardError
-from dovetail.rewards.functions import FunctionSpec, spec_of
+from dovetail.rewards.functions import FunctionSpec
 from dovetail.rewards.pool import KillablePool
 from tests.rewards import scoring_functions
 from tests.waiting import is_running, wait_until_gone
@@ -27,7 +27,7 @@ def call(answer: str, ground_truth: Any = None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[KillablePool]:
-    pool = KillablePool([spec_of(scoring_functions.misbehave)], num_workers=2, timeout_seconds=1.0)
+    pool = KillablePool([scoring_functions.spec_of(scoring_functions.misbehave)], num_workers=2, timeout_seconds=1.0)
     yield pool
     pool.close()
 
@@ -68,7 +68,7 @@ def test_a_timeout_also_kills_what_the_function_started(pool: KillablePool, tmp_
 
 
 def test_a_worker_killed_from_outside_is_replaced() -> None:
-    pool = KillablePool([spec_of(scoring_functions.length)], num_workers=1, timeout_seconds=30)
+    pool = KillablePool([scoring_functions.spec_of(scoring_functions.length)], num_workers=1, timeout_seconds=30)
     try:
         os.kill(pool.pids()[0], signal.SIGKILL)
         outcomes = [pool.submit(call("four")).result(30) for _ in range(3)]
@@ -91,7 +91,7 @@ def test_a_process_that_cannot_be_replaced_fails_its_calls_and_hangs_none(tmp_pa
 
 
 def test_closing_ends_every_process_and_every_future() -> None:
-    pool = KillablePool([spec_of(scoring_functions.misbehave)], num_workers=1, timeout_seconds=100)
+    pool = KillablePool([scoring_functions.spec_of(scoring_functions.misbehave)], num_workers=1, timeout_seconds=100)
     pids = pool.pids()
     futures = [pool.submit(call("sleep")) for _ in range(3)]
     pool.close()

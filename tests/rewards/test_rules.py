@@ -109,7 +109,7 @@ def test_math_takes_the_box_of_a_worked_solution_as_the_truth() -> None:
         ("", "A", 0.0),
     ],
 )
-def test_multiple_choice_reads_the_letter_settled_on(answer: str, truth: Any, score: float) -> None:
+def test_multiple_choice_reads_the_letter_of_the_answer(answer: str, truth: Any, score: float) -> None:
     assert multiple_choice.compute_score(answer, truth)["score"] == score
 
 

@@ -13,7 +13,7 @@ from dovetail.config import DovetailConfig
 from dovetail.protocol import DataProto, validate_stage
 from dovetail.rewards.build import build_reward_runner
 from dovetail.rewards.errors import RewardError
-from dovetail.rewards.functions import FunctionSpec, spec_of
+from dovetail.rewards.functions import FunctionSpec
 from dovetail.rewards.managers import BatchRewardManager, DAPORewardManager
 from dovetail.rewards.runner import RewardRunner
 from tests.models.tiny import tiny_tokenizer
@@ -58,7 +58,7 @@ def test_the_score_is_on_the_last_sampled_token_and_nowhere_else() -> None:
     batch = answers("abc", "abcdef")
     batch.tensors["response_mask"][1, 4:] = 0  # The answer ends in tool output, which the policy did not write.
     validate_stage(batch, "reward")
-    with runner(spec_of(functions.length, scale=2.0)) as reward:
+    with runner(functions.spec_of(functions.length, scale=2.0)) as reward:
         result = reward.score(batch)
     scores = result.columns.tensors["token_level_scores"]
     assert scores[0, 2] == 6.0
@@ -69,7 +69,7 @@ def test_the_score_is_on_the_last_sampled_token_and_nowhere_else() -> None:
 
 
 def test_a_failed_row_is_marked_and_counted_never_scored() -> None:
-    with runner(spec_of(functions.misbehave), num_workers=2, max_failed_share=0.5) as reward:
+    with runner(functions.spec_of(functions.misbehave), num_workers=2, max_failed_share=0.5) as reward:
         result = reward.score(answers("good", "raise", "good", "nan", "good", "sleep"))
     assert result.columns.tensors["reward_failed"].tolist() == [False, True, False, True, False, True]
     assert result.metrics["reward/failed"] == 3
@@ -79,7 +79,7 @@ def test_a_failed_row_is_marked_and_counted_never_scored() -> None:
 
 
 def test_too_many_failures_stop_the_run_with_the_first_traceback() -> None:
-    with runner(spec_of(functions.misbehave)) as reward, pytest.raises(RewardError) as error:
+    with runner(functions.spec_of(functions.misbehave)) as reward, pytest.raises(RewardError) as error:
         reward.score(answers("good", "raise", "raise", "good"))
     assert "of 4 answers could not be scored" in str(error.value)
     assert "at most 20% may fail (reward_model.max_failed_share)" in str(error.value)
@@ -87,7 +87,7 @@ def test_too_many_failures_stop_the_run_with_the_first_traceback() -> None:
 
 
 def test_an_async_function_returns_columns_of_its_own() -> None:
-    with runner(spec_of(functions.slow_judge)) as reward:
+    with runner(functions.spec_of(functions.slow_judge)) as reward:
         pending = reward.submit(answers("good", "bad"))
         result = pending.result()
     assert pending.done()
@@ -96,14 +96,14 @@ def test_an_async_function_returns_columns_of_its_own() -> None:
 
 
 def test_submitting_does_not_wait() -> None:
-    with runner(spec_of(functions.misbehave), max_failed_share=0.9) as reward:
+    with runner(functions.spec_of(functions.misbehave), max_failed_share=0.9) as reward:
         pending = reward.submit(answers("sleep", "good"))
         assert not pending.done()
         assert pending.result().columns.tensors["reward_failed"].tolist() == [True, False]
 
 
 def test_the_batch_manager_gives_all_rows_to_one_call() -> None:
-    with runner(spec_of(functions.by_batch), manager=BatchRewardManager()) as reward:
+    with runner(functions.spec_of(functions.by_batch), manager=BatchRewardManager()) as reward:
         result = reward.score(answers("a", "bb", "ccc"))
     assert result.columns.non_tensor_batch["rows"].tolist() == [3.0, 3.0, 3.0]
     assert result.columns.tensors["token_level_scores"].sum(-1).tolist() == [1.0, 2.0, 3.0]
@@ -111,7 +111,7 @@ def test_the_batch_manager_gives_all_rows_to_one_call() -> None:
 
 def test_a_batch_function_must_return_one_score_per_row() -> None:
     with (
-        runner(spec_of(functions.too_few), manager=BatchRewardManager()) as reward,
+        runner(functions.spec_of(functions.too_few), manager=BatchRewardManager()) as reward,
         pytest.raises(RewardError, match="too_few returned 1 scores for 2 answers"),
     ):
         reward.score(answers("a", "b"))
@@ -131,7 +131,7 @@ def test_dapo_punishes_length_in_training_and_leaves_accuracy_alone() -> None:
 
 
 def test_rewards_are_added_by_weight_and_stay_visible() -> None:
-    specs = (spec_of(functions.length, weight=0.5), spec_of(functions.slow_judge, weight=2.0))
+    specs = (functions.spec_of(functions.length, weight=0.5), functions.spec_of(functions.slow_judge, weight=2.0))
     with runner(*specs) as reward:
         columns = reward.score(answers("good", "bad")).columns.non_tensor_batch
     assert columns["score"].tolist() == [4.0, 1.5]
@@ -143,7 +143,7 @@ def test_reward_model_scores_are_added_and_a_nan_among_them_fails_its_row() -> N
     rm_scores = torch.zeros(2, WIDTH)
     rm_scores[0, 3], rm_scores[1, 2] = 2.0, float("nan")
     batch = answers("good", "bad", rm_scores=rm_scores)
-    with runner(spec_of(functions.length), rm_weight=10.0, max_failed_share=0.5) as reward:
+    with runner(functions.spec_of(functions.length), rm_weight=10.0, max_failed_share=0.5) as reward:
         result = reward.score(batch)
     assert result.columns.tensors["token_level_scores"][0, 3] == 24.0
     assert result.columns.tensors["reward_failed"].tolist() == [False, True]

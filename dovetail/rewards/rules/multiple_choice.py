@@ -1,4 +1,4 @@
-"""Multiple choice: which letter does the answer settle on? Reads a box, an `Answer:` or the last lone letter."""
+"""Multiple choice: which letter does the answer give? Reads a box, an `Answer:` or the last lone letter."""
 
 from __future__ import annotations
 
