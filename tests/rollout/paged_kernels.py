@@ -239,8 +239,15 @@ def test_a_long_sum_is_added_up_by_the_program_that_ends_last(rows: int, width: 
         assert not locks.any(), "as the next kernel needs them"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(
+    ("family", "num_splits"),
+    [
+        ("llama", 1),
+        ("qwen2", 4),  # with biases
+        pytest.param("llama", 4, marks=pytest.mark.slow),
+        pytest.param("qwen2", 1, marks=pytest.mark.slow),
+    ],
+)
 @torch.inference_mode()
 def test_a_step_of_a_small_batch_is_as_near_to_float32_as_one_of_the_plain_layers(family: str, num_splits: int) -> None:
     torch.manual_seed(9)
@@ -427,7 +434,7 @@ def test_draws_from_what_cuts_leave_are_those_of_the_plain_sampler(dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_smallest_logit_that_stays_is_that_of_a_sorted_row(dtype: torch.dtype) -> None:
     torch.manual_seed(12)
-    rows, vocabulary = 16, 1500
+    rows, vocabulary = (16, 1500) if DEVICE.type == "cuda" else (6, 700)  # the interpreter takes a second for a row
     logits = (randn(rows, vocabulary) * torch.linspace(0.5, 6, rows, device=DEVICE)[:, None]).to(dtype)
     filters = Filters(
         torch.randint(1, 2 * vocabulary, (rows,), dtype=torch.int32, device=DEVICE),

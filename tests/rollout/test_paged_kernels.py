@@ -14,14 +14,10 @@ CASES = Path(__file__).with_name("paged_kernels.py")
 Done = subprocess.CompletedProcess[str]
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Done:
-    return _run_cases("not gpu", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-
-
 @pytest.mark.engine
-def test_kernels_equal_plain_pytorch_through_tritons_interpreter(interpreted: Done) -> None:
-    _assert_passed(interpreted)
+@pytest.mark.parametrize("tier", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_equal_plain_pytorch_through_tritons_interpreter(tier: str) -> None:
+    _assert_passed(_run_cases(f"not gpu and {tier}", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES=""))
 
 
 @pytest.mark.gpu
