@@ -21,6 +21,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """After pytest-randomly: a test that kills shared servers comes last in its group. Else they are started again."""
+    if not any(item.get_closest_marker("kills") for item in items):
+        return
+    places: dict[Any, int] = {}
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        group = item.get_closest_marker("xdist_group")
+        number = places.setdefault(group.args if group else item.path, len(places))
+        return number, item.get_closest_marker("kills") is not None
+
+    items.sort(key=place)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_numbers() -> None:
     """The same seed for every test, and the settings that decide how sums are made."""

@@ -341,6 +341,7 @@ def test_another_model_is_refused_at_the_start_and_says_what_differs(
         engine.generate([GenerationRequest("odd", [320])])
 
 
+@pytest.mark.kills
 def test_a_server_killed_in_mid_batch_is_reported_and_its_requests_are_finished_by_the_other(
     servers: list[VLLMServer], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,7 +22,7 @@ from tests.ranks import run_alone, run_ranks
 from tests.rollout_sglang.conftest import needs_sglang, small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_sglang]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang"), needs_sglang]
 
 FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32"))
 PROMPT = list(range(3, 203))

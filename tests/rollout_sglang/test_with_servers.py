@@ -85,6 +85,7 @@ def test_servers_listen_on_loopback_but_for_the_store_of_torch(engine: SGLangRol
         assert server.url.removeprefix("http://127.0.0.1:") in [str(one.laddr.port) for one in heard]
 
 
+@pytest.mark.kills
 def test_killed_servers_are_replaced_by_others_then_by_new_ones_then_reported(
     engine: SGLangRollout, model: Any
 ) -> None:
