@@ -7,7 +7,7 @@ averages gradients over ranks (FSDP, DDP) must multiply the share by the number 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,9 +21,12 @@ class BatchCounts:
     """Counts of a whole mini-batch over all data-parallel ranks. Counts of its parts add up with `+` and `sum`."""
 
     num_tokens: int = 0  # response tokens the mask keeps
-    num_sequences: int = 0  # rows that keep at least one token
+    num_sequences: int = 0  # trajectories that keep at least one token; each row is one unless rows have weights
     num_rows: int = 0  # all rows, also those whose mask is empty
     response_width: int = 0  # padded response width before any trimming: the widest part's
+    row_weights: torch.Tensor | None = field(default=None, compare=False)
+    """Of the rows at hand, not of the mini-batch: the share of its trajectory's kept tokens that each row holds. None:
+    every row is a trajectory."""
 
     def __add__(self, other: BatchCounts) -> BatchCounts:
         return BatchCounts(
@@ -42,6 +45,16 @@ def count_batch(response_mask: torch.Tensor) -> BatchCounts:
     kept = response_mask.bool().sum(dim=-1)
     num_tokens, num_sequences = torch.stack((kept.sum(), (kept > 0).sum())).tolist()
     return BatchCounts(num_tokens, num_sequences, response_mask.shape[0], response_mask.shape[1])
+
+
+def trajectory_row_weights(response_mask: torch.Tensor, trajectories: torch.Tensor) -> torch.Tensor:
+    """The share of its trajectory's kept tokens that each row holds; `trajectories[i]` is the number of row i's.
+
+    They add up to 1 over a trajectory, so it weighs the same in a mean over sequences, however many rows it became.
+    """
+    kept = response_mask.bool().sum(dim=-1).double()
+    total = torch.zeros(int(trajectories.max()) + 1, dtype=torch.float64).index_add_(0, trajectories, kept)
+    return (kept / total[trajectories].clamp(min=1)).float()
 
 
 def agg_loss(
@@ -76,6 +89,8 @@ def agg_loss(
     row_losses = masked_sum(loss_mat, loss_mask, dim=-1)
     if loss_agg_mode == "seq-mean-token-mean":
         row_losses = row_losses / kept.clamp(min=1)
+        if counts is not None and counts.row_weights is not None:
+            row_losses = row_losses * counts.row_weights.to(row_losses)
     elif loss_agg_mode == "seq-mean-token-sum-norm":
         row_losses = row_losses / _horizon(loss_mask, counts, loss_scale_factor)
     # Rows without a kept token contribute 0 and are not counted.
@@ -90,8 +105,13 @@ def token_share(values: torch.Tensor, mask: torch.Tensor, counts: BatchCounts | 
 
 
 def row_share(values: torch.Tensor, mask: torch.Tensor, counts: BatchCounts | None) -> torch.Tensor:
-    """This shard's share of the mean of one value per row, over the mini-batch's rows that keep a token."""
+    """This shard's share of the mean of one value per row, over the mini-batch's rows that keep a token.
+
+    A trajectory of several rows counts as one: its rows are averaged by their tokens.
+    """
     kept = mask.bool().any(dim=-1)
+    if counts is not None and counts.row_weights is not None:
+        values = values * counts.row_weights.to(values)
     return masked_sum(values, kept) / (kept.sum().clamp(min=1) if counts is None else max(counts.num_sequences, 1))
 
 

@@ -130,10 +130,29 @@ def concat_columns(
                 f"concat: batch {number} and the first differ in columns {odd}; select or pop them, and keep a "
                 f"column a tensor, or a numpy array, in all batches."
             )
+    tensors_of = _with_equal_prompts(tensors_of, pad_token_id)
     return (
         {name: _concat(name, [part[name] for part in tensors_of], pad_token_id) for name in tensors_of[0]},
         {name: concat_arrays(name, [part[name] for part in arrays_of]) for name in arrays_of[0]},
     )
+
+
+def _with_equal_prompts(tensors_of: Sequence[Tensors], pad_token_id: int) -> Sequence[Tensors]:
+    """Batches whose prompts are equally wide: those of an agent's later segments may be longer than others."""
+    widths = [part["prompts"].shape[-1] if "prompts" in part else 0 for part in tensors_of]
+    if len(set(widths)) <= 1:
+        return tensors_of
+    padded = []
+    for part, width in zip(tensors_of, widths, strict=True):
+        missing = (max(widths) - width, 0)
+        fills = {"prompts": pad_token_id, "input_ids": pad_token_id, "attention_mask": 0, _POSITIONS: 0}
+        columns = {
+            name: torch.nn.functional.pad(part[name], missing, value=fill)
+            for name, fill in fills.items()
+            if name in part
+        }
+        padded.append({**part, **columns})
+    return padded
 
 
 def _concat(name: str, parts: Sequence[torch.Tensor], pad_token_id: int) -> torch.Tensor:

@@ -126,6 +126,13 @@ _SPECS = (
     # Advantages.
     _column("advantages", RESPONSE, FLOAT, "compute_advantage", "advantage of each response token"),
     _column("returns", RESPONSE, FLOAT, "compute_advantage", "target of the critic at each response token"),
+    _column(
+        "loss_weight",
+        ("rows",),
+        FLOAT,
+        "compute_advantage",
+        "share of its trajectory's trained tokens that a row holds; absent where each row is a trajectory",
+    ),
 )
 
 COLUMNS: dict[str, ColumnSpec] = {spec.name: spec for spec in _SPECS}
@@ -250,8 +257,14 @@ _STAGES = (
         ("token_level_rewards", "response_mask"),
         ("advantages", "returns"),
         may_read=("values", "uid", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights"),
+        may_write=("loss_weight",),
     ),
-    Stage("update_critic", (*_MODEL, "response_mask", "values", "returns"), (), may_read=("multi_modal_inputs",)),
+    Stage(
+        "update_critic",
+        (*_MODEL, "response_mask", "values", "returns"),
+        (),
+        may_read=("multi_modal_inputs", "loss_weight"),
+    ),
     Stage(
         "update_actor",
         (*_MODEL, "response_mask", "advantages"),
@@ -264,6 +277,7 @@ _STAGES = (
             "rollout_log_probs",
             "interpolation_weights",
             "multi_modal_inputs",
+            "loss_weight",
         ),
     ),
 )

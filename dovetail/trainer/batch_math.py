@@ -16,11 +16,15 @@ from dovetail.algorithms import (
     compute_rollout_correction_and_rejection_mask,
     get_adv_estimator_fn,
 )
+from dovetail.algorithms.aggregate import trajectory_row_weights
 from dovetail.algorithms.pf_ppo import draw_pf_ppo_rows
 from dovetail.algorithms.plugin_calls import named_arguments
 from dovetail.config.algorithm import AlgorithmConfig
 from dovetail.config.view import ConfigView
 from dovetail.protocol import DataProto
+from dovetail.protocol.trajectories import one_row_each, trajectories_of
+from dovetail.workers.mini_batches import MINI_BATCH_ROWS
+from dovetail.workers.shares import LOSS_WEIGHT
 
 Metrics = dict[str, float]
 
@@ -81,8 +85,15 @@ def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataP
 def add_advantages(batch: DataProto, algorithm: AlgorithmConfig, *, num_repeat: int) -> DataProto:
     """`advantages` and `returns` by the chosen estimator, which gets the columns and settings that it names.
 
-    Rows without a score are not shown to the estimator, so that their 0 is nobody's baseline; they get 0.
+    Rows without a score are not shown to the estimator, so that their 0 is nobody's baseline; they get 0. A trajectory
+    of several rows is one row for the estimator; `loss_weight` makes it weigh as one in the loss.
     """
+    trajectories = trajectories_of(batch)
+    if trajectories is not None:
+        joined = add_advantages(trajectories.join(batch), algorithm, num_repeat=num_repeat)
+        columns = {name: trajectories.split(joined.tensors[name]) for name in ("advantages", "returns")}
+        weights = trajectory_row_weights(batch.tensors["response_mask"], trajectories.number)
+        return _with(batch, **columns, loss_weight=weights)
     compares = num_repeat > 1 and algorithm.adv_estimator not in _WITHOUT_GROUPS
     scored = _scored_rows(batch, compares=compares)
     seen = batch if scored.all() else batch.select_idxs(scored)
@@ -97,6 +108,11 @@ def filtered_rows(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int) ->
     drawable = batch.tensors["response_mask"].bool().any(dim=1)
     if not drawable.any():
         return None
+    if trajectories_of(batch) is not None:
+        raise ValueError(
+            "algorithm.use_pf_ppo=True draws rows one by one, and a trajectory of this batch is several rows: the chat "
+            "template rewrites its history. Use algorithm.use_pf_ppo=False."
+        )
     settings = algorithm.pf_ppo
     return draw_pf_ppo_rows(
         scores, drawable, reweight_method=settings.reweight_method, weight_pow=settings.weight_pow, seed=seed
@@ -138,14 +154,16 @@ def _reward_components(batch: DataProto, keys: Sequence[str]) -> torch.Tensor | 
     return torch.stack([torch.tensor([float(value) for value in columns[key]]) for key in keys], dim=1)
 
 
-def add_baselines(batch: DataProto, greedy: DataProto, *, num_repeat: int) -> DataProto:
-    """The scores of each prompt's greedy answer, beside its `num_repeat` sampled ones (ReMax)."""
+def add_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
+    """The scores of each prompt's greedy answer, beside its sampled ones (ReMax)."""
+    greedy = one_row_each(greedy)
+    place = {str(uid): row for row, uid in enumerate(greedy.non_tensor_batch["uid"])}
+    rows = torch.tensor([place[str(uid)] for uid in batch.non_tensor_batch["uid"]])
     columns = {
-        "reward_baselines": greedy.tensors["token_level_scores"].sum(dim=1),
-        "baseline_failed": greedy.tensors["reward_failed"],
+        "reward_baselines": greedy.tensors["token_level_scores"].sum(dim=1)[rows],
+        "baseline_failed": greedy.tensors["reward_failed"][rows],
     }
-    repeated = {name: column.repeat_interleave(num_repeat) for name, column in columns.items()}
-    return batch.union(DataProto.from_dict(repeated))
+    return batch.union(DataProto.from_dict(columns))
 
 
 def with_baseline_failures(batch: DataProto) -> DataProto:
@@ -166,6 +184,18 @@ def mask_truncated(batch: DataProto) -> tuple[DataProto, float]:
     """Overlong filtering: answers that were cut off teach nothing about their content. Also gives their share."""
     truncated = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
     return _without_rows(batch, truncated), float(truncated.float().mean())
+
+
+def with_padding(batch: DataProto, rows: Sequence[int], mini_batch_rows: Sequence[int]) -> DataProto:
+    """The rows in this order; a negative number stands for padding: the shortest row with nothing to train on."""
+    index = torch.tensor(rows)
+    padding = index < 0
+    index[padding] = int(batch.tensors["attention_mask"].sum(dim=1).argmin())
+    padded = _without_rows(batch.select_idxs(index), padding)
+    if LOSS_WEIGHT in padded:
+        padded = _with(padded, **{LOSS_WEIGHT: padded.tensors[LOSS_WEIGHT].masked_fill(padding, 0.0)})
+    padded.meta_info = {**padded.meta_info, MINI_BATCH_ROWS: list(mini_batch_rows)}
+    return padded
 
 
 def _scored_rows(batch: DataProto, *, compares: bool) -> torch.Tensor:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
 from dovetail.algorithms.rollout_correction import interpolation_weights
@@ -28,7 +28,7 @@ from dovetail.parallel.balance import inverse_order
 from dovetail.protocol import DataProto, stage_columns
 from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
 from dovetail.trainer.answer_files import AnswerFiles
-from dovetail.trainer.arrange import arrange_rows, imbalance
+from dovetail.trainer.arrange import PADDING, group_sizes, imbalance, lay_out
 from dovetail.trainer.async_metrics import drift_metrics, staleness_metrics
 from dovetail.trainer.batch_math import (
     add_advantages,
@@ -39,6 +39,7 @@ from dovetail.trainer.batch_math import (
     mask_failed,
     mask_truncated,
     with_baseline_failures,
+    with_padding,
 )
 from dovetail.trainer.checkpoints import TrainerCheckpoints
 from dovetail.trainer.group_scores import GroupScores
@@ -63,6 +64,7 @@ from dovetail.trainer.validation import validate
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
+Role = Literal["actor", "critic"]
 
 _WARM_UP_STEPS = 2
 """They compile kernels, capture graphs and fill caches; what they leave behind lives until the run ends."""
@@ -291,13 +293,13 @@ class RayPPOTrainer:
         trained, order = self._filtered(batch, rollout.order, metrics)
         if self.groups.critic is not None:
             with self.timers("update_critic"):
-                rows = self._arranged_for_critic(stage_columns(trained, "update_critic"), order)
+                rows = self._laid_out(trained, order, stage_columns(trained, "update_critic"), "critic")
                 metrics |= update_metrics(self._call(self.groups.critic.update_critic, rows))
         if self.global_step > self.config.trainer.critic_warmup:
             with self.timers("update_actor"):
                 extra = get_policy_loss_columns(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
-                columns = stage_columns(trained, "update_actor", extra)
-                update = self._call(self.groups.actor_rollout.update_actor, columns)
+                rows = self._laid_out(trained, order, stage_columns(trained, "update_actor", extra), "actor")
+                update = self._call(self.groups.actor_rollout.update_actor, rows)
                 metrics |= update_metrics(update, metrics)
         # Also while only the critic trains: how old a response is counts in steps.
         self.weight_version = self.global_step
@@ -348,7 +350,7 @@ class RayPPOTrainer:
             greedy = self._answers(prompts, n=1, do_sample=False)
             self._count_generation(greedy)
             scored = self._finish_rewards(self._start_rewards(greedy))
-            batch = add_baselines(batch, scored.columns, num_repeat=n)
+            batch = add_baselines(batch, greedy.union(scored.columns))
         return batch
 
     def _answers(self, prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
@@ -373,26 +375,44 @@ class RayPPOTrainer:
         """Rows in the order in which the actor's ranks take them (complete mini-batches, equal work), and it."""
         mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         ranks = self.groups.actor_rollout.dp_size("actor")
-        order = self._layout(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks, mini_batch)
+        lengths = batch.tensors["attention_mask"].sum(dim=1).tolist()
+        sizes = self._mini_batch_sizes(batch.non_tensor_batch["uid"], mini_batch)
+        order = lay_out(lengths, ranks, sizes, balance=self.config.trainer.balance_batch).order
         batch.reorder(order)
         metrics |= imbalance(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks)
         return batch, order
 
-    def _arranged_for_critic(self, batch: DataProto, order: list[int]) -> DataProto:
-        """An arranged batch as the critic's ranks take it; their number and mini-batches may differ from the actor's.
+    def _laid_out(self, batch: DataProto, order: list[int], columns: DataProto, role: Role) -> DataProto:
+        """`columns` of an arranged batch as a role's ranks take them for an update: the number of ranks and the
+        mini-batches of the critic may differ from the actor's, and ranks need the same number of rows.
 
         Starts from the order in which rows were sampled: the actor's order depends on its number of ranks.
         """
-        assert self.groups.critic is not None, "only called with a critic"
-        sampled = inverse_order(order)
+        group, section = self.groups.actor_rollout, self.config.actor_rollout_ref.actor
+        if role == "critic":
+            assert self.groups.critic is not None, "only called with a critic"
+            group, section = self.groups.critic, self.config.critic
+        ranks, sampled = group.dp_size(role), inverse_order(order)
+        sizes = self._mini_batch_sizes(batch.non_tensor_batch["uid"][sampled], section.ppo_mini_batch_size)
+        # What workers expect unless they are told otherwise.
+        expected = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        is_even = set(sizes) == {expected} and expected % ranks == 0
+        if is_even and role == "actor":  # arranged for it
+            return columns
         lengths = batch.tensors["attention_mask"].sum(dim=1)[sampled].tolist()
-        ranks = self.groups.critic.dp_size("critic")
-        rows = [sampled[row] for row in self._layout(lengths, ranks, self.config.critic.ppo_mini_batch_size)]
-        return batch if rows == list(range(len(batch))) else batch.select_idxs(rows)
+        layout = lay_out(lengths, ranks, sizes, balance=self.config.trainer.balance_batch)
+        rows = [row if row == PADDING else sampled[row] for row in layout.rows]
+        if not is_even:
+            return with_padding(columns, rows, layout.mini_batch_rows)
+        return columns if rows == list(range(len(batch))) else columns.select_idxs(rows)
 
-    def _layout(self, lengths: list[int], ranks: int, mini_batch_prompts: int) -> list[int]:
-        rows = min(mini_batch_prompts * self.config.actor_rollout_ref.rollout.n, len(lengths))
-        return arrange_rows(lengths, ranks, rows, balance=self.config.trainer.balance_batch)
+    def _mini_batch_sizes(self, uids: Sequence[object], mini_batch_prompts: int) -> list[int]:
+        """Rows of each mini-batch, of a batch in the order in which it was sampled: whole groups. What PF-PPO has drawn
+        are no groups any more."""
+        if not self.config.algorithm.use_pf_ppo:
+            return group_sizes(uids, mini_batch_prompts)
+        size = min(mini_batch_prompts * self.config.actor_rollout_ref.rollout.n, len(uids))
+        return [size] * (len(uids) // size)
 
     def _started_scores(self, batch: DataProto) -> list[Future[Any]] | None:
         """Of a batch of the stream as it came, a score for each row; None when scoring has not begun."""

@@ -28,14 +28,22 @@ def engine_request(prompts: DataProto, *, n: int, media_column: str, **sampling:
 
 
 def join_answers(prompts: DataProto, answers: DataProto, *, n: int) -> DataProto:
-    """Each prompt's own columns beside its `n` answers. Raw images are dropped: models read tensors made of them."""
+    """Each prompt's own columns beside its answers: `n`, or as many rows as name its `uid`, where agents wrote them.
+
+    Raw images are dropped: models read tensors made of them.
+    """
     answers.meta_info = {
         name: answers.meta_info[name] for name in ("temperature", PAD_TOKEN_ID) if name in answers.meta_info
     }
     # The engine wrote these three for prompt and response together.
     kept = [name for name in prompts.tensors if name not in _PROMPT_COLUMNS]
     others = [name for name in prompts.non_tensor_batch if name != "multi_modal_data"]
-    rows = prompts.select(batch_keys=kept, non_tensor_batch_keys=others).repeat(n, interleave=True)
+    rows = prompts.select(batch_keys=kept, non_tensor_batch_keys=others)
+    if "uid" in answers.non_tensor_batch:
+        place = {str(uid): row for row, uid in enumerate(prompts.non_tensor_batch["uid"])}
+        rows = rows.select_idxs([place[str(uid)] for uid in answers.non_tensor_batch["uid"]])
+    else:
+        rows = rows.repeat(n, interleave=True)
     rows.meta_info = {}
     return rows.union(answers)
 

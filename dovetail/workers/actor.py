@@ -28,7 +28,7 @@ from dovetail.config.algorithm import RolloutCorrectionConfig
 from dovetail.config.view import ConfigView
 from dovetail.protocol import DataProto
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
-from dovetail.workers.mini_batches import mini_batches
+from dovetail.workers.mini_batches import makes_one_step, mini_batches
 from dovetail.workers.response_columns import (
     MODEL_INPUTS,
     at_responses,
@@ -36,7 +36,7 @@ from dovetail.workers.response_columns import (
     sampling_temperature,
     take_columns,
 )
-from dovetail.workers.shares import StepLog, add_shares, global_counts
+from dovetail.workers.shares import LOSS_WEIGHT, StepLog, add_shares, global_counts, with_row_weights
 from dovetail.workers.update_correction import correction_terms
 
 _RATIO, _RATIO_SQUARE = "rollout_corr/ratio_mean", "rollout_corr/ratio_square_mean"
@@ -124,7 +124,7 @@ class DataParallelPPOActor:
         log = StepLog("actor")
         steps = list(self._optimizer_steps(batch))
         for index, mini_batch in enumerate(steps):
-            counts = global_counts(mini_batch.tensors["response_mask"], self.backend)
+            counts = global_counts(mini_batch, self.backend)
             plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
             if self._select_tokens is not None:
                 mini_batch = self._with_selection(mini_batch, options)
@@ -161,7 +161,7 @@ class DataParallelPPOActor:
             names.append("old_log_probs")
         elif INTERPOLATION in data:
             names += [INTERPOLATION, "rollout_log_probs"]
-        elif self.config.ppo_epochs > 1 or len(data) > self._mini_batch_rows:
+        elif self.config.ppo_epochs > 1 or not makes_one_step(data, self._mini_batch_rows):
             raise ValueError(
                 f"update_policy got no column old_log_probs, but {len(data)} rows in mini-batches of "
                 f"{self._mini_batch_rows} and ppo_epochs={self.config.ppo_epochs} make more than one optimizer step; "
@@ -172,16 +172,16 @@ class DataParallelPPOActor:
             names.append("rollout_log_probs")
         if self.config.use_kl_loss:
             names.append("ref_log_prob")
-        if "rollout_is_weights" in data:
-            names.append("rollout_is_weights")
+        names += [name for name in ("rollout_is_weights", LOSS_WEIGHT) if name in data]
         return take_columns(data, [*names, *self._loss_columns])
 
-    def _loss_fn(self, counts: BatchCounts) -> LossFn:
+    def _loss_fn(self, mini_batch_counts: BatchCounts) -> LossFn:
         config = self.config
         mode, scale = config.loss_agg_mode, self._loss_scale_factor
 
         def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
             columns = micro_batch.tensors
+            counts = with_row_weights(mini_batch_counts, micro_batch)
             mask, width = columns["response_mask"], response_width(micro_batch)
             log_prob = at_responses(output.log_probs, width)
             weights, full_mask = columns.get("rollout_is_weights"), mask

@@ -14,7 +14,7 @@ from dovetail.protocol import DataProto
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
 from dovetail.workers.mini_batches import mini_batches
 from dovetail.workers.response_columns import MODEL_INPUTS, at_responses, response_width, take_columns
-from dovetail.workers.shares import StepLog, add_shares, global_counts
+from dovetail.workers.shares import LOSS_WEIGHT, StepLog, add_shares, global_counts, with_row_weights
 
 
 class DataParallelPPOCritic:
@@ -58,11 +58,12 @@ class DataParallelPPOCritic:
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """Epochs over mini-batches, one optimizer step each; metrics over all data-parallel ranks."""
-        batch = take_columns(data, [*MODEL_INPUTS, "response_mask", "values", "returns"])
+        weights = [LOSS_WEIGHT] if LOSS_WEIGHT in data else []
+        batch = take_columns(data, [*MODEL_INPUTS, "response_mask", "values", "returns", *weights])
         log = StepLog("critic")
         steps = list(self._optimizer_steps(batch))
         for index, mini_batch in enumerate(steps):
-            counts = global_counts(mini_batch.tensors["response_mask"], self.backend)
+            counts = global_counts(mini_batch, self.backend)
             plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
             parts = self.backend.forward_backward(cut(mini_batch, plan), self._loss_fn(counts))
             step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
@@ -81,6 +82,7 @@ class DataParallelPPOCritic:
             columns = micro_batch.tensors
             mask = columns["response_mask"]
             vpreds = at_responses(output.values, response_width(micro_batch))
+            own_counts = with_row_weights(counts, micro_batch)
             loss, clipfrac = compute_value_loss(
                 vpreds,
                 columns["returns"],
@@ -88,7 +90,7 @@ class DataParallelPPOCritic:
                 mask,
                 self.config.cliprange_value,
                 self.config.loss_agg_mode,
-                counts=counts,
+                counts=own_counts,
                 loss_scale_factor=self._loss_scale_factor,
             )
             return loss, {

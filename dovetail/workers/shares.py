@@ -9,21 +9,36 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dovetail.algorithms import BatchCounts, count_batch
 from dovetail.backends.base import StepResult, TrainBackend
+from dovetail.protocol import DataProto
+
+LOSS_WEIGHT = "loss_weight"
+"""Column: the share of its trajectory's trained tokens that a row holds. Absent where each row is a trajectory."""
 
 
-def global_counts(response_mask: Tensor, backend: TrainBackend) -> BatchCounts:
+def global_counts(mini_batch: DataProto, backend: TrainBackend) -> BatchCounts:
     """Counts of the mini-batch of which this rank holds these rows."""
-    local = count_batch(response_mask)
+    columns = mini_batch.tensors
+    local = count_batch(columns["response_mask"])
     numbers = torch.tensor([local.num_tokens, local.num_sequences, local.num_rows])
+    if LOSS_WEIGHT in columns:
+        numbers = numbers.double()
+        numbers[1] = columns[LOSS_WEIGHT].double().sum()
     tokens, sequences, rows = backend.sum_over_dp(numbers).tolist()
     # The width is that of the whole padded batch: the driver sends equally wide parts to all ranks.
-    return BatchCounts(int(tokens), int(sequences), int(rows), local.response_width)
+    return BatchCounts(int(tokens), round(sequences), int(rows), local.response_width)
+
+
+def with_row_weights(counts: BatchCounts, micro_batch: DataProto) -> BatchCounts:
+    """Counts of the mini-batch, with the weights of these rows where they have any."""
+    weights = micro_batch.tensors.get(LOSS_WEIGHT)
+    return counts if weights is None else replace(counts, row_weights=weights)
 
 
 def add_shares(parts: Sequence[Mapping[str, Tensor | float]], backend: TrainBackend) -> dict[str, float]:
