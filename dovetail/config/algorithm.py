@@ -148,6 +148,13 @@ class AlgorithmConfig(Section):
         1.0, "Discount of future rewards.", ge=0, le=1, rules=_of_estimator("gae", "reinforce_plus_plus")
     )
     lam: float = key(1.0, "Lambda of GAE.", ge=0, le=1, rules=_of_estimator("gae"))
+    turn_discount: float = key(
+        1.0,
+        "Discount of rewards from one turn of an agent to the next: the reward of turn t counts `turn_discount`^t.",
+        gt=0,
+        le=1,
+        rules=read_with("actor_rollout_ref.rollout.multi_turn.enable", True),
+    )
     norm_adv_by_std_in_grpo: bool = key(
         True,
         "Divide by the group's standard deviation (not Dr. GRPO).",

@@ -63,11 +63,24 @@ def read_answers(batch: DataProto, tokenizer: Decoder, *, reward_fn_key: str = "
         )
     empty = [None] * len(batch)
     truths, infos = columns.get("reward_model", empty), columns.get("extra_info", empty)
+    if "outcome" in columns:
+        infos = [{**(info or {}), **facts} for info, facts in zip(infos, trajectory_facts(batch), strict=True)]
     ids = _real_tokens(batch.tensors["responses"], response_attention(batch))
     return [
         Answer(str(source), _ground_truth(truth), {} if info is None else info, tokens, tokenizer)
         for source, truth, info, tokens in zip(columns[reward_fn_key], truths, infos, ids, strict=True)
     ]
+
+
+def trajectory_facts(batch: DataProto) -> list[dict[str, Any]]:
+    """What a reward function is told of an agent's trajectory, in `extra_info`."""
+    columns = batch.non_tensor_batch
+    names = [name for name in ("messages", "num_turns", "outcome") if name in columns]
+    facts = [{name: columns[name][row] for name in names} for row in range(len(batch))]
+    for fact in facts:
+        said = [m["content"] for m in fact.get("messages") or () if m["role"] == "assistant" and m.get("content")]
+        fact["final_response"] = said[-1] if said else ""
+    return facts
 
 
 def decode_responses(batch: DataProto, tokenizer: Decoder) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FailureKind = Literal["timeout", "crash", "exception", "bad_value", "cancelled"]
+FailureKind = Literal["timeout", "crash", "exception", "bad_value", "cancelled", "tool_error", "infra", "aborted"]
+"""The last three are outcomes of an agent's trajectory: it ended by no fault of the policy and was not scored."""
 
 
 class RewardError(RuntimeError):

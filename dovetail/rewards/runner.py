@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from dovetail.protocol import DataProto
+from dovetail.protocol.trajectories import Trajectories, trajectories_of
 from dovetail.rewards.answers import Answer, Decoder, last_response_token
 from dovetail.rewards.columns import (
+    FAILED,
     add_model_scores,
     check_failures,
     failure_message,
@@ -33,6 +35,7 @@ from dovetail.rewards.managers import NaiveRewardManager, Outcome, RewardManager
 from dovetail.rewards.nodes import start_node_pools
 from dovetail.rewards.pool import KillablePool
 from dovetail.rewards.registry import check_sources, default_compute_score
+from dovetail.rewards.trajectories import add_turn_rewards, known_outcomes, on_rows, shared
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +129,9 @@ class RewardRunner:
 
     def start(self, rows: DataProto) -> list[Future[Any]]:
         """Start scoring rows of a later batch, one future for each: give them to its `submit`. Needs `scores_rows`."""
-        return self._start(self._manager.read(rows, self._tokenizer, self._reward_fn_key), range(len(rows)))
+        scored, trajectories = _scored_rows(rows)
+        answers = self._manager.read(scored, self._tokenizer, self._reward_fn_key)
+        return shared(self._start(answers, range(len(scored)), known_outcomes(scored)), trajectories)
 
     def submit(
         self, batch: DataProto, *, shaped: bool = True, started: Sequence[Future[Any]] | None = None
@@ -135,11 +140,16 @@ class RewardRunner:
 
         `started`: what `start` has given for these rows; nothing more is started then.
         """
-        if self._pool is None and "rm_scores" not in batch:
+        scored, trajectories = _scored_rows(batch)
+        known = known_outcomes(scored)
+        if self._pool is None and "rm_scores" not in batch and len(known) < len(scored):
             raise RewardError("there is no reward function and the batch has no rm_scores; one of them must score.")
-        answers = self._manager.read(batch, self._tokenizer, self._reward_fn_key)
-        order = _spread_groups(batch.non_tensor_batch.get("uid", range(len(batch))))
-        futures = self._start(answers, order) if started is None else list(started)
+        answers = self._manager.read(scored, self._tokenizer, self._reward_fn_key)
+        order = _spread_groups(scored.non_tensor_batch.get("uid", range(len(scored))))
+        if started is None:
+            futures = self._start(answers, order, known)
+        else:
+            futures = list(started) if trajectories is None else [started[row] for row in trajectories.last]
         return PendingRewards(self, batch, answers, futures, shaped)
 
     def score(self, batch: DataProto, *, shaped: bool = True) -> RewardResult:
@@ -159,14 +169,22 @@ class RewardRunner:
     ) -> None:
         self.close()
 
-    def _start(self, answers: Sequence[Answer], order: Sequence[int]) -> list[Future[Any]]:
-        """One future per answer, in the answers' order; of a manager that scores whole batches, one."""
+    def _start(
+        self, answers: Sequence[Answer], order: Sequence[int], known: Mapping[int, Outcome]
+    ) -> list[Future[Any]]:
+        """One future per answer, in the answers' order; of a manager that scores whole batches, one.
+
+        `known` are scored already, or will not be.
+        """
         if self._pool is None:
             return []
         if not self._manager.scores_whole_batch:
-            futures = {row: self._pool.submit(self._call(answers[row])) for row in order}
+            futures = {row: _done(known[row]) for row in known}
+            futures |= {row: self._pool.submit(self._call(answers[row])) for row in order if row not in known}
             return [futures[row] for row in range(len(answers))]
-        calls = [self._call(answer) for answer in answers]
+        calls = [self._call(answer) for row, answer in enumerate(answers) if row not in known]
+        if not calls:
+            return []
         names = zip(BATCH_ARGUMENTS, ARGUMENTS, strict=True)
         return [self._pool.submit({plural: [call[name] for call in calls] for plural, name in names})]
 
@@ -174,11 +192,12 @@ class RewardRunner:
         return self._manager.prepare(answer) if self._decoder is None else answer.arguments(answer.packed())
 
     def _finish(self, batch: DataProto, answers: list[Answer], outcomes: list[Outcome], shaped: bool) -> RewardResult:
+        scored, trajectories = _scored_rows(batch)
         if shaped:
             outcomes = self._manager.shape(answers, outcomes)
         if "rm_scores" in batch:
             weight = self._rule_weight if self._specs else 0.0
-            rm_scores = batch.tensors["rm_scores"].float()
+            rm_scores = scored.tensors["rm_scores"].float()
             outcomes = add_model_scores(outcomes, rm_scores, rule_weight=weight, rm_weight=self._rm_weight)
         failures = {row: outcome for row, outcome in enumerate(outcomes) if isinstance(outcome, Failure)}
         if failures:
@@ -186,11 +205,13 @@ class RewardRunner:
             logger.warning("%d of %d answers have no score; row %d: %s", len(failures), len(outcomes), row, first)
         check_failures(outcomes, self._max_failed_share)
         scores = [0.0 if isinstance(outcome, Failure) else outcome["score"] for outcome in outcomes]
-        placed = place_scores(scores, last_response_token(batch), batch.tensors["responses"].shape[1])
+        placed = place_scores(scores, last_response_token(scored), scored.tensors["responses"].shape[1])
         columns = outcome_columns(outcomes)
         texts = {TEXT: [answer.text for answer in answers]} if self._decoder is not None else {}
+        rows = on_rows(score_batch(placed, outcomes, {**columns, **texts}), trajectories)
+        add_turn_rewards(rows.tensors["token_level_scores"], batch, rows.tensors[FAILED])
         return RewardResult(
-            columns=score_batch(placed, outcomes, {**columns, **texts}),
+            columns=rows,
             metrics=reward_metrics(outcomes, columns),
             failures=failures,
             answers=answers,
@@ -220,7 +241,8 @@ class PendingRewards:
         """
         self._wait(meanwhile)
         values = [future.result() for future in self._futures]
-        outcomes = _spread(values, len(self._answers), self._runner._manager.scores_whole_batch)
+        known = known_outcomes(_scored_rows(self._batch)[0])
+        outcomes = _spread(values, len(self._answers), self._runner._manager.scores_whole_batch, known)
         for row, (answer, outcome) in enumerate(zip(self._answers, outcomes, strict=True)):
             if isinstance(outcome, dict) and TEXT in outcome:
                 answer.text = outcome[TEXT]
@@ -284,13 +306,29 @@ def _all_hang(futures: Iterable[Future[Any]], num_processes: int) -> bool:
     return hung and len(ended) >= max(4, 2 * num_processes)
 
 
-def _spread(values: list[Any], rows: int, is_batch: bool) -> list[Outcome]:
-    """One outcome per row, whatever the calls looked like."""
-    if not values:
-        return [{"score": 0.0} for _ in range(rows)]
-    if not is_batch:
+def _spread(values: list[Any], rows: int, is_batch: bool, known: Mapping[int, Outcome]) -> list[Outcome]:
+    """One outcome per row, whatever the calls looked like. Those of `known` were not called."""
+    if values and not is_batch:
         return values
-    (value,) = values
-    if isinstance(value, Failure):
-        return [value] * rows
-    return [Failure("bad_value", entry) if isinstance(entry, str) else entry for entry in value]
+    called = rows - len(known)
+    outcomes: list[Outcome] = [{"score": 0.0} for _ in range(called)]
+    if values:
+        (value,) = values
+        if isinstance(value, Failure):
+            outcomes = [value] * called
+        else:
+            outcomes = [Failure("bad_value", entry) if isinstance(entry, str) else entry for entry in value]
+    rest = iter(outcomes)
+    return [known[row] if row in known else next(rest) for row in range(rows)]
+
+
+def _scored_rows(batch: DataProto) -> tuple[DataProto, Trajectories | None]:
+    """The rows that are scored: of a trajectory of several, the last."""
+    trajectories = trajectories_of(batch)
+    return (batch, None) if trajectories is None else (batch.select_idxs(trajectories.last), trajectories)
+
+
+def _done(outcome: Outcome) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(outcome)
+    return future

@@ -11,6 +11,7 @@ import torch
 from dovetail.protocol import DataProto
 from dovetail.rewards.answers import response_attention
 from dovetail.rewards.columns import answer_records
+from dovetail.trainer.agent_records import agent_records
 from dovetail.trainer.token_text import token_ends
 
 # Per-token numbers are for people to look at. Beyond this many tokens a step's file holds its responses without them.
@@ -33,13 +34,14 @@ class RolloutRows:
         """
         room = MOST_TOKENS
         # A few rows at a time: for a large batch of long responses each temporary column would take gigabytes.
-        for part in batch.split(_ROWS_AT_ONCE):
+        conversations = agent_records(batch)
+        for first, part in zip(range(0, len(batch), _ROWS_AT_ONCE), batch.split(_ROWS_AT_ONCE), strict=True):
             lengths = response_attention(part).sum(dim=1)
             shown = int((lengths.cumsum(0) <= room).sum())
             tokens = self._tokens(part[:shown]) if shown else []
             for row, record in enumerate(answer_records(part, self._tokenizer)):
                 record["truncated"] = part.non_tensor_batch["finish_reason"][row] == "length"
-                yield record if row >= shown else self._with_tokens(record, tokens[row])
+                yield (record if row >= shown else self._with_tokens(record, tokens[row])) | conversations[first + row]
             # After the first answer that does not fit, none gets its tokens.
             room = room - int(lengths.sum()) if shown == len(part) else 0
 
@@ -51,6 +53,8 @@ class RolloutRows:
         tokens = {"response_ids": responses, "token_advantages": _rounded(columns["advantages"])}
         if "old_log_probs" in columns and "rollout_log_probs" in columns:
             tokens["token_logprob_gaps"] = _rounded(columns["old_log_probs"] - columns["rollout_log_probs"])
+        if "outcome" in batch.non_tensor_batch:
+            tokens["token_mask"] = columns["response_mask"].numpy()
         if "entropys" in columns:
             tokens["token_entropies"] = _rounded(columns["entropys"])
         if "weight_version" in columns:

@@ -22,7 +22,7 @@ from dovetail.algorithms.plugin_calls import named_arguments
 from dovetail.config.algorithm import AlgorithmConfig
 from dovetail.config.view import ConfigView
 from dovetail.protocol import DataProto
-from dovetail.protocol.trajectories import one_row_each, trajectories_of
+from dovetail.protocol.trajectories import one_row_each, trajectories_of, turn_numbers
 from dovetail.workers.mini_batches import MINI_BATCH_ROWS
 from dovetail.workers.shares import LOSS_WEIGHT
 
@@ -33,12 +33,17 @@ _WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
 
 
 def add_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl_ctrl: FixedKLController) -> tuple[DataProto, Metrics]:
-    """`token_level_rewards`: the scores, less the KL to the reference when it is part of the reward."""
+    """`token_level_rewards`: the scores, discounted by turn, less the KL to the reference when it is part of the
+    reward."""
     columns = batch.tensors
+    scores = columns["token_level_scores"]
+    if algorithm.turn_discount != 1.0:
+        # The return of a trajectory is that of its first turn; what follows is worth less there by a power.
+        scores = scores * algorithm.turn_discount ** turn_numbers(batch)
     if not algorithm.use_kl_in_reward:
-        return _with(batch, token_level_rewards=columns["token_level_scores"].clone()), {}
+        return _with(batch, token_level_rewards=scores.clone()), {}
     rewards, metrics = apply_kl_penalty(
-        columns["token_level_scores"],
+        scores,
         columns["old_log_probs"],
         columns["ref_log_prob"],
         columns["response_mask"],
@@ -182,7 +187,8 @@ def mask_failed(batch: DataProto) -> DataProto:
 
 def mask_truncated(batch: DataProto) -> tuple[DataProto, float]:
     """Overlong filtering: answers that were cut off teach nothing about their content. Also gives their share."""
-    truncated = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    columns = batch.non_tensor_batch
+    truncated = torch.tensor([reason == "length" for reason in columns.get("outcome", columns["finish_reason"])])
     return _without_rows(batch, truncated), float(truncated.float().mean())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dovetail.protocol import DataProto
+from dovetail.protocol.trajectories import one_row_each
 from dovetail.rewards.runner import RewardResult
 from dovetail.trainer.ppo import Metrics, RayPPOTrainer, Rollout
 from dovetail.trainer.rollout_stream import split_groups
@@ -98,6 +99,7 @@ class RayDAPOTrainer(RayPPOTrainer):
 
     def _has_signal(self, group: DataProto) -> bool:
         """Whether the answers that could be scored differ in the chosen metric."""
+        group = one_row_each(group)
         metric = self.config.algorithm.filter_groups.metric
         if metric in _SCORE_NAMES:
             values = group.tensors["token_level_scores"].sum(dim=1)

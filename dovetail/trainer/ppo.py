@@ -27,6 +27,7 @@ from dovetail.observability.tracker import Tracker
 from dovetail.parallel.balance import inverse_order
 from dovetail.protocol import DataProto, stage_columns
 from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
+from dovetail.trainer.agent_metrics import agent_metrics
 from dovetail.trainer.answer_files import AnswerFiles
 from dovetail.trainer.arrange import PADDING, group_sizes, imbalance, lay_out
 from dovetail.trainer.async_metrics import drift_metrics, staleness_metrics
@@ -376,7 +377,7 @@ class RayPPOTrainer:
         mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         ranks = self.groups.actor_rollout.dp_size("actor")
         lengths = batch.tensors["attention_mask"].sum(dim=1).tolist()
-        sizes = self._mini_batch_sizes(batch.non_tensor_batch["uid"], mini_batch)
+        sizes = self._mini_batch_sizes(batch.non_tensor_batch["uid"].tolist(), mini_batch)
         order = lay_out(lengths, ranks, sizes, balance=self.config.trainer.balance_batch).order
         batch.reorder(order)
         metrics |= imbalance(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks)
@@ -393,7 +394,7 @@ class RayPPOTrainer:
             assert self.groups.critic is not None, "only called with a critic"
             group, section = self.groups.critic, self.config.critic
         ranks, sampled = group.dp_size(role), inverse_order(order)
-        sizes = self._mini_batch_sizes(batch.non_tensor_batch["uid"][sampled], section.ppo_mini_batch_size)
+        sizes = self._mini_batch_sizes(batch.non_tensor_batch["uid"][sampled].tolist(), section.ppo_mini_batch_size)
         # What workers expect unless they are told otherwise.
         expected = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         is_even = set(sizes) == {expected} and expected % ranks == 0
@@ -505,6 +506,7 @@ class RayPPOTrainer:
             use_critic=self.groups.critic is not None,
             max_response_length=self.config.actor_rollout_ref.rollout.response_length,
         )
+        metrics |= agent_metrics(batch)
         metrics |= timing_metrics(seconds, tokens, generated)
         metrics |= throughput_metrics(seconds["step"], tokens, self._num_devices)
         metrics |= memory_metrics(metrics)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol import DataProto
+from dovetail.protocol.trajectories import trajectories_of
 
 Metrics = dict[str, float]
 
@@ -33,9 +34,14 @@ def data_metrics(batch: DataProto, *, use_critic: bool, max_response_length: int
     attention = columns["attention_mask"].bool()
     mask = columns["response_mask"].bool()
     scored = ~columns["reward_failed"].bool()
+    trajectories = trajectories_of(batch)
     metrics: Metrics = {}
-    metrics |= _spread("critic/score", columns["token_level_scores"].sum(dim=1)[scored])
-    metrics |= _spread("critic/rewards", columns["token_level_rewards"].sum(dim=1)[scored])
+    for name, column in (("critic/score", "token_level_scores"), ("critic/rewards", "token_level_rewards")):
+        sums = columns[column].sum(dim=1)
+        if trajectories is None:
+            metrics |= _spread(name, sums[scored])
+        else:
+            metrics |= _spread(name, trajectories.sum(sums)[scored[trajectories.last]])
     metrics |= _spread("critic/advantages", columns["advantages"][mask])
     metrics |= _spread("critic/returns", columns["returns"][mask])
     if use_critic:

@@ -11,12 +11,15 @@ import numpy as np
 from dovetail.config.root import DovetailConfig
 from dovetail.data.build import PromptLoader
 from dovetail.protocol import DataProto
+from dovetail.protocol.trajectories import one_row_each
 from dovetail.rewards.runner import RewardResult
+from dovetail.trainer.agent_records import agent_records
 from dovetail.trainer.prompt_draws import with_seeds
 from dovetail.trainer.val_metrics import validation_metrics
 
 # Columns of numbers that reward functions return beside the score are validated too.
 _NOT_VALUES = ("reward_failed", "token_level_scores")
+_TURNS = {"mean": np.mean, "max": np.max, "min": np.min}
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def validate(
     score: Callable[[DataProto], RewardResult],
     dump: Callable[[DataProto, list[str]], list[dict[str, Any]]] | None = None,
 ) -> Validation:
-    """Every validation prompt once, `rollout.val_kwargs.n` answers each.
+    """Every validation prompt once, `rollout.val_kwargs.n` answers each; a trajectory of several rows is one answer.
 
     Seeds depend on the prompt only, so two validations differ by the weights alone. Rows that could not be scored are
     left out and counted.
@@ -43,17 +46,24 @@ def validate(
     n = config.actor_rollout_ref.rollout.val_kwargs.n
     rows: list[dict[str, Any]] = []
     dumped: list[dict[str, Any]] = []
+    turns: list[float] = []
     first = 0
     for prompts in loader:
         uids = [f"val-{first + index}" for index in range(len(prompts))]
         first += len(prompts)
         batch = answer(with_seeds(prompts, uids, config.trainer.seed), n=n, validate=True)
         rewards = score(batch)
-        rows += _scored_rows(batch, rewards, config.data.reward_fn_key)
+        columns = {**batch.non_tensor_batch, **rewards.columns.non_tensor_batch}
+        scored_batch = one_row_each(DataProto.from_dict({**batch.tensors, **rewards.columns.tensors}, columns))
+        rows += _scored_rows(scored_batch, rewards, config.data.reward_fn_key)
+        if "num_turns" in scored_batch:
+            turns += scored_batch.non_tensor_batch["num_turns"].tolist()
         if dump is not None:
-            dumped += dump(batch.union(rewards.columns), rewards.solution_strs)
+            dumped += dump(scored_batch, rewards.solution_strs)
     scored = [row for row in rows if not row["failed"]]
     metrics: dict[str, float] = {"val-aux/failed": float(len(rows) - len(scored))}
+    if turns:
+        metrics |= {f"val-aux/num_turns/{name}": float(f(turns)) for name, f in _TURNS.items()}
     for source in dict.fromkeys(row["data_source"] for row in scored):
         metrics |= _source_metrics(source, [row for row in scored if row["data_source"] == source])
     return Validation(metrics, rows, dumped)
@@ -68,15 +78,16 @@ def _source_metrics(source: str, rows: list[dict[str, Any]]) -> dict[str, float]
 
 
 def _scored_rows(batch: DataProto, rewards: RewardResult, source_key: str) -> list[dict[str, Any]]:
-    columns, others = batch.tensors, {**batch.non_tensor_batch, **rewards.columns.non_tensor_batch}
-    scores = rewards.columns.tensors["token_level_scores"].sum(dim=1).tolist()
+    """Of a batch with its scores, one row for each answer that was scored."""
+    columns, others = batch.tensors, batch.non_tensor_batch
+    scores = columns["token_level_scores"].sum(dim=1).tolist()
     lengths = columns["response_mask"].sum(dim=1).tolist()
     numeric = [
         name
         for name, column in rewards.columns.non_tensor_batch.items()
         if column.dtype != object and name not in (*_NOT_VALUES, "score")
     ]
-    rows, texts = [], rewards.solution_strs
+    rows, texts, conversations = [], rewards.solution_strs, agent_records(batch)
     for row in range(len(batch)):
         values = {"reward": scores[row], **{name: float(others[name][row]) for name in numeric}}
         truth = others["reward_model"][row] if "reward_model" in others else None
@@ -91,6 +102,8 @@ def _scored_rows(batch: DataProto, rewards: RewardResult, source_key: str) -> li
                 "pred": others["pred"][row] if "pred" in others else None,
                 "length": lengths[row],
                 "failed": row in rewards.failures,
+                **{name: others[name][row] for name in ("outcome", "num_turns") if name in others},
+                **conversations[row],
             }
         )
     return rows

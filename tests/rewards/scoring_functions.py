@@ -66,5 +66,10 @@ def too_few(
     return [1.0]
 
 
+def tells_extra_info(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+    facts = {"final_response": extra_info["final_response"], "ended": extra_info["outcome"]}
+    return {"score": float(len(extra_info["messages"])), "turns": int(extra_info["num_turns"]), **facts}
+
+
 def wrong_signature(answer: str) -> float:
     return 0.0

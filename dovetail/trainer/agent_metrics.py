@@ -1,0 +1,64 @@
+"""What is reported about agents' trajectories: turns, tool calls, seconds, outcomes.
+
+Names are verl's where it has them. Each trajectory counts once, however many rows it became.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dovetail.protocol import DataProto
+from dovetail.protocol.trajectories import one_row_each
+
+Metrics = dict[str, float]
+Event = Mapping[str, Any]
+
+
+def agent_metrics(batch: DataProto) -> Metrics:
+    """Nothing for a batch without agents.
+
+    `num_turns/*`, `tool_call_counts/*`, `timing_s/agent_loop/{generate_sequences,tool_calls}/*` and `slowest/*`, and
+    `outcome/<name>`: the share of trajectories that ended so.
+    """
+    if "outcome" not in batch.non_tensor_batch:
+        return {}
+    columns = one_row_each(batch).non_tensor_batch
+    outcomes = Counter(map(str, columns["outcome"]))
+    metrics = {f"outcome/{name}": count / outcomes.total() for name, count in sorted(outcomes.items())}
+    if "num_turns" in columns:
+        metrics |= _spread("num_turns", columns["num_turns"])
+    if "events" not in columns:
+        return metrics
+    events: list[Sequence[Event]] = [list(row or ()) for row in columns["events"]]
+    calls = [[event for event in row if event["kind"] == "tool"] for row in events]
+    metrics |= _spread("tool_call_counts", [len(row) for row in calls])
+    metrics["tool_call_counts/failed_share"] = _share([event for row in calls for event in row])
+    metrics["tool_call_counts/retries"] = float(sum(event["kind"] == "retry" for row in events for event in row))
+    generating = [_seconds(row, "generate") for row in events]
+    waiting = [_seconds(row, "tool") for row in events]
+    timing = _spread("generate_sequences", generating) | _spread("tool_calls", waiting)
+    slowest = int(np.argmax(np.add(generating, waiting)))
+    timing |= {"slowest/generate_sequences": generating[slowest], "slowest/tool_calls": waiting[slowest]}
+    return metrics | {f"timing_s/agent_loop/{name}": value for name, value in timing.items()}
+
+
+def _seconds(events: Sequence[Event], kind: str) -> float:
+    return float(sum(event.get("seconds") or 0.0 for event in events if event["kind"] == kind))
+
+
+def _share(calls: Sequence[Event]) -> float:
+    """Of calls whose result was a failure."""
+    return sum(bool(call.get("failure")) for call in calls) / max(len(calls), 1)
+
+
+def _spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
+    numbers = np.asarray(values, dtype=np.float64)
+    return {
+        f"{name}/mean": float(numbers.mean()),
+        f"{name}/max": float(numbers.max()),
+        f"{name}/min": float(numbers.min()),
+    }

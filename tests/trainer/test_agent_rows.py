@@ -1,0 +1,149 @@
+"""What the trainer does with agents' rows: discounts, metrics, records, validation, groups of unequal sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.algorithms import FixedKLController
+from dovetail.config.algorithm import AlgorithmConfig
+from dovetail.protocol import DataProto
+from dovetail.protocol.trajectories import one_row_each, turn_numbers
+from dovetail.trainer.agent_metrics import agent_metrics
+from dovetail.trainer.agent_records import MOST_CHARACTERS, agent_records
+from dovetail.trainer.batch_math import add_advantages, add_baselines, add_rewards, mask_truncated
+from dovetail.trainer.requests import join_answers
+from tests.rewards.test_trajectories import column
+
+pytestmark = pytest.mark.unit
+
+
+def rows(versions: list[list[int]], places: list[tuple[int, int]], **columns: Any) -> DataProto:
+    """Of one group; `versions` are -1 where the policy did not sample."""
+    version = torch.tensor(versions)
+    others = {
+        "uid": column(["draw-0"] * len(places)),
+        "trajectory": np.array([number for number, _ in places]),
+        "segment": np.array([segment for _, segment in places]),
+        **{name: column(values) for name, values in columns.items()},
+    }
+    tensors = {
+        "responses": torch.ones_like(version),
+        "weight_version": version,
+        "response_mask": (version >= 0).long(),
+        "token_level_scores": torch.zeros(version.shape),
+    }
+    return DataProto.from_dict(tensors, others)
+
+
+def test_rewards_of_later_turns_are_worth_less_in_earlier_ones() -> None:
+    batch = rows([[0, -1, 0, 0], [-1, 0, -1, 0], [0, -1, -1, -1]], [(0, 0), (0, 1), (1, 0)])
+    assert turn_numbers(batch).tolist() == [[0, 0, 1, 1], [1, 2, 2, 3], [0, 0, 0, 0]]
+    batch.tensors["token_level_scores"][0, 3] = 1.0
+    batch.tensors["token_level_scores"][1, 3] = 1.0
+    discounted, _ = add_rewards(batch, AlgorithmConfig(turn_discount=0.5), FixedKLController(0.0))
+    assert one_row_each(discounted).tensors["token_level_scores"].sum(dim=1).tolist() == [2.0, 0.0]
+    assert discounted.tensors["token_level_rewards"].sum(dim=1).tolist() == [0.5, 0.125, 0.0]
+    same, _ = add_rewards(batch, AlgorithmConfig(), FixedKLController(0.0))
+    assert torch.equal(same.tensors["token_level_rewards"], batch.tensors["token_level_scores"])
+
+
+def test_a_group_with_fewer_than_two_graded_trajectories_gets_no_advantage() -> None:
+    batch = rows([[0, 0]] * 4, [(0, 0), (1, 0), (1, 1), (2, 0)])
+    failed = torch.tensor([False, True, True, True])
+    columns = {"reward_failed": failed, "token_level_rewards": torch.ones(4, 2)}
+    batch = batch.union(DataProto.from_dict(columns))
+    assert not add_advantages(batch, AlgorithmConfig(adv_estimator="grpo"), num_repeat=3).tensors["advantages"].any()
+
+
+def test_a_truncated_trajectory_is_masked_as_a_whole() -> None:
+    ends = {"outcome": ["length", "length", "finished"], "finish_reason": ["stop", "length", "length"]}
+    batch, share = mask_truncated(rows([[0, 0]] * 3, [(0, 0), (0, 1), (1, 0)], **ends))
+    assert batch.tensors["response_mask"].tolist() == [[0, 0], [0, 0], [1, 1]]
+    assert share == pytest.approx(2 / 3)
+
+
+def test_baselines_are_found_by_prompt_where_rows_are_unequal() -> None:
+    batch = rows([[0]] * 3, [(0, 0), (0, 1), (1, 0)])
+    greedy = rows([[0]] * 2, [(0, 0), (0, 1)])
+    greedy.tensors["token_level_scores"][:, 0] = torch.tensor([1.0, 2.0])
+    greedy = greedy.union(DataProto.from_dict({"reward_failed": torch.zeros(2, dtype=torch.bool)}))
+    assert add_baselines(batch, greedy).tensors["reward_baselines"].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_prompts_are_joined_with_as_many_rows_as_name_them() -> None:
+    prompts = DataProto.from_dict(non_tensors={"uid": column(["a", "b"]), "data_source": column(["x", "y"])})
+    answers = DataProto.from_dict({"responses": torch.ones(3, 2)}, {"uid": column(["a", "b", "b"])})
+    assert join_answers(prompts, answers, n=2).non_tensor_batch["data_source"].tolist() == ["x", "y", "y"]
+
+
+def test_prompts_of_different_widths_are_padded_on_the_left() -> None:
+    def part(width: int) -> DataProto:
+        ids = torch.full((1, width), 7)
+        columns = {"prompts": ids, "responses": torch.full((1, 2), 8)}
+        return DataProto.from_dict(
+            {
+                **columns,
+                "input_ids": torch.cat(list(columns.values()), dim=1),
+                "attention_mask": torch.ones(1, width + 2, dtype=torch.int8),
+                "position_ids": torch.arange(width + 2)[None],
+            },
+            meta_info={"pad_token_id": 9},
+        )
+
+    joined = DataProto.concat([part(2), part(4)]).tensors
+    assert joined["prompts"].tolist() == [[9, 9, 7, 7], [7, 7, 7, 7]]
+    assert joined["input_ids"].tolist() == [[9, 9, 7, 7, 8, 8], [7, 7, 7, 7, 8, 8]]
+    assert joined["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1], [1] * 6]
+    assert joined["position_ids"][0].tolist() == [0, 0, 0, 1, 2, 3]
+
+
+EVENTS = [
+    {"kind": "generate", "turn": 0, "seconds": 1.0},
+    {
+        "kind": "tool",
+        "turn": 0,
+        "seconds": 2.0,
+        "name": "calculator",
+        "arguments": {"expression": "1+1"},
+        "result": "2",
+    },
+    {"kind": "tool", "turn": 1, "seconds": 0.5, "name": "calculator", "failure": "timeout"},
+    {"kind": "retry", "turn": 1, "name": "calculator", "failure": "no sandbox"},
+]
+
+
+def test_metrics_count_each_trajectory_once() -> None:
+    batch = rows(
+        [[0]] * 3,
+        [(0, 0), (0, 1), (1, 0)],
+        outcome=["finished", "finished", "infra"],
+        num_turns=[3, 3, 1],
+        events=[EVENTS, EVENTS, []],
+    )
+    metrics = agent_metrics(batch)
+    assert metrics["num_turns/mean"] == 2.0
+    assert (metrics["num_turns/max"], metrics["num_turns/min"]) == (3.0, 1.0)
+    assert metrics["tool_call_counts/mean"] == 1.0
+    assert metrics["tool_call_counts/failed_share"] == 0.5
+    assert metrics["tool_call_counts/retries"] == 1.0
+    assert metrics["timing_s/agent_loop/tool_calls/max"] == 2.5
+    assert metrics["timing_s/agent_loop/slowest/generate_sequences"] == 1.0
+    assert {name: value for name, value in metrics.items() if name.startswith("outcome/")} == {
+        "outcome/finished": 0.5,
+        "outcome/infra": 0.5,
+    }
+    assert agent_metrics(rows([[0]], [(0, 0)])) == {}
+
+
+def test_records_hold_a_conversation_once_and_long_texts_without_their_middle() -> None:
+    long = "a" * (2 * MOST_CHARACTERS)
+    messages = [{"role": "tool", "content": long}]
+    batch = rows([[0]] * 2, [(0, 0), (0, 1)], messages=[messages, messages], events=[EVENTS, EVENTS])
+    first, last = agent_records(batch)
+    assert first == {}
+    assert len(last["messages"][0]["content"]) < 1.1 * MOST_CHARACTERS
+    assert last["events"] == EVENTS
