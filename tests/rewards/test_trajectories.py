@@ -13,7 +13,6 @@ from dovetail.agents.types import GRADED, OUTCOMES
 from dovetail.protocol import DataProto
 from dovetail.protocol.trajectories import UNGRADED
 from dovetail.rewards.errors import RewardError
-from dovetail.rewards.functions import spec_of
 from dovetail.rewards.managers import BatchRewardManager
 from tests.rewards import scoring_functions as functions
 from tests.rewards.test_runner import answers, runner
@@ -55,7 +54,7 @@ def test_the_reward_layer_knows_the_outcomes_that_agents_have() -> None:
 
 def test_a_trajectory_of_several_rows_is_scored_once_on_its_last_row() -> None:
     batch = trajectories("bad", "good", "good", places=[(0, 0), (0, 1), (1, 0)])
-    with runner(spec_of(functions.slow_judge)) as scoring:
+    with runner(functions.spec_of(functions.slow_judge)) as scoring:
         result = scoring.score(batch)
     assert len(result.answers) == 2
     sums = result.columns.tensors["token_level_scores"].sum(dim=1)
@@ -68,7 +67,7 @@ def test_a_trajectory_of_several_rows_is_scored_once_on_its_last_row() -> None:
 @pytest.mark.parametrize("whole_batch", [False, True])
 def test_rewards_of_agents_are_the_score_and_others_ask_the_function(whole_batch: bool) -> None:
     batch = trajectories("good", "good", "bad", places=[(0, 0), (1, 0), (2, 0)], agent_reward=[0.25, NAN, NAN])
-    spec = spec_of(functions.by_batch if whole_batch else functions.slow_judge)
+    spec = functions.spec_of(functions.by_batch if whole_batch else functions.slow_judge)
     with runner(spec, **({"manager": BatchRewardManager()} if whole_batch else {})) as scoring:
         result = scoring.score(batch)
     assert result.columns.tensors["token_level_scores"].sum(dim=1).tolist() == (
@@ -78,7 +77,7 @@ def test_rewards_of_agents_are_the_score_and_others_ask_the_function(whole_batch
 
 def test_the_function_is_told_of_the_conversation() -> None:
     batch = trajectories("good", places=[(0, 0)])
-    with runner(spec_of(functions.tells_extra_info)) as scoring:
+    with runner(functions.spec_of(functions.tells_extra_info)) as scoring:
         result = scoring.score(batch)
     said = result.columns.non_tensor_batch
     assert said["final_response"].tolist() == ["good"]
@@ -95,7 +94,7 @@ def test_what_is_not_the_policys_fault_is_masked_and_counted_and_never_scored(ou
         agent_reward=[1.0] * 6,
         turn_rewards=[[(0, 5.0)]] * 6,
     )  # fmt: skip
-    with runner(spec_of(functions.slow_judge)) as scoring:
+    with runner(functions.spec_of(functions.slow_judge)) as scoring:
         result = scoring.score(batch)
     assert result.columns.tensors["reward_failed"].tolist() == [True, True, False, False, False, False]
     assert result.columns.tensors["token_level_scores"].sum(dim=1).tolist() == [0, 0, 6.0, 6.0, 6.0, 6.0]
@@ -109,13 +108,16 @@ def test_a_run_stops_when_too_many_trajectories_of_a_step_broke_off() -> None:
     batch = trajectories(
         "good", "good", "good", places=[(0, 0), (1, 0), (2, 0)], outcomes=["infra", "finished", "finished"]
     )
-    with runner(spec_of(functions.slow_judge)) as scoring, pytest.raises(RewardError, match=r"1 of 3 .*1 infra"):
+    with (
+        runner(functions.spec_of(functions.slow_judge)) as scoring,
+        pytest.raises(RewardError, match=r"1 of 3 .*1 infra"),
+    ):
         scoring.score(batch)
 
 
 def test_turn_rewards_are_at_their_positions_beside_the_score() -> None:
     batch = trajectories("abc", "good", places=[(0, 0), (0, 1)], turn_rewards=[[(1, 0.5)], [(0, 0.25), (3, 2.0)]])
-    with runner(spec_of(functions.slow_judge)) as scoring:
+    with runner(functions.spec_of(functions.slow_judge)) as scoring:
         scores = scoring.score(batch).columns.tensors["token_level_scores"]
     assert scores[0].nonzero().flatten().tolist() == [1]
     assert scores[1, :4].tolist() == [0.25, 0, 0, 3.0]
@@ -123,7 +125,7 @@ def test_turn_rewards_are_at_their_positions_beside_the_score() -> None:
 
 def test_scores_that_were_started_early_are_the_same() -> None:
     batch = trajectories("bad", "good", "bad", places=[(0, 0), (0, 1), (1, 0)])
-    with runner(spec_of(functions.slow_judge)) as scoring:
+    with runner(functions.spec_of(functions.slow_judge)) as scoring:
         started = scoring.start(batch)
         early = scoring.submit(batch, started=started).result()
         late = scoring.score(batch)
