@@ -32,7 +32,14 @@ PROMPTS, SAMPLES, MEDIAN, LONGEST = 128, 8, 200, 3900
 SEQUENCES = "actor_rollout_ref.rollout.max_num_seqs"
 SIDES = {
     "drained": [f"{SEQUENCES}={PROMPTS * SAMPLES}"],  # all at once: its fastest
-    "carried": [f"{SEQUENCES}=512", "async_training.mode=fully_async", "async_training.max_staleness=8"],
+    "carried": [f"{SEQUENCES}=1024", "async_training.mode=fully_async", "async_training.max_staleness=8"],
+    "kept": [
+        f"{SEQUENCES}=1024",
+        "async_training.mode=fully_async",
+        "async_training.max_staleness=8",
+        "async_training.max_in_flight=192",
+        "actor_rollout_ref.rollout.kv_on_update=keep",
+    ],
 }
 
 

@@ -18,7 +18,7 @@ class AsyncTrainingConfig(Section):
         unused(
             "one_step_off is always one step behind, in the order of the draws, and finishes what runs",
             when_is("mode", "one_step_off"),
-            only="staleness_threshold on_stale order partial_rollout",
+            only="staleness_threshold on_stale order partial_rollout max_in_flight",
         ),
     )
 
@@ -44,6 +44,12 @@ class AsyncTrainingConfig(Section):
         "wait",
         "A group at the bound: the step waits for it. Beyond it: the group is dropped, or its older tokens are masked.",
         rules=unused("draws are trained in their order, so none gets too old", when_is("order", "draw")),
+    )
+    max_in_flight: int | None = key(
+        None,
+        "With hybrid_engine=True: groups that may have begun when a step has its own; new weights make their cache be "
+        "computed again. Null: those of a step, and an eighth more.",
+        ge=1,
     )
     order: Literal["finish", "draw"] = key(
         "finish", "Groups are trained as they finish, oldest weights first, or in the order of the prompts."

@@ -8,6 +8,7 @@ part of a checkpoint, with its tokens; finished groups are scored at once (`Grou
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -108,8 +109,9 @@ class Generator(ABC):
 class OnTrainerDevices(Generator):
     """Engine and trainer take turns: generation stops as soon as a step has its groups, the others go on later."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, max_in_flight: int) -> None:
         self._group = group
+        self._max_begun = math.ceil(max_in_flight / self.num_engines)
         self._waiting: tuple[DataProto, DataProto | None] | None = None
         self._version = 0
 
@@ -129,7 +131,9 @@ class OnTrainerDevices(Generator):
     ) -> list[DataProto]:
         request, snapshot = self._waiting or (None, None)
         self._waiting = None
-        parts = self._group.generate_groups(request, snapshot, list(missing), list(must_finish), self._version)
+        parts = self._group.generate_groups(
+            request, snapshot, list(missing), list(must_finish), self._max_begun, self._version
+        )
         return [part for part in parts if part is not None]
 
     def snapshot(self) -> DataProto | None:
@@ -241,8 +245,11 @@ class RolloutStream:
         self._repeats_batches = config.algorithm.filter_groups.enable
         self._draw_prompts = draw_prompts
         self._total_steps = total_steps
+        self._max_in_flight = self._settings.max_in_flight or self._count + math.ceil(self._count / 8)
         self._generator: Generator = (
-            OnTrainerDevices(groups.actor_rollout) if groups.engines is None else OnOwnDevices(groups.engines)
+            OnTrainerDevices(groups.actor_rollout, self._max_in_flight)
+            if groups.engines is None
+            else OnOwnDevices(groups.engines)
         )
         # Engines of their own generate meanwhile, and the order is a matter of time anyway. Elsewhere the same groups
         # would be taken a little later.
@@ -395,12 +402,11 @@ class RolloutStream:
             self._begin(draws, None)
 
     def _has_room(self, more: int) -> bool:
-        """Whether engines on the trainer's devices have use for another chunk: a step's groups, and as many beside them
-        as run at a time. What only waited would grow old before its first token."""
+        """Whether engines on the trainer's devices have use for another chunk. What only waited would grow old before
+        its first token."""
         if isinstance(self._generator, OnOwnDevices) or self._settings.order_in_force == "draw":
             return True
-        at_a_time = self._generator.num_engines * self._rollout.max_num_seqs / self._rollout.n
-        return len(self._running) + more < self._count + at_a_time
+        return len(self._running) + more < self._max_in_flight
 
     def _draw_chunk(self) -> list[Draw]:
         prompts = self._draw_prompts()

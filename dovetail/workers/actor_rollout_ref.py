@@ -140,6 +140,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
         snapshot: DataProto | None,
         counts: Sequence[int],
         must_finish: Sequence[str],
+        max_begun: int,
         version: int,
     ) -> DataProto | None:
         """Take up the prompts whose column `engine` is this rank; returns when `counts[rank]` groups have finished.
@@ -148,7 +149,12 @@ class ActorRolloutRefWorker(CheckpointedRole):
         """
         hybrid = self._need(self.hybrid, "rollout")
         return hybrid.generate_groups(
-            prompts, snapshot, count=counts[self.rank], must_finish=must_finish, version=version
+            prompts,
+            snapshot,
+            count=counts[self.rank],
+            must_finish=must_finish,
+            max_begun=max_begun,
+            version=version,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -51,8 +51,9 @@ class GroupStream:
         self._stream = engine.open_stream()
         self._groups: dict[str, _Group] = {}  # by uid, in the order in which they came
         self._by_request: dict[str, _Group] = {}
+        self._held: dict[str, list[GenerationRequest]] = {}  # by uid: what the engine has not been given yet
         self._finished: list[_Group] = []  # in the order in which they finished
-        self._changed = threading.Condition()  # of the three above
+        self._changed = threading.Condition()  # of the four above
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._num_requests = 0
@@ -67,24 +68,33 @@ class GroupStream:
             return len(self._groups)
 
     def start(self, prompts: DataProto, snapshot: DataProto | None = None) -> None:
-        """Start generating; `requests_of` says what the columns and `meta_info` mean. Every row needs a `uid`.
+        """Add groups; `requests_of` says what the columns and `meta_info` mean. Every row needs a `uid`.
 
         With a `snapshot`, go on from what it has of these prompts.
         """
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
         known = _results_by_uid(snapshot, set(uids))
-        groups, running = [], []
+        groups: dict[str, _Group] = {}
+        requests: dict[str, list[GenerationRequest]] = {}
         for row, request in enumerate(requests_of(prompts, self._rollout, name="draw")):
-            group = _Group(uids[row], prompts.slice(row, row + 1), request)
-            groups.append(group)
-            if group.uid not in known:
-                running.append((group, request))
+            uid = uids[row]
+            group = groups[uid] = _Group(uid, prompts.slice(row, row + 1), request)
+            if uid not in known:
+                requests[uid] = [request]
                 continue
-            for index, result in known[group.uid].items():
+            for index, result in known[uid].items():
                 (group.begun if result.finish_reason == "running" else group.results)[index] = result
             unfinished = [index for index in range(request.sampling.n) if index not in group.results]
-            running += [(group, _continued(group, index)) for index in unfinished]
-        self._start(groups, running)
+            requests[uid] = [_continued(group, index) for index in unfinished]
+        with self._changed:
+            for uid in uids:
+                if uid in self._groups:
+                    raise ValueError(f"group {uid!r} is already being generated; uids must be unique.")
+            self._groups.update(groups)
+            self._held.update(requests)
+            self._receive(())
+        if self._thread is not None:
+            self._begin(uids)
 
     def take(self) -> DataProto | None:
         """The groups that have finished since the last call, in the order in which they did; None: none has."""
@@ -117,12 +127,22 @@ class GroupStream:
                 ]
         return _as_rows(rows, self._pad_token_id)
 
-    def run(self, count: int, must_finish: Sequence[str] = ()) -> None:
+    def run(self, count: int, must_finish: Sequence[str] = (), *, max_begun: int | None = None) -> None:
         """Generate in this thread until `count` groups have finished, and those of `must_finish`, or nothing is left.
 
-        What is unfinished stays in the engine, which should be paused before its memory is taken away.
+        What is unfinished stays in the engine, which should be paused before its memory is taken away. Beyond
+        `max_begun` groups, those that have no token yet are left for later calls: new weights make the cache of every
+        group that has begun be computed again.
         """
         wanted = set(must_finish)
+        with self._changed:
+            begun = [
+                uid for uid, group in self._groups.items() if uid not in self._held or group.begun or group.results
+            ]
+            needed = dict.fromkeys([*begun, *(uid for uid in self._groups if uid in wanted)])
+            order = list(dict.fromkeys([*needed, *self._groups]))
+            room = len(order) if max_begun is None else max(max_begun, count) - len(self._finished)
+        self._begin(order[: max(room, len(needed))])
         while self._groups and (len(self._finished) < count or wanted & self._groups.keys()):
             results = self._stream.results()
             with self._changed:
@@ -131,6 +151,7 @@ class GroupStream:
     def generate_in_background(self) -> None:
         """Generate in a thread until `close`."""
         if self._thread is None:
+            self._begin(list(self._held))
             self._thread = threading.Thread(target=self._generate, name="group-stream", daemon=True)
             self._thread.start()
 
@@ -155,6 +176,7 @@ class GroupStream:
             gone = {name for name, group in self._by_request.items() if group.uid in uids}
             for uid in uids:
                 self._groups.pop(uid, None)
+                self._held.pop(uid, None)
             for name in gone:
                 del self._by_request[name]
             self._finished = [group for group in self._finished if group.uid not in uids]
@@ -170,21 +192,18 @@ class GroupStream:
         if self._thread is not None:
             self._thread.join(timeout=60)
 
-    def _start(self, groups: list[_Group], running: list[tuple[_Group, GenerationRequest]]) -> None:
+    def _begin(self, uids: Sequence[str]) -> None:
+        """Give the engine what it does not have yet of these groups."""
+        named = []
         with self._changed:
-            for group in groups:
-                if group.uid in self._groups:
-                    raise ValueError(f"group {group.uid!r} is already being generated; uids must be unique.")
-            named = []
-            for group, request in running:
-                self._num_requests += 1
-                name = f"{group.uid}/{self._num_requests}"
-                self._by_request[name] = group
-                named.append(replace(request, request_id=name))
-            self._groups.update((group.uid, group) for group in groups)
-            self._receive(())
-            self._changed.notify_all()
-        self._stream.submit(*named)
+            for uid in uids:
+                for request in self._held.pop(uid, ()):
+                    self._num_requests += 1
+                    name = f"{uid}/{self._num_requests}"
+                    self._by_request[name] = self._groups[uid]
+                    named.append(replace(request, request_id=name))
+        if named:
+            self._stream.submit(*named)
         with self._changed:
             self._changed.notify_all()
 
@@ -206,6 +225,7 @@ class GroupStream:
         complete = [group for group in self._groups.values() if group.is_finished]
         for group in complete:
             del self._groups[group.uid]
+            self._held.pop(group.uid, None)
             self._finished.append(group)
         self._note_busy()
         if complete:

@@ -165,10 +165,12 @@ class HybridEngine:
         *,
         count: int,
         must_finish: Sequence[str],
+        max_begun: int,
         version: int,
     ) -> DataProto | None:
         """Add these prompts to what is unfinished and generate until `count` groups have finished, and those of
-        `must_finish`. The others go on in the next call, under the weights that the trainer has then.
+        `must_finish`. The others go on in the next call, under the weights that the trainer has then; at most
+        `max_begun` groups have begun by then, the finished ones among them.
         """
         self._set_version(version)
         if self._groups is None:
@@ -176,7 +178,7 @@ class HybridEngine:
         with self.generating():
             if prompts is not None:
                 self._groups.start(own_rows(prompts, self._rank), snapshot)
-            self._groups.run(count, must_finish)
+            self._groups.run(count, must_finish, max_begun=max_begun)
         return self._groups.take()
 
     def snapshot_groups(self) -> DataProto | None:

@@ -1,0 +1,76 @@
+"""Groups over a real engine: how many begin, and that waiting changes no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dovetail.config.rollout import RolloutConfig
+from dovetail.protocol import DataProto
+from dovetail.rollout.native.engine import NativeEngine
+from dovetail.workers.group_stream import GroupStream
+from tests.models.tiny import save_tiny_model
+
+pytestmark = pytest.mark.unit
+NUM_GROUPS = 6
+
+
+def _prompts() -> DataProto:
+    columns = {
+        "raw_prompt_ids": np.array([[5, 9 + row] for row in range(NUM_GROUPS)] + [None], dtype=object)[:-1],
+        "sampling_seed": np.arange(NUM_GROUPS),
+        "uid": np.array([f"g{row}" for row in range(NUM_GROUPS)], dtype=object),
+    }
+    return DataProto.from_dict(non_tensors=columns, meta_info={"n": 2})
+
+
+def _stream(folder: Path) -> GroupStream:
+    settings = RolloutConfig(name="native", prompt_length=4, response_length=12, ignore_eos=True)
+    return GroupStream(NativeEngine(str(folder), max_num_seqs=2), settings, pad_token_id=0)
+
+
+def _uids(batch: DataProto | None) -> set[str]:
+    return set() if batch is None else set(batch.non_tensor_batch["uid"])
+
+
+def test_no_more_groups_begin_than_may_and_what_waited_draws_the_same_tokens(tmp_path: Path) -> None:
+    folder = Path(save_tiny_model("llama", tmp_path, tokenizer=False))
+    unlimited = _stream(folder)
+    unlimited.start(_prompts())
+    unlimited.run(NUM_GROUPS)
+    expected = unlimited.take()
+    assert expected is not None
+
+    stream = _stream(folder)
+    stream.start(_prompts())
+    stream.run(1, max_begun=2)
+    first = stream.take()
+    assert len(_uids(first)) + len(_uids(stream.snapshot())) <= 2
+
+    stream.run(1, ["g5"], max_begun=2)  # what must finish begins first
+    second = stream.take()
+    assert "g5" in _uids(second)
+    assert len(_uids(first) | _uids(second) | _uids(stream.snapshot())) < NUM_GROUPS
+
+    stream.run(NUM_GROUPS, max_begun=NUM_GROUPS)
+    parts = [part for part in (first, second, stream.take()) if part is not None]
+    responses = {
+        (uid, number % 2): tuple(row.tolist())
+        for part in parts
+        for number, (uid, row) in enumerate(zip(part.non_tensor_batch["uid"], part.batch["responses"], strict=True))
+    }
+    rows = zip(expected.non_tensor_batch["uid"], expected.batch["responses"], strict=True)
+    assert responses == {(uid, number % 2): tuple(row.tolist()) for number, (uid, row) in enumerate(rows)}
+    assert stream.num_running == 0
+
+
+def test_a_group_that_waits_can_be_forgotten(tmp_path: Path) -> None:
+    stream = _stream(Path(save_tiny_model("llama", tmp_path, tokenizer=False)))
+    stream.start(_prompts())
+    stream.abort(["g1", "g4"])
+    stream.run(NUM_GROUPS, max_begun=2)
+    taken = _uids(stream.take())
+    stream.run(NUM_GROUPS)
+    assert taken | _uids(stream.take()) == {"g0", "g2", "g3", "g5"}
