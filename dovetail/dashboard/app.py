@@ -20,7 +20,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from dovetail.dashboard.async_view import WAIT_WORDS, is_asynchronous, staleness
-from dovetail.dashboard.charts import ASYNC, OVERVIEW, Chart, names_of, points
+from dovetail.dashboard.charts import ASYNC, OVERVIEW, Chart, headlines, names_of, points
 from dovetail.dashboard.config_view import config_rows
 from dovetail.dashboard.health import RULE_TITLES
 from dovetail.dashboard.responses import Filter, Kind, Order, Wish
@@ -139,7 +139,7 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
         charts = [*OVERVIEW, *(Chart(name, name, (name,)) for name in extra or [])]
         return {
             "status": loaded.status(),
-            "cards": _cards(loaded),
+            "cards": headlines(loaded.metrics),
             "charts": _lines(loaded, charts, smoothing=smoothing, most=most, first=first, last=last),
             "events": loaded.events.marks(),
             "names": loaded.metrics.names,
@@ -262,34 +262,6 @@ def _lines(run: Run, charts: Iterable[Chart], **cut: Any) -> list[dict[str, Any]
         }
         for chart in charts
     ]
-
-
-def _cards(run: Run) -> list[dict[str, Any]]:
-    """The numbers at the top of the overview."""
-    table = run.metrics
-    cards: list[dict[str, Any]] = []
-    for title, names, digits in (
-        ("reward", ("critic/score/mean", "reward/score/mean"), 3),
-        ("answer length", ("response_length/mean",), 4),
-        ("tokens/s per device", ("perf/throughput",), 4),
-        ("seconds per step", ("perf/time_per_step",), 3),
-    ):
-        name = next((name for name in names if name in table.names), None)
-        if name is None:
-            continue
-        _, values = table.finite(name)
-        if len(values):
-            recent, first = float(values[-10:].mean()), float(values[:10].mean())
-            cards.append({"title": title, "value": f"{float(values[-1]):.{digits}g}", "mean": recent, "first": first})
-    validated = [name for name in table.names if name.startswith("val-core/") and "/mean@" in name]
-    for name in validated[:2]:
-        _, values = table.finite(name)
-        if len(values):
-            title = f"validation {name.split('/')[-2]}"
-            cards.insert(
-                1, {"title": title, "value": f"{values[-1]:.3g}", "mean": float(values[-1]), "first": float(values[0])}
-            )
-    return cards
 
 
 def _error(message: str, status: int) -> JSONResponse:

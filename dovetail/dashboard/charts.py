@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 
@@ -67,14 +68,14 @@ class Chart:
     first_of: tuple[str, ...]
     also: tuple[str, ...] = ()
     share: bool = False
-    absent: str = "not recorded in this run"
+    absent: str = ""
 
 
 OVERVIEW = (
     Chart("reward", "Reward", ("critic/score/mean", "reward/score/mean", "critic/rewards/mean")),
     Chart("accuracy", "Accuracy", ("reward/acc/mean",), ("val-core/*/mean@*",), share=True),
-    Chart("length", "Answer length (tokens)", ("response_length/mean",), ("response_length/max",)),
-    Chart("truncated", "Truncated answers (share)", ("response_length/clip_ratio",), share=True),
+    Chart("length", "Response length (tokens)", ("response_length/mean",), ("response_length/max",)),
+    Chart("truncated", "Truncated responses (share)", ("response_length/clip_ratio",), share=True),
     Chart(
         "entropy",
         "Entropy of the policy",
@@ -94,8 +95,7 @@ OVERVIEW = (
         "mismatch",
         "Engine against trainer (KL)",
         ("rollout_corr/k3_kl", "rollout_corr/kl", "rollout_corr/probs_diff_mean"),
-        absent="not recorded: set actor_rollout_ref.rollout.calculate_log_probs=True to compare the probabilities of "
-        "engine and trainer",
+        absent="set actor_rollout_ref.rollout.calculate_log_probs=True",
     ),
 )
 
@@ -125,6 +125,28 @@ ASYNC = (
         share=True,
     ),
 )
+
+
+_HEADLINES = (
+    ("reward", ("critic/score/mean", "reward/score/mean")),
+    ("response length", ("response_length/mean",)),
+    ("tokens/s per device", ("perf/throughput",)),
+    ("seconds per step", ("perf/time_per_step",)),
+)
+
+
+def headlines(table: MetricsTable) -> list[dict[str, Any]]:
+    """The numbers at the top of page and report: each at its first step and at its last."""
+    validated = [name for name in table.names if name.startswith("val-core/") and "/mean@" in name][:2]
+    chosen = [(title, next((name for name in names if name in table.names), "")) for title, names in _HEADLINES]
+    chosen[1:1] = [(f"validation {name.split('/')[-2]}", name) for name in validated]
+    numbers = []
+    for title, name in chosen:
+        steps, values = table.finite(name)
+        if len(values):
+            first, last = float(values[0]), float(values[-1])
+            numbers.append({"title": title, "first": first, "last": last, "first_step": int(steps[0])})
+    return numbers
 
 
 def names_of(chart: Chart, known: list[str]) -> list[str]:

@@ -83,7 +83,7 @@ def _entropy_collapse(facts: Facts) -> Iterator[Finding]:
     if first > 0 and recent < ENTROPY_LEFT * first and recent < ENTROPY_LOW:
         yield Finding(
             "entropy_collapse", "warn", "Entropy has collapsed",
-            f"It fell from {first:.3g} to {recent:.3g} nats per token: answers of a group become the same, and "
+            f"It fell from {first:.3g} to {recent:.3g} nats per token: responses of a group become the same, and "
             "there is nothing left to compare.",
             "If validation still rises this is learning; if it does not: a higher clip_ratio_high (0.28, as in DAPO), "
             "a small entropy_coeff, a lower learning rate, or a higher rollout.temperature.", name,
@@ -94,7 +94,7 @@ def _no_variance(facts: Facts) -> Iterator[Finding]:
     high, low = facts.recent("critic/score/max"), facts.recent("critic/score/min")
     if len(high) >= 3 and len(high) == len(low) and float(np.abs(high - low).max()) < 1e-9:
         yield Finding(
-            "no_variance", "bad", "Every answer gets the same reward",
+            "no_variance", "bad", "Every response gets the same reward",
             f"In the last {len(high)} steps all rewards were {float(high[-1]):.4g}. No gradient comes from that.",
             "Look at the rollouts: is the answer where the reward function looks for it? Test the function by hand, or "
             "begin with easier prompts.", "critic/score/mean",
@@ -102,9 +102,9 @@ def _no_variance(facts: Facts) -> Iterator[Finding]:
     elif facts.no_signal is not None and facts.no_signal >= NO_SIGNAL_WARN:
         yield Finding(
             "no_signal", "bad" if facts.no_signal >= NO_SIGNAL_BAD else "warn", "Most groups carry no signal",
-            f"In {facts.no_signal:.0%} of the newest groups all answers got the same reward.",
-            "Prompts are too hard or too easy: choose others, take more answers per prompt (rollout.n), or let dynamic "
-            "sampling replace such groups (algorithm.filter_groups.enable=True).", "critic/score/mean",
+            f"In {facts.no_signal:.0%} of the newest groups all responses got the same reward.",
+            "Prompts are too hard or too easy: choose others, take more responses per prompt (rollout.n), or let "
+            "dynamic sampling replace such groups (algorithm.filter_groups.enable=True).", "critic/score/mean",
         )  # fmt: skip
 
 
@@ -117,8 +117,9 @@ def _mismatch(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "mismatch", "bad" if kl > MISMATCH_BAD else "warn", "Engine and trainer disagree about probabilities",
             f"KL between them is {kl:.3g} per token in the last steps; with equal arithmetic it is below 0.001.",
-            "Compare dtypes of engine and trainer, check that weights arrive (`dovetail doctor`), colour tokens by gap "
-            "in the rollouts; algorithm.rollout_correction.rollout_is=token corrects what remains.", name,
+            "Compare dtypes of engine and trainer, check that weights arrive (`dovetail doctor`), colour tokens "
+            "by log-prob diff in the rollouts; algorithm.rollout_correction.rollout_is=token corrects what "
+            "remains.", name,
         )  # fmt: skip
 
 
@@ -128,16 +129,16 @@ def _truncation(facts: Facts) -> Iterator[Finding]:
         return
     first, recent = float(facts.first(name).mean()), float(facts.recent(name).mean())
     if recent > TRUNCATED_WARN and recent > first + TRUNCATED_RISE:
-        evidence = f"The share of answers cut off rose from {first:.0%} to {recent:.0%}."
+        evidence = f"The share of responses cut off rose from {first:.0%} to {recent:.0%}."
     elif recent > TRUNCATED_BAD:
-        evidence = f"{recent:.0%} of the answers are cut off before they end."
+        evidence = f"{recent:.0%} of the responses are cut off before they end."
     else:
         return
     yield Finding(
         "truncation", "bad" if recent > TRUNCATED_BAD and recent > first + TRUNCATED_RISE else "warn",
-        "Many answers are truncated", evidence,
-        "A larger data.max_response_length; a penalty on overlong answers (reward manager dapo); or "
-        "algorithm.filter_truncated=True, so that cut answers teach nothing.", name,
+        "Many responses are truncated", evidence,
+        "A larger data.max_response_length; a penalty on overlong responses (reward manager dapo); or "
+        "algorithm.filter_truncated=True, so that truncated responses teach nothing.", name,
     )  # fmt: skip
 
 
@@ -147,9 +148,9 @@ def _rewards_failing(facts: Facts) -> Iterator[Finding]:
     if share > FAILED_WARN:
         yield Finding(
             "rewards_failing", "bad" if share > FAILED_BAD else "warn", "Rewards fail",
-            f"{share:.1%} of the answers in the last steps could not be scored (timeout, exception or NaN).",
-            "Filter the rollouts by `reward failed` and run the function on such an answer; raise its timeout if it is "
-            "slow. Above reward_model.max_failed_share the run stops.", name,
+            f"{share:.1%} of the responses in the last steps could not be scored (timeout, exception or NaN).",
+            "Filter the rollouts by `reward failed` and run the function on such a response; raise its timeout if it "
+            "is slow. Above reward_model.max_failed_share the run stops.", name,
         )  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def _spikes(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "grad_spike", "warn", "The gradient norm has spikes",
             f"{peak:.3g} in the last steps, where {usual:.3g} is usual.",
-            "A lower actor.grad_clip or learning rate; look at the answers of that step: very long or very unlikely "
+            "A lower actor.grad_clip or learning rate; look at the responses of that step: very long or very unlikely "
             "ones do this.", name,
         )  # fmt: skip
 
@@ -228,7 +229,7 @@ def _hacking(facts: Facts) -> Iterator[Finding]:
                 f"{name} is {values[-1]:.3g}, it was {values[best]:.3g} at step {val_steps[best]}; the training reward "
                 "has gone up since.",
                 "The policy may have found a way to please the reward function without solving the task. Read the "
-                "answers with the highest reward (order: best first).", name,
+                "responses with the highest reward (order: best first).", name,
             )  # fmt: skip
 
 
@@ -260,7 +261,7 @@ RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 )  # fmt: skip
 RULE_TITLES = (
     "the run goes on or has finished", "all numbers are finite", "rewards differ within groups",
-    "rewards can be computed", "engine and trainer agree", "the policy still explores", "answers end by themselves",
+    "rewards can be computed", "engine and trainer agree", "the policy still explores", "responses end by themselves",
     "validation follows the reward", "the reward keeps its height", "updates are small enough", "gradients are steady",
     "memory is left", "no phase takes all the time",
 )  # fmt: skip

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dovetail.dashboard.charts import ASYNC, OVERVIEW, Chart, names_of, points
+from dovetail.dashboard.charts import ASYNC, OVERVIEW, Chart, headlines, names_of, points
 from dovetail.dashboard.config_view import config_rows
 from dovetail.dashboard.responses import Wish
 from dovetail.dashboard.run_files import DashboardError, MetricsTable
@@ -130,17 +130,10 @@ def _head(run: Run) -> str:
         str(config.get("algorithm.adv_estimator", "")),
         str(config.get("actor_rollout_ref.rollout.name", "")),
     ]
-    numbers = []
-    for title, name in (("reward", "critic/score/mean"), ("answer length", "response_length/mean")):
-        _, values = run.metrics.finite(name)
-        if len(values):
-            numbers.append((title, float(values[0]), float(values[-1])))
-    for name in [name for name in run.metrics.names if name.startswith("val-core/") and "/mean@" in name][:2]:
-        _, values = run.metrics.finite(name)
-        numbers.append((name.removeprefix("val-core/"), float(values[0]), float(values[-1])))
     cards = "".join(
-        f"<div class=card><small>{escape(title)}</small><b>{last:.4g}</b><small>first {first:.4g}</small></div>"
-        for title, first, last in numbers
+        f"<div class=card><small>{escape(one['title'])}</small><b>{one['last']:.4g}</b>"
+        f"<small>{one['first']:.4g} at step {one['first_step']}</small></div>"
+        for one in headlines(run.metrics)
     )
     line = " · ".join(escape(fact) for fact in facts if fact)
     return f"<h1>{escape(run.name)}</h1><p class=soft>{line}</p><div class=cards>{cards}</div>"
@@ -149,7 +142,7 @@ def _head(run: Run) -> str:
 def _warnings(run: Run) -> str:
     warnings = run.health()
     if not warnings:
-        return "<p class=ok>No rule has found anything wrong.</p>"
+        return "<p class=ok>All checks pass.</p>"
     rows = "".join(
         f"<li class={escape(warning['severity'])}><b>{escape(warning['title'])}.</b> {escape(warning['evidence'])} "
         f"<i>Try:</i> {escape(warning['what_to_try'])}</li>"
@@ -208,14 +201,14 @@ def _answers(run: Run) -> str:
                 continue
             sides = (f"step {steps[0]}", before["answers"][:1]), (f"step {steps[-1]}", group["answers"][:1])
             parts.append(_sample(group, sides))
-        return "<h2>Answers on held-out prompts</h2>" + "".join(parts)
+        return "<h2>Responses to held-out prompts</h2>" + "".join(parts)
     answers = run.responses("rollouts")
     steps = answers.steps()
     if not steps:
         return ""
     groups = answers.page(steps[-1], Wish(), first=0, count=_SAMPLES)["groups"]
     parts = [_sample(group, ((f"step {steps[-1]}", group["answers"][:4]),)) for group in groups]
-    return "<h2>Answers of the last step</h2>" + "".join(parts)
+    return "<h2>Responses of the last step</h2>" + "".join(parts)
 
 
 def _sample(group: dict[str, Any], sides: tuple[tuple[str, list[dict[str, Any]]], ...]) -> str:
@@ -228,7 +221,7 @@ def _sample(group: dict[str, Any], sides: tuple[tuple[str, list[dict[str, Any]]]
             for one in shown
         )
         columns += f"<div><h3>{escape(title)}</h3>{texts}</div>"
-    truth = f"<p class=soft>right: {escape(str(group['ground_truth']))}</p>" if group["ground_truth"] else ""
+    truth = f"<p class=soft>expected: {escape(str(group['ground_truth']))}</p>" if group["ground_truth"] else ""
     prompt = escape(group["prompt"][-2000:])
     return f"<section><pre class=prompt>{prompt}</pre>{truth}<div class=sides>{columns}</div></section>"
 

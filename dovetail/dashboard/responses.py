@@ -265,7 +265,7 @@ class ResponseFolder:
         """One response with the numbers of its tokens."""
         file = self.file(step)
         if not 0 <= row < len(file.entries):
-            raise DashboardError(f"step {step} has {len(file.entries)} answers; there is no answer {row}.")
+            raise DashboardError(f"step {step} has {len(file.entries)} responses; there is no response {row}.")
         return {"row": row, "step": step, **file.full_row(file.entries[row])}
 
     def group_of_prompt(self, step: int, key: str) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class ResponseFolder:
         file = self.file(step)
         entries = [entry for entry in file.entries if entry.prompt_key == key]
         if not entries:
-            raise DashboardError(f"step {step} has no answer to this prompt.")
+            raise DashboardError(f"step {step} has no response to this prompt.")
         return {"step": step, **_show_group(file, entries, entries)}
 
     def search(self, wish: Wish, *, cursor: int, seconds: float, most: int, stop: int | None = None) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class ResponseFolder:
         """Other steps that answered the prompt of this response, from the newest back, for a moment."""
         file = self.file(step)
         if not 0 <= row < len(file.entries):
-            raise DashboardError(f"step {step} has no answer {row}.")
+            raise DashboardError(f"step {step} has no response {row}.")
         needle = prompt_bytes(file.head(file.entries[row])["prompt"])
         steps = [other for other in self.steps() if cursor < 0 or other < cursor]
         matches: list[int] = []

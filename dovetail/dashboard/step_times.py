@@ -31,8 +31,8 @@ PHASE_WORDS = {
     "step": "between phases",
 }
 _ADVICE = {
-    "gen": "Shorter answers (data.max_response_length), another engine (actor_rollout_ref.rollout.name) or more of the "
-    "device for its cache (actor_rollout_ref.rollout.gpu_memory_utilization) make it faster.",
+    "gen": "Shorter responses (data.max_response_length), another engine (actor_rollout_ref.rollout.name) or more of "
+    "the device for its cache (actor_rollout_ref.rollout.gpu_memory_utilization) make it faster.",
     "update_actor": "Larger micro-batches (actor_rollout_ref.actor.ppo_max_token_len_per_gpu with use_dynamic_bsz) or "
     "no gradient checkpointing make it faster, as far as memory allows.",
     "update_critic": "Larger micro-batches (critic.ppo_max_token_len_per_gpu with use_dynamic_bsz) make it faster.",
@@ -46,7 +46,7 @@ _ADVICE = {
 }
 _ENGINES_ADVICE = (
     "The engines are slower than the trainer: more devices for them (actor_rollout_ref.rollout.n_gpus_per_node), "
-    "shorter answers, or a larger async_training.max_staleness, where they wait for the trainer at other times."
+    "shorter responses, or a larger async_training.max_staleness, where they wait for the trainer at other times."
 )
 _RECENT = 20
 

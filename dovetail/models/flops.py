@@ -64,8 +64,11 @@ class StepUtilisation:
         generated, self._generated = self._generated, 0.0
         metrics: dict[str, float] = {}
         training, generation = self._peaks.get("training"), self._peaks.get("generation")
-        if generation is not None and generated and seconds.get("gen"):
-            metrics["perf/mfu/rollout"] = generated / seconds["gen"] / generation
+        # Engines on devices of their own generate all the time; `gen` is then only the wait for groups.
+        apart = config.async_training.mode != "off" and not config.actor_rollout_ref.hybrid_engine
+        spent = seconds.get("step" if apart else "gen")
+        if generation is not None and generated and spent:
+            metrics["perf/mfu/rollout"] = generated / spent / generation
         if training is not None and shapes.policy is not None:
             flops = pass_flops(
                 batch,

@@ -103,7 +103,7 @@ def test_smoothing_log_scale_zoom_and_extra_metrics(page: Page, server: Server) 
         "{'xaxis.range[0]': 10, 'xaxis.range[1]': 20})"
     )
     until(page, "() => Math.min(...document.querySelector('.plot[data-chart=\"reward\"]').data[0].x) === 10")
-    page.get_by_role("button", name="Whole run").click()
+    page.get_by_role("button", name="Reset zoom").click()
     until(page, "() => Math.min(...document.querySelector('.plot[data-chart=\"reward\"]').data[0].x) === 1")
     page.reload()
     drawn(page, "actor/lr")
@@ -185,7 +185,7 @@ def test_only_an_asynchronous_run_has_the_view_and_versions_of_tokens(page: Page
     expect(page.locator("#tip")).to_contain_text("weights of step 5, 2 updates behind")
     show(page, async_server, "#view=rollouts&run=sync&step=8")
     expect(page.locator("#tabs")).not_to_contain_text("Async")
-    expect(page.locator("#colour option")).to_have_text(["plain text", "advantage", "log-prob gap", "entropy"])
+    expect(page.locator("#colour option")).to_have_text(["plain text", "advantage", "log-prob diff", "entropy"])
 
 
 # ---- rollouts ----
@@ -193,7 +193,7 @@ def test_only_an_asynchronous_run_has_the_view_and_versions_of_tokens(page: Page
 
 def test_answers_are_filtered_ordered_and_searched(page: Page, server: Server) -> None:
     show(page, server, "#view=rollouts&run=one&step=12")
-    expect(page.locator(".summary")).to_contain_text("4 of 4 prompts · 32 answers in step 12")
+    expect(page.locator(".summary")).to_contain_text("4 of 4 prompts · 32 responses in step 12")
     page.locator("[data-filter=no_signal]").click()
     expect(page.locator(".group")).to_have_count(1)
     expect(page.locator(".group .badge.quiet")).to_have_text("no signal")
@@ -205,12 +205,12 @@ def test_answers_are_filtered_ordered_and_searched(page: Page, server: Server) -
     page.locator("[data-filter=all]").click()
     page.locator("#order").select_option("longest")
     expect(page.locator(".answer").first).to_contain_text("36 tokens")
-    page.get_by_label("Search answers and prompts").fill("in row 17 is")
+    page.get_by_label("Search responses and prompts").fill("in row 17 is")
     expect(page.locator(".answer")).to_have_count(1)
     page.locator("#scope").select_option("run")
-    expect(page.locator(".summary")).to_contain_text("40 answers found in all steps")
+    expect(page.locator(".summary")).to_contain_text("40 responses found in all steps")
     page.get_by_role("button", name="step 33", exact=True).click()
-    expect(page.locator(".summary")).to_contain_text("32 answers in step 33")
+    expect(page.locator(".summary")).to_contain_text("32 responses in step 33")
 
 
 def test_tokens_are_coloured_and_say_their_numbers(page: Page, server: Server) -> None:
@@ -221,7 +221,7 @@ def test_tokens_are_coloured_and_say_their_numbers(page: Page, server: Server) -
     last = page.locator(".answer").first.locator(".token").last
     expect(last).to_have_attribute("style", re.compile(r"rgba\(147, 51, 234, 0\.72"))
     last.hover()
-    for words in ("token 6, id 5", "advantage 2", "log-prob gap 0.05", "entropy 1"):
+    for words in ("token 6, id 5", "advantage 2", "log-prob diff 0.05", "entropy 1"):
         expect(page.locator("#tip")).to_contain_text(words)
     assert page.locator(".answer").first.locator(".tokens").inner_text() == "The sum of step 12 in row 0 is 0."
 
@@ -243,10 +243,13 @@ def test_two_steps_side_by_side_for_one_prompt(page: Page, server: Server) -> No
     page.locator(".compare .chip", has_text="step 22").click()
     expect(page.locator(".side h3")).to_have_text(["step 12", "step 22"])
     expect(page.locator(".side").last.locator(".answer")).to_have_count(8)
+    show(page, server, page.url.split("/")[-1])  # the dialog is in the address
+    expect(page.locator(".compare .chip")).to_have_text(["step 32", "step 22", "step 2"])
     page.keyboard.press("Escape")
     expect(page.locator(".compare")).to_have_count(0)
+    assert "compare=" not in page.url
     page.locator("#kind").select_option("validation")
-    expect(page.locator(".summary")).to_contain_text("answers in step 40")  # those of training are gone
+    expect(page.locator(".summary")).to_contain_text("responses in step 40")  # those of training are gone
     page.get_by_role("button", name="other steps").first.click()
     expect(page.locator(".side h3")).to_have_text(["step 10", "step 40"])
 
@@ -341,7 +344,7 @@ def test_ten_thousand_steps_and_a_million_answers_stay_quick(browser: Browser, t
             drawn(page, "reward")
             page.goto(f"{server.address}/#view=rollouts&run=large&step=5000")
             page.wait_for_selector(".group")
-            page.get_by_label("Search answers and prompts").fill("step 5000 in row 77")
+            page.get_by_label("Search responses and prompts").fill("step 5000 in row 77")
             expect(page.locator(".answer")).to_have_count(1)
             for view in ("time", "health", "config"):
                 page.goto(f"{server.address}/#view={view}&run=large")

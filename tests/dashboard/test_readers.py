@@ -207,7 +207,7 @@ def test_pages_and_words_narrow_a_step(answers: ResponseFolder) -> None:
     found = answers.page(3, Wish(words="IN ROW 13 is"), first=0, count=10)
     assert [answer["row"] for group in found["groups"] for answer in group["answers"]] == [13]
     assert answers.response(3, 13)["token_entropies"] == [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]
-    with pytest.raises(DashboardError, match="step 3 has 32 answers; there is no answer 99"):
+    with pytest.raises(DashboardError, match="step 3 has 32 responses; there is no response 99"):
         answers.response(3, 99)
 
 

@@ -1,9 +1,10 @@
-// Two steps side by side: what the policy answered to one prompt then and now.
+// Two steps side by side: the responses to one prompt then and now.
 
 import { ask, el } from "./dom.js";
 import { shortPrompt } from "./prompt.js";
 
-export async function compare(place, group, drawAnswer) {
+// `closed` is called when the reader closes it.
+export async function compare(place, group, drawAnswer, closed) {
   const step = place.step;
   const status = el("p", { class: "soft", role: "status", text: "Looking for other steps with this prompt …" });
   const left = el("div", { class: "side" });
@@ -13,7 +14,7 @@ export async function compare(place, group, drawAnswer) {
   const box = el("dialog", { class: "compare" }, el("header", {}, el("h2", { text: shortPrompt(group.prompt).slice(0, 300) }), close), status, picks, el("div", { class: "sides" }, left, right));
   document.body.append(box);
   let open = true;
-  box.addEventListener("close", () => { open = false; box.remove(); });
+  box.addEventListener("close", () => { open = false; box.remove(); closed(); });
   box.showModal();
 
   const draw = async (side, step) => {
@@ -25,8 +26,10 @@ export async function compare(place, group, drawAnswer) {
     const [early, late] = other < step ? [other, step] : [step, other];
     for (const pick of picks.children) pick.setAttribute("aria-pressed", String(Number(pick.dataset.step) === other));
     await Promise.all([draw(left, early), draw(right, late)]);
+    right.hidden = false;
   };
 
+  right.hidden = true;
   await draw(left, step);
   const known = [];
   let cursor = -1;
@@ -37,8 +40,8 @@ export async function compare(place, group, drawAnswer) {
       known.push(other);
       picks.append(el("button", { class: "chip", data: { step: String(other) }, text: `step ${other}`, onclick: () => show(other) }));
     }
-    status.textContent = known.length ? `Answered in ${known.length + 1} steps${cursor === null ? "." : ` so far, ${reply.left} steps left to read …`}`
-      : cursor === null ? "No other step has answered this prompt. Prompts of validation come back at every validation, those of training in the next epoch." : status.textContent;
+    status.textContent = known.length ? `This prompt is in ${known.length + 1} steps${cursor === null ? "." : ` so far, ${reply.left} steps left to read …`}`
+      : cursor === null ? "No other step has this prompt. Validation prompts come back at every validation, training prompts in the next epoch." : status.textContent;
     if (known.length && right.childElementCount === 0) await show(known.at(-1));
   }
   // The first one shown came from the first bite; the earliest step tells more.

@@ -18,7 +18,7 @@ export async function config(box, state) {
   function drawBar() {
     bar.replaceChildren(select("Show", [["changed", "what differs from the defaults"], ["all", "every key"], ...(other ? [["between", "what differs between the runs"]] : [])], only,
       (value) => { only = value; remember(); paint(); }, { id: "only" }),
-    others.length ? select("Beside", [["", "no other run"], ...others.map((run) => [run.name, run.name])], other, (value) => {
+    others.length ? select("Compare with", [["", "no other run"], ...others.map((run) => [run.name, run.name])], other, (value) => {
       other = value;
       only = other ? "between" : "changed";
       remember();
@@ -46,7 +46,7 @@ export async function config(box, state) {
         el("td", { data: { of: state.run } }, el("code", { text: text(row.value) })),
         other && el("td", { class: row.differs ? "differs" : "", data: { of: other } }, el("code", { text: text(row.other) })),
         el("td", { class: "soft", data: { of: "default" } }, el("code", { text: text(row.default) })))))));
-    if (!kept.length) table.replaceChildren(el("p", { class: "empty", text: only === "between" ? "The two runs have the same configuration." : "Nothing fits." }));
+    if (!kept.length) table.replaceChildren(el("p", { class: "empty", text: only === "between" ? "The two runs have the same configuration." : "Nothing matches." }));
   }
 
   await load();

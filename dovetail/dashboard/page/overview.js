@@ -12,6 +12,7 @@ export async function overview(box, state) {
   const cards = el("div", { class: "cards" });
   const warnings = el("div", { class: "warning-strip" });
   const grid = el("div", { class: "grid" });
+  const absent = el("p", { class: "soft note" });
   const boxes = new Map();
   let overviews = [];
 
@@ -28,11 +29,11 @@ export async function overview(box, state) {
     if (overviews[0]?.names.includes(name) && !options.extra.includes(name)) { options.extra.push(name); remember(); reload(); }
     picker.value = "";
   });
-  const reset = el("button", { class: "button", hidden: true, text: "Whole run", onclick: () => { options.range = null; load(); } });
+  const reset = el("button", { class: "button", hidden: true, text: "Reset zoom", onclick: () => { options.range = null; load(); } });
   const marks = el("div", { class: "marks soft" }, Object.values(EVENTS).map((look) =>
     el("span", {}, el("i", { class: "dot", style: `background:${look.colour}` }), look.name)));
   box.append(cards, warnings, el("div", { class: "bar" }, field("Smoothing", el("span", { class: "inline" }, slider, sliderValue)),
-    el("label", { class: "check" }, logBox, " log scale"), picker, pickerNames, reset, marks), grid);
+    el("label", { class: "check" }, logBox, " log scale"), picker, pickerNames, reset, marks), grid, absent);
 
   let asked = 0;
   async function load() {
@@ -54,6 +55,8 @@ export async function overview(box, state) {
     drawWarnings(warnings, overviews[0].warnings);
     const known = new Set();
     for (const chart of overviews[0].charts) { known.add(chart.key); drawChart(chart); }
+    const missing = overviews[0].charts.filter((chart) => boxes.get(chart.key).card.hidden);
+    absent.replaceChildren(...missing.length ? ["Not recorded in this run: ", missing.map((chart) => chart.title + (chart.absent ? ` (${chart.absent})` : "")).join(", "), "."] : []);
     for (const [key, made] of boxes) if (!known.has(key)) { made.card.remove(); boxes.delete(key); }
   }
 
@@ -68,28 +71,25 @@ export async function overview(box, state) {
     }).filter((line) => line.x.length);
     made.legend.replaceChildren(...legend(lines, manyRuns).map((line) =>
       el("span", {}, el("i", { class: "stroke", style: `border-top:2px ${line.dash === "solid" ? "solid" : "dotted"} ${line.colour}` }), line.name)));
-    made.empty.hidden = lines.length > 0;
-    made.plot.hidden = !lines.length;
-    made.card.classList.toggle("without", !lines.length);
+    made.card.hidden = !lines.length;
     if (!lines.length) return;
     const events = overviews[0].events;
     sketch(made.plot, lines, { manyRuns, log: options.log });
     drawWhenSeen(made.plot, async () => {
       await draw(made.plot, [...lineTraces(lines, { smoothing: options.smoothing, manyRuns }), ...eventTraces(events)],
-        lineLayout({ log: options.log, events, range: options.range, share: ["accuracy", "truncated", "clip"].includes(chart.key) }));
+        lineLayout({ log: options.log, events, range: options.range, share: chart.share }));
       if (!made.plot.dataset.wired && made.plot.on) wire(made.plot);
     });
   }
 
   function makeChart(chart) {
     const plot = el("div", { class: "plot", data: { chart: chart.key } });
-    const empty = el("p", { class: "soft", text: chart.absent, hidden: true });
     const names_ = el("div", { class: "legend" });
     const close = options.extra.includes(chart.key) && el("button", { class: "icon-button", title: "Remove", "aria-label": `Remove ${chart.title}`, text: "×",
       onclick: () => { options.extra.splice(options.extra.indexOf(chart.key), 1); remember(); load(); } });
-    const card = el("section", { class: "card chart", "aria-label": chart.title }, el("header", {}, el("h2", { text: chart.title }), names_, close), plot, empty);
+    const card = el("section", { class: "card chart", "aria-label": chart.title }, el("header", {}, el("h2", { text: chart.title }), names_, close), plot);
     grid.append(card);
-    return { card, plot, empty, legend: names_ };
+    return { card, plot, legend: names_ };
   }
 
   function wire(plot) {
@@ -114,16 +114,16 @@ export async function overview(box, state) {
 
 function drawCards(box, cards) {
   box.replaceChildren(...cards.map((card) => {
-    const change = card.mean - card.first;
+    const change = card.last - card.first;
     const moved = Math.abs(change) > 1e-9 && Math.abs(change) > 0.005 * Math.abs(card.first);
-    return el("div", { class: "card number" }, el("small", { class: "soft", text: card.title }), el("strong", { text: card.value }),
-      el("small", { class: "soft", text: moved ? `${change > 0 ? "▲" : "▼"} from ${short(card.first)}` : "as at the start" }));
+    return el("div", { class: "card number" }, el("small", { class: "soft", text: card.title }), el("strong", { text: short(card.last, 4) }),
+      el("small", { class: "soft", text: moved ? `${change > 0 ? "▲" : "▼"} from ${short(card.first)} at step ${card.first_step}` : `as at step ${card.first_step}` }));
   }));
 }
 
 function drawWarnings(box, warnings) {
   if (!warnings.length) {
-    box.replaceChildren(el("a", { class: "ok", href: "#", text: "✓ no rule has found anything wrong", onclick: openHealth }));
+    box.replaceChildren(el("a", { class: "ok", href: "#", text: "✓ all checks pass", onclick: openHealth }));
     return;
   }
   box.replaceChildren(...warnings.slice(0, 4).map((warning) =>

@@ -19,6 +19,9 @@ export function plotCard(title, ...controls) {
 const WAIT_COLOURS = { groups: "#495057", rewards: "#d6336c", driver: "#ced4da", draws: "#e8590c", commit_weights: "#e03131" };
 export const waitColour = (reason) => WAIT_COLOURS[reason] ?? "#ced4da";
 
+// With engines on devices of their own the driver does not generate: it waits for groups.
+export const coloursOf = (words) => (phase) => (phase === "gen" && words.gen !== words.generate_groups ? waitColour("groups") : phaseColour(phase));
+
 const ROWS = ["driver", "worker", "engine"];
 const order = (row) => ROWS.indexOf(row.split(" ")[0]) * 1e6 + (Number(row.replace(/\D/g, "")) || 0);
 
@@ -33,7 +36,7 @@ export async function showTimeline(panel, place, { words, wait_words }, { waits 
   const hasEngines = timeline.spans.some((span) => span.worker.startsWith("engine "));
   const waiting = waits || hasEngines ? timeline.waits : [];
   const rows = [...new Set(timeline.spans.map((span) => span.worker))].sort((a, b) => order(a) - order(b));
-  const bars = [[timeline.spans, (phase) => words[phase] ?? phase.replaceAll("_", " "), phaseColour, ""], [waiting, (reason) => wait_words[reason], waitColour, "/"]];
+  const bars = [[timeline.spans, (phase) => words[phase] ?? phase.replaceAll("_", " "), coloursOf(words), ""], [waiting, (reason) => wait_words[reason], waitColour, "/"]];
   const named = new Map();
   const traces = bars.flatMap(([spans, name, colour, pattern]) => [...new Set(spans.map((span) => span.phase))].map((phase) => {
     const mine = spans.filter((span) => span.phase === phase);

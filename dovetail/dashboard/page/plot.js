@@ -74,7 +74,7 @@ export const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g,
 export function baseLayout(changes = {}) {
   const axis = {
     gridcolor: colour("--grid"), linecolor: colour("--grid"), zerolinecolor: colour("--grid"),
-    tickfont: { size: 11, color: colour("--soft") }, automargin: true,
+    tickfont: { size: 11, color: colour("--soft") }, automargin: true, tickformat: "~g",
   };
   const { xaxis = {}, yaxis = {}, ...rest } = changes;
   return {
@@ -165,7 +165,7 @@ export function lineLayout({ log, events, range, share }) {
   return baseLayout({
     xaxis: { title: { text: "step", font: { size: 11 }, standoff: 4 }, range: range ?? undefined, autorange: !range,
       hoverformat: "d", tickformat: "~d", unifiedhovertitle: { text: "step %{x}" } },
-    yaxis: { type: log ? "log" : "linear", rangemode: share && !log ? "tozero" : "normal", tickformat: log ? ".1e" : "" },
+    yaxis: { type: log ? "log" : "linear", rangemode: share && !log ? "tozero" : "normal", tickformat: log ? ".1e" : "~g" },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     shapes: strong.slice(-200).map((event) => ({
       type: "line", xref: "x", yref: "paper", x0: event.step, x1: event.step, y0: 0, y1: 1,

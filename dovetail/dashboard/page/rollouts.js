@@ -1,4 +1,4 @@
-// The answers: groups of a step, filters, search, tokens in colour, and two steps side by side.
+// The responses: groups of a step, filters, search, tokens in colour, and two steps side by side.
 
 import { ask, debounce, el, field, select, short } from "./dom.js";
 import { compare } from "./compare.js";
@@ -7,7 +7,7 @@ import { go } from "./address.js";
 import { shortPrompt } from "./prompt.js";
 
 const FILTERS = [["all", "all"], ["wrong", "wrong"], ["truncated", "truncated"], ["no_signal", "no signal"], ["failed", "reward failed"]];
-const ORDERS = [["recorded", "as recorded"], ["longest", "longest first"], ["best", "best first"], ["worst", "worst first"], ["gap", "largest gap first"]];
+const ORDERS = [["recorded", "as recorded"], ["longest", "longest first"], ["best", "best first"], ["worst", "worst first"], ["gap", "largest log-prob diff first"]];
 const PAGE = 8;
 
 export async function rollouts(box, state) {
@@ -21,7 +21,7 @@ export async function rollouts(box, state) {
 
   const stepInput = el("input", { type: "number", class: "step-input", "aria-label": "Step", onchange: () => toStep(Number(stepInput.value)) });
   const slider = el("input", { type: "range", min: "0", "aria-label": "Step", oninput: () => { stepInput.value = steps[slider.value]; }, onchange: () => toStep(steps[slider.value]) });
-  const search = el("input", { type: "search", placeholder: "search …", value: wish.words, "aria-label": "Search answers and prompts" });
+  const search = el("input", { type: "search", placeholder: "search …", value: wish.words, "aria-label": "Search responses and prompts" });
   search.addEventListener("input", debounce(() => change({ words: search.value.trim() }), 300));
   const summary = el("div", { class: "soft summary", role: "status" });
   const list = el("div", { class: "groups" });
@@ -30,7 +30,7 @@ export async function rollouts(box, state) {
   const colours = select("Colour tokens by", [], "", (colour) => change({ colour }), { id: "colour" });
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Filter" });
   box.append(el("div", { class: "bar" },
-    select("Answers of", [["rollouts", "training"], ["validation", "validation"]], wish.kind, (kind) => { wish.step = null; change({ kind, step: null }, true); }, { id: "kind" }),
+    select("Responses of", [["rollouts", "training"], ["validation", "validation"]], wish.kind, (kind) => { wish.step = null; change({ kind, step: null }, true); }, { id: "kind" }),
     field("Step", el("span", { class: "inline" }, el("button", { class: "icon-button", title: "One step back (,)", "aria-label": "One step back", text: "‹", onclick: () => move(-1) }), stepInput,
       el("button", { class: "icon-button", title: "One step on (.)", "aria-label": "One step on", text: "›", onclick: () => move(1) }), slider)),
     select("Order", ORDERS, wish.order, (order) => change({ order }), { id: "order" }),
@@ -64,7 +64,7 @@ export async function rollouts(box, state) {
       list.replaceChildren();
       chips.replaceChildren();
       more.hidden = true;
-      summary.textContent = wish.kind === "rollouts" ? "No answers of training are recorded yet." : "No validation is recorded: data.val_files is empty, or none was due yet.";
+      summary.textContent = wish.kind === "rollouts" ? "No training responses are recorded yet." : "No validation is recorded: data.val_files is empty, or none was due yet.";
       return;
     }
     if (!steps.includes(wish.step)) wish.step = steps.at(-1);
@@ -84,11 +84,11 @@ export async function rollouts(box, state) {
     const reply = await ask("groups", { ...place, wanted: wish.wanted, words: wish.words, order: wish.order, first, count: PAGE });
     if (mine !== asked) return;
     drawChips(reply.counts);
-    summary.textContent = [`${reply.num_groups} of ${reply.counts.groups} prompts`, `${reply.counts.all} answers in step ${reply.step}`,
-      reply.bad_lines ? `${reply.bad_lines} lines of the file are not whole and are left out` : ""].filter(Boolean).join(" · ");
+    summary.textContent = [`${reply.num_groups} of ${reply.counts.groups} prompts`, `${reply.counts.all} responses in step ${reply.step}`,
+      reply.bad_lines ? `${reply.bad_lines} lines of the file are incomplete and are left out` : ""].filter(Boolean).join(" · ");
     if (!append) list.replaceChildren();
     list.append(...reply.groups.map((group) => drawGroup(group, place)));
-    if (!reply.groups.length && !append) list.append(el("p", { class: "empty", text: "No answer of this step fits." }));
+    if (!reply.groups.length && !append) list.append(el("p", { class: "empty", text: "No response of this step matches." }));
     more.hidden = first + PAGE >= reply.num_groups;
   }
 
@@ -108,10 +108,10 @@ export async function rollouts(box, state) {
       count += reply.matches.length;
       cursor = reply.next;
       list.append(...reply.matches.map((answer) => drawMatch(answer, kind)));
-      summary.textContent = `${count} answers found${cursor === null ? " in all steps" : `, ${reply.left} steps left to read …`}`;
+      summary.textContent = `${count} responses found${cursor === null ? " in all steps" : `, ${reply.left} steps left to read …`}`;
     }
-    if (cursor !== null && count) summary.textContent = `the newest ${count} answers that fit`;
-    if (!count) list.append(el("p", { class: "empty", text: "No answer of any step fits." }));
+    if (cursor !== null && count) summary.textContent = `the newest ${count} responses that match`;
+    if (!count) list.append(el("p", { class: "empty", text: "No response of any step matches." }));
   }
 
   function drawChips(counts) {
@@ -120,13 +120,19 @@ export async function rollouts(box, state) {
         title, el("small", { class: "soft", text: String(counts[key] ?? "") }))));
   }
 
+  function openCompare(place, group) {
+    wish.compare = group.key;
+    remember();
+    return compare(place, group, drawAnswer, () => { wish.compare = ""; remember(); });
+  }
+
   function drawGroup(group, place) {
     const head = el("header", {}, el("div", { class: "prompt", text: shortPrompt(group.prompt) }), dots(group.scores),
-      el("div", { class: "facts soft" }, group.ground_truth != null && el("span", {}, "answer ", el("b", { text: String(group.ground_truth) })),
-        el("span", { text: `mean reward ${short(group.mean_score)}` }), el("span", { text: `${group.answers.length === group.size ? "" : `${group.answers.length} of `}${group.size} answers` }),
-        group.no_signal && el("span", { class: "badge quiet", text: "no signal", data: { tip: "All answers got the same reward: nothing is learned from this group." } }),
-        el("button", { class: "link", text: "other steps", onclick: () => compare(place, group, drawAnswer) })));
-    const whole = el("details", { class: "whole" }, el("summary", { text: "whole prompt" }), el("div", { class: "text", text: group.prompt }));
+      el("div", { class: "facts soft" }, group.ground_truth != null && group.ground_truth !== "" && el("span", {}, "expected ", el("b", { text: String(group.ground_truth) })),
+        el("span", { text: `mean reward ${short(group.mean_score)}` }), el("span", { text: `${group.answers.length === group.size ? "" : `${group.answers.length} of `}${group.size} responses` }),
+        group.no_signal && el("span", { class: "badge quiet", text: "no signal", data: { tip: "All responses got the same reward: nothing is learned from this group." } }),
+        el("button", { class: "link", text: "other steps", onclick: () => openCompare(place, group) })));
+    const whole = el("details", { class: "whole" }, el("summary", { text: "full prompt" }), el("div", { class: "text", text: group.prompt }));
     return el("article", { class: "card group", data: { uid: group.uid } }, head, whole, el("div", { class: "answers" }, group.answers.map((answer) => drawAnswer(answer, place))));
   }
 
@@ -139,13 +145,18 @@ export async function rollouts(box, state) {
     const row = el("div", { class: `answer${answer.wrong ? " wrong" : ""}${answer.truncated ? " truncated" : ""}` }, el("div", { class: "facts" },
       el("span", { class: `badge ${answer.failed ? "failed" : answer.wrong ? "no" : "yes"}`, text: answer.failed ? "reward failed" : short(answer.score), data: { tip: extraFacts(answer) } }),
       answer.advantage !== null && el("span", { class: "soft", text: `advantage ${answer.advantage > 0 ? "+" : ""}${short(answer.advantage)}` }),
-      el("span", { class: "soft", text: `${answer.length} tokens` }), answer.gap !== null && el("span", { class: "soft", text: `gap ${short(answer.gap)}` }),
+      el("span", { class: "soft", text: `${answer.length} tokens` }), answer.gap !== null && el("span", { class: "soft", text: `log-prob diff ${short(answer.gap)}` }),
       answer.truncated && el("span", { class: "badge cut", text: "truncated" })), text);
     if (wish.colour) colouredAnswer(answer, place, wish.colour).then((coloured) => text.replaceWith(coloured), () => {});
     return row;
   }
 
   await start();
+  if (wish.compare && steps.length) {
+    const place = { run: state.run, kind: wish.kind, step: wish.step };
+    // Not awaited: the dialog looks through other steps while the page is ready.
+    ask("group", { ...place, key: wish.compare }).then((group) => openCompare(place, group)).catch(() => { wish.compare = ""; });
+  }
   return {
     refresh: async () => {
       const known = steps.length;

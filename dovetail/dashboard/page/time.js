@@ -1,8 +1,8 @@
 // Where the time goes, who works when, how fast it is, and what memory it takes.
 
 import { ask, el, field, short } from "./dom.js";
-import { baseLayout, draw, drawWhenSeen, lineLayout, lineTraces, phaseColour, plain } from "./plot.js";
-import { plotCard, showTimeline } from "./panels.js";
+import { baseLayout, draw, drawWhenSeen, legend, lineLayout, lineTraces, plain } from "./plot.js";
+import { coloursOf, plotCard, showTimeline } from "./panels.js";
 import { go } from "./address.js";
 
 export async function time(box, state) {
@@ -11,7 +11,7 @@ export async function time(box, state) {
   const steps = el("input", { type: "number", min: "0", class: "step-input", "aria-label": "Step of the timeline" });
   const line = plotCard("One step across driver and workers", field("Step", steps));
   const speed = plotCard("Tokens per second and device");
-  const mfu = plotCard("Model FLOPs utilisation");
+  const mfu = plotCard("Model FLOPs utilisation (share of the peak)");
   const memory = plotCard("Memory in each phase (GiB): planned parts, and measured");
   memory.card.classList.add("wide");
   line.card.classList.add("wide");
@@ -42,10 +42,12 @@ export async function time(box, state) {
 
   function drawBars() {
     const { phases, steps: at, per_bar } = reply.phases;
-    bars.note(phases.length ? (per_bar > 1 ? `each bar is the mean of about ${per_bar} steps` : "") : "No step has been timed yet.");
+    bars.note(per_bar > 1 ? `each bar is the mean of about ${per_bar} steps` : "");
     const kept = phases.filter((phase) => phase.seconds.some((seconds) => seconds > 0));
-    bars.legend(kept.map((phase) => [phase.name, phaseColour(phase.key)]));
+    bars.card.hidden = !kept.length;
     if (!kept.length) return;
+    const phaseColour = coloursOf(reply.words);
+    bars.legend(kept.map((phase) => [phase.name, phaseColour(phase.key)]));
     drawWhenSeen(bars.plot, async () => {
       await draw(bars.plot, kept.map((phase) => ({
         type: "bar", name: plain(phase.name), x: at, y: phase.seconds, marker: { color: phaseColour(phase.key) },
@@ -68,21 +70,26 @@ export async function time(box, state) {
 
   function drawRates() {
     const rates = Object.entries(reply.rates).map(([name, points]) => ({ name, ...points }));
-    for (const [card, lines, absent] of [
-      [speed, rates.filter((rate) => rate.name === "perf/throughput"), "No step has been timed yet."],
-      [mfu, rates.filter((rate) => rate.name.startsWith("perf/mfu/")), "Not recorded in this run: the peak of the device is not known (a CPU, as a rule)."],
-    ]) {
-      card.plot.hidden = !lines.length;
-      card.note(lines.length ? "" : absent);
-      if (lines.length) drawWhenSeen(card.plot, () => draw(card.plot, lineTraces(lines, { smoothing: 0, manyRuns: false }), lineLayout({ log: false, events: [], range: null, share: true })));
+    const shares = rates.filter((rate) => rate.name.startsWith("perf/mfu/"));
+    for (const [card, lines, tickformat] of [[speed, rates.filter((rate) => rate.name === "perf/throughput"), ",~g"], [mfu, shares, ".0%"]]) {
+      card.card.hidden = !lines.length;
+      if (!lines.length) continue;
+      if (lines.length > 1) card.legend(legend(lines, false).map((one) => [one.name.replace("perf/mfu/", "").replaceAll("_", " "), one.colour]));
+      const layout = lineLayout({ log: false, events: [], range: null, share: true });
+      layout.yaxis.tickformat = tickformat;
+      drawWhenSeen(card.plot, () => draw(card.plot, lineTraces(lines, { smoothing: 0, manyRuns: false }), layout));
     }
+    mfu.note(shares.some((line) => line.y.some((value) => value > 1)) ? "Above 100 %: the peak of a CPU is measured at the start of the run, and was measured too low here. Set trainer.device_peak_tflops." : "");
   }
 
   function drawMemory() {
     const { phases, device, device_gib, reported, verdict } = reply.memory;
     const words = [["allocated on the device", reported.allocated], ["reserved on the device", reported.reserved], ["of the largest process on the host", reported.host]];
     const peak = words.filter(([, gib]) => gib !== null).map(([name, gib]) => `${short(gib)} GiB ${name}`).join(", ");
-    memory.note([verdict && `Plan: ${verdict}.`, peak && `Peaks over the run: ${peak}.`].filter(Boolean).join(" ") || "This run has no plan.json.");
+    const planned = (phase) => Object.values(phase.items).reduce((sum, gib) => sum + gib, 0);
+    const over = phases.filter((phase) => phase.measured > 1.1 * planned(phase)).map((phase) => `${phase.name} ${short(phase.measured)} instead of ${short(planned(phase))} GiB`);
+    memory.note([verdict && `Plan: ${verdict}.`, over.length && `Measured more than planned: ${over.join(", ")}.`, peak && `Peaks over the run: ${peak}.`].filter(Boolean).join(" ") );
+    memory.card.hidden = !phases.length && !peak;
     memory.plot.hidden = !phases.length;
     if (!phases.length) return;
     const parts = [...new Set(phases.flatMap((phase) => Object.keys(phase.items)))];
@@ -90,7 +97,7 @@ export async function time(box, state) {
     memory.legend([...parts.map((part, index) => [part, shades[index % shades.length]]), ["measured", "var(--text)"]]);
     memory.plot.style.height = `${70 + 40 * phases.length}px`;
     const measured = phases.filter((phase) => phase.measured !== null);
-    const largest = Math.max(...phases.map((phase) => Math.max(phase.measured ?? 0, Object.values(phase.items).reduce((a, b) => a + b, 0))));
+    const largest = Math.max(...phases.map((phase) => Math.max(phase.measured ?? 0, planned(phase))));
     const near = device_gib !== null && device_gib < 2.5 * largest;
     const ink = getComputedStyle(document.documentElement).getPropertyValue("--text").trim();
     drawWhenSeen(memory.plot, () => draw(memory.plot, [

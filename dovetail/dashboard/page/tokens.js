@@ -1,13 +1,13 @@
-// An answer with its tokens coloured by a number each of them has.
+// A response with its tokens coloured by a number each of them has.
 
 import { ask, el, short } from "./dom.js";
 
-const COLOURINGS = [["", "plain text"], ["token_advantages", "advantage"], ["token_logprob_gaps", "log-prob gap"], ["token_entropies", "entropy"], ["token_versions", "weight version"]];
+const COLOURINGS = [["", "plain text"], ["token_advantages", "advantage"], ["token_logprob_gaps", "log-prob diff"], ["token_entropies", "entropy"], ["token_versions", "weight version"]];
 const ABSENT = {
-  token_advantages: "This answer has no advantages of single tokens on record.",
-  token_logprob_gaps: "No log-prob gaps on record: they need actor_rollout_ref.rollout.calculate_log_probs=True and a pass for the old log-probs (more than one optimizer step a batch).",
-  token_entropies: "No entropies on record: they come with the pass for the old log-probs (more than one optimizer step a batch).",
-  token_versions: "No weight versions on record: this run was made before they were.",
+  token_advantages: "No advantages per token are recorded for this response.",
+  token_logprob_gaps: "No log-prob differences are recorded: they need actor_rollout_ref.rollout.calculate_log_probs=True and a pass for the old log-probs (more than one optimizer step a batch).",
+  token_entropies: "No entropies are recorded: they come with the pass for the old log-probs (more than one optimizer step a batch).",
+  token_versions: "No weight versions are recorded for this response.",
 };
 // By updates behind, the last for all that are further: from fresh over near to far.
 const LAGS = ["#12b886", "#339af0", "#845ef7", "#f59f00", "#e8590c", "#e03131"];
