@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.agents.tools.classes import can_restore
+from dovetail.agents.tools.classes import can_restore, closed_on_error
+from dovetail.agents.tools.functions import problem_of
 from dovetail.agents.tools.threads import call_function
-from dovetail.agents.types import Message, Task, ToolResult
+from dovetail.agents.types import Message, Task, ToolCall, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,17 @@ def as_step(value: Any) -> Step:
 
 
 class Environments:
-    """An environment for each trajectory, as an `Interaction`."""
+    """An environment for each trajectory."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self._make = make
 
     async def open(self, task: Task, state: Any = None) -> tuple[OpenEnvironment, list[Message]]:
         environment = await call_function(self._make)
-        first = await call_function(environment.reset, task)
-        if state is not None:
-            await call_function(environment.restore, state)
+        async with closed_on_error(environment):
+            first = await call_function(environment.reset, task)
+            if state is not None:
+                await call_function(environment.restore, state)
         messages = [{"role": "user", "content": first}] if isinstance(first, str) and first else list(first or [])
         return OpenEnvironment(environment), messages
 
@@ -70,11 +72,15 @@ class Environments:
 
 
 class OpenEnvironment:
-    """One trajectory's environment."""
+    """One trajectory's environment: it responds to what the model writes, and has no tools to call."""
 
     def __init__(self, environment: Environment) -> None:
+        self.schemas: list[dict[str, Any]] = []
         self._environment = environment
         self._rewarded = False
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        return problem_of(call, ()) or ToolResult("")
 
     async def respond(self, messages: list[Message]) -> ToolResult:
         """The action is the text of the model's last message."""

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from dovetail.agents.calls import CheckedTools
 from dovetail.agents.session import Session, TrajectoryEnd
 from dovetail.agents.types import Task, ToolResult
+from dovetail.agents.verl.alias import alias_verl
 from dovetail.config.user_code import PACKAGE_PREFIX, UserCodeError, load_user_object
 
 AgentLoop: TypeAlias = Callable[[Task, Session], Awaitable[float | None]]
@@ -65,7 +66,11 @@ def load_loops(path: str) -> None:
 
 
 def find_object(path: str, *, key: str) -> Any:
-    """What `package.module.name`, or `file.py:name`, names. `key` is the configuration key, for the messages."""
+    """What `package.module.name`, or `file.py:name`, names. `key` is the configuration key, for the messages.
+
+    The code may import verl's base classes: see `dovetail.agents.verl.alias`.
+    """
+    alias_verl()
     module, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module:
         raise UserCodeError(f"{key}={path} names no object; write package.module.name, or /path/to/file.py:name.")

@@ -112,35 +112,6 @@ class Toolbox(Protocol):
     async def close(self) -> None: ...
 
 
-class OpenInteraction(Protocol):
-    """Who answers the model in the user's place in one trajectory: an environment, a simulated user."""
-
-    async def respond(self, messages: list[Message]) -> ToolResult:
-        """The next message of the user, to a conversation that ends with the model's. Exceptions end the trajectory:
-        with outcome `infra` after retries for `InfrastructureError`, with `tool_error` for all others."""
-        ...
-
-    async def reward(self) -> float | None:
-        """As of `OpenTools`."""
-        ...
-
-    def state(self) -> Any:
-        """As of `OpenTools`."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class Interaction(Protocol):
-    """All environments or simulated users of a run. Built once; `open` is called for each trajectory."""
-
-    async def open(self, task: Task, state: Any = None) -> tuple[OpenInteraction, list[Message]]:
-        """The trajectory's own, and messages that it adds to the prompt."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What the model wrote in one turn."""

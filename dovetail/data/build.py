@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ from dovetail.data.errors import DataError
 from dovetail.data.files import needs_ground_truth
 from dovetail.data.prompts import PromptDataset, collate
 from dovetail.data.sampler import PromptSampler
+from dovetail.data.tool_files import read_tool_file
 from dovetail.data.user_classes import TorchOrder, build_custom_prompts, make_torch_sampler
 from dovetail.protocol import DataProto
 
@@ -164,15 +164,8 @@ def build_val_loader(config: DovetailConfig, tokenizer: Any, processor: Any = No
 
 
 def load_tools(path: str) -> list[dict[str, Any]]:
-    """Tool schemas of a YAML file: a list of them, or `tools:` with one `tool_schema` each."""
-    import yaml
-
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(f"data.tool_config_path={path}: there is no such file.")
-    content = yaml.safe_load(file.read_text())
-    entries = content.get("tools", []) if isinstance(content, Mapping) else content
-    return [entry.get("tool_schema", entry) for entry in entries or []]
+    """The tool schemas that a YAML file has. Those that only a tool's class knows are added when it is built."""
+    return [entry["tool_schema"] for entry in read_tool_file(path) if entry.get("tool_schema")]
 
 
 def _build_dataset(

@@ -204,3 +204,13 @@ def test_a_corpus_that_cannot_be_read_is_named_with_its_line(tmp_path: Path) -> 
     bad.write_text('{"text": "a"}\n{"txt": "b"}\n')
     with pytest.raises(ToolError, match=r"line 2 has no text; name it text or contents"):
         SearchToolbox(str(bad))
+
+
+def test_a_launcher_that_is_killed_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the kernel when the machine has no memory left: that says nothing about the program."""
+    toolbox = PythonToolbox()
+    monkeypatch.setattr(
+        "dovetail.rewards.sandbox.Isolation.command", lambda self, **settings: ["/bin/sh", "-c", "kill -9 $$"]
+    )
+    with pytest.raises(InfrastructureError, match="could not be started"):
+        call(toolbox, "python", code="1")

@@ -11,7 +11,7 @@ from dovetail.agents import Environment, InfrastructureError, Step, Task, ToolRe
 from dovetail.agents.environments import Environments
 from dovetail.agents.tools.classes import ClassToolbox
 from dovetail.agents.tools.schema import ToolError
-from dovetail.agents.types import Interaction, Toolbox, ToolCall
+from dovetail.agents.types import Toolbox, ToolCall
 
 pytestmark = pytest.mark.unit
 
@@ -140,12 +140,14 @@ def say(text: str) -> list[dict[str, Any]]:
 
 def test_an_environment_answers_the_models_text() -> None:
     async def play() -> None:
-        interaction: Interaction = Environments(Guess)
-        game, messages = await interaction.open(Task([], {"secret": 5}))
+        toolbox: Any = Environments(Guess)
+        game, messages = await toolbox.open(Task([], {"secret": 5}))
         assert messages == [{"role": "user", "content": "Guess a number."}]
         assert await game.reward() is None
+        assert game.schemas == []
+        assert "the tools are none" in (await game.call(ToolCall("guess", {}))).text
         assert await game.respond(say("3")) == ToolResult("Higher.", 0.0)
-        again, _ = await interaction.open(Task([], {"secret": 5}), game.state())
+        again, _ = await toolbox.open(Task([], {"secret": 5}), game.state())
         assert await again.respond(say("5")) == ToolResult("Right.", 1.0, True, {"asked": 2.0})
         assert await again.reward() == 0.0  # the steps have scored it
         with pytest.raises(ValueError, match="invalid literal"):

@@ -7,8 +7,9 @@ optional, sync or async. `state()` and `restore(state)` make a resume exact, `cl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from dovetail.agents.tools.functions import Functions, signature_of
@@ -44,11 +45,12 @@ class ClassToolbox:
     async def open(self, task: Task, state: Any = None) -> tuple[OpenInstance, list[Message]]:
         instance = await call_function(self._cls)
         messages: list[Message] = []
-        if (reset := getattr(instance, "reset", None)) is not None:
-            text = await call_function(reset, **_accepted(reset, row_of(task)))
-            messages = [{"role": "user", "content": text}] if text else []
-        if state is not None:
-            await call_function(instance.restore, state)
+        async with closed_on_error(instance):
+            if (reset := getattr(instance, "reset", None)) is not None:
+                text = await call_function(reset, **_accepted(reset, row_of(task)))
+                messages = [{"role": "user", "content": text}] if text else []
+            if state is not None:
+                await call_function(instance.restore, state)
         return OpenInstance(instance, self._signatures), messages
 
     async def close(self) -> None:
@@ -85,6 +87,18 @@ class OpenInstance(Functions):
 def can_restore(instance: Any) -> bool:
     """Whether an object has both `state` and `restore`."""
     return callable(getattr(instance, "state", None)) and callable(getattr(instance, "restore", None))
+
+
+@contextlib.asynccontextmanager
+async def closed_on_error(instance: Any) -> AsyncIterator[None]:
+    """Close an object that could not be made ready: whoever asked for it tries again with another."""
+    try:
+        yield
+    except BaseException:
+        if (close := getattr(instance, "close", None)) is not None:
+            with contextlib.suppress(Exception):
+                await call_function(close)
+        raise
 
 
 def read_methods(cls: type) -> dict[str, Signature]:

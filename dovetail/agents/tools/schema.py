@@ -31,7 +31,7 @@ class Signature:
     schema: dict[str, Any]
     """In OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
     model: Any
-    """A pydantic model with one field for each parameter."""
+    """A pydantic model with one field for each parameter; None: arguments are not checked."""
 
     @property
     def name(self) -> str:
@@ -41,6 +41,8 @@ class Signature:
         """The arguments as the function takes them: checked and converted, without those that were not given."""
         from pydantic import ValidationError
 
+        if self.model is None:
+            return dict(arguments)
         try:
             values = self.model.model_validate(dict(arguments))
         except ValidationError as error:

@@ -1,0 +1,191 @@
+"""Tools of MCP servers, through the official `mcp` package (`pip install 'dovetail[mcp]'`).
+
+A server is shared by all trajectories of the process. One that cannot be reached is infrastructure; it is connected
+anew at the next attempt. What a tool reports as its own error is an observation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.agents.tools.functions import problem_of
+from dovetail.agents.tools.schema import ToolError
+from dovetail.agents.types import InfrastructureError, Message, Task, ToolCall, ToolResult
+
+_CONNECTION_CLOSED = -32000
+
+
+def read_servers(path: str) -> dict[str, Any]:
+    """The servers of a file {"mcpServers": {name: {"command", "args", "env"} or {"url", "auth_token"}}}."""
+    if not (file := Path(path).expanduser()).is_file():
+        raise ToolError(f"The file of MCP servers {path} is not there.")
+    content = json.loads(file.read_text())
+    servers = content.get("mcpServers") if isinstance(content, dict) else None
+    if not isinstance(servers, dict) or not servers:
+        raise ToolError(f'{path} has no MCP servers; write {{"mcpServers": {{"name": {{"command": ...}}}}}}.')
+    return servers
+
+
+class McpToolbox:
+    """The tools of several servers. Connects when the first trajectory begins."""
+
+    def __init__(
+        self, servers: Mapping[str, Any], *, selected: Collection[str] | None = None, connect_timeout_s: float = 60.0
+    ) -> None:
+        """`selected`: the tools to use; None: all."""
+        _require_mcp()
+        self._servers = [_Server(name, settings, connect_timeout_s) for name, settings in servers.items()]
+        self._selected = selected
+
+    async def open(self, task: Task, state: Any = None) -> tuple[OpenMcpTools, list[Message]]:
+        by_name: dict[str, tuple[_Server, dict[str, Any]]] = {}
+        for server in self._servers:
+            for schema in await server.schemas():
+                name = schema["function"]["name"]
+                if self._selected is not None and name not in self._selected:
+                    continue
+                if name in by_name:
+                    raise ToolError(f"Two MCP servers have a tool {name}; choose with tool_selected_list.")
+                by_name[name] = (server, schema)
+        if missing := set(self._selected or ()) - by_name.keys():
+            raise ToolError(
+                f"The MCP servers have no tool {', '.join(sorted(missing))}; they have {', '.join(by_name)}."
+            )
+        return OpenMcpTools(by_name), []
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.disconnect()
+
+
+class OpenMcpTools:
+    """Calls go to the server that has the tool. What a server remembers is its own."""
+
+    def __init__(self, by_name: Mapping[str, tuple[_Server, dict[str, Any]]]) -> None:
+        self._by_name = by_name
+        self.schemas = [schema for _, schema in by_name.values()]
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        return problem_of(call, self._by_name) or await self._by_name[call.name][0].call(call)
+
+    async def reward(self) -> float | None:
+        return None
+
+    def state(self) -> Any:
+        return {}
+
+    async def close(self) -> None:
+        return None
+
+
+class _Server:
+    """A connection, held by a task of its own: the library wants its contexts left in the task that entered them."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any], timeout_s: float) -> None:
+        self._name, self._settings, self._timeout_s = name, settings, timeout_s
+        self._lock = asyncio.Lock()
+        self._stop = asyncio.Event()
+        self._holder: asyncio.Task[None] | None = None
+        self._session: Any = None
+        self._schemas: list[dict[str, Any]] = []
+
+    async def schemas(self) -> list[dict[str, Any]]:
+        await self._connected()
+        return self._schemas
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        from mcp import McpError
+
+        session = await self._connected()
+        try:
+            result = await session.call_tool(call.name, call.arguments)
+        except McpError as error:
+            if getattr(error.error, "code", None) != _CONNECTION_CLOSED:
+                return ToolResult(f"Error: {call.name} failed: {error}")
+            await self.disconnect()
+            raise InfrastructureError(f"the MCP server {self._name} ended the connection") from error
+        except Exception as error:  # of the transport: what a tool raises comes as a result
+            await self.disconnect()
+            raise InfrastructureError(f"the MCP server {self._name}: {type(error).__name__}: {error}") from error
+        text = "\n".join(_text(part) for part in result.content)
+        return ToolResult(f"Error: {text}" if result.isError else text)
+
+    async def disconnect(self) -> None:
+        holder, self._holder, self._session = self._holder, None, None
+        if holder is not None:
+            self._stop.set()
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(holder, self._timeout_s)
+
+    async def _connected(self) -> Any:
+        async with self._lock:
+            if self._session is None or self._holder is None or self._holder.done():
+                await self.disconnect()
+                self._stop = asyncio.Event()
+                ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                self._holder = asyncio.create_task(self._hold(ready, self._stop))
+                try:
+                    self._session = await asyncio.wait_for(ready, self._timeout_s)
+                except Exception as error:
+                    self._holder.cancel()
+                    what = str(error) or type(error).__name__
+                    raise InfrastructureError(f"no connection to the MCP server {self._name}: {what}") from error
+            return self._session
+
+    async def _hold(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
+        from mcp import ClientSession
+
+        try:
+            async with _transport(self._settings) as streams, ClientSession(streams[0], streams[1]) as session:
+                await session.initialize()
+                self._schemas = [_schema(tool) for tool in (await session.list_tools()).tools]
+                if not ready.done():
+                    ready.set_result(session)
+                await stop.wait()
+        except Exception as error:  # noqa: BLE001  reported to whoever waits; later ones come with the next call
+            if not ready.done():
+                ready.set_exception(error)
+
+
+def _transport(settings: Mapping[str, Any]) -> Any:
+    if "command" in settings:
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        env = {**os.environ, **(settings.get("env") or {})}
+        arguments = [str(argument) for argument in settings.get("args") or ()]
+        return stdio_client(StdioServerParameters(command=settings["command"], args=arguments, env=env))
+    if "url" not in settings:
+        raise ToolError(f"An MCP server needs `command` or `url`, and has {', '.join(settings) or 'nothing'}.")
+    headers = dict(settings.get("headers") or {})
+    if token := settings.get("auth_token"):
+        headers["Authorization"] = f"Bearer {token}"
+    if settings.get("transport") == "sse" or str(settings["url"]).rstrip("/").endswith("/sse"):
+        from mcp.client.sse import sse_client
+
+        return sse_client(settings["url"], headers=headers)
+    from mcp.client.streamable_http import streamablehttp_client
+
+    return streamablehttp_client(settings["url"], headers=headers)
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.inputSchema}
+    return {"type": "function", "function": function}
+
+
+def _text(part: Any) -> str:
+    return part.text if getattr(part, "type", "") == "text" else f"({getattr(part, 'type', 'content')} is not shown)"
+
+
+def _require_mcp() -> None:
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise ToolError("MCP servers need the package `mcp`: pip install 'dovetail[mcp]'.") from error

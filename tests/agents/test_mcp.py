@@ -1,0 +1,163 @@
+"""MCP servers. The official package is optional: a stand-in with its interface plays the server here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dovetail.agents import InfrastructureError, Task
+from dovetail.agents.tools.mcp import McpToolbox, read_servers
+from dovetail.agents.tools.schema import ToolError
+from dovetail.agents.types import ToolCall
+
+pytestmark = pytest.mark.unit
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+class Error(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.error = SimpleNamespace(code=code)
+
+
+class Servers:
+    """What the stand-in does, and what was asked of it."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.tasks: list[Any] = []
+        self.down = False
+
+    @contextlib.asynccontextmanager
+    async def connect(self, *settings: Any, **more: Any) -> AsyncIterator[tuple[Any, Any]]:
+        if self.down:
+            raise ConnectionRefusedError("nobody is there")
+        self.started.append((settings, more))
+        entered = asyncio.current_task()
+        yield None, None
+        assert asyncio.current_task() is entered, "left in another task"
+
+    def session(self) -> type:
+        class ClientSession:
+            def __init__(self, read: Any, write: Any) -> None: ...
+
+            async def __aenter__(self) -> Any:
+                return self
+
+            async def __aexit__(self, *error: Any) -> None: ...
+
+            async def initialize(self) -> None: ...
+
+            async def list_tools(self) -> Any:
+                tools = [
+                    SimpleNamespace(name=name, description="Tell.", inputSchema=SCHEMA) for name in ("tell", "ask")
+                ]
+                return SimpleNamespace(tools=tools)
+
+            async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+                match arguments["city"]:
+                    case "closed":
+                        raise Error(-32000)
+                    case "wrong":
+                        raise Error(-32602)
+                    case "broken":
+                        raise BrokenPipeError("pipe")
+                parts = [
+                    SimpleNamespace(type="text", text=f"{name} {arguments['city']}"),
+                    SimpleNamespace(type="image"),
+                ]
+                return SimpleNamespace(content=parts, isError=arguments["city"] == "nowhere")
+
+        return ClientSession
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
+    made = Servers()
+    modules = {name: ModuleType(name) for name in ("mcp", "mcp.client", "mcp.client.stdio")}
+    vars(modules["mcp"]).update(ClientSession=made.session(), McpError=Error, StdioServerParameters=SimpleNamespace)
+    vars(modules["mcp.client.stdio"]).update(stdio_client=made.connect)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return made
+
+
+def call(toolbox: McpToolbox, *cities: str) -> list[Any]:
+    async def run() -> list[Any]:
+        tools, _ = await toolbox.open(Task([]))
+        results: list[Any] = []
+        for city in cities:
+            try:
+                results.append((await tools.call(ToolCall("tell", {"city": city}))).text)
+            except InfrastructureError as error:
+                results.append(error)
+        await toolbox.close()
+        return [tools.schemas, *results]
+
+    return asyncio.run(run())
+
+
+COMMAND = {"weather": {"command": "server", "args": ["--port", 1], "env": {"KEY": "x"}}}
+
+
+def test_tools_of_a_server_are_called_over_one_connection(servers: Servers) -> None:
+    schemas, *texts = call(McpToolbox(COMMAND), "Oslo", "nowhere", "wrong")
+    assert schemas[0] == {
+        "type": "function",
+        "function": {"name": "tell", "description": "Tell.", "parameters": SCHEMA},
+    }
+    assert texts == [
+        "tell Oslo\n(image is not shown)",
+        "Error: tell nowhere\n(image is not shown)",
+        "Error: tell failed: code -32602",
+    ]
+    ((parameters,), _), *more = servers.started
+    assert not more
+    assert (parameters.command, parameters.args, parameters.env["KEY"]) == ("server", ["--port", "1"], "x")
+
+
+@pytest.mark.parametrize("fault", ["closed", "broken"])
+def test_a_lost_connection_is_infrastructure_and_is_made_anew(servers: Servers, fault: str) -> None:
+    _, lost, again = call(McpToolbox(COMMAND), fault, "Oslo")
+    assert isinstance(lost, InfrastructureError)
+    assert again.startswith("tell Oslo")
+    assert len(servers.started) == 2
+
+
+def test_a_server_that_is_not_there_is_infrastructure(servers: Servers) -> None:
+    servers.down = True
+    with pytest.raises(InfrastructureError, match="no connection to the MCP server weather: nobody is there"):
+        call(McpToolbox(COMMAND))
+
+
+def test_tools_are_selected_by_name(servers: Servers) -> None:
+    assert len(call(McpToolbox(COMMAND, selected=["tell"]))[0]) == 1
+    with pytest.raises(ToolError, match="have no tool look; they have tell"):
+        call(McpToolbox(COMMAND, selected=["tell", "look"]))
+    with pytest.raises(ToolError, match="Two MCP servers have a tool tell"):
+        call(McpToolbox({**COMMAND, "second": COMMAND["weather"]}))
+
+
+def test_servers_are_read_from_their_json(tmp_path: Path) -> None:
+    file = tmp_path / "servers.json"
+    file.write_text(json.dumps({"mcpServers": COMMAND}))
+    assert read_servers(str(file)) == COMMAND
+    file.write_text("{}")
+    with pytest.raises(ToolError, match="has no MCP servers"):
+        read_servers(str(file))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mcp") is not None, reason="the package is installed")
+def test_without_the_package_it_is_named() -> None:
+    with pytest.raises(ToolError, match=r"pip install 'dovetail\[mcp\]'"):
+        McpToolbox(COMMAND)
