@@ -17,8 +17,9 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def run_side(side: str, folder: Path, steps: int) -> dict[str, Any]:
     from dovetail.trainer.run import run_training
 
     force_lengths()
+    work = count_engine_work()
     config = load_config(
         overrides=[
             f"data.train_files={folder}/prompts.jsonl",
@@ -116,8 +118,39 @@ def run_side(side: str, folder: Path, steps: int) -> dict[str, Any]:
         "update_s": median("timing_s/update_actor"),
         "old_log_prob_s": median("timing_s/old_log_prob"),
         "staleness_mean": median("async/staleness/mean"),
+        "engine_work": work,
         "staleness_max": max((metrics.get("async/staleness/max", 0.0) for metrics in clock.metrics), default=0.0),
     }
+
+
+def count_engine_work() -> list[dict[str, float]]:
+    """A record for each turn of the engine: prefilled tokens, decode steps, captures of graphs and their seconds."""
+    from dovetail.rollout.native.cuda.graphs import DecodeSteps
+    from dovetail.rollout.native.engine import NativeEngine
+    from dovetail.workers.hybrid_engine import HybridEngine
+
+    turns: list[dict[str, float]] = []
+    captured = [0, 0.0]
+    capture, trainer_mode = DecodeSteps._capture, HybridEngine.trainer_mode
+    before: dict[str, float] = {}
+
+    def timed_capture(steps: Any, *args: Any) -> None:
+        begin = time.perf_counter()
+        capture(steps, *args)
+        captured[0] += 1
+        captured[1] += time.perf_counter() - begin
+
+    def noted(hybrid: Any) -> None:
+        engine = hybrid.engine
+        assert isinstance(engine, NativeEngine)
+        now = {**asdict(engine._batch.stats), "captures": captured[0], "capture_s": round(captured[1], 3)}
+        turn = {name: round(now[name] - before.get(name, 0), 3) for name in now}
+        turns.append(turn | {"cache_gb": round(engine.health().kv_cache_bytes / 1e9, 1)})
+        before.update(now)
+        trainer_mode(hybrid)
+
+    DecodeSteps._capture, HybridEngine.trainer_mode = timed_capture, noted  # pyrefly: ignore[bad-assignment]
+    return turns
 
 
 def force_lengths() -> None:

@@ -276,3 +276,17 @@ def test_a_cache_of_fp8_takes_a_quarter_of_float32_and_changes_log_probs_little(
 def test_fp8_is_refused_where_the_cache_has_no_pages() -> None:
     with pytest.raises(ValueError, match=r"kv_cache_dtype=fp8 is for CUDA; .*rollout\.kv_cache_dtype at auto"):
         NativeEngine(tiny_model("llama"), kv_cache_dtype="fp8")
+
+
+def test_batches_that_need_a_few_more_pages_each_take_new_ones_once() -> None:
+    """New pages cost new graphs on CUDA, so lengths that creep up must not make every batch capture its own."""
+    engine = paged_engine(tiny_model("llama"))
+    batch = engine._batch
+    assert isinstance(batch, PagedBatch)
+    sizes = []
+    for length in range(40, 70, 5):
+        sampling = SamplingParams(temperature=0, max_new_tokens=length, ignore_eos=True)
+        engine.generate(requests(prompts(4), sampling))
+        sizes.append(batch._pool.num_pages)
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 2  # enough for 40 tokens, and half as much again

@@ -185,9 +185,9 @@ class PagedBatch:
             # Requests that come while others run may come one by one: double, so that this happens a few times only.
             most = scheduler.num_slots * (shape.pages_for(self._max_model_len) + 1)
             wanted = max(wanted, min(2 * pool.num_pages, most))
-        if wanted > pool.num_pages:
-            wanted = min(wanted, self._affordable_pages())
-        # New pages cost new graphs: not for a few more.
+        # New pages cost new graphs, some 0.1 s for each batch size: not for a few more, and then enough for long.
+        if wanted > pool.num_pages * 1.05:
+            wanted = min(max(wanted, pool.num_pages * 3 // 2), self._affordable_pages())
         grows = wanted > pool.num_pages * 1.05
         if grows:
             self._grow(wanted)
