@@ -59,6 +59,9 @@ class AsyncTrainingConfig(Section):
         "Old log-probs of stale responses: recomputed by the weights before the update, interpolated between engine "
         "and update by version, or (null) the engine's. Sets `algorithm.rollout_correction.bypass_mode`.",
     )
+    record: bool = key(
+        False, "Keep the batch of every step in the run folder, so that `dovetail replay` can repeat it."
+    )
     stall_timeout_s: float = key(
         300.0, "Without progress for so long, say who waits for whom and stop; 0: never.", ge=0
     )

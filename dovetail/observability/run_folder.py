@@ -7,6 +7,7 @@
     rollouts/step_N.jsonl  prompt, response, scores, advantages, log-prob gap
     validation/step_N.jsonl
     timeline.jsonl         who worked on what, and when: one object per step
+    record/step_N.safetensors   the batch of a step, for `dovetail replay` (`dovetail.trainer.recording`)
     draws.jsonl            what became of every draw (`dovetail.observability.ledger`)
     previous_N/            what an earlier run recorded here, when a new one starts from step 0
     run.lock               whose run it is, while it lasts (`dovetail.observability.run_lock`)
@@ -38,11 +39,11 @@ from dovetail.observability.disk import DiskFullError, explaining_full_disk
 logger = logging.getLogger(__name__)
 
 METRICS, EVENTS, TIMELINE, NOW = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "now.json"
-DRAWS = "draws.jsonl"
+DRAWS, RECORD = "draws.jsonl", "record"
 CONFIG, PLAN = "config.yaml", "plan.json"
 _BEFORE = "before_"
 AnswerKind = Literal["rollouts", "validation"]
-_ANSWER_FILE = re.compile(r"step_(\d+)\.jsonl$")
+_STEP_FILE = re.compile(r"step_(\d+)\.")
 
 
 class RunFolder:
@@ -54,7 +55,7 @@ class RunFolder:
     def start(self) -> None:
         """Begin a run from step 0. What an earlier run recorded here is kept in `previous_N/`, not continued."""
         self.path.mkdir(parents=True, exist_ok=True)
-        names = (METRICS, EVENTS, TIMELINE, DRAWS, "rollouts", "validation")
+        names = (METRICS, EVENTS, TIMELINE, DRAWS, RECORD, "rollouts", "validation")
         earlier = [self.path / name for name in names if _holds_something(self.path / name)]
         if not earlier:
             return
@@ -74,7 +75,7 @@ class RunFolder:
             if file.exists():
                 kept = [line for line in read_json_lines(file) if line.get("step", 0) <= step]
                 write_json_lines(file, kept)
-        self._remove_answers_after(step)
+        self._remove_files_after(step)
         self.log_event("resume", step)
 
     def write_config(self, values: Mapping[str, Any]) -> None:
@@ -145,10 +146,10 @@ class RunFolder:
             return folder
         raise AssertionError("numbers do not end")
 
-    def _remove_answers_after(self, step: int) -> None:
-        for kind in ("rollouts", "validation"):
-            for file in (self.path / kind).glob("step_*.jsonl"):
-                match = _ANSWER_FILE.match(file.name)
+    def _remove_files_after(self, step: int) -> None:
+        for kind in ("rollouts", "validation", RECORD):
+            for file in (self.path / kind).glob("step_*"):
+                match = _STEP_FILE.match(file.name)
                 if match and int(match.group(1)) > step:
                     file.unlink()
 

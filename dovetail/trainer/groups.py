@@ -70,9 +70,9 @@ class RoleGroups:
         self.processes.shutdown()
 
 
-def role_classes(config: DovetailConfig) -> dict[str, RayClassWithInitArgs]:
+def role_classes(config: DovetailConfig, *, generates: bool = True) -> dict[str, RayClassWithInitArgs]:
     """The worker class of every role in the trainer's processes."""
-    policy = POLICY if config.actor_rollout_ref.hybrid_engine else "actor_ref"
+    policy = POLICY if config.actor_rollout_ref.hybrid_engine and generates else "actor_ref"
     roles = {POLICY: RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role=policy)}
     if config.uses_critic:
         roles[CRITIC] = RayClassWithInitArgs(CriticWorker, config=config)
@@ -81,14 +81,15 @@ def role_classes(config: DovetailConfig) -> dict[str, RayClassWithInitArgs]:
     return roles
 
 
-def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool) -> RoleGroups:
-    """Start the processes. Without Ray there is one, this one."""
-    if not use_ray and not config.actor_rollout_ref.hybrid_engine:
+def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool, generates: bool = True) -> RoleGroups:
+    """Start the processes. Without Ray there is one, this one. `generates=False`: no engine anywhere."""
+    apart = generates and not config.actor_rollout_ref.hybrid_engine
+    if not use_ray and apart:
         raise ValueError(
             "actor_rollout_ref.hybrid_engine=False puts engines into processes of their own, which needs Ray; "
             "drop --local, or set it to True."
         )
-    roles = role_classes(config)
+    roles = role_classes(config, generates=generates)
     together = create_colocated_worker_cls(roles)
     if use_ray:
         pool = RayResourcePool(
@@ -110,7 +111,7 @@ def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool) -> Ro
         critic=groups.get(CRITIC),
         reward_model=groups.get(REWARD),
         processes=processes,
-        engines=None if config.actor_rollout_ref.hybrid_engine else _separate_engines(config, policy, use_gpu),
+        engines=_separate_engines(config, policy, use_gpu) if apart else None,
     )
 
 

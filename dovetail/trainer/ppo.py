@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
@@ -47,6 +47,7 @@ from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.profile import profiled
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
+from dovetail.trainer.recording import Recording, Rollout, write_record
 from dovetail.trainer.requests import engine_request, join_answers, num_restarts
 from dovetail.trainer.rollout_stream import RolloutStream, draw_number
 from dovetail.trainer.stalled import SkippedSteps
@@ -71,16 +72,6 @@ _WARM_UP_STEPS = 2
 """They compile kernels, capture graphs and fill caches; what they leave behind lives until the run ends."""
 
 
-@dataclass
-class Rollout:
-    """A batch whose responses are being scored. `order[i]` is the number in which row i was sampled."""
-
-    batch: DataProto
-    order: list[int]
-    rewards: PendingRewards | RewardResult
-    metrics: Metrics
-
-
 class RayPPOTrainer:
     """Call `init_workers`, then `fit`. Takes everything it needs as arguments, so tests can pass small fakes."""
 
@@ -96,6 +87,7 @@ class RayPPOTrainer:
         create_groups: Callable[[], RoleGroups],
         on_phase: Callable[[str | None], None] | None = None,
         stop: StopRequest | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self.config = config
         self.stop = stop or StopRequest()
@@ -117,6 +109,9 @@ class RayPPOTrainer:
         self._last_metrics: Metrics = {}
         self._num_generated = 0
         self.total_steps = total_training_steps(config, len(train_loader))
+        self._recording = recording
+        """Of a run that is replayed: where its batches come from."""
+        self._last_step = self.total_steps if recording is None else min(self.total_steps, recording.last_step)
         self._skipped_steps = SkippedSteps(self.total_steps)
         self._answer_files = AnswerFiles(config.trainer, tracker.folder, tokenizer)
         self._create_groups = create_groups
@@ -147,7 +142,7 @@ class RayPPOTrainer:
         engines = self._groups.engines
         if engines is not None:
             engines.on_restart = lambda reason: self.tracker.event("engine_restart", self.global_step, reason=reason)
-        if self.config.async_training.mode != "off":
+        if self.config.async_training.mode != "off" and self._recording is None:
             self.stream = RolloutStream(
                 self.config,
                 self._groups,
@@ -186,7 +181,7 @@ class RayPPOTrainer:
         if self.global_step == 0:
             self.tracker.folder.log_timeline(0, started)
         freeze_after = self.global_step + _WARM_UP_STEPS
-        while self.global_step < self.total_steps:
+        while self.global_step < self._last_step:
             before = self._driver_state(), self._carried_over()
             self.global_step += 1
             self.stop.begin_step()
@@ -219,7 +214,7 @@ class RayPPOTrainer:
             if self.stop.name is not None:
                 self._save_and_stop(self._driver_state(), self._carried_over())
                 break
-            if self.global_step == freeze_after < self.total_steps:
+            if self.global_step == freeze_after < self._last_step:
                 self.groups.freeze_gc()
                 freeze_gc()
         return last_validation
@@ -248,7 +243,8 @@ class RayPPOTrainer:
         metrics: Metrics = {"training/global_step": self.global_step, "training/epoch": self.train_loader.epoch}
         with self.timers("step"):
             with self.timers("gen"):
-                rollout = self.collect()
+                rollout = self.collect() if self._recording is None else self._recording.read(self.global_step)
+            rollout.metrics = metrics | rollout.metrics
             batch, learned = self.learn(rollout)
         metrics |= learned
         self.train_loader.show_batch(batch)
@@ -271,6 +267,7 @@ class RayPPOTrainer:
         Phases in order; each reads columns of the batch and adds columns.
         """
         batch, metrics = rollout.batch, dict(rollout.metrics)
+        collected = replace(rollout, batch=batch.select())  # without the columns of the phases
         if self.config.interpolates_old_log_probs:
             alpha = interpolation_weights(batch.tensors["weight_version"], self.global_step)
             batch = batch.union(DataProto.from_dict({"interpolation_weights": alpha}))
@@ -286,7 +283,10 @@ class RayPPOTrainer:
                 columns = stage_columns(batch, "compute_values")
                 batch = batch.union(self._call(self.groups.critic.compute_values, columns))
         with self.timers("reward"):
-            batch = self._take_rewards(batch, rollout.rewards, metrics)
+            rewards = self._finish_rewards(rollout.rewards)
+            if self.config.async_training.record and self.stream is not None:
+                write_record(self.tracker.folder.path, self.global_step, collected, rewards)
+            batch = self._take_rewards(batch, rewards, metrics)
         with self.timers("adv"):
             batch = self._add_advantages(batch, metrics)
         # Before the update, which keeps the devices busy: after it, generation would wait for the host.
@@ -305,23 +305,23 @@ class RayPPOTrainer:
         # Also while only the critic trains: how old a response is counts in steps.
         self.weight_version = self.global_step
         self.groups.weights_changed(self.weight_version)
+        if self.config.async_training.mode != "off":
+            metrics |= self._staleness(batch)
         if self.stream is not None:
             with self.timers("weight_sync"):
-                metrics |= self._end_stream_step(batch)
+                kept = [uid for rows in self._carried_over().values() for uid in rows.non_tensor_batch["uid"]]
+                self.stream.trained(self.global_step, batch.non_tensor_batch["uid"].tolist(), kept=kept)
+                metrics |= self.stream.update(self.weight_version, self.global_step)
         return batch, metrics
 
-    def _end_stream_step(self, batch: DataProto) -> Metrics:
-        """Which draws were trained on, how old their tokens were; then the engines get the new weights."""
-        assert self.stream is not None, "only called with a stream"
-        kept = [uid for rows in self._carried_over().values() for uid in rows.non_tensor_batch["uid"]]
-        self.stream.trained(self.global_step, batch.non_tensor_batch["uid"].tolist(), kept=kept)
+    def _staleness(self, batch: DataProto) -> Metrics:
         columns = batch.tensors
         versions, mask = columns["weight_version"], columns["response_mask"]
         metrics = staleness_metrics(versions, mask, self.global_step)
         if "old_log_probs" in columns and not self.config.algorithm.rollout_correction.bypass_mode:
             ours, theirs = columns["old_log_probs"], columns["rollout_log_probs"]
             metrics |= drift_metrics(ours, theirs, versions, mask, self.global_step)
-        return metrics | self.stream.update(self.weight_version, self.global_step)
+        return metrics
 
     # ---- the phases ----
 
@@ -440,11 +440,10 @@ class RayPPOTrainer:
             )
         return result
 
-    def _take_rewards(self, batch: DataProto, rewards: PendingRewards | RewardResult, metrics: Metrics) -> DataProto:
+    def _take_rewards(self, batch: DataProto, rewards: RewardResult, metrics: Metrics) -> DataProto:
         """Scores as columns. A row that could not be scored leaves every loss, count and group."""
-        result = self._finish_rewards(rewards)
-        metrics |= result.metrics
-        batch = mask_failed(with_baseline_failures(batch.union(result.columns)))
+        metrics |= rewards.metrics
+        batch = mask_failed(with_baseline_failures(batch.union(rewards.columns)))
         if self.config.algorithm.filter_truncated:
             batch, share = mask_truncated(batch)
             metrics["response/filtered_truncated_share"] = share
@@ -534,7 +533,7 @@ class RayPPOTrainer:
 
     def _is_due(self, freq: int) -> bool:
         """Every `freq` steps, and at the last one."""
-        return self.global_step == self.total_steps or (freq > 0 and self.global_step % freq == 0)
+        return self.global_step == self._last_step or (freq > 0 and self.global_step % freq == 0)
 
     def _save_checkpoint(self, metrics: Metrics) -> None:
         self._save(self._driver_state(), self._carried_over(), metrics)

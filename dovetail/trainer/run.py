@@ -38,6 +38,7 @@ from dovetail.trainer.devices import joins_cluster, start_cluster, uses_gpu, war
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.trainer.inputs import missing_inputs
 from dovetail.trainer.ppo import RayPPOTrainer, total_training_steps
+from dovetail.trainer.recording import Recording
 from dovetail.trainer.registered import refuse_unmet_names
 from dovetail.trainer.shared_folder import check_shared_folder, with_absolute_folders
 from dovetail.trainer.stalled import TrainingStalled
@@ -78,8 +79,11 @@ def run_training(
     trainer_class: type[RayPPOTrainer] | None = None,
     use_ray: bool = True,
     console: Callable[[str, int], StepConsole] = make_console,
+    recording: Recording | None = None,
 ) -> RunResult:
     """Train as the configuration says. `use_ray=False` runs everything in this process, for a debugger.
+
+    With a `recording` nothing is generated: its batches are trained on.
 
     Errors in keys, files, columns and reward functions are raised before a process is started.
     """
@@ -154,9 +158,12 @@ def run_training(
             val_loader=val_loader,
             rewards=rewards,
             tracker=tracker,
-            create_groups=lambda: _create_groups(config, folder.path, use_ray=use_ray, use_gpu=use_gpu),
+            create_groups=lambda: _create_groups(
+                config, folder.path, use_ray=use_ray, use_gpu=use_gpu, generates=recording is None
+            ),
             on_phase=view.phase,
             stop=stop,
+            recording=recording,
         )
         try:
             trainer.init_workers()
@@ -180,8 +187,10 @@ def stopped_message(result: RunResult, config: DovetailConfig) -> str:
     return f"{name}: stopped after step {result.steps}; {has}. Go on with:\n  {line}\n"
 
 
-def _create_groups(config: DovetailConfig, folder: Path, *, use_ray: bool, use_gpu: bool) -> RoleGroups:
-    groups = create_groups(config, use_ray=use_ray, use_gpu=use_gpu)
+def _create_groups(
+    config: DovetailConfig, folder: Path, *, use_ray: bool, use_gpu: bool, generates: bool
+) -> RoleGroups:
+    groups = create_groups(config, use_ray=use_ray, use_gpu=use_gpu, generates=generates)
     try:
         check_shared_folder(groups.actor_rollout, folder)
     except BaseException:

@@ -14,14 +14,13 @@ from typing import Any
 from dovetail.config.root import DovetailConfig
 from dovetail.data.files import prompt_row, write_rows
 from dovetail.observability.run_folder import RunFolder
+from dovetail.trainer.replay import NOT_REPEATABLE
 from dovetail.trainer.run import RunResult, run_training
 from tests.models.tiny import save_tiny_model
 from tests.ranks import run_alone
 from tests.ray_workers import quick_workers
 
 PROMPT, RESPONSE = 32, 8
-NOT_REPEATABLE = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
-"""Metrics that two equal runs need not share: clocks and memory."""
 
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
