@@ -61,8 +61,8 @@ class SessionSettings:
     """What all sessions of a run have in common."""
 
     renderer: Renderer
-    parse: Callable[[Sequence[int]], tuple[str, Sequence[ToolCall]]]
-    """Sampled ids, without the stop token, to text and tool calls."""
+    parse: Callable[[Sequence[int], Sequence[dict[str, Any]]], tuple[str, Sequence[ToolCall]]]
+    """Sampled ids, without the stop token, and schemas of the tools to text and tool calls."""
     prompt_length: int
     response_length: int
     """Of a row: the sampled and observed tokens of all turns of a segment."""
@@ -314,10 +314,9 @@ class Session:
     def _as_turn(self, node: _Node) -> Turn:
         ids = node.token_ids
         closed = node.finish_reason == "stop" and bool(ids)
-        text, calls = self._settings.parse(ids[:-1] if closed else ids)
-        calls = tuple(
-            call if call.id else replace(call, id=f"call_{node.number}_{place}") for place, call in enumerate(calls)
-        )
+        text, calls = self._settings.parse(ids[:-1] if closed else ids, node.tools)
+        # Nine letters and digits: some templates refuse any other id.
+        calls = tuple(replace(call, id=f"call{node.number:03d}{place:02d}") for place, call in enumerate(calls))
         message: Message = {"role": "assistant", "content": text}
         valid = [call for call in calls if call.arguments is not None]
         if valid:

@@ -56,6 +56,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any] | None
     id: str = ""
+    """Of this call alone in its trajectory; the session gives it."""
     text: str = ""
     """The call as the model wrote it."""
     error: str = ""

@@ -48,7 +48,7 @@ class FakeRenderer:
         return ids
 
 
-def parse(token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
+def parse(token_ids: Sequence[int], tools: Any = ()) -> tuple[str, list[ToolCall]]:
     """Text; a turn that begins with `!` calls: `!name argument; !name argument`."""
     text = "".join(map(chr, token_ids))
     if not text.startswith("!"):

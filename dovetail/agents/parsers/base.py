@@ -24,11 +24,6 @@ class Parser(Protocol):
         ...
 
 
-def call_id(index: int) -> str:
-    """Nine letters and digits: some templates refuse any other id."""
-    return f"call{index:05d}"
-
-
 def after_thinking(text: str) -> int:
     """Where the thinking ends: what looks like a call before it is none. A thought without end is all there is."""
     end = text.rfind("</think>")
@@ -37,39 +32,39 @@ def after_thinking(text: str) -> int:
     return len(text) if text.lstrip().startswith("<think>") else 0
 
 
-def calls_of_json(written: str, first: int, *, text: str, arguments: Sequence[str] = ("arguments",)) -> list[ToolCall]:
+def calls_of_json(written: str, *, text: str, arguments: Sequence[str] = ("arguments",)) -> list[ToolCall]:
     """The calls in a piece of JSON, an object or a list of them; `arguments` are the keys that may hold theirs."""
     try:
         value = json.loads(written)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         name = _NAME.search(written)
-        return [failed(f"the call is not valid JSON: {error}", first, text, name.group(1) if name else "")]
+        return [failed(f"the call is not valid JSON: {error}", text, name.group(1) if name else "")]
     values = value if isinstance(value, list) else [value]
-    return [call_of(entry, first + i, text=text, arguments=arguments) for i, entry in enumerate(values)]
+    return [call_of(entry, text=text, arguments=arguments) for entry in values]
 
 
-def call_of(value: Any, index: int, *, text: str, arguments: Sequence[str] = ("arguments",)) -> ToolCall:
+def call_of(value: Any, *, text: str, arguments: Sequence[str] = ("arguments",)) -> ToolCall:
     """The call that a JSON value describes."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        return failed("a call is an object with a name and arguments", index, text)
+        return failed("a call is an object with a name and arguments", text)
     given = next((value[key] for key in arguments if key in value), {})
     if isinstance(given, str):
-        return arguments_of(given, value["name"], index, text)
+        return arguments_of(given, value["name"], text)
     if not isinstance(given, dict):
-        return failed(f"the arguments are {json.dumps(given)}, not an object", index, text, value["name"])
-    return ToolCall(value["name"], given, call_id(index), text)
+        return failed(f"the arguments are {json.dumps(given)}, not an object", text, value["name"])
+    return ToolCall(value["name"], given, text=text)
 
 
-def arguments_of(written: str, name: str, index: int, text: str) -> ToolCall:
+def arguments_of(written: str, name: str, text: str) -> ToolCall:
     """A call of which only the arguments are JSON."""
     try:
         value = json.loads(written) if written.strip() else {}
-    except ValueError as error:
-        return failed(f"the arguments are not valid JSON: {error}", index, text, name)
+    except (ValueError, RecursionError) as error:
+        return failed(f"the arguments are not valid JSON: {error}", text, name)
     if not isinstance(value, dict):
-        return failed(f"the arguments are {json.dumps(value)}, not an object", index, text, name)
-    return ToolCall(name, value, call_id(index), text)
+        return failed(f"the arguments are {json.dumps(value)}, not an object", text, name)
+    return ToolCall(name, value, text=text)
 
 
-def failed(error: str, index: int, text: str, name: str = "") -> ToolCall:
-    return ToolCall(name, None, call_id(index), text, error)
+def failed(error: str, text: str, name: str = "") -> ToolCall:
+    return ToolCall(name, None, text=text, error=error)

@@ -29,7 +29,7 @@ class GptOssParser:
             header, body = match.group("header"), match.group("body")
             channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
             if recipient is not None:
-                calls.append(arguments_of(body, recipient.group(1), len(calls), match.group().strip()))
+                calls.append(arguments_of(body, recipient.group(1), match.group().strip()))
             elif channel is not None and channel.group(1) == "analysis":
                 thinking.append(body.strip())
             else:

@@ -19,5 +19,5 @@ class HermesParser:
         start = after_thinking(text)
         calls: list[ToolCall] = []
         for match in TOOL_CALL.finditer(text, start):
-            calls += calls_of_json(match.group(1), len(calls), text=match.group().strip())
+            calls += calls_of_json(match.group(1), text=match.group().strip())
         return text[:start] + TOOL_CALL.sub("", text[start:]), calls

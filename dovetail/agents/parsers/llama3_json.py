@@ -25,15 +25,15 @@ class Llama3JsonParser:
             before = text[position : match.start()]
             try:
                 value, end = json.JSONDecoder().raw_decode(text, match.start())
-            except ValueError:
+            except (ValueError, RecursionError):
                 # JSON that breaks off is a call only where one is expected: in front, or after another one.
                 if before.replace(_PYTHON_TAG, "").strip(" \n;,"):
                     break
                 written = text[match.start() :]
-                return said, [*calls, *calls_of_json(written, len(calls), text=written)]
+                return said, [*calls, *calls_of_json(written, text=written)]
             if isinstance(value, dict) and isinstance(value.get("name"), str) and any(key in value for key in _KEYS):
                 said += before.removesuffix(_PYTHON_TAG)
-                calls.append(call_of(value, len(calls), text=text[match.start() : end], arguments=_KEYS))
+                calls.append(call_of(value, text=text[match.start() : end], arguments=_KEYS))
                 between = _BETWEEN.match(text, end)
                 end = between.end() if between is not None else end
             else:
