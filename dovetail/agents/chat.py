@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 from dovetail.agents.types import Message
 
-Property = Literal["prefix", "generation_prompt", "independence", "closing", "boundary", "refused"]
+Property = Literal["prefix", "generation_prompt", "independence", "closing", "boundary", "accepted"]
 MEANING: dict[Property, str] = {
     "prefix": "what is already written stays as it is when a message is added",
     "generation_prompt": "what stands before an answer is the same while it is asked for and in the history",
     "independence": "the history shows the answer as it was sampled, its thinking and its calls included",
     "closing": "a special token ends an answer, the one that the model writes itself",
     "boundary": "that token is one id, so text before it and text after it are encoded apart",
-    "refused": "the template takes this kind of conversation",
+    "accepted": "the template takes this kind of conversation",
 }
 # A noncharacter, which no text should hold: stands in rendered text where an encoding has to be cut.
 _CUT = "\ufdd0"
@@ -159,7 +159,7 @@ class ChatRenderer:
                 tail = self._tail(messages, new, tools)
                 before = self._render(messages, tools, generation=False)
             except ChatTemplateError as error:
-                return Rewrite("refused", str(error))
+                return Rewrite("accepted", str(error))
             if isinstance(tail, Rewrite):
                 return tail
             if self._encode(before + tail) != self._encode(before) + self._encode(tail):

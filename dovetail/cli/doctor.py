@@ -4,6 +4,7 @@
   dovetail doctor actor_rollout_ref.rollout.name=vllm
   dovetail doctor recipe.yaml actor_rollout_ref.model.path=~/models/Qwen2.5-7B --devices 2
   dovetail doctor --cluster
+  dovetail doctor --agents ~/models/Qwen3-8B
 
 Loads the configured model (by default SmolLM2-135M when the extra `demo` is installed, else a random one of two
 layers), trains one step, sends the weights to the engine, generates, and compares log-probs of engine and trainer.
@@ -11,6 +12,9 @@ Nothing is kept. Exit code 0: all that the run needs is here, and engine and tra
 
 `--cluster` tries every path instead, on all devices of this machine or of a Ray cluster: NCCL or gloo, FSDP2, Megatron,
 each engine, weights to engines, a run, and a run that is killed and resumed. One verdict a path, and a file to send.
+
+`--agents MODEL` audits the model's chat template instead: whether conversations of several turns only grow, and which
+kinds of them it rewrites. Needs no weights. Exit code 1: it rewrites or refuses some.
 """
 
 from __future__ import annotations
@@ -59,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-run", action="store_true", help="only look at what is installed")
     parser.add_argument("--svg", type=Path, metavar="F", help="also write what is shown as a picture")
     parser.add_argument("--verbose", action="store_true", help="log what the parts do")
+    parser.add_argument("--agents", metavar="MODEL", help="audit the chat template of this model's tokenizer")
     cluster = parser.add_argument_group("on all devices of a machine or a Ray cluster")
     cluster.add_argument("--cluster", action="store_true", help="run every path for real and judge each one")
     cluster.add_argument("--paths", action="append", default=[], metavar="NAME", help="only paths that begin so")
@@ -77,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     from dovetail.cli.show_doctor import DoctorView
 
     view = DoctorView(record=args.svg is not None)
+    if args.agents is not None:
+        return _audit_template(args, view)
     if args.cluster:
         from dovetail.cli.doctor_cluster import run_cluster
 
@@ -87,6 +94,26 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         view.save_svg(args.svg)
     return 0 if healthy else 1
+
+
+def _audit_template(args: argparse.Namespace, view: DoctorView) -> int:
+    from dovetail.agents.chat import ChatRenderer, ChatTemplateError
+    from dovetail.models.errors import ModelError
+    from dovetail.models.load import load_tokenizer
+
+    files, overrides = split_arguments(args.items)
+    try:
+        config = load_config(files, overrides).config
+        tokenizer = load_tokenizer(Path(args.agents).expanduser())
+        tokenizer.chat_template = config.actor_rollout_ref.model.custom_chat_template or tokenizer.chat_template
+        audit = ChatRenderer(tokenizer, **config.data.apply_chat_template_kwargs).audit
+    except (ConfigError, ModelError, ChatTemplateError, OSError) as error:
+        view.problems(f"The chat template of {args.agents} cannot be audited", [str(error)])
+        return 1
+    view.audit(Path(args.agents).name, audit)
+    if args.svg is not None:
+        view.save_svg(args.svg)
+    return 0 if audit.append_only else 1
 
 
 def _look_and_run(args: argparse.Namespace, view: DoctorView, work: Path) -> bool:

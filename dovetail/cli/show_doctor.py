@@ -16,6 +16,7 @@ from rich.status import Status as Status_
 from rich.table import Table
 from rich.text import Text
 
+from dovetail.agents.chat import MEANING, TemplateAudit
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.root import DovetailConfig
 from dovetail.doctor.agreement import Examination, LogProbDiffs, Stage
@@ -128,6 +129,37 @@ class DoctorView:
         colour = "green" if healthy else "red"
         self._console.print(Panel(Text(words, style=f"bold {colour}"), border_style=colour, box=box.ROUNDED))
 
+    def audit(self, model: str, audit: TemplateAudit) -> None:
+        """What a chat template does with conversations, and what that means for training."""
+        properties = Table.grid(padding=(0, 2))
+        for name, meaning in MEANING.items():
+            broken = audit.failures(name)
+            properties.add_row(_mark(not broken), name.replace("_", " "), Text(meaning, style="dim"))
+        self._section(f"The chat template of {model}", properties)
+        cases = _grid()
+        for case in audit.cases:
+            cases.add_row(_mark(case.rewrite is None), Text(case.name))
+            if case.rewrite is not None:
+                cases.add_row(
+                    "", Text(f"{case.rewrite.property.replace('_', ' ')}: {case.rewrite.example}", style="dim")
+                )
+        self._section("Kinds of conversations", cases)
+        facts = [f"an answer ends with {' or '.join(audit.stop_tokens) or 'no special token'}"]
+        if not audit.shows_tools:
+            facts.append("the template does not show tools to the model: describe them in the system prompt")
+        if not audit.writes_calls:
+            facts.append("the template does not write calls: those of earlier turns are written in hermes' format")
+        self.note("\n".join(facts))
+        if audit.append_only:
+            words, colour = "append-only: each trajectory is one row, and every token is as it was sampled", "green"
+        else:
+            words = (
+                "not append-only: where history is rewritten a trajectory goes on in a new row, which costs the prefix "
+                "again; each sampled token is still trained once. What is refused ends the trajectory with an error."
+            )
+            colour = "yellow"
+        self._console.print(Panel(Text(words, style=f"bold {colour}"), border_style=colour, box=box.ROUNDED))
+
     def save_svg(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Rich's own format fetches a font from the internet; any monospace font of the reader's machine will do.
@@ -157,6 +189,10 @@ class PathRows:
         took = Text(f"{result.seconds:.0f} s", style="dim", justify="right")
         row.add_row(result.name, Text(result.verdict, style=style), took, Text(result.seen))
         self._console.print(Padding(row, (0, 0, 0, 2)))
+
+
+def _mark(held: bool) -> Text:
+    return Text("✓", style="green") if held else Text("✗", style="bold red")
 
 
 def _grid() -> Table:
@@ -189,9 +225,8 @@ def _stages(stages: Sequence[Stage]) -> Table:
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for stage in stages:
-        sign = Text("✓", style="green") if stage.passed else Text("✗", style="bold red")
         outcome = Text(stage.outcome, style="" if stage.passed else "red")
-        table.add_row(sign, stage.name, f"{stage.seconds:.1f} s", outcome)
+        table.add_row(_mark(stage.passed), stage.name, f"{stage.seconds:.1f} s", outcome)
     return table
 
 
