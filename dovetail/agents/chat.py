@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dovetail.agents.types import Message
 
@@ -44,6 +44,13 @@ class Rewrite:
 
     property: Property
     example: str
+
+
+class Tail(NamedTuple):
+    """What follows an answer: its stop token, the new messages and the next generation prompt."""
+
+    text: str
+    ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +141,9 @@ class ChatRenderer:
         tail = self._tail(messages, new, tools)
         if isinstance(tail, Rewrite):
             return None
-        ids = self._encode(tail)
         if not closed:
-            return ids
-        return ids[1:] if stop_id is None or stop_id == ids[0] else None
+            return tail.ids
+        return tail.ids[1:] if stop_id is None or stop_id == tail.ids[0] else None
 
     @cached_property
     def audit(self) -> TemplateAudit:
@@ -162,26 +168,27 @@ class ChatRenderer:
                 return Rewrite("accepted", str(error))
             if isinstance(tail, Rewrite):
                 return tail
-            if self._encode(before + tail) != self._encode(before) + self._encode(tail):
-                return Rewrite("boundary", f"{before + tail!r} is not encoded as its parts before and after {tail!r}")
-            tails.append(tail)
+            if self._encode(before + tail.text) != self._encode(before) + tail.ids:
+                return Rewrite("boundary", f"{before!r} and {tail.text!r} are not encoded apart")
+            tails.append(tail.text)
         if len(set(tails)) > 1:
             return Rewrite("closing", f"other text follows another answer: {tails[0]!r}, {tails[1]!r}")
         return None
 
     def _tail(
         self, messages: Sequence[Message], new: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
-    ) -> str | Rewrite:
-        """The text from the answer's stop token to the next generation prompt, or why it does not simply follow."""
+    ) -> Tail | Rewrite:
+        """What comes from the answer's stop token to the next generation prompt, or why it does not simply follow."""
         assert messages[-1]["role"] == "assistant", "the last message is the model's answer"
-        prompt = self._render(messages[:-1], tools, generation=True)
-        full = self._render([*messages, *new], tools, generation=True)
+        prepared = [self._prepared(message) for message in (*messages, *new)]
+        answer = prepared[len(messages) - 1]
+        prompt = self._render_prepared(prepared[: len(messages) - 1], tools, generation=True)
+        full = self._render_prepared(prepared, tools, generation=True)
         if not full.startswith(prompt):
-            bare = self._render(messages[:-1], tools, generation=False)
+            bare = self._render_prepared(prepared[: len(messages) - 1], tools, generation=False)
             broken: Property = "generation_prompt" if full.startswith(bare) else "prefix"
             return Rewrite(broken, _difference(prompt, full))
         rest = full[len(prompt) :]
-        answer = self._prepared(messages[-1])
         content = answer["content"].strip() if isinstance(answer["content"], str) else ""
         after = max(0, rest.find(content)) + len(content) if content in rest else 0
         ends = [(end, stop) for stop in self._stops if (end := rest.find(stop, after)) >= 0]
@@ -191,9 +198,10 @@ class ChatRenderer:
         body, tail = rest[:end], rest[end:]
         if (lost := _lost(answer, body)) is not None:
             return Rewrite("independence", f"{lost!r} was sampled; the history has {body!r}")
-        if self._encode(tail)[0] != self.tokenizer.convert_tokens_to_ids(stop):
+        ids = self._encode(tail)
+        if ids[0] != self.tokenizer.convert_tokens_to_ids(stop):
             return Rewrite("boundary", f"{tail!r} does not begin with the id of one special token")
-        return tail
+        return Tail(tail, ids)
 
     def _find_stops(self) -> tuple[str, ...]:
         """The special tokens that end an answer: with text, and with calls."""
@@ -228,12 +236,17 @@ class ChatRenderer:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, generation: bool
     ) -> str:
+        return self._render_prepared([self._prepared(message) for message in messages], tools, generation=generation)
+
+    def _render_prepared(
+        self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, *, generation: bool
+    ) -> str:
         from jinja2 import TemplateError
 
         tools = tools if tools is not None else self.tools
         try:
             return self.tokenizer.apply_chat_template(
-                [self._prepared(message) for message in messages],
+                messages,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=generation,
                 tokenize=False,

@@ -78,9 +78,16 @@ def find_object(path: str, *, key: str) -> Any:
 
 
 def as_loop(loop: Callable[..., Any]) -> AgentLoop:
-    """A function as it is; a class, or a partial of one, is built for each trajectory."""
+    """A function as it is; a class, or a partial of one, is built for each trajectory.
+
+    `run(task, base_url, api_key)` gets the address of the trajectory's endpoint instead of the session.
+    """
     target = loop.func if isinstance(loop, functools.partial) else loop
     if not inspect.isclass(target):
+        if "base_url" in inspect.signature(target).parameters:
+            from dovetail.agents.endpoint import black_box
+
+            return black_box(loop)
         return loop
     if not hasattr(target, "run"):
         raise ValueError(f"{target.__name__} has no `async run(self, task, session)`; write one.")

@@ -65,7 +65,7 @@ async def run_trajectory(
         try:
             reward = await _until(deadline, drive())
         except TrajectoryEnd as end:
-            outcome = end.outcome
+            outcome, reward = end.outcome, end.reward
         except InfrastructureError as failure:
             outcome, error = "infra", str(failure)
         except FATAL:

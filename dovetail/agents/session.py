@@ -28,9 +28,10 @@ Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
 class TrajectoryEnd(Exception):
     """The conversation cannot go on: no room is left, or no turn. Loops let it pass; the trajectory is graded as is."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: Outcome, reward: float | None = None) -> None:
         super().__init__(outcome)
         self.outcome: Outcome = outcome
+        self.reward = reward
 
 
 class RewrittenHistoryError(ValueError):
@@ -325,7 +326,9 @@ class Session:
                 for call in valid
             ]
         message["content"] += "".join(call.text for call in calls if call.arguments is None)
-        return Turn(message, text, calls, node.finish_reason, tuple(ids), node.number)
+        before = sum(len(each.observed) + len(each.token_ids) for each in self._path(node.parent))
+        num_prompt_tokens = before + len(node.observed)
+        return Turn(message, text, calls, node.finish_reason, tuple(ids), node.number, num_prompt_tokens)
 
     def _segment(self, leaf: int, sampled: set[int]) -> Segment:
         path = self._path(leaf)

@@ -126,6 +126,8 @@ class Turn:
     token_ids: tuple[int, ...]
     node: int
     """Number of the turn in the trajectory's tree."""
+    num_prompt_tokens: int = 0
+    """What the model had read when it began."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,101 @@
+"""Agents that are black boxes: a function of an address and a key, or a program. Both are loops of a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from dovetail.agents.endpoint.server import Endpoint, OpenSession
+from dovetail.agents.loops import AgentLoop
+from dovetail.agents.session import Session, TrajectoryEnd
+from dovetail.agents.types import InfrastructureError, Task
+
+BlackBox = Callable[[Task, str, str], Awaitable[float | None]]
+_SHOWN_OUTPUT = 2000
+
+
+def black_box(run: BlackBox, *, idle_timeout_s: float = 600.0) -> AgentLoop:
+    """A loop from `async run(task, base_url, api_key)`; what it returns, or posts to `finish`, is the reward."""
+
+    async def loop(task: Task, session: Session) -> float | None:
+        return await _drive(session, lambda opened: run(task, opened.base_url, opened.api_key), idle_timeout_s)
+
+    return loop
+
+
+def command_agent(command: str, *, idle_timeout_s: float = 600.0) -> AgentLoop:
+    """A loop from a program. It finds OPENAI_BASE_URL, OPENAI_API_KEY and DOVETAIL_TASK (JSON) in its environment.
+
+    It may post its reward to DOVETAIL_FINISH_URL. Code 0 is a good end; another one is an error of the agent. What it
+    started in its process group is killed when it ends.
+    """
+
+    async def loop(task: Task, session: Session) -> float | None:
+        return await _drive(session, lambda opened: _run_program(command, task, opened), idle_timeout_s)
+
+    return loop
+
+
+async def _drive(
+    session: Session, run: Callable[[OpenSession], Awaitable[float | None]], idle_timeout_s: float
+) -> float | None:
+    async with Endpoint.of_loop().open(session, idle_timeout_s=idle_timeout_s) as opened:
+        work = asyncio.ensure_future(run(opened))
+        try:
+            # Limits: the deadline of the trajectory, which cancels this, and the endpoint's of an idle session.
+            await asyncio.wait({work, opened.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not opened.ended.done():
+                return work.result()
+            finish = opened.ended.result()
+        finally:
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await work
+    if finish.outcome == "infra":
+        raise InfrastructureError("the agent posted that what is around it failed")
+    if finish.outcome == "tool_error":
+        raise RuntimeError("the agent posted that its own code failed")
+    if finish.outcome != "finished":
+        raise TrajectoryEnd(finish.outcome, finish.reward)
+    return finish.reward
+
+
+async def _run_program(command: str, task: Task, opened: OpenSession) -> float | None:
+    row: dict[str, Any] = {"messages": task.messages, "row": dict(task.row), "uid": task.uid, "sample": task.sample}
+    environment = {
+        **os.environ,
+        "OPENAI_BASE_URL": opened.base_url,
+        "OPENAI_API_KEY": opened.api_key,
+        "DOVETAIL_TASK": json.dumps({**row, "seed": task.seed, "validate": task.validate}, default=str),
+        "DOVETAIL_FINISH_URL": f"{opened.url}/finish",
+    }
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *shlex.split(command),
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise InfrastructureError(f"agent.command={command} does not start: {error}") from error
+    tail = b""
+    try:
+        assert process.stdout is not None, "its output is a pipe"
+        while chunk := await process.stdout.read(1 << 16):
+            tail = (tail + chunk)[-_SHOWN_OUTPUT:]
+        code = await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    if code != 0:
+        raise RuntimeError(f"agent.command ended with code {code}: {tail.decode(errors='replace').strip()}")
+    return None
