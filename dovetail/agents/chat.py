@@ -102,6 +102,7 @@ class ChatRenderer:
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values() if len(str(token)) > 1}
         special = [text for text, is_special in added.items() if is_special]
         self._special = _any_of(special)
+        self._markup = _any_of(list(added))
         self._cut_special = _starts_of(special)
         # Markup of templates is often not special to the tokenizer: <think>, <tool_response>.
         self._cut_markup = _starts_of([text for text, is_special in added.items() if is_special or text in source])
@@ -196,6 +197,9 @@ class ChatRenderer:
             return Rewrite("closing", f"{rest[after:][:120]!r} follows the answer, and no {' or '.join(self._stops)}")
         end, stop = min(ends)
         body, tail = rest[:end], rest[end:]
+        lead = body.partition(content)[0] if content and content in body else ""
+        if lead.strip() and self._markup.search(lead) is None:
+            return Rewrite("generation_prompt", f"{lead!r} stands before the answer, but not in the prompt for it")
         if (lost := _lost(answer, body)) is not None:
             return Rewrite("independence", f"{lost!r} was sampled; the history has {body!r}")
         ids = self._encode(tail)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dovetail.agents.chat import _TOOL, ChatRenderer, ChatTemplateError, _cases
 from tests.agents.tokenizers import FAMILIES, family_tokenizer
+from tests.models.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.unit
 
@@ -99,6 +100,20 @@ def test_another_stop_token_than_the_templates_is_a_rewrite() -> None:
 def test_qwen3_without_thinking_forgets_its_generation_prompt() -> None:
     chat = ChatRenderer(family_tokenizer("qwen3"), enable_thinking=False)
     assert {case.rewrite and case.rewrite.property for case in chat.audit.cases} == {"generation_prompt"}
+
+
+def test_tokenizers_of_other_tests_are_append_only() -> None:
+    chat = ChatRenderer(tiny_tokenizer())
+    assert chat.audit.append_only
+    assert chat.stop_token_ids == (2,)
+
+
+def test_a_template_without_a_generation_prompt_is_found_out() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    (case, *_) = ChatRenderer(tokenizer).audit.failures("generation_prompt")
+    assert case.rewrite is not None
+    assert case.rewrite.example == "'assistant: ' stands before the answer, but not in the prompt for it"
 
 
 def test_arguments_may_be_json_and_content_may_be_missing() -> None:

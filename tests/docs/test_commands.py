@@ -49,6 +49,7 @@ ELSEWHERE = {
 INSTEAD = {
     ".venv-sglang/bin/python": str(SGLANG),
     "--port 7000": "--port 0",
+    "~/models/Qwen3-8B": "model",
     "model.path=Qwen/Qwen2.5-1.5B-Instruct": "model.path=model",
     "data.train_batch_size=64": "data.train_batch_size=4",
     "ppo_mini_batch_size=64": "ppo_mini_batch_size=4",
