@@ -192,6 +192,8 @@ class CheckedTools:
             result = await run()
             result = replace(result, text=self._shortened(result.text))
             event["result"] = result.text
+            if result.failure:
+                event["failure"] = result.failure
             return result
         except InfrastructureError:
             event["failure"] = "infra"

@@ -72,6 +72,8 @@ class ToolResult:
     done: bool = False
     """The environment is at its end: no further turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    """What kind of error the text reports, for the events: "invalid call" or "exception"."""
 
 
 class OpenTools(Protocol):

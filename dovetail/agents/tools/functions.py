@@ -11,6 +11,7 @@ from dovetail.agents.tools.schema import ArgumentError, Signature, ToolError, re
 from dovetail.agents.tools.threads import call_function
 from dovetail.agents.types import InfrastructureError, Message, Task, ToolCall, ToolResult
 
+INVALID = "invalid call"
 _MARK = "__dovetail_tool__"
 _MAX_ERROR = 1000
 """Characters of an exception that the model is shown."""
@@ -74,7 +75,7 @@ class Functions:
         try:
             arguments = signature.bind(call.arguments or {})
         except ArgumentError as error:
-            return ToolResult(f"Error: wrong arguments for {call.name}: {error}.")
+            return ToolResult(f"Error: wrong arguments for {call.name}: {error}.", failure=INVALID)
         return await guard(call.name, self._run(function, arguments))
 
     async def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -94,10 +95,12 @@ class Functions:
 def problem_of(call: ToolCall, known: Iterable[str]) -> ToolResult | None:
     """An observation for a call that cannot be carried out: not valid text, or a tool that is not there."""
     if call.arguments is None:
-        return ToolResult(f"Error: the call could not be read: {call.error or 'its arguments are not a JSON object'}.")
-    if call.name not in known:
-        return ToolResult(f"Error: there is no tool {call.name!r}; the tools are {', '.join(known) or 'none'}.")
-    return None
+        problem = f"the call could not be read: {call.error or 'its arguments are not a JSON object'}"
+    elif call.name not in known:
+        problem = f"there is no tool {call.name!r}; the tools are {', '.join(known) or 'none'}"
+    else:
+        return None
+    return ToolResult(f"Error: {problem}.", failure=INVALID)
 
 
 async def guard(name: str, result: Any) -> ToolResult:
@@ -107,7 +110,7 @@ async def guard(name: str, result: Any) -> ToolResult:
     except InfrastructureError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001  the policy sees it, as a person at a shell would
-        return ToolResult(f"Error: {name} failed: {type(error).__name__}: {error}"[:_MAX_ERROR])
+        return ToolResult(f"Error: {name} failed: {type(error).__name__}: {error}"[:_MAX_ERROR], failure="exception")
 
 
 class FunctionToolbox:

@@ -1,0 +1,105 @@
+"""Faults of real tools, through the loop: what the policy did is an observation, what is around it is never a score."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from dovetail.agents import Environment, Task, tool
+from dovetail.agents.calls import CallSettings
+from dovetail.agents.environments import Environments
+from dovetail.agents.loops import tool_agent
+from dovetail.agents.openenv import OpenEnv
+from dovetail.agents.runner import Deadline, run_trajectory
+from dovetail.agents.tools.functions import FunctionToolbox
+from dovetail.agents.tools.python import PythonToolbox
+from dovetail.agents.types import Toolbox, Trajectory
+from tests.agents.fakes import FakeEngine, session_over
+
+pytestmark = pytest.mark.unit
+
+TASK = Task([{"role": "user", "content": "go"}])
+
+
+def play(toolbox: Toolbox, *turns: str, **settings: Any) -> Trajectory:
+    async def run() -> Trajectory:
+        session = session_over(FakeEngine(*turns), response_length=2000)
+        limits = CallSettings(infra_attempts=1, max_tool_response_length=1000, **settings)
+        return await run_trajectory(TASK, tool_agent, session, toolbox, limits, Deadline(600.0))
+
+    return asyncio.run(run())
+
+
+def failures(result: Trajectory) -> list[Any]:
+    return [event.get("failure") for event in result.events if event["kind"] == "tool"]
+
+
+@tool(name="python")
+def strict(x: int) -> str:
+    """Divide."""
+    return str(6 // x)
+
+
+def test_what_the_policy_did_is_an_observation_with_a_name() -> None:
+    turns = ["!python two", "!ptyhon 2", "!python bad", "!python 0", "!python 2", "done"]
+    result = play(FunctionToolbox([strict]), *turns)
+    assert (result.outcome, result.error) == ("finished", "")
+    assert failures(result) == ["invalid call", "invalid call", "invalid call", "exception", None]
+    assert result.messages[-2]["content"] == "3"
+
+
+def test_a_thread_that_hangs_is_an_observation_at_its_deadline() -> None:
+    release = threading.Event()
+
+    @tool
+    def wait(x: str) -> None:
+        """Wait."""
+        release.wait()
+
+    result = play(FunctionToolbox([wait]), "!wait 1", "done", tool_timeout_s=0.2)
+    release.set()
+    assert (result.outcome, failures(result)) == ("finished", ["timeout"])
+
+
+def test_a_program_out_of_time_is_the_policys_and_a_sandbox_that_does_not_start_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    toolbox = PythonToolbox(timeout_s=0.3)
+    toolbox._functions = {"python": (strict_code(), lambda x: toolbox.run(x))}
+    result = play(toolbox, "!python while True: pass", "done")
+    assert result.outcome == "finished"
+    assert result.messages[-2]["content"] == "Error: the program was ended after 0.3 s."
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    result = play(toolbox, "!python 1", "done")
+    assert (result.outcome, result.reward, failures(result)) == ("infra", None, ["infra"])
+    assert "no more processes" in result.error
+
+
+def strict_code() -> Any:
+    from dovetail.agents.tools.schema import read_signature
+
+    def run(x: str) -> str:
+        """Run."""
+        return x
+
+    return read_signature(run, name="python")
+
+
+def test_an_environment_that_is_not_there_is_infrastructure_and_one_that_breaks_is_an_error() -> None:
+    result = play(Environments(lambda: OpenEnv("http://127.0.0.1:1")), "hello")
+    assert (result.outcome, result.reward) == ("infra", None)
+    assert "the environment http://127.0.0.1:1 did not reset" in result.error
+
+    class Broken(Environment):
+        def step(self, action: str) -> Any:
+            raise KeyError(action)
+
+    result = play(Environments(Broken), "hello")
+    assert (result.outcome, result.reward, result.error) == ("tool_error", None, "KeyError: 'hello'")
