@@ -267,6 +267,32 @@ def test_an_interaction_is_a_simulated_user(tmp_path: Path) -> None:
     asyncio.run(talk())
 
 
+def test_verls_own_examples_for_gsm8k(tmp_path: Path) -> None:
+    schema = "{type: function, function: {name: calc_gsm8k_reward, description: Check.}}"
+    entry = f"class_name: verl.tools.gsm8k_tool.Gsm8kTool, config: {{type: native}}, tool_schema: {schema}"
+    toolbox = load_toolbox(tool_config_path=write(tmp_path, "tools.yaml", f"tools: [{{{entry}}}]"))
+    assert toolbox is not None
+    row = {"extra_info": {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}}}
+    calls = [ToolCall("calc_gsm8k_reward", {"answer": answer}) for answer in ("70", "72", "#### 72")]
+    results = play(toolbox, Task([], row), *calls)
+    assert [result.metrics["tool_reward/calc_gsm8k_reward"] for result in results] == [-0.05, 0.0, -0.05]
+
+    text = "interaction: [{name: gsm8k, class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}}]"
+    users = load_interactions(write(tmp_path, "users.yaml", text))
+
+    async def talk() -> list[bool]:
+        user: Any
+        user, _ = await users.open(
+            Task([], {"extra_info": {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "72"}}})
+        )
+        said = [[{"role": "assistant", "content": text}] for text in ("70", "It is 72.", "so\n#### 72")]
+        done = [(await user.respond(messages)).done for messages in said]
+        await user.close()
+        return done
+
+    assert asyncio.run(talk()) == [False, True, True]
+
+
 def test_every_name_of_the_alias_can_be_imported_and_others_say_what_there_is() -> None:
     alias_verl()
     alias_verl()

@@ -8,13 +8,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from dovetail.agents.verl import bases
+from dovetail.agents.verl import bases, gsm8k
 
 
 def _gsm8k_score(solution_str: str, ground_truth: Any, method: str = "strict", **scores: float) -> float:
-    from dovetail.rewards.rules import gsm8k
+    from dovetail.rewards.rules import gsm8k as rule
 
-    return float(gsm8k.compute_score(solution_str, ground_truth, method=method, **scores)["score"])  # type: ignore[arg-type]
+    return float(rule.compute_score(solution_str, ground_truth, method=method, **scores)["score"])  # type: ignore[arg-type]
 
 
 def _default_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any) -> Any:
@@ -31,7 +31,9 @@ NAMES: dict[str, dict[str, Any]] = {
     "verl.tools.base_tool": {name: getattr(bases, name) for name in ("BaseTool", *_SCHEMAS)},
     "verl.tools.schemas": {name: getattr(bases, name) for name in _SCHEMAS},
     "verl.tools.function_tool": {"function_tool": bases.function_tool},
+    "verl.tools.gsm8k_tool": {"Gsm8kTool": gsm8k.Gsm8kTool},
     "verl.interactions.base": {"BaseInteraction": bases.BaseInteraction},
+    "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": gsm8k.Gsm8kInteraction},
     # Not here: they fill rows of tokens by themselves. An import says how an agent loop is written instead.
     "verl.experimental.agent_loop": {},
     "verl.experimental.agent_loop.agent_loop": {},
