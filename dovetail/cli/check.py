@@ -2,6 +2,7 @@
 
   dovetail check recipe.yaml trainer.nnodes=2
   dovetail check --overrides-file launch.txt actor_rollout_ref.model.path=~/models/Qwen2.5-7B
+  dovetail check recipe.yaml async_training.mode=fully_async --like runs/synchronous
 
 Exit code 0: the configuration is valid and what it names is there. 2: it is not, and every problem is listed.
 """
@@ -12,7 +13,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dovetail.config.arguments import split_arguments
 from dovetail.config.checks import check_config
@@ -20,7 +23,11 @@ from dovetail.config.errors import ConfigError, Notice, Problem
 from dovetail.config.load import load_config
 from dovetail.config.plan import Plan, Shapes, make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
+from dovetail.trainer.async_plan import AsyncPlan, RecordsError, make_async_plan
 from dovetail.trainer.inputs import missing_inputs
+
+if TYPE_CHECKING:
+    from dovetail.trainer.run_speeds import RunRecords
 
 VALID, INVALID = 0, 2
 
@@ -43,6 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="memory of one device (default: 80; npu: 64; cpu: this host)",
     )
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="RUN",
+        help="a synchronous run from whose lengths and speeds an asynchronous one is predicted",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        metavar="MEDIAN,P99",
+        help="with --like: log-normal lengths of responses instead of that run's",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         output=args.format,
         device_memory_gib=args.device_memory_gib,
         look_for_files=not args.no_files,
+        like=args.like,
+        lengths=args.lengths,
     )
 
 
@@ -72,29 +93,71 @@ def report(
     output: str = "text",
     device_memory_gib: float | None = None,
     look_for_files: bool = True,
+    like: Path | None = None,
+    lengths: tuple[float, float] | None = None,
 ) -> int:
     """Check a loaded configuration and print what came out."""
     findings = [*(missing_inputs(config) if look_for_files else []), *check_config(config, shapes.policy)]
     valid = all(finding.severity != "error" for finding in findings)
     plan = make_plan(config, shapes, device_memory_gib=device_memory_gib) if valid else None
-    return _report(output, plan, notices, findings)
+    schedule = None
+    if valid and config.async_training.mode != "off":
+        try:
+            schedule = make_async_plan(config, None if like is None else _records(config, like, lengths))
+        except RecordsError as error:
+            findings.append(Problem("--like", str(error)))
+    return _report(output, plan, notices, findings, schedule)
 
 
-def _report(output: str, plan: Plan | None, notices: Sequence[Notice], problems: Sequence[Problem]) -> int:
+def _records(config: DovetailConfig, like: Path, lengths: tuple[float, float] | None) -> RunRecords:
+    from dovetail.trainer.run_speeds import long_tailed_groups, read_records  # imports numpy
+
+    records = read_records(like.expanduser())
+    if lengths is None:
+        return records
+    rollout = config.actor_rollout_ref.rollout
+    return replace(records, groups=long_tailed_groups(*lengths, n=rollout.n, longest=rollout.response_length))
+
+
+def _lengths(text: str) -> tuple[float, float]:
+    median, _, p99 = text.partition(",")
+    try:
+        values = float(median), float(p99)
+    except ValueError:
+        values = 0.0, 0.0
+    if not 1 <= values[0] <= values[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a median and a 99th percentile in tokens, such as 200,2000.")
+    return values
+
+
+def _report(
+    output: str,
+    plan: Plan | None,
+    notices: Sequence[Notice],
+    problems: Sequence[Problem],
+    schedule: AsyncPlan | None = None,
+) -> int:
     valid = all(problem.severity != "error" for problem in problems)
     if output == "json":
-        sys.stdout.write(json.dumps(_as_json(valid, plan, notices, problems), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_as_json(valid, plan, notices, problems, schedule), indent=2) + "\n")
     else:
         from dovetail.cli.show_plan import show
 
-        show(plan, notices, problems)
+        show(plan, notices, problems, schedule)
     return VALID if valid else INVALID
 
 
-def _as_json(valid: bool, plan: Plan | None, notices: Sequence[Notice], problems: Sequence[Problem]) -> dict[str, Any]:
+def _as_json(
+    valid: bool,
+    plan: Plan | None,
+    notices: Sequence[Notice],
+    problems: Sequence[Problem],
+    schedule: AsyncPlan | None,
+) -> dict[str, Any]:
     return {
         "valid": valid,
         "problems": [{"severity": f.severity, "key": f.key, "message": f.message} for f in problems],
         "notices": [{"key": notice.key, "message": notice.message} for notice in notices],
         "plan": plan.to_dict() if plan else None,
+        "async": schedule.to_dict() if schedule else None,
     }

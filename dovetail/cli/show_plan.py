@@ -17,6 +17,7 @@ from dovetail.config.plan.batches import BatchPlan, PassBatches
 from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.memory import MemoryPlan, PhaseMemory, StageMemory
 from dovetail.config.plan.plan import ModelSummary, Plan
+from dovetail.trainer.async_plan import AsyncPlan
 
 GIB = 1024**3
 # Tables are laid out for this width; a narrower terminal wraps them.
@@ -24,24 +25,34 @@ WIDTH = 100
 
 
 def show(
-    plan: Plan | None, notices: Sequence[Notice], findings: Sequence[Problem], console: Console | None = None
+    plan: Plan | None,
+    notices: Sequence[Notice],
+    findings: Sequence[Problem],
+    schedule: AsyncPlan | None = None,
+    console: Console | None = None,
 ) -> None:
     """Print notices, the plan (when there is one), problems and the verdict."""
     if console is not None:
-        _draw(console, plan, notices, findings)
+        _draw(console, plan, notices, findings, schedule)
         return
     console = Console(highlight=False)
     if console.is_terminal:
-        _draw(console, plan, notices, findings)
+        _draw(console, plan, notices, findings, schedule)
         return
     # Rich fills every line up to the width; in a log or a file only the text should remain.
     console = Console(highlight=False, width=WIDTH, no_color=True)
     with console.capture() as captured:
-        _draw(console, plan, notices, findings)
+        _draw(console, plan, notices, findings, schedule)
     sys.stdout.write(_without_padding(captured.get()))
 
 
-def _draw(console: Console, plan: Plan | None, notices: Sequence[Notice], findings: Sequence[Problem]) -> None:
+def _draw(
+    console: Console,
+    plan: Plan | None,
+    notices: Sequence[Notice],
+    findings: Sequence[Problem],
+    schedule: AsyncPlan | None,
+) -> None:
     _bullets(console, "Notices", "cyan", [str(notice) for notice in notices])
     if plan is not None:
         if plan.model is not None:
@@ -52,6 +63,10 @@ def _draw(console: Console, plan: Plan | None, notices: Sequence[Notice], findin
         _heading(console, "One training step")
         console.print(Padding(_step(plan.batches), (0, 0, 0, 2)))
         console.print(_passes(plan.batches.passes, console))
+        if schedule is not None:
+            _heading(console, "Generation ahead of training")
+            console.print(Padding(_split(schedule), (0, 0, 0, 2)))
+            console.print(_predictions(schedule, console))
         if plan.memory is not None:
             size = plan.memory.device_bytes / GIB
             _heading(console, f"Memory of the fullest {plan.memory.device} in each phase (GiB, of {size:.0f})")
@@ -63,6 +78,38 @@ def _draw(console: Console, plan: Plan | None, notices: Sequence[Notice], findin
     _bullets(console, "Warnings", "yellow", [str(f) for f in findings if f.severity == "warning"])
     _bullets(console, "Errors", "red", [str(f) for f in findings if f.severity == "error"])
     console.print(_verdict(plan, findings))
+
+
+def _split(schedule: AsyncPlan) -> Text:
+    engines = f"{schedule.num_engines:,} engine{'s' * (schedule.num_engines > 1)}"
+    if schedule.shares_devices:
+        devices = f"{schedule.train_devices:,} devices train and generate in turns ({engines})"
+    else:
+        devices = f"{schedule.train_devices:,} devices train, {schedule.generation_devices:,} generate ({engines})"
+    hint = "" if schedule.prediction else "\npredict step, idle shares and staleness: --like RUN, a synchronous run"
+    return Text(
+        f"{schedule.mode}: {devices}\nat most {schedule.groups_ahead:,} groups are in training, finished or running; "
+        f"a step takes {schedule.groups_per_step:,}; staleness is at most {schedule.max_staleness}{hint}"
+    )
+
+
+def _predictions(schedule: AsyncPlan, console: Console) -> Padding:
+    table = _table(console)
+    table.add_column("predicted")
+    for name in ("step (s)", "training (s)", "engines idle", "trainer idle", "staleness mean", "max"):
+        table.add_column(name, justify="right")
+    for name, each in (("taking turns", schedule.taking_turns), (schedule.mode, schedule.prediction)):
+        if each is not None:
+            shares = (f"{each.engine_idle:.0%}", f"{each.trainer_idle:.0%}")
+            table.add_row(
+                name,
+                f"{each.step_s:.2f}",
+                f"{each.train_s:.2f}",
+                *shares,
+                f"{each.staleness_mean:.2f}",
+                str(each.staleness_max),
+            )
+    return Padding(table if schedule.prediction else "", (0, 0, 0, 1))
 
 
 def _without_padding(text: str) -> str:

@@ -12,6 +12,8 @@ import pytest
 from dovetail.cli.demo import demo_overrides
 from dovetail.cli.main import main
 from tests.config.plan import known_models as known
+from tests.trainer.test_simulate import write_run
+from tests.trainer.toy_run import Toy
 
 pytestmark = pytest.mark.unit
 
@@ -139,6 +141,41 @@ def test_without_the_models_config_there_is_no_plan_of_memory(
     assert "memory not planned" in out
 
 
+APART = [
+    "async_training.mode=fully_async",
+    "async_training.max_staleness=2",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=2",
+]
+
+
+def test_the_plan_of_an_asynchronous_run_says_how_devices_are_split(
+    launch_list: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["check", "--no-files", "--overrides-file", str(launch_list), *APART]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "train, 2 generate (2 engines)" in out
+    assert "staleness is at most 2" in out
+    assert "--like RUN" in out
+    assert main([*arguments, "--like", str(launch_list.parent / "none")]) == 2
+    assert "is no run folder" in " ".join(capsys.readouterr().out.split())
+
+
+def test_steps_of_an_asynchronous_run_are_predicted_from_a_synchronous_one(
+    launch_list: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(Toy(tmp_path, tmp_path), tmp_path)
+    arguments = ["check", "--no-files", "--format", "json", "--overrides-file", str(launch_list), *APART]
+    assert main([*arguments, "--like", str(tmp_path), "--lengths", "50,500"]) == 0
+    plan = json.loads(capsys.readouterr().out)["async"]
+    assert plan["prediction"]["step_s"] < plan["taking_turns"]["step_s"]
+    assert plan["prediction"]["staleness_max"] <= 2
+    assert main([*arguments[:2], *arguments[4:], "--like", str(tmp_path)]) == 0
+    assert "| taking turns |" in capsys.readouterr().out
+
+
 def test_an_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["chek"])
@@ -155,7 +192,9 @@ def test_the_demos_launch_list_is_valid_without_a_warning(capsys: pytest.Capture
     assert "134.5 M parameters" in out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["check", "trainer.nnodes=2"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["check", "--help"], ["check", "trainer.nnodes=2"], ["check", *APART]]
+)
 def test_neither_torch_nor_ray_is_imported(arguments: list[str]) -> None:
     code = (
         "import sys; from dovetail.cli.main import main\n"

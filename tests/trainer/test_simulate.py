@@ -1,0 +1,140 @@
+"""Predicted steps, by hand where a hand can count them; speeds from the records of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.observability.run_folder import RunFolder
+from dovetail.trainer.async_plan import RecordsError, make_async_plan
+from dovetail.trainer.run_speeds import long_tailed_groups, read_records
+from dovetail.trainer.simulate import Schedule, Speeds, decode_steps, predict
+from tests.trainer.toy_run import Toy
+
+pytestmark = pytest.mark.unit
+
+
+def schedule(max_staleness: int = 0, **changes: Any) -> Schedule:
+    keys: dict[str, Any] = {"num_engines": 1, "max_num_seqs": 8, "groups_per_step": 2, "max_staleness": max_staleness}
+    return Schedule(**{**keys, **changes})
+
+
+def test_taking_turns_is_the_longest_response_and_then_training() -> None:
+    step = predict(schedule(), Speeds(1.0, 0.5, 10.0, 1.0), [[4], [8]], prompt_length=1.0)
+    # Four steps of two sequences, four of one; then 14 tokens.
+    assert step.step_s == pytest.approx(4 * 2.0 + 4 * 1.5 + 24.0)
+    assert step.train_s == 24.0
+    assert step.trainer_idle == pytest.approx(14 / 38)
+    assert step.engine_idle == pytest.approx(24 / 38)
+    assert step.staleness_max == 0
+
+
+@pytest.mark.parametrize(("length", "train_s"), [(8, 10.0), (12, 10.0)])
+def test_one_step_off_hides_the_shorter_side(length: int, train_s: float) -> None:
+    settings = schedule(1, finishes_before_update=True)
+    step = predict(settings, Speeds(1.0, 0.0, train_s, 0.0), [[length], [length]])
+    longer = max(length, train_s)
+    assert step.step_s == longer
+    assert step.trainer_idle == pytest.approx(1 - train_s / longer)
+    assert step.engine_idle == pytest.approx(1 - length / longer)
+    assert (step.staleness_mean, step.staleness_max) == (1, 1)
+
+
+def test_engines_that_never_drain_do_not_wait_for_the_longest_response() -> None:
+    """One sequence at a time: the time of a step is that of its tokens, whatever their order."""
+    groups = [[1], [39], [2], [2], [30], [1], [4], [1]]
+    settings = schedule(3, max_num_seqs=1, order="finish")
+    step = predict(settings, Speeds(1.0, 0.0, 0.5, 0.0), groups, steps=200)
+    assert step.step_s == pytest.approx(2 * sum(map(sum, groups)) / len(groups), rel=0.02)
+    assert step.engine_idle < 0.02
+    assert step.staleness_max <= 3
+
+
+def test_new_weights_cost_an_engine_what_it_reads_again() -> None:
+    plain = Speeds(1.0, 0.0, 3.0, 0.0)
+    again = Speeds(1.0, 0.0, 3.0, 0.0, prefill_token_s=0.5)
+    settings = schedule(2, order="finish")
+    groups = [[9], [3], [7], [5]]
+    assert predict(settings, again, groups).step_s > predict(settings, plain, groups).step_s
+    drained = schedule(1, finishes_before_update=True)
+    assert predict(drained, again, groups) == predict(drained, plain, groups)
+
+
+def test_on_shared_devices_a_step_takes_what_is_finished_and_carries_the_rest() -> None:
+    groups = [[1], [20]] * 8
+    speeds = Speeds(1.0, 0.0, 10.0, 0.0)
+    carried = predict(schedule(3, order="finish", shares_devices=True), speeds, groups)
+    drained = predict(schedule(0, shares_devices=True), speeds, groups)
+    assert drained.step_s == 30.0
+    assert 10.0 < carried.step_s < drained.step_s
+
+
+def test_decode_steps_count_batches_that_are_filled_up() -> None:
+    assert decode_steps([[5], [3], [4]], num_engines=1, max_num_seqs=8) == 5
+    assert decode_steps([[5], [3], [4]], num_engines=1, max_num_seqs=2) == 7
+    assert decode_steps([[5, 5], [3, 3]], num_engines=2, max_num_seqs=1) == 10
+
+
+def test_long_tailed_lengths_have_the_median_and_the_percentile_asked_for() -> None:
+    lengths = sorted(length for group in long_tailed_groups(200, 2000, n=4, longest=100_000) for length in group)
+    assert lengths[len(lengths) // 2] == pytest.approx(200, rel=0.01)
+    assert lengths[int(len(lengths) * 0.99)] == pytest.approx(2000, rel=0.05)
+
+
+def write_run(toy: Toy, folder: Path, **changes: Any) -> None:
+    """Steps of a run with exactly these speeds: 0.01 s and 0.002 s a sequence to decode, 1 s and 0.003 s a token."""
+    run = RunFolder(folder)
+    run.write_config(toy.config(folder, changes).model_dump(mode="json"))
+    for step in range(1, 9):
+        lengths = [3 + (5 * step + 7 * group) % 11 for group in range(4)]
+        tokens = 4 * sum(lengths) + 16 * 10
+        generation = 0.01 * max(lengths) + 0.002 * 4 * sum(lengths) + 0.001 * 160
+        rows = [
+            {"uid": f"draw-{group}", "response_length": length} for group, length in enumerate(lengths) for _ in "1234"
+        ]
+        run.write_answers(step, rows)
+        timing = {"timing_s/gen": generation, "timing_s/step": generation + 1 + 0.003 * tokens}
+        run.log_metrics(step, {"perf/total_num_tokens": float(tokens), "prompt_length/mean": 10.0, **timing})
+
+
+def test_speeds_are_those_of_the_records(toy: Toy, tmp_path: Path) -> None:
+    write_run(toy, tmp_path)
+    records = read_records(tmp_path)
+    speeds = records.speeds
+    assert (speeds.decode_step_s, speeds.decode_token_s) == pytest.approx((0.01, 0.002))
+    assert (speeds.train_step_s, speeds.train_token_s, speeds.prefill_token_s) == pytest.approx((1.0, 0.003, 0.001))
+    assert len(records.groups) == 6 * 4, "without the first two steps"
+    assert records.prompt_length == 10
+
+
+def test_the_plan_of_an_asynchronous_run_scales_training_with_its_devices(toy: Toy, tmp_path: Path) -> None:
+    write_run(toy, tmp_path)
+    keys = {
+        "async_training.mode": "fully_async",
+        "async_training.max_staleness": 1,
+        "actor_rollout_ref.hybrid_engine": False,
+        "actor_rollout_ref.rollout.nnodes": 1,
+        "actor_rollout_ref.rollout.n_gpus_per_node": 2,
+    }
+    records = read_records(tmp_path)
+    one: Any = make_async_plan(toy.config(tmp_path, keys), records)
+    two: Any = make_async_plan(toy.config(tmp_path, {**keys, "trainer.n_gpus_per_node": 2}), records)
+    assert (one.train_devices, one.generation_devices, one.num_engines, one.groups_ahead) == (1, 2, 2, 8)
+    assert two.prediction.train_s == pytest.approx(one.prediction.train_s / 2, rel=0.05)
+    assert one.prediction.step_s < one.taking_turns.step_s
+    assert make_async_plan(toy.config(tmp_path), records) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"async_training.mode": "fully_async"}, "is an asynchronous run"), (None, "is no run folder")],
+)
+def test_a_run_that_says_nothing_of_speeds_is_refused(
+    toy: Toy, tmp_path: Path, changes: dict[str, Any] | None, says: str
+) -> None:
+    if changes is not None:
+        write_run(toy, tmp_path, **changes)
+    with pytest.raises(RecordsError, match=says):
+        read_records(tmp_path)
