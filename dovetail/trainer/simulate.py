@@ -85,7 +85,7 @@ class Schedule:
 
 
 @dataclass(eq=False)
-class _Group:
+class SimulatedGroup:
     """A draw, as `pace` sees it."""
 
     number: int
@@ -94,17 +94,19 @@ class _Group:
     newest: int = 0
     unfinished: int = 0
     begun: bool = False
+    first_version: int = 0
+    """Of its oldest token; `version` once it is finished."""
 
 
 @dataclass(eq=False)
 class _Sequence:
-    group: _Group
+    group: SimulatedGroup
     length: int
     done: float = 0.0
 
 
 @dataclass(eq=False)
-class _Engine:
+class SimulatedEngine:
     """Decodes what is in its batch, and fills it up as sequences end."""
 
     speeds: Speeds
@@ -115,7 +117,7 @@ class _Engine:
     waiting: deque[_Sequence] = field(default_factory=deque)
     batch: list[_Sequence] = field(default_factory=list)
 
-    def start(self, group: _Group) -> None:
+    def start(self, group: SimulatedGroup) -> None:
         self.waiting.extend(_Sequence(group, length) for length in group.lengths)
         group.unfinished = len(group.lengths)
 
@@ -126,9 +128,9 @@ class _Engine:
             return float("inf")
         return self.now + min(each.length - each.done for each in self.batch) * self.speeds.decode(len(self.batch))
 
-    def run(self, until: float) -> list[_Group]:
+    def run(self, until: float) -> list[SimulatedGroup]:
         """Generate up to this time; returns the groups that are complete."""
-        complete: list[_Group] = []
+        complete: list[SimulatedGroup] = []
         while self.now < until:
             end = self.next_end()
             if end == float("inf"):
@@ -155,9 +157,9 @@ class _Engine:
             sequence = self.waiting.popleft()
             self.batch.append(sequence)
             if not sequence.group.begun:
-                sequence.group.begun, sequence.group.version = True, self.version
+                sequence.group.begun, sequence.group.first_version = True, self.version
 
-    def _take_ended(self) -> list[_Group]:
+    def _take_ended(self) -> list[SimulatedGroup]:
         complete = []
         ended = [sequence for sequence in self.batch if sequence.length - sequence.done < 1e-6]
         self.batch = [sequence for sequence in self.batch if sequence.length - sequence.done >= 1e-6]
@@ -166,20 +168,23 @@ class _Engine:
             group.unfinished -= 1
             group.newest = self.version
             if not group.unfinished:
+                group.version = group.first_version
                 complete.append(group)
         return complete
 
 
-class _Run:
+class SimulatedRun:
+    """`RolloutStream` and a trainer in small, over the same `Pace` and `choose`."""
+
     def __init__(self, schedule: Schedule, speeds: Speeds, groups: Iterator[Lengths], prompt_length: float) -> None:
         self._schedule = schedule
         self._speeds = speeds
         self._groups = groups
         self._prompt_length = prompt_length
         self._pace = Pace(schedule.max_staleness)
-        self._engines = [_Engine(speeds, schedule.max_num_seqs) for _ in range(schedule.num_engines)]
-        self._ready: dict[int, _Group] = {}
-        self._running: dict[int, _Group] = {}
+        self._engines = [SimulatedEngine(speeds, schedule.max_num_seqs) for _ in range(schedule.num_engines)]
+        self._ready: dict[int, SimulatedGroup] = {}
+        self._running: dict[int, SimulatedGroup] = {}
         self._numbers = itertools.count()
         self._version = 0
         self.now = 0.0
@@ -205,7 +210,7 @@ class _Run:
                 engine.take_weights(step)
         return [step - 1 - group.version for group in chosen]
 
-    def _wait_for_groups(self, step: int) -> list[_Group]:
+    def _wait_for_groups(self, step: int) -> list[SimulatedGroup]:
         schedule = self._schedule
         while True:
             choice = choose(
@@ -258,7 +263,7 @@ class _Run:
     def _start_chunk(self) -> None:
         count, engines = self._schedule.groups_per_step, len(self._engines)
         for index, lengths in enumerate(itertools.islice(self._groups, count)):
-            group = _Group(next(self._numbers), lengths, self._version)
+            group = SimulatedGroup(next(self._numbers), lengths, self._version)
             self._running[group.number] = group
             self._engines[index * engines // count].start(group)
         self._pace.num_started += 1
@@ -268,7 +273,7 @@ def predict(
     schedule: Schedule, speeds: Speeds, groups: Sequence[Lengths], *, prompt_length: float = 0.0, steps: int = 50
 ) -> Prediction:
     """Simulate `steps` steps over these groups, again and again in their order."""
-    run = _Run(schedule, speeds, itertools.cycle(groups), prompt_length)
+    run = SimulatedRun(schedule, speeds, itertools.cycle(groups), prompt_length)
     warm_up = WARM_UP_STEPS + schedule.max_staleness
     ages: list[int] = []
     began = training = busy = 0.0
@@ -293,9 +298,9 @@ def decode_steps(groups: Iterable[Lengths], *, num_engines: int, max_num_seqs: i
     """Decode steps of the engine that has most of them, from empty to empty."""
     groups = list(groups)
     counting = Speeds(1.0, 0.0, 0.0, 0.0)
-    engines = [_Engine(counting, max_num_seqs) for _ in range(num_engines)]
+    engines = [SimulatedEngine(counting, max_num_seqs) for _ in range(num_engines)]
     for index, lengths in enumerate(groups):
-        engines[index * num_engines // len(groups)].start(_Group(index, lengths, 0))
+        engines[index * num_engines // len(groups)].start(SimulatedGroup(index, lengths, 0))
     while any(engine.waiting or engine.batch for engine in engines):
         for engine in engines:
             if engine.waiting or engine.batch:

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from dovetail.observability.ledger import DrawLedger
 from dovetail.observability.run_folder import RunFolder
+from dovetail.protocol import DataProto
+from dovetail.rollout.assemble import assemble
+from dovetail.rollout.base import GenerationResult
+from dovetail.trainer import rollout_stream
 from dovetail.trainer.async_plan import RecordsError, make_async_plan
+from dovetail.trainer.prompt_draws import PromptDraws
+from dovetail.trainer.rollout_stream import Draw, Generator, RolloutStream, draw_number
 from dovetail.trainer.run_speeds import long_tailed_groups, read_records
-from dovetail.trainer.simulate import Schedule, Speeds, decode_steps, predict
+from dovetail.trainer.simulate import (
+    Schedule,
+    SimulatedEngine,
+    SimulatedGroup,
+    SimulatedRun,
+    Speeds,
+    decode_steps,
+    predict,
+)
 from tests.trainer.toy_run import Toy
 
 pytestmark = pytest.mark.unit
+
+SPEEDS = Speeds(0.5, 0.25, 3.0, 0.125, prefill_token_s=0.0625)
+LENGTHS = long_tailed_groups(6, 40, n=4, longest=64, count=24)
 
 
 def schedule(max_staleness: int = 0, **changes: Any) -> Schedule:
@@ -138,3 +161,96 @@ def test_a_run_that_says_nothing_of_speeds_is_refused(
         write_run(toy, tmp_path, **changes)
     with pytest.raises(RecordsError, match=says):
         read_records(tmp_path)
+
+
+class OnSimulatedTime(Generator):
+    """The simulation's engine behind the stream that real runs use."""
+
+    def __init__(self, *args: Any) -> None:
+        self.engine = SimulatedEngine(SPEEDS, max_num_seqs=6)
+        self.finished: list[SimulatedGroup] = []
+        self.now = 0.0
+
+    @property
+    def num_engines(self) -> int:
+        return 1
+
+    def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
+        for draw in draws:
+            self.engine.start(SimulatedGroup(draw.number, LENGTHS[draw.number % len(LENGTHS)], draw.version))
+
+    def run(self, until: float) -> None:
+        self.now = max(self.now, until)
+        self.finished += self.engine.run(self.now)
+
+    def collect(self) -> list[DataProto]:
+        finished, self.finished = self.finished, []
+        return [_rows(group) for group in finished]
+
+    def advance(
+        self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
+    ) -> list[DataProto]:
+        if not self.finished:
+            self.run(self.engine.next_end())
+        return self.collect()
+
+    def snapshot(self) -> DataProto | None:
+        return None
+
+    def abort(self, uids: Sequence[str]) -> None: ...
+
+    def take_weights(self, version: int) -> dict[str, float]:
+        self.engine.take_weights(version)
+        return {}
+
+
+def _rows(group: SimulatedGroup) -> DataProto:
+    versions = [group.version, group.newest]
+    results = [GenerationResult("", index, [5, 6], [-1.0, -1.0], "length", versions) for index in range(4)]
+    rows = assemble([[1]] * 4, results, pad_token_id=0)
+    return rows.union(DataProto.from_dict(non_tensors={"uid": np.array([f"draw-{group.number}"] * 4, dtype=object)}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"mode": "one_step_off"}, {"max_staleness": 1}, {"max_staleness": 3}, {"max_staleness": 2, "order": "draw"}],
+    ids=["one_step_off", "bound 1", "bound 3", "in order"],
+)
+def test_the_simulated_run_takes_the_groups_that_the_stream_takes(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """The stream itself over the same engine: equal times and ages in every step."""
+    keys = {
+        "actor_rollout_ref.hybrid_engine": False,
+        "actor_rollout_ref.rollout.nnodes": 1,
+        "actor_rollout_ref.rollout.n_gpus_per_node": 1,
+        "actor_rollout_ref.rollout.max_num_seqs": 6,
+        **{f"async_training.{name}": value for name, value in {"mode": "fully_async", **settings}.items()},
+    }
+    config = toy.config(tmp_path, keys)
+    monkeypatch.setattr(rollout_stream, "OnOwnDevices", OnSimulatedTime)
+    draws = PromptDraws(0)
+
+    def draw_prompts() -> DataProto:
+        prompts = np.empty(4, dtype=object)
+        prompts[:] = [[1]] * 4
+        return draws.number(DataProto.from_dict({"index": torch.arange(4)}, {"raw_prompt_ids": prompts}))
+
+    groups: Any = SimpleNamespace(engines=object())
+    stream = RolloutStream(config, groups, DrawLedger(tmp_path), draw_prompts=draw_prompts, total_steps=40)
+    generator: Any = stream._generator
+    simulated = SimulatedRun(Schedule.of(config), SPEEDS, itertools.cycle(LENGTHS), prompt_length=0.0)
+    assert config.staleness_bound > 0
+    for step in range(1, 31):
+        ages = simulated.step(step, batches_left=40 - (step - 1))
+        stream.begin_step()
+        batch = stream.next(step)
+        numbers = list(dict.fromkeys(map(draw_number, batch.non_tensor_batch["uid"])))
+        tokens = sum(sum(LENGTHS[number % len(LENGTHS)]) for number in numbers)
+        generator.run(generator.now + SPEEDS.train_step_s + SPEEDS.train_token_s * tokens)
+        stream.collect()
+        oldest = batch.tensors["weight_version"].masked_fill(batch.tensors["weight_version"] < 0, 99).amin(dim=1)
+        assert [step - 1 - version for version in oldest.tolist()[::4]] == ages
+        stream.trained(step, [f"draw-{number}" for number in numbers])
+        stream.update(step, step)
+        assert generator.now == pytest.approx(simulated.now)
