@@ -57,11 +57,9 @@ class GroupScores:
             self._started_at.pop(draw, None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until a row is scored, but no longer; False at once when none is being scored."""
+        """Until a row is scored, but no longer; whether one was."""
         unfinished = [future for futures in self._futures.values() for future in futures if not future.done()]
-        if unfinished:
-            wait(unfinished, timeout_s, FIRST_COMPLETED)
-        return bool(unfinished)
+        return bool(unfinished and wait(unfinished, timeout_s, FIRST_COMPLETED).done)
 
     def watch(self, waits: Waits, draws: Iterable[int], wait_began: float, stall_timeout_s: float) -> None:
         """The trainer waits for these draws: name those whose score is not there."""

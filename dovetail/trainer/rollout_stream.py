@@ -37,7 +37,7 @@ _POLL_S = 0.2
 _SNAPSHOT_S = 15.0
 """How often tokens of unfinished responses are fetched from engines of their own: what a dead engine loses at most."""
 _SCORE_POLL_S = 0.05
-"""How often engines are asked for finished groups while the step waits for scores."""
+"""How long a step that waits for scores waits for the next one before it looks for finished groups again."""
 
 READY, PROMPTS, PARTIAL, SCORES = "stream_ready", "stream_prompts", "stream_partial", "stream_scores"
 """Files of a checkpoint: groups that wait for a step, prompts of unfinished ones, their responses so far, and the
@@ -440,11 +440,10 @@ class RolloutStream:
         if not any(missing) and not must_finish:
             missing = [max(1, self._count - len(self._ready))] * len(shares)
         if self._waits_for_scores and self.scores.wait(_SCORE_POLL_S):
-            self.collect()
-        else:
-            running = list(self._running.values())
-            uids = [draw_uid(number) for number in must_finish]
-            self._receive_all(self._generator.advance(running, missing=missing, must_finish=uids))
+            return  # it may be the one that the step waits for
+        running = list(self._running.values())
+        uids = [draw_uid(number) for number in must_finish]
+        self._receive_all(self._generator.advance(running, missing=missing, must_finish=uids))
         if self._generator.lost():
             draws = list(self._running.values())
             if draws:

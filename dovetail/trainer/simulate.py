@@ -9,6 +9,7 @@ what it has of every running sequence again. Training takes `train_step_s`, and 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -65,6 +66,12 @@ class Schedule:
     steps_per_update: int = 1
     shares_devices: bool = False
     """Engines and trainer take turns on the same devices."""
+    max_in_flight: int | None = None
+    """Groups that may have begun on shared devices."""
+
+    @property
+    def groups_in_flight(self) -> int:
+        return self.max_in_flight or self.groups_per_step + math.ceil(self.groups_per_step / 8)
 
     @classmethod
     def of(cls, config: DovetailConfig) -> Schedule:
@@ -81,6 +88,7 @@ class Schedule:
             finishes_before_update=settings.finishes_before_update,
             steps_per_update=settings.trigger_parameter_sync_step,
             shares_devices=shares,
+            max_in_flight=settings.max_in_flight,
         )
 
 
@@ -114,6 +122,8 @@ class SimulatedEngine:
     now: float = 0.0
     busy: float = 0.0
     version: int = 0
+    room: float = math.inf
+    """Groups that may still begin."""
     waiting: deque[_Sequence] = field(default_factory=deque)
     batch: list[_Sequence] = field(default_factory=list)
 
@@ -121,11 +131,16 @@ class SimulatedEngine:
         self.waiting.extend(_Sequence(group, length) for length in group.lengths)
         group.unfinished = len(group.lengths)
 
+    @property
+    def num_begun(self) -> int:
+        """Unfinished groups that have begun."""
+        return len({each.group.number for each in (*self.batch, *self.waiting) if each.group.begun})
+
     def next_end(self) -> float:
         """When the next sequence ends; never, without any."""
         self._fill()
         if not self.batch:
-            return float("inf")
+            return math.inf
         return self.now + min(each.length - each.done for each in self.batch) * self.speeds.decode(len(self.batch))
 
     def run(self, until: float) -> list[SimulatedGroup]:
@@ -133,7 +148,7 @@ class SimulatedEngine:
         complete: list[SimulatedGroup] = []
         while self.now < until:
             end = self.next_end()
-            if end == float("inf"):
+            if end == math.inf:
                 self.now = until
                 break
             stop = min(end, until)
@@ -142,8 +157,7 @@ class SimulatedEngine:
             self.now = stop
             for sequence in self.batch:
                 sequence.done += steps
-            if stop == end:
-                complete += self._take_ended()
+            complete += self._take_ended()
         return complete
 
     def take_weights(self, version: int) -> None:
@@ -154,10 +168,13 @@ class SimulatedEngine:
 
     def _fill(self) -> None:
         while self.waiting and len(self.batch) < self.max_num_seqs:
-            sequence = self.waiting.popleft()
-            self.batch.append(sequence)
-            if not sequence.group.begun:
-                sequence.group.begun, sequence.group.first_version = True, self.version
+            group = self.waiting[0].group
+            if not group.begun:
+                if self.room < 1:
+                    return
+                self.room -= 1
+                group.begun, group.first_version = True, self.version
+            self.batch.append(self.waiting.popleft())
 
     def _take_ended(self) -> list[SimulatedGroup]:
         complete = []
@@ -202,7 +219,7 @@ class SimulatedRun:
         self._pace.num_taken += 1
         if step % self._schedule.steps_per_update == 0:
             while self._schedule.finishes_before_update and self._running:
-                self._generate(min(engine.next_end() for engine in self._engines))
+                self._generate_next()
             self._train(self._speeds.weight_sync_s)
             self._version = step
             self._pace.num_taken_at_update = self._pace.num_taken
@@ -212,6 +229,10 @@ class SimulatedRun:
 
     def _wait_for_groups(self, step: int) -> list[SimulatedGroup]:
         schedule = self._schedule
+        if schedule.shares_devices:
+            most = max(schedule.groups_in_flight, schedule.groups_per_step) / schedule.num_engines
+            for engine in self._engines:
+                engine.room = math.ceil(most) - engine.num_begun
         while True:
             choice = choose(
                 self._ready.values(),
@@ -229,7 +250,16 @@ class SimulatedRun:
                 return [self._ready.pop(number) for number in choice.chosen]
             if len(self._ready) + len(self._running) < schedule.groups_per_step:
                 self._start_chunk()
-            self._generate(min(engine.next_end() for engine in self._engines))
+            self._generate_next()
+
+    def _generate_next(self) -> None:
+        """Until the next sequence ends."""
+        end = min(engine.next_end() for engine in self._engines)
+        if end == math.inf:  # what is needed has not begun
+            for engine in self._engines:
+                engine.room = math.inf
+            end = min(engine.next_end() for engine in self._engines)
+        self._generate(end)
 
     def _train(self, seconds: float) -> None:
         self.training += seconds
@@ -252,13 +282,11 @@ class SimulatedRun:
             self._start_chunk()
 
     def _has_room(self) -> bool:
-        """As in `RolloutStream`: on the trainer's devices no more than a step's groups and what runs at a time."""
+        """As in `RolloutStream`."""
         schedule = self._schedule
         if not schedule.shares_devices or schedule.order == "draw":
             return True
-        per_group = len(next(iter(self._running.values())).lengths) if self._running else 1
-        at_a_time = schedule.num_engines * schedule.max_num_seqs / per_group
-        return len(self._running) < schedule.groups_per_step + at_a_time
+        return len(self._running) < schedule.groups_in_flight
 
     def _start_chunk(self) -> None:
         count, engines = self._schedule.groups_per_step, len(self._engines)

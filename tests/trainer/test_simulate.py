@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,3 +256,24 @@ def test_the_simulated_run_takes_the_groups_that_the_stream_takes(
         stream.trained(step, [f"draw-{number}" for number in numbers])
         stream.update(step, step)
         assert generator.now == pytest.approx(simulated.now)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_schedule_comes_to_an_end_and_keeps_its_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = long_tailed_groups(rng.randint(2, 50), rng.randint(60, 800), n=rng.randint(1, 8), longest=1000, count=32)
+    settings = schedule(
+        rng.randint(0, 5),
+        num_engines=rng.randint(1, 4),
+        max_num_seqs=rng.randint(1, 64),
+        groups_per_step=rng.randint(1, 24),
+        order=rng.choice(["finish", "draw"]),
+        on_stale=rng.choice(["wait", "drop"]),
+        finishes_before_update=rng.random() < 0.3,
+        shares_devices=rng.random() < 0.5,
+        max_in_flight=rng.choice([None, 1, 5, 40]),
+    )
+    speeds = Speeds(rng.random(), rng.random() * 0.1, rng.random() * 10, rng.random() * 0.01, rng.random() * 0.01)
+    step = predict(settings, speeds, groups, steps=10)
+    assert step.train_s <= step.step_s < math.inf
+    assert step.staleness_max <= settings.max_staleness
