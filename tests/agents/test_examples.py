@@ -102,3 +102,37 @@ def test_a_word_problem_is_calculated_and_answered() -> None:
     assert (results[1].done, results[1].metrics, reward) == (True, {"calculations": 1.0}, 1.0)
     assert asyncio.run(play(ToolCall("answer", {"number": 3})))[1] == 0.1
     assert asyncio.run(play(calculate))[1] == 0.0
+
+
+WALK = ["go north", "take key", "open chest", "go south", "go east", "take key", "open chest", "go up", "take key"]
+WALK += ["open chest", "go down", "open chest", "go west", "open chest", "go north", "open chest"]
+
+
+@pytest.mark.parametrize("uid", ["a", "b", "c"])
+def test_walking_through_the_house_finds_the_key_and_a_restored_game_goes_on(uid: str) -> None:
+    async def play() -> tuple[list[ToolResult], Any]:
+        task, results = Task([], uid=uid), []
+        game, text = await opened("text_adventure.py:TextAdventure", task)
+        assert "You are in the hall." in text
+        for action in WALK:
+            game, _ = await opened("text_adventure.py:TextAdventure", task, game.state())
+            results.append(await game.respond(say(action)))
+            if results[-1].done:
+                break
+        return results, game
+
+    results, game = asyncio.run(play())
+    assert sum("You have the key." in result.text for result in results) == 1
+    assert results[-1].done
+    assert game.state()["moves"] <= 15
+
+
+def test_the_tools_of_the_yaml_are_a_sandboxed_python_and_a_calculator() -> None:
+    async def play() -> list[str]:
+        toolbox = load_toolbox(tool_config_path=str(FOLDER / "python.yaml"))
+        assert toolbox is not None
+        tools, _ = await toolbox.open(Task([]))
+        calls = [ToolCall("python", {"code": "sum(range(5))"}), ToolCall("calculator", {"expression": "2*5"})]
+        return [(await tools.call(call)).text for call in calls]
+
+    assert asyncio.run(play()) == ["10", "10"]
