@@ -61,7 +61,6 @@ class Plain:
     """One that inherits from nothing, with its own schema."""
 
     def __init__(self, config, tool_schema):
-        self.name = "plain"
         self.tool_schema = {"type": "function", "function": {"name": "plain", "description": "", "parameters": {}}}
 
     def create(self):
@@ -207,6 +206,8 @@ def _raw(**anything):
 def pair() -> tuple:
     \"\"\"A pair.\"\"\"
     return 1, 2
+
+same = pair
 """,
     )
     add, said, raw, pair, wrong = play(

@@ -95,7 +95,8 @@ def load_functions(path: str) -> Toolbox:
 
     alias_verl()
     functions: list[Callable[..., Any]] = []
-    for value in load_user_object(path, "__dict__", key="multi_turn.function_tool_path").values():
+    names = load_user_object(path, "__dict__", key="multi_turn.function_tool_path")
+    for value in {id(value): value for value in names.values()}.values():  # one that has two names is one tool
         if (signature := getattr(value, FUNCTION_TOOL, None)) is not None:
             functions.append(_converted(value, signature, as_result))
         elif is_tool(value):

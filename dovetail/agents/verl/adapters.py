@@ -55,7 +55,7 @@ class VerlToolbox:
     """Instances of `BaseTool` subclasses."""
 
     def __init__(self, tools: Sequence[Any]) -> None:
-        self._tools = {tool.name: tool for tool in tools}
+        self._tools = {schema_of(tool)["function"]["name"]: tool for tool in tools}
 
     async def open(self, task: Task, state: Any = None) -> tuple[OpenVerlTools, list[Message]]:
         selected = extra_of(task, "tool_selection")
