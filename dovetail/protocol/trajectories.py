@@ -100,6 +100,13 @@ def one_row_each(batch: DataProto) -> DataProto:
     return rows
 
 
+def row_totals(batch: DataProto, column: str) -> torch.Tensor:
+    """For each row the sum of a column over its tokens, and over those of the other rows of its trajectory."""
+    sums = batch.tensors[column].sum(dim=1)
+    trajectories = trajectories_of(batch)
+    return sums if trajectories is None else trajectories.sum(sums)[trajectories.number]
+
+
 def turn_numbers(batch: DataProto) -> torch.Tensor:
     """`[rows, response_len]`: the turn in which the policy sampled a token, from 0, over all segments of a trajectory;
     observed tokens belong to the turn before them (0 at the start)."""

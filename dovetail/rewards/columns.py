@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dovetail.protocol import COLUMNS, DataProto
+from dovetail.protocol.trajectories import row_totals
 from dovetail.rewards.answers import Decoder, decode_prompts, decode_responses, response_attention
 from dovetail.rewards.decoding import TEXT
 from dovetail.rewards.errors import Failure, RewardError
@@ -132,7 +133,7 @@ def dump_records(batch: DataProto, tokenizer: Decoder, solution_strs: Sequence[s
     Prompts are without special tokens. A row that could not be scored has the score None.
     """
     failed = batch.tensors[FAILED].tolist()
-    scores = batch.tensors["token_level_scores"].sum(-1).tolist()
+    scores = row_totals(batch, "token_level_scores").tolist()
     columns: dict[str, Sequence[Any]] = _from_reward(batch) | {
         "input": decode_prompts(batch, tokenizer, skip_special_tokens=True),
         "output": solution_strs,
@@ -170,7 +171,7 @@ def _from_tensors(batch: DataProto) -> dict[str, Sequence[Any]]:
     tensors, columns = batch.tensors, {}
     mask = tensors["response_mask"].float()
     if "token_level_scores" in tensors:
-        columns["score"] = tensors["token_level_scores"].sum(-1).tolist()
+        columns["score"] = row_totals(batch, "token_level_scores").tolist()
     if FAILED in tensors:
         columns[FAILED] = tensors[FAILED].tolist()
     if "advantages" in tensors:

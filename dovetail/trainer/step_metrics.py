@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol import DataProto
-from dovetail.protocol.trajectories import trajectories_of
+from dovetail.protocol.trajectories import row_totals, trajectories_of
 
 Metrics = dict[str, float]
 
@@ -35,13 +35,11 @@ def data_metrics(batch: DataProto, *, use_critic: bool, max_response_length: int
     mask = columns["response_mask"].bool()
     scored = ~columns["reward_failed"].bool()
     trajectories = trajectories_of(batch)
+    if trajectories is not None:  # each counts once
+        scored &= torch.zeros(len(batch), dtype=torch.bool).index_fill_(0, torch.tensor(trajectories.last), True)
     metrics: Metrics = {}
-    for name, column in (("critic/score", "token_level_scores"), ("critic/rewards", "token_level_rewards")):
-        sums = columns[column].sum(dim=1)
-        if trajectories is None:
-            metrics |= _spread(name, sums[scored])
-        else:
-            metrics |= _spread(name, trajectories.sum(sums)[scored[trajectories.last]])
+    metrics |= _spread("critic/score", row_totals(batch, "token_level_scores")[scored])
+    metrics |= _spread("critic/rewards", row_totals(batch, "token_level_rewards")[scored])
     metrics |= _spread("critic/advantages", columns["advantages"][mask])
     metrics |= _spread("critic/returns", columns["returns"][mask])
     if use_critic:

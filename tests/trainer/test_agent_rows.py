@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from dovetail.algorithms import FixedKLController
 from dovetail.config.algorithm import AlgorithmConfig
 from dovetail.protocol import DataProto
-from dovetail.protocol.trajectories import one_row_each, turn_numbers
+from dovetail.protocol.trajectories import one_row_each, row_totals, turn_numbers
 from dovetail.trainer.agent_metrics import agent_metrics
 from dovetail.trainer.agent_records import MOST_CHARACTERS, agent_records
 from dovetail.trainer.batch_math import add_advantages, add_baselines, add_rewards, mask_truncated
@@ -99,6 +100,23 @@ def test_prompts_of_different_widths_are_padded_on_the_left() -> None:
     assert joined["input_ids"].tolist() == [[9, 9, 7, 7, 8, 8], [7, 7, 7, 7, 8, 8]]
     assert joined["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1], [1] * 6]
     assert joined["position_ids"][0].tolist() == [0, 0, 0, 1, 2, 3]
+
+
+def test_every_row_of_a_trajectory_shows_its_score() -> None:
+    batch = rows([[0, 0]] * 3, [(0, 1), (1, 0), (0, 0)])
+    batch.tensors["token_level_scores"][:, 0] = torch.tensor([1.0, 2.0, 4.0])
+    assert row_totals(batch, "token_level_scores").tolist() == [5.0, 2.0, 5.0]
+    assert one_row_each(batch).tensors["token_level_scores"].sum(dim=1).tolist() == [5.0, 2.0]
+
+
+def test_rows_of_agents_go_into_a_checkpoint_and_back(tmp_path: Path) -> None:
+    columns = {"messages": [[{"role": "user", "content": "hi"}]], "events": [EVENTS], "turn_rewards": [[[0, 0.5]]]}
+    batch = rows([[0]], [(0, 0)], outcome=["finished"], **columns)
+    batch = batch.union(DataProto.from_dict(non_tensors={"agent_reward": np.array([float("nan")])}))
+    batch.save_to_disk(tmp_path / "rows")
+    loaded = DataProto.load_from_disk(tmp_path / "rows").non_tensor_batch
+    assert {name: loaded[name].tolist() for name in columns} == columns
+    assert np.isnan(loaded["agent_reward"]).all()
 
 
 EVENTS = [
