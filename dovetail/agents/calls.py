@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from dovetail.agents.session import Session, TrajectoryEnd
 from dovetail.agents.tools.observations import run_calls, truncate_text
@@ -33,27 +33,6 @@ class CallSettings:
     truncate_side: Literal["left", "middle", "right"] = "middle"
     shorten: Callable[[str], str] | None = None
     """Cuts a text to the most tokens of a tool response."""
-
-
-class NoTools:
-    """The toolbox of a run without tools."""
-
-    schemas: ClassVar[list[dict[str, Any]]] = []
-
-    async def open(self, task: Task, state: Any = None) -> tuple[NoTools, list[Message]]:
-        return self, []
-
-    async def call(self, call: ToolCall) -> ToolResult:
-        return ToolResult(f"Error: there is no tool {call.name!r}: this conversation has none.")
-
-    async def reward(self) -> float | None:
-        return None
-
-    def state(self) -> Any:
-        return {}
-
-    async def close(self) -> None:
-        return None
 
 
 class CheckedTools:
@@ -111,11 +90,18 @@ class CheckedTools:
         number, node = self._next_number(), None if turn is None else turn.node
 
         async def run() -> ToolResult:
-            # An action is carried out once: an environment that has taken half of it must not get it again.
             try:
-                return await within(self.settings.tool_timeout_s, self._tools.respond(list(messages))) or _OVER
+                response = await _retried(
+                    lambda: self._tools.respond(list(messages)),
+                    "the environment",
+                    self._session,
+                    self.settings,
+                    turn=node,
+                    timed=False,
+                )
             except DeadlineError as error:
                 raise TrajectoryEnd("time_limit") from error
+            return _OVER if response is None else response
 
         result = await self._recorded(number, run, {"name": "respond", "turn": node})
         return None if result == _OVER else result

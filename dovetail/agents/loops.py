@@ -54,15 +54,19 @@ def replays(name: str) -> bool:
 
 
 def load_loops(path: str) -> None:
-    """Register the loops of a YAML file: a list of {name, _target_, and arguments}. A target may be a file's."""
+    """Register the loops of a YAML file: a list of {name, _target_, and arguments}. A target may be a file's.
+
+    `replays: true` says of a loop what it says to `agent_loop`.
+    """
     import yaml
 
     key = "rollout.agent.agent_loop_config_path"
     for entry in yaml.safe_load(Path(path).read_text()) or ():
         if not isinstance(entry, Mapping) or not {"name", "_target_"} <= entry.keys():
             raise UserCodeError(f"{key}={path}: an entry has no `name` and `_target_`: {entry!r}.")
-        arguments = {name: value for name, value in entry.items() if name not in ("name", "_target_")}
-        agent_loop(entry["name"])(functools.partial(find_object(entry["_target_"], key=key), **arguments))
+        arguments = {name: value for name, value in entry.items() if name not in ("name", "_target_", "replays")}
+        loop = functools.partial(find_object(entry["_target_"], key=key), **arguments)
+        agent_loop(entry["name"], replays=bool(entry.get("replays", False)))(loop)
 
 
 def find_object(path: str, *, key: str) -> Any:

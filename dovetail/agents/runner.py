@@ -22,21 +22,31 @@ FATAL = (EngineError, RewrittenHistoryError)
 class Deadline:
     """A limit that can be held while the engine does not generate. `passed` is set when it is over."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, held: bool = False) -> None:
         self.passed = asyncio.Event()
+        self._held = held
+        self._started = False
         self._left = seconds
         self._since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
+    def start(self) -> None:
+        """The trajectory begins; its time runs unless it is held."""
+        self._started = True
+        if not self._held:
+            self.go()
+
     def go(self) -> None:
         """Let the time run."""
-        if self._timer is None:
+        self._held = False
+        if self._started and self._timer is None:
             loop = asyncio.get_running_loop()
             self._since = loop.time()
             self._timer = loop.call_later(self._left, self.passed.set)
 
     def hold(self) -> None:
         """Stop the time."""
+        self._held = True
         if self._timer is not None and self._since is not None:
             self._timer.cancel()
             self._timer = None
@@ -101,7 +111,7 @@ async def run_trajectory(
 async def _until(deadline: Deadline, work: Any) -> Any:
     """The result of `work`; `TrajectoryEnd` once the deadline has passed, also where the work cannot be cancelled."""
     task, passed = asyncio.ensure_future(work), asyncio.ensure_future(deadline.passed.wait())
-    deadline.go()
+    deadline.start()
     try:
         # The deadline is the limit: held while the engine does not generate, it passes in the end.
         await asyncio.wait({task, passed}, return_when=asyncio.FIRST_COMPLETED)

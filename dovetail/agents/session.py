@@ -203,9 +203,11 @@ class Session:
     def state(self, partial: Mapping[str, GenerationResult]) -> dict[str, Any]:
         """A JSON value to build the session from again; `partial` has what running requests have, by their id."""
         nodes = [self._nodes[number] for number in sorted(self._nodes)]
-        for node, _ in self._running.values():
+        for node, future in self._running.values():
             begun = copy.deepcopy(node)
-            if self._request_id(node) in partial:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                begun.add(future.result())
+            elif self._request_id(node) in partial:
                 begun.add(replace(partial[self._request_id(node)], finish_reason="running"))
             nodes.append(begun)
         return {"nodes": [asdict(node) for node in [*nodes, *self._recorded.values()]], "events": list(self.events)}

@@ -291,6 +291,17 @@ class RolloutConfig(Section):
         return self.mode == "server" and bool(self.server_urls)
 
     @property
+    def uses_agents(self) -> bool:
+        """Whether responses are conversations that a loop drives."""
+        agent = self.agent
+        return bool(
+            self.multi_turn.enable
+            or agent.environment
+            or agent.agent_loop_config_path
+            or agent.default_agent_loop != "single_turn_agent"
+        )
+
+    @property
     def starts_servers(self) -> bool:
         """Whether the run starts servers of its own."""
         return self.name == "sglang" and not (self.mode == "server" and self.server_urls)

@@ -185,8 +185,9 @@ def needed_columns(config: DovetailConfig) -> dict[str, str]:
 
 
 def needs_ground_truth(config: DovetailConfig) -> bool:
-    """A reward network or a user's function may score without a truth; the built-in rules cannot."""
-    return config.custom_reward_function.path is None and not config.reward_model.enable
+    """A reward network, a user's function or an environment may score without a truth; the built-in rules cannot."""
+    scored_elsewhere = config.reward_model.enable or config.actor_rollout_ref.rollout.agent.environment is not None
+    return config.custom_reward_function.path is None and not scored_elsewhere
 
 
 def _read_parquet(source: Path) -> pa.Table:

@@ -50,6 +50,12 @@ class RoleGroups:
         """The group, or the engines, to call `generate_sequences` on."""
         return self.actor_rollout if self.engines is None else self.engines
 
+    @property
+    def num_engines(self) -> int:
+        """Engines that prompts are divided over."""
+        group = self.actor_rollout if self.engines is None else self.engines.group
+        return group.dp_size("rollout")
+
     def weights_changed(self, version: int) -> None:
         """Call after an update or a load; `version` is the global step that left the weights.
 

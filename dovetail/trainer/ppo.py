@@ -48,7 +48,7 @@ from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.profile import profiled
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
 from dovetail.trainer.recording import Recording, Rollout, write_record
-from dovetail.trainer.requests import engine_request, join_answers, num_restarts
+from dovetail.trainer.requests import engine_request, join_answers, num_restarts, pad_groups
 from dovetail.trainer.rollout_stream import RolloutStream, draw_number
 from dovetail.trainer.stalled import SkippedSteps
 from dovetail.trainer.step_metrics import (
@@ -355,9 +355,13 @@ class RayPPOTrainer:
         return batch
 
     def _answers(self, prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
-        column = self.config.actor_rollout_ref.rollout.media_column
         sampling["weight_version"] = self.weight_version
-        request = engine_request(prompts, n=n, media_column=column, **sampling)
+        rollout = self.config.actor_rollout_ref.rollout
+        request = engine_request(
+            prompts, n=n, media_column=rollout.media_column, for_agents=rollout.uses_agents, **sampling
+        )
+        if rollout.uses_agents:
+            request = pad_groups(request, self.groups.num_engines)
         answers = self.groups.rollout.generate_sequences(request)
         self._note_restarts(num_restarts(answers))
         return join_answers(prompts, answers, n=n)

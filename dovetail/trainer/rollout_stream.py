@@ -425,7 +425,12 @@ class RolloutStream:
 
     def _request(self, draws: Sequence[Draw]) -> DataProto:
         prompts = DataProto.concat([draw.prompt for draw in draws])
-        request = engine_request(prompts, n=self._rollout.n, media_column=self._rollout.media_column)
+        request = engine_request(
+            prompts,
+            n=self._rollout.n,
+            media_column=self._rollout.media_column,
+            for_agents=self._rollout.uses_agents,
+        )
         columns = {
             "uid": np.array([draw.uid for draw in draws], dtype=object),
             "engine": np.array([draw.engine for draw in draws], dtype=np.int64),

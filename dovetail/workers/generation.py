@@ -8,7 +8,8 @@ from dataclasses import replace
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
 from dovetail.rollout.assemble import assemble
-from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams, derive_seed
+from dovetail.rollout.base import GenerationRequest, GenerationResult, derive_seed
+from dovetail.rollout.sampling import sampling_params
 
 
 def requests_of(
@@ -69,25 +70,6 @@ def answers_of(
     )
     batch.meta_info["temperature"] = requests[0].sampling.temperature
     return batch
-
-
-def sampling_params(rollout: RolloutConfig, *, n: int, validate: bool, greedy: bool = False) -> SamplingParams:
-    """How training or validation samples; the seed is each request's own."""
-    source = rollout.val_kwargs if validate else rollout
-    greedy = greedy or not source.do_sample
-    if greedy or source.temperature == 0:
-        return SamplingParams(
-            temperature=0.0, n=n, max_new_tokens=rollout.response_length, ignore_eos=rollout.ignore_eos
-        )
-    return SamplingParams(
-        temperature=source.temperature,
-        top_p=source.top_p,
-        top_k=source.top_k,
-        min_p=source.min_p,
-        n=n,
-        max_new_tokens=rollout.response_length,
-        ignore_eos=rollout.ignore_eos,
-    )
 
 
 def prompt_token_ids(prompts: DataProto) -> list[list[int]]:

@@ -8,22 +8,21 @@ again. Knows no trainer and no weights.
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from dovetail.agents.stream import Agents, AgentStream
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
 from dovetail.rollout.assemble import NO_VERSION, assemble
 from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
+from dovetail.rollout.busy import BusySpans
 from dovetail.workers.generation import answers_of, requests_of
 
 _IDLE_S = 0.5
 """How long the generating thread waits for a result before it looks whether it should end."""
-_MOST_SPANS = 1024
 
 
 @dataclass(eq=False)
@@ -58,8 +57,7 @@ class GroupStream:
         self._failure: Exception | None = None
         self._num_requests = 0
         self._ending = False
-        self._busy: deque[tuple[float, float]] = deque(maxlen=_MOST_SPANS)
-        self._busy_since: float | None = None
+        self._busy = BusySpans()
 
     @property
     def num_running(self) -> int:
@@ -158,12 +156,7 @@ class GroupStream:
     def take_busy(self) -> list[tuple[float, float]]:
         """When groups were being generated since the last call: start and end in seconds since the epoch."""
         with self._changed:
-            spans, now = list(self._busy), time.time()
-            self._busy.clear()
-            if self._busy_since is not None:
-                spans.append((self._busy_since, now))
-                self._busy_since = now
-        return spans
+            return self._busy.take()
 
     def wait(self, timeout: float) -> None:
         """Return when a group can be taken, or after `timeout` seconds."""
@@ -180,7 +173,7 @@ class GroupStream:
             for name in gone:
                 del self._by_request[name]
             self._finished = [group for group in self._finished if group.uid not in uids]
-            self._note_busy()
+            self._busy.note(bool(self._groups))
         self._stream.abort(gone)
 
     def close(self) -> None:
@@ -207,14 +200,6 @@ class GroupStream:
         with self._changed:
             self._changed.notify_all()
 
-    def _note_busy(self) -> None:
-        """Groups came or went. The lock is held."""
-        if self._groups and self._busy_since is None:
-            self._busy_since = time.time()
-        elif not self._groups and self._busy_since is not None:
-            self._busy.append((self._busy_since, time.time()))
-            self._busy_since = None
-
     def _receive(self, results: Sequence[GenerationResult]) -> None:
         """Give results to their groups and move the complete ones. The lock is held."""
         for result in results:
@@ -227,7 +212,7 @@ class GroupStream:
             del self._groups[group.uid]
             self._held.pop(group.uid, None)
             self._finished.append(group)
-        self._note_busy()
+        self._busy.note(bool(self._groups))
         if complete:
             done = {group.uid for group in complete}
             self._by_request = {name: group for name, group in self._by_request.items() if group.uid not in done}
@@ -245,6 +230,15 @@ class GroupStream:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+
+
+def open_groups(
+    engine: RolloutEngine, rollout: RolloutConfig, agents: Agents | None, *, pad_token_id: int
+) -> GroupStream | AgentStream:
+    """Groups of conversations where agents write them, else of single responses."""
+    if agents is None:
+        return GroupStream(engine, rollout, pad_token_id=pad_token_id)
+    return AgentStream(engine, rollout, agents, pad_token_id=pad_token_id)
 
 
 def own_rows(prompts: DataProto, engine: int) -> DataProto:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from dovetail.agents.build import build_agents
+from dovetail.agents.stream import AgentStream
 from dovetail.backends.base import TrainBackend
 from dovetail.backends.device_memory import driver_is_short, free_device_cache, mark_memory
 from dovetail.config.fsdp import full_dtype
@@ -25,7 +27,7 @@ from dovetail.weight_sync import in_engine_dtype
 from dovetail.workers.adapters import adapter_of, sends_adapter, with_base_and_adapter
 from dovetail.workers.cache_room import CacheRoom
 from dovetail.workers.generation import answers_of, requests_of
-from dovetail.workers.group_stream import GroupStream, own_rows
+from dovetail.workers.group_stream import GroupStream, open_groups, own_rows
 from dovetail.workers.parity import ParityProbe, ParityReport
 from dovetail.workers.restarts import RestartableEngine, generate_together
 from dovetail.workers.weight_check import WatchedWeights, compare_answers
@@ -71,7 +73,8 @@ class HybridEngine:
         tokenizer = load_tokenizer(self._model.tokenizer_source, trust_remote_code=self._model.trust_remote_code)
         self._pad_token_id = tokenizer.pad_token_id
         self._probe = ParityProbe(config, tokenizer)
-        self._groups: GroupStream | None = None  # groups that outlive the engine's turn
+        self._agents = build_agents(config, tokenizer) if self._rollout.uses_agents else None
+        self._groups: GroupStream | AgentStream | None = None  # groups that outlive the engine's turn
         self._num_calls = 0
         self._num_restarts = 0
         logger.info(
@@ -145,15 +148,13 @@ class HybridEngine:
         is_new = self._is_stale
         with self.generating():
             probed = self._probe.ask(self.engine) if is_new and self._rollout.verify_weights else None
-            self._num_calls += 1
-            name = f"{self._rank // self.engine_size}-{self._num_calls}"
-            unseeded = name if self.engine_size > 1 else None
-            requests = requests_of(prompts, self._rollout, name=name, unseeded=unseeded)
-            results = self._generate(requests)
+            if self._agents is None:
+                batch = self._generate_turns(prompts)
+            else:
+                batch = self._agents.generate(self.engine, self._rollout, prompts, pad_token_id=self._pad_token_id)
         if probed is not None:
             with self._loaded():
                 compare_answers(self._probe, probed, self._backend).require(self._rollout.name)
-        batch = answers_of(prompts, requests, results, self._rollout, pad_token_id=self._pad_token_id)
         batch.meta_info["metrics"] = {"rollout/engine_restarts": self.engine.num_restarts - self._num_restarts}
         self._num_restarts = self.engine.num_restarts
         return batch
@@ -174,7 +175,7 @@ class HybridEngine:
         """
         self._set_version(version)
         if self._groups is None:
-            self._groups = GroupStream(self.engine, self._rollout, pad_token_id=self._pad_token_id)
+            self._groups = open_groups(self.engine, self._rollout, self._agents, pad_token_id=self._pad_token_id)
         with self.generating():
             if prompts is not None:
                 self._groups.start(own_rows(prompts, self._rank), snapshot)
@@ -227,6 +228,14 @@ class HybridEngine:
 
     def _cache_may_stay(self) -> bool:
         return self._room is not None and self._room.holds(self.engine.health().kv_cache_bytes)
+
+    def _generate_turns(self, prompts: DataProto) -> DataProto:
+        self._num_calls += 1
+        name = f"{self._rank // self.engine_size}-{self._num_calls}"
+        unseeded = name if self.engine_size > 1 else None
+        requests = requests_of(prompts, self._rollout, name=name, unseeded=unseeded)
+        results = self._generate(requests)
+        return answers_of(prompts, requests, results, self._rollout, pad_token_id=self._pad_token_id)
 
     def _generate(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
         engine = self.engine

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
+from dovetail.agents.build import build_agents
+from dovetail.agents.stream import Agents, AgentStream
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
 from dovetail.controller.errors import WorkerError
@@ -22,7 +24,7 @@ from dovetail.rollout.base import EngineDiedError, EngineError, GenerationResult
 from dovetail.rollout.registry import engine_class_for
 from dovetail.weight_sync import GroupAddress, WeightReceiver
 from dovetail.workers.generation import answers_of, requests_of
-from dovetail.workers.group_stream import GroupStream, own_rows
+from dovetail.workers.group_stream import GroupStream, open_groups, own_rows
 from dovetail.workers.parity import ParityProbe
 from dovetail.workers.training_role import TrainingRole
 from dovetail.workers.weight_check import SentWeights
@@ -42,7 +44,8 @@ class RolloutWorker(TrainingRole):
         self.engine: RolloutEngine | None = None
         self._receiver: WeightReceiver | None = None
         self._has_weights = False
-        self._groups: GroupStream | None = None
+        self._groups: GroupStream | AgentStream | None = None
+        self._agents: Agents | None = None
         self._num_calls = 0
         self._held: list[tuple[float, float]] = []
 
@@ -62,6 +65,7 @@ class RolloutWorker(TrainingRole):
         tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
         self._pad_token_id = int(tokenizer.pad_token_id)
         self._probe = ParityProbe(self.config, tokenizer)
+        self._agents = build_agents(self.config, tokenizer) if self._rollout.uses_agents else None
         self._register_dispatch_collect_info("rollout", self.rank // size, self.rank % size == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -119,6 +123,8 @@ class RolloutWorker(TrainingRole):
         engine = self._started()
         if not self._has_weights:
             raise EngineError(NO_WEIGHTS)
+        if self._agents is not None:
+            return self._agents.generate(engine, self._rollout, prompts, pad_token_id=self._pad_token_id)
         self._num_calls += 1
         size = self._rollout.engine_world_size
         name = f"{self.rank // size}-{self._num_calls}"
@@ -136,7 +142,7 @@ class RolloutWorker(TrainingRole):
         if not self._has_weights:
             raise EngineError(NO_WEIGHTS)
         if self._groups is None:
-            self._groups = GroupStream(engine, self._rollout, pad_token_id=self._pad_token_id)
+            self._groups = open_groups(engine, self._rollout, self._agents, pad_token_id=self._pad_token_id)
             self._groups.generate_in_background()
         self._groups.start(own_rows(prompts, self.rank), snapshot)
 

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
-from dovetail.agents.calls import CallSettings, NoTools
+from dovetail.agents.calls import CallSettings
 from dovetail.agents.loops import agent_loop, get_loop, load_loops, replays, tool_agent
 from dovetail.agents.runner import Deadline, run_trajectory
 from dovetail.agents.session import Session
+from dovetail.agents.tools.functions import FunctionToolbox
 from dovetail.agents.types import InfrastructureError, Message, Task, ToolCall, ToolResult, Trajectory
 from dovetail.config.user_code import UserCodeError
 from tests.agents.fakes import FakeEngine, in_virtual_time, session_over
+
+pytestmark = pytest.mark.unit
 
 TASK = Task([{"role": "user", "content": "go"}])
 
@@ -92,7 +95,7 @@ async def trajectory(
 def run(*answers: str, tools: Any = None, seconds: float = 1800.0, **settings: Any) -> tuple[Trajectory, float]:
     limits = {"max_turns": settings.pop("max_turns", None)}
     session = session_over(FakeEngine(*answers), response_length=500, **limits)
-    return in_virtual_time(trajectory(session, tools or NoTools(), seconds=seconds, **settings))
+    return in_virtual_time(trajectory(session, tools or FunctionToolbox([]), seconds=seconds, **settings))
 
 
 def test_calls_run_until_a_turn_has_none() -> None:
@@ -197,7 +200,9 @@ def test_time_in_which_the_engine_is_held_does_not_count() -> None:
     async def held() -> tuple[Trajectory, float]:
         deadline = Deadline(10.0)
         session = session_over(FakeEngine("done", seconds=8.0))
-        task = asyncio.ensure_future(run_trajectory(TASK, tool_agent, session, NoTools(), CallSettings(), deadline))
+        task = asyncio.ensure_future(
+            run_trajectory(TASK, tool_agent, session, FunctionToolbox([]), CallSettings(), deadline)
+        )
         await asyncio.sleep(4)
         deadline.hold()
         await asyncio.sleep(1)
@@ -210,14 +215,14 @@ def test_time_in_which_the_engine_is_held_does_not_count() -> None:
 
 def test_a_turn_at_the_deadline_keeps_its_tokens() -> None:
     session = session_over(FakeEngine("hello", seconds=100.0))
-    result, _ = in_virtual_time(trajectory(session, NoTools(), seconds=5.0))
+    result, _ = in_virtual_time(trajectory(session, FunctionToolbox([]), seconds=5.0))
     assert result.outcome == "time_limit"
     assert result.segments[0].response.token_ids == (ord("h"),)
 
 
 def test_no_room_is_named_length() -> None:
     session = session_over(FakeEngine("0123456789"), response_length=4)
-    result, _ = in_virtual_time(trajectory(session, NoTools()))
+    result, _ = in_virtual_time(trajectory(session, FunctionToolbox([])))
     assert (result.outcome, len(result.segments[0].response.token_ids)) == ("length", 4)
 
 
@@ -313,7 +318,7 @@ def test_a_users_loop_by_name_and_by_file(tmp_path: Any) -> None:
         return float(second.text == "yes")
 
     session = session_over(FakeEngine("no", "yes"))
-    result, _ = in_virtual_time(trajectory(session, NoTools(), get_loop("test_two_turns")))
+    result, _ = in_virtual_time(trajectory(session, FunctionToolbox([]), get_loop("test_two_turns")))
     assert (result.outcome, result.reward) == ("finished", 1.0)
     assert replays("tool_agent")
     assert not replays("test_two_turns")
@@ -329,7 +334,7 @@ def test_a_users_loop_by_name_and_by_file(tmp_path: Any) -> None:
         f"- {{name: test_fixed, _target_: '{tmp_path}/loops.py:Fixed', score: 0.25}}\n"
     )
     load_loops(str(tmp_path / "loops.yaml"))
-    result, _ = in_virtual_time(trajectory(session_over(FakeEngine("no")), NoTools(), get_loop("test_fixed")))
+    result, _ = in_virtual_time(trajectory(session_over(FakeEngine("no")), FunctionToolbox([]), get_loop("test_fixed")))
     assert result.reward == 0.25
     with pytest.raises(ValueError, match="there is no agent loop 'nobody'"):
         get_loop("nobody")

@@ -12,6 +12,8 @@ from dovetail.agents.session import RewrittenHistoryError, Session, TrajectoryEn
 from dovetail.agents.types import Message
 from tests.agents.fakes import ROLES, STOP, FakeEngine, FakeRenderer, in_virtual_time, session_over
 
+pytestmark = pytest.mark.unit
+
 USER: Message = {"role": "user", "content": "hi"}
 AGAIN: Message = {"role": "user", "content": "more"}
 

@@ -108,17 +108,21 @@ def _validation_samples(run: Examined) -> Iterator[Problem]:
 
 def _conversations(run: Examined) -> Iterator[Problem]:
     rollout, turns = run.config.actor_rollout_ref.rollout, run.config.actor_rollout_ref.rollout.multi_turn
-    if turns.enable and rollout.mode == "sync":
-        yield run.error(
-            "<rollout.multi_turn.enable> needs a response at a time and <rollout.mode> generates whole batches; use "
-            "@rollout.mode=async.",
-            "rollout.mode",
-        )
-    elif not turns.enable and (turns.tool_config_path or turns.interaction_config_path):
+    if not rollout.uses_agents and (turns.tool_config_path or turns.interaction_config_path):
         yield run.warning(
             "@rollout.multi_turn has tools or a simulated user and enable=False, so they are never called; set "
             "@rollout.multi_turn.enable=True.",
             "rollout.multi_turn.enable",
+        )
+    elif rollout.uses_agents and not run.config.data.return_raw_chat:
+        yield run.error(
+            "@data.return_raw_chat=False leaves out the messages that conversations begin with; use True.",
+            "data.return_raw_chat",
+        )
+    elif rollout.uses_agents and rollout.engine_world_size > 1:
+        yield run.error(
+            f"<rollout.tensor_model_parallel_size> with conversations: the {rollout.engine_world_size} processes of an "
+            "engine would each drive its own; use @rollout.tensor_model_parallel_size=1."
         )
 
 

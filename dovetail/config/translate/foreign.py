@@ -101,7 +101,7 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("there is no Ascend backend", "*.mindspeed.*"),
     ("sequences are packed, or padded to the longest of the micro-batch", "*.pad_to_length* *.megatron.pad_*"),
     ("the chunk size follows from the vocabulary", "*.entropy_from_logits_chunk_size"),
-    ("tools are described by `multi_turn.tool_config_path`", "*.function_tool_path"),
+    ("`rollout.multi_turn.function_tool_path` names the file", "data.function_tool_path"),
     ("the engine's expert load is not recorded", "ROLLOUT.moe_load_balance_metrics_interval"),
     ("pass it through `actor_rollout_ref.rollout.engine_kwargs`", "ROLLOUT.moe_tensor_parallel_size"),
     ("one engine does prefill and decoding", "ROLLOUT.disaggregation.*"),

@@ -291,7 +291,12 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
         ("=0.7", "no effect", "do_sample=True"),
     ),
     (("actor_rollout_ref.hybrid_engine=False",), "error", f"{R}.nnodes", ("=0", "own devices", "nnodes=1")),
-    ((f"{R}.multi_turn.enable=True",), "error", f"{R}.mode", ("=sync", "mode=async")),
+    (
+        (f"{R}.multi_turn.enable=True", "data.return_raw_chat=False"),
+        "error",
+        "data.return_raw_chat",
+        ("=False", "use True"),
+    ),
     ((f"{R}.expert_parallel_size=4",), "error", f"{R}.expert_parallel_size", ("=4", "must be 1", "use 1")),
     # Lengths.
     (

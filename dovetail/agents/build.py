@@ -1,0 +1,76 @@
+"""From the configuration to what drives the conversations of a process: template, parser, tools, loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dovetail.agents.calls import CallSettings
+from dovetail.agents.chat import ChatRenderer
+from dovetail.agents.loops import load_loops
+from dovetail.agents.parsers import turn_parser
+from dovetail.agents.session import SessionSettings
+from dovetail.agents.stream import Agents
+from dovetail.agents.tools.functions import FunctionToolbox
+from dovetail.agents.tools.load import load_toolbox
+from dovetail.config.multi_turn import MultiTurnConfig
+from dovetail.config.root import DovetailConfig
+from dovetail.config.user_code import import_user_modules
+
+
+def build_agents(config: DovetailConfig, tokenizer: Any) -> Agents:
+    """Imports the user's code: call it where a run is about to start."""
+    rollout = config.actor_rollout_ref.rollout
+    turns, agent = rollout.multi_turn, rollout.agent
+    import_user_modules(config.trainer.import_modules)
+    if agent.agent_loop_config_path is not None:
+        load_loops(agent.agent_loop_config_path)
+    renderer = ChatRenderer(tokenizer, **config.data.apply_chat_template_kwargs)
+    toolbox = load_toolbox(
+        tool_config_path=turns.tool_config_path,
+        function_tool_path=turns.function_tool_path,
+        interaction_config_path=turns.interaction_config_path,
+        environment=agent.environment,
+        mcp_servers=turns.mcp_servers,
+    )
+    loop = agent.default_agent_loop
+    return Agents(
+        SessionSettings(
+            renderer,
+            turn_parser(turns.format, tokenizer),
+            rollout.prompt_length,
+            rollout.response_length,
+            max_turns=turns.max_assistant_turns,
+            branches=turns.on_rewrite == "branch",
+        ),
+        CallSettings(
+            tool_timeout_s=turns.tool_timeout_s,
+            infra_attempts=turns.infra_attempts,
+            max_parallel_calls=turns.max_parallel_calls,
+            max_user_turns=turns.max_user_turns,
+            max_tool_response_length=turns.max_tool_response_length,
+            truncate_side=turns.tool_response_truncate_side,
+            shorten=_shortener(turns, tokenizer),
+        ),
+        toolbox or FunctionToolbox([]),
+        # A run with tools means to use them, also where no row says so.
+        "tool_agent" if toolbox is not None and loop == "single_turn_agent" else loop,
+        turns.trajectory_timeout_s,
+    )
+
+
+def _shortener(turns: MultiTurnConfig, tokenizer: Any) -> Any:
+    """Cuts a text to so many tokens, at the side that is asked for."""
+    most, side = turns.max_tool_response_tokens, turns.tool_response_truncate_side
+    if most is None:
+        return None
+
+    def shorten(text: str) -> str:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) <= most:
+            return text
+        first = {"left": 0, "middle": (most + 1) // 2, "right": most}[side]
+        last = most - first
+        end = tokenizer.decode(ids[len(ids) - last :]) if last else ""
+        return f"{tokenizer.decode(ids[:first])}...(truncated)...{end}"
+
+    return shorten

@@ -1,0 +1,493 @@
+"""`AgentStream`: prompts come at any time, groups leave when all their trajectories have ended. Over one engine.
+
+It has the methods of `workers.group_stream.GroupStream`. Trajectories are coroutines on one event loop in a thread of
+its own; the engine is stepped by the thread that calls `run`, or by one in the background. A weight update concerns
+neither. Requests that trajectories make while the engine is not theirs wait, and so do their deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from dovetail.agents.calls import CallSettings
+from dovetail.agents.loops import get_loop, replays
+from dovetail.agents.rows import rows_of, trajectory_from_json, trajectory_to_json
+from dovetail.agents.runner import Deadline, run_trajectory
+from dovetail.agents.session import Session, SessionSettings
+from dovetail.agents.types import Message, Task, Toolbox, Trajectory
+from dovetail.config.rollout import RolloutConfig
+from dovetail.protocol import DataProto
+from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine, SamplingParams, derive_seed
+from dovetail.rollout.busy import BusySpans
+from dovetail.rollout.sampling import sampling_params
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_IDLE_S = 0.5
+"""How long a thread that generates waits for a result before it looks whether it should end."""
+_LOOP_S = 120.0
+"""How long the event loop may take to answer a call from another thread."""
+
+
+class EventLoopThread:
+    """An event loop in a thread of its own, for all trajectories of a process."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=_LOOP_S)
+
+    def soon(self, function: Callable[..., Any], *args: Any) -> None:
+        self.loop.call_soon_threadsafe(function, *args)
+
+
+@dataclass(frozen=True)
+class Agents:
+    """What all trajectories of a process share. Built once, beside the engine."""
+
+    session: SessionSettings
+    calls: CallSettings
+    toolbox: Toolbox
+    default_loop: str = "tool_agent"
+    trajectory_timeout_s: float = 1800.0
+    thread: EventLoopThread = field(default_factory=EventLoopThread)
+
+    def generate(
+        self, engine: RolloutEngine, rollout: RolloutConfig, prompts: DataProto, *, pad_token_id: int
+    ) -> DataProto:
+        """The rows of these prompts, in their order, once all their trajectories have ended."""
+        stream = AgentStream(engine, rollout, self, pad_token_id=pad_token_id)
+        try:
+            stream.start(prompts)
+            stream.run(len(prompts))
+            batch = stream.take(order=[str(uid) for uid in prompts.non_tensor_batch["uid"]])
+        finally:
+            stream.close()
+        assert batch is not None, "every group has finished"
+        return batch
+
+
+@dataclass(eq=False)
+class _Group:
+    uid: str
+    tasks: list[Task]
+    prompt_ids: list[int]
+    loop: str
+    sampling: SamplingParams
+    ended: dict[int, Trajectory] = field(default_factory=dict)
+    sessions: dict[int, Session] = field(default_factory=dict)
+    deadlines: dict[int, Deadline] = field(default_factory=dict)
+    running: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.ended) == len(self.tasks)
+
+
+class AgentStream:
+    """`start`, `take` and `snapshot` return at once; they may be called while another thread generates."""
+
+    def __init__(self, engine: RolloutEngine, rollout: RolloutConfig, agents: Agents, *, pad_token_id: int) -> None:
+        self._rollout = rollout
+        self._agents = agents
+        self._pad_token_id = pad_token_id
+        self._stream = engine.open_stream()
+        self._changed = threading.Condition()  # of what follows
+        self._groups: dict[str, _Group] = {}  # by uid, in the order in which they came
+        self._held: dict[str, Mapping[int, Any]] = {}  # groups that have not begun here, and what is known of them
+        self._finished: list[_Group] = []  # in the order in which they finished
+        self._waiting: list[GenerationRequest] = []  # not given to the engine yet
+        self._failure: Exception | None = None
+        self._ending = False
+        self._is_open = False  # the engine takes requests
+        self._submitting = threading.Lock()  # held while the engine is given requests
+        # One thread gives requests to the engine: it may have to wait for a step, which the event loop must not.
+        self._submitter = ThreadPoolExecutor(1, "agent-requests")
+        self._thread: threading.Thread | None = None
+        self._busy = BusySpans()
+        self._futures: dict[str, asyncio.Future[GenerationResult]] = {}  # by request id; of the event loop's thread
+
+    @property
+    def num_running(self) -> int:
+        """Groups that are not finished."""
+        with self._changed:
+            return len(self._groups)
+
+    def start(self, prompts: DataProto, snapshot: DataProto | None = None) -> None:
+        """Start `meta_info["n"]` trajectories for each prompt. Rows need a `uid` and messages (`raw_prompt`).
+
+        With a `snapshot`, go on from what it has of these prompts.
+        """
+        known = _states_by_uid(snapshot)
+        groups = [_group_of(prompts, row, self._rollout, self._agents) for row in range(len(prompts))]
+        with self._changed:
+            for group in groups:
+                if group.uid in self._groups:
+                    raise ValueError(f"group {group.uid!r} is already being generated; uids must be unique.")
+            self._groups.update((group.uid, group) for group in groups)
+            self._held.update((group.uid, known.get(group.uid, {})) for group in groups)
+            self._busy.note(bool(self._groups))
+        if self._thread is not None:
+            self._begin_held([group.uid for group in groups])
+
+    def take(self, order: Sequence[str] | None = None) -> DataProto | None:
+        """The groups that have finished since the last call, in that order, or in the given one; None: none has."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            groups, self._finished = self._finished, []
+        if not groups:
+            return None
+        if order is not None:
+            place = {uid: number for number, uid in enumerate(order)}
+            groups.sort(key=lambda group: place[group.uid])
+        ended = [(group.prompt_ids, group.ended[index]) for group in groups for index in range(len(group.tasks))]
+        batch = rows_of(ended, self._rollout, pad_token_id=self._pad_token_id)
+        batch.meta_info["temperature"] = groups[0].sampling.temperature
+        return batch
+
+    def snapshot(self) -> DataProto | None:
+        """What the unfinished groups have so far, a row for each trajectory; they go on."""
+        partial = {result.request_id: result for result in self._stream.partial()}
+        results = self._stream.take_finished()
+        return self._agents.thread.call(self._snapshot(partial, results))
+
+    def run(self, count: int, must_finish: Sequence[str] = (), *, max_begun: int | None = None) -> None:
+        """Generate in this thread until `count` groups have finished, and those of `must_finish`, or nothing is left.
+
+        What is unfinished stays in the engine, which should be paused before its memory is taken away. Tools go on.
+        Beyond `max_begun` groups, those that have not begun are left for later calls.
+        """
+        wanted = set(must_finish)
+        with self._changed:
+            begun = [uid for uid in self._groups if uid not in self._held or self._held[uid]]
+            needed = dict.fromkeys([*begun, *(uid for uid in self._groups if uid in wanted)])
+            order = list(dict.fromkeys([*needed, *self._groups]))
+            room = len(order) if max_begun is None else max(max_begun, count) - len(self._finished)
+
+        def is_enough() -> bool:
+            if self._failure is not None:
+                raise self._failure
+            return not self._groups or (len(self._finished) >= count and not wanted & self._groups.keys())
+
+        self._begin_held(order[: max(room, len(needed))])
+        self._open()
+        try:
+            self._generate(is_enough)
+        finally:
+            self._hold()
+
+    def generate_in_background(self) -> None:
+        """Generate in a thread until `close`."""
+        if self._thread is None:
+            self._begin_held(list(self._held))
+            self._open()
+            self._thread = threading.Thread(target=self._background, name="agent-stream", daemon=True)
+            self._thread.start()
+
+    def take_busy(self) -> list[tuple[float, float]]:
+        """When groups were being generated since the last call: start and end in seconds since the epoch."""
+        with self._changed:
+            return self._busy.take()
+
+    def wait(self, timeout: float) -> None:
+        """Return when a group can be taken, or after `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._finished or self._failure), timeout)
+
+    def abort(self, uids: Sequence[str]) -> None:
+        """Forget these groups."""
+        with self._changed:
+            groups = [group for uid in uids if (group := self._groups.pop(uid, None)) is not None]
+            for uid in uids:
+                self._held.pop(uid, None)
+            self._finished = [group for group in self._finished if group.uid not in uids]
+            self._busy.note(bool(self._groups))
+        self._cancel(groups)
+
+    def close(self) -> None:
+        """End what is running."""
+        with self._changed:
+            self._ending = True
+            groups, self._groups = list(self._groups.values()), {}
+            self._changed.notify_all()
+        self._cancel(groups)
+        with self._submitting:
+            self._is_open = False
+        self._stream.close()
+        self._submitter.shutdown(wait=False)
+        if self._thread is not None:
+            self._thread.join(timeout=60)
+
+    # ---- in the thread that generates ----
+
+    def _generate(self, is_enough: Callable[[], bool]) -> None:
+        while True:
+            with self._changed:
+                if is_enough():
+                    return
+            results = self._stream.results(timeout=_IDLE_S)
+            if results:
+                self._agents.thread.soon(self._deliver, results)
+                continue
+            with self._changed:
+                if not self._stream.num_running and not is_enough():
+                    self._changed.wait(_IDLE_S)
+
+    def _background(self) -> None:
+        try:
+            self._generate(lambda: self._ending or self._failure is not None)
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that takes results
+            self._fail(error)
+
+    def _open(self) -> None:
+        self._is_open = True
+        self._submitter.submit(self._submit_waiting)
+        self._agents.thread.soon(self._each_deadline, Deadline.go)
+
+    def _hold(self) -> None:
+        with self._submitting:
+            self._is_open = False
+        self._agents.thread.soon(self._each_deadline, Deadline.hold)
+
+    def _submit_waiting(self) -> None:
+        with self._submitting:
+            if not self._is_open:
+                return
+            with self._changed:
+                requests, self._waiting = self._waiting, []
+            try:
+                self._submit(requests)
+            except Exception as error:  # noqa: BLE001 - raised again in the thread that takes results
+                self._fail(error)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """All together; one that is refused fails alone."""
+        if not requests:
+            return
+        try:
+            self._stream.submit(*requests)
+        except ValueError as error:
+            if len(requests) == 1:
+                self._agents.thread.soon(self._refuse, requests[0].request_id, error)
+                return
+            for request in requests:
+                self._submit([request])
+
+    # ---- in the event loop's thread ----
+
+    async def _begin(self, groups: Sequence[tuple[_Group, Mapping[int, Any]]]) -> None:
+        for group, known in groups:
+            for index in range(len(group.tasks)):
+                state = known.get(index, {})
+                if "ended" in state:
+                    group.ended[index] = trajectory_from_json(state["ended"], group.tasks[index])
+                else:
+                    group.running.append(asyncio.ensure_future(self._run(group, index, state)))
+            self._note_ended(group)
+
+    async def _run(self, group: _Group, index: int, state: Mapping[str, Any]) -> None:
+        task = group.tasks[index] = replace(group.tasks[index], attempt=int(state.get("attempt", 0)))
+        session = Session(
+            f"{group.uid}/{index}",
+            self._agents.session,
+            self._ask,
+            group.sampling,
+            sample_index=index,
+            abort=self._abort_request,
+            state=state.get("session"),
+        )
+        if state.get("restarted"):
+            session.events.append({"kind": "restart", "turn": None, "attempt": task.attempt})
+        group.sessions[index] = session
+        group.deadlines[index] = deadline = Deadline(self._agents.trajectory_timeout_s, held=not self._is_open)
+        agents = self._agents
+        try:
+            trajectory = await run_trajectory(
+                task,
+                get_loop(group.loop),
+                session,
+                agents.toolbox,
+                agents.calls,
+                deadline,
+                tools_state=state.get("tools"),
+            )
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that takes results
+            self._fail(error)
+            return
+        group.ended[index] = trajectory
+        del group.sessions[index], group.deadlines[index]
+        self._note_ended(group)
+
+    def _note_ended(self, group: _Group) -> None:
+        with self._changed:
+            if group.is_finished and self._groups.pop(group.uid, None) is not None:
+                self._finished.append(group)
+                self._busy.note(bool(self._groups))
+                self._changed.notify_all()
+
+    async def _ask(self, request: GenerationRequest) -> GenerationResult:
+        self._futures[request.request_id] = future = asyncio.get_running_loop().create_future()
+        with self._changed:
+            self._waiting.append(request)
+            is_open = self._is_open and not self._ending
+        if is_open:
+            self._submitter.submit(self._submit_waiting)
+        try:
+            return await future
+        finally:
+            self._futures.pop(request.request_id, None)
+
+    def _deliver(self, results: Sequence[GenerationResult]) -> None:
+        for result in results:
+            future = self._futures.get(result.request_id)
+            if future is not None and not future.done():
+                future.set_result(result)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        future = self._futures.get(request_id)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def _abort_request(self, request_id: str) -> None:
+        """End a request with what it has. The engine may wait for a step, which the event loop must not."""
+        with self._changed:
+            waits = [request for request in self._waiting if request.request_id == request_id]
+            self._waiting = [request for request in self._waiting if request.request_id != request_id]
+        if waits:
+            self._deliver([GenerationResult(request_id, waits[0].sample_index, [], [], "abort", [])])
+        else:
+            self._submitter.submit(self._stream.abort, [request_id])
+
+    def _each_deadline(self, change: Callable[[Deadline], None]) -> None:
+        for group in list(self._groups.values()):
+            for deadline in group.deadlines.values():
+                change(deadline)
+
+    async def _snapshot(
+        self, partial: Mapping[str, GenerationResult], results: Sequence[GenerationResult]
+    ) -> DataProto | None:
+        self._deliver(results)
+        rows = [
+            (group.uid, index, self._state(group, index, partial))
+            for group in list(self._groups.values())
+            for index in range(len(group.tasks))
+        ]
+        return _as_rows(rows)
+
+    def _state(self, group: _Group, index: int, partial: Mapping[str, GenerationResult]) -> dict[str, Any]:
+        if group.uid in self._held:
+            return dict(self._held[group.uid].get(index, {}))
+        if index in group.ended:
+            return {"ended": trajectory_to_json(group.ended[index])}
+        session, attempt = group.sessions.get(index), group.tasks[index].attempt
+        if session is None or session.tools is None:
+            return {"attempt": attempt}
+        tools = session.tools.state()
+        if tools is None or not replays(group.loop):
+            logger.warning(
+                "trajectory %s cannot go on after a resume (%s); it would start again", session.name, group.loop
+            )
+            return {"attempt": attempt + 1, "restarted": True}
+        return {"attempt": attempt, "session": session.state(partial), "tools": tools}
+
+    # ---- in any thread ----
+
+    def _begin_held(self, uids: Sequence[str]) -> None:
+        with self._changed:
+            groups = [(self._groups[uid], self._held.pop(uid)) for uid in uids if uid in self._held]
+        if groups:
+            self._agents.thread.call(self._begin(groups))
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _cancel(self, groups: Sequence[_Group]) -> None:
+        async def cancel() -> list[str]:
+            names = [f"{session.name}/" for group in groups for session in group.sessions.values()]
+            for group in groups:
+                for task in group.running:
+                    task.cancel()
+            gone = [name for name in self._futures if any(name.startswith(prefix) for prefix in names)]
+            for name in gone:
+                self._futures[name].cancel()
+            return gone
+
+        if not groups:
+            return
+        gone = set(self._agents.thread.call(cancel()))
+        with self._changed:
+            self._waiting = [request for request in self._waiting if request.request_id not in gone]
+        self._stream.abort(gone)
+
+
+def _group_of(prompts: DataProto, row: int, rollout: RolloutConfig, agents: Agents) -> _Group:
+    meta, others = prompts.meta_info, prompts.non_tensor_batch
+    columns = {name: column[row] for name, column in others.items() if name not in ("raw_prompt", "raw_prompt_ids")}
+    uid, n, validate = str(others["uid"][row]), int(meta.get("n", 1)), bool(meta.get("validate", False))
+    sampling = sampling_params(rollout, n=1, validate=validate, greedy=not meta.get("do_sample", True))
+    seed = columns.get("sampling_seed")
+    seed = derive_seed("agent", uid) if seed is None else int(seed)
+    messages = _messages(others, row)
+    tasks = [
+        Task(messages, columns, uid, sample, seed=derive_seed(seed, sample), validate=validate) for sample in range(n)
+    ]
+    loop = str(columns.get("agent_name") or agents.default_loop)
+    get_loop(loop)  # a name that is not known is said at once
+    prompt_ids = [int(token) for token in others["raw_prompt_ids"][row]] if "raw_prompt_ids" in others else []
+    return _Group(uid, tasks, prompt_ids, loop, replace(sampling, seed=seed))
+
+
+def _messages(others: Mapping[str, np.ndarray], row: int) -> list[Message]:
+    if "raw_prompt" not in others:
+        raise ValueError("agents read the column raw_prompt (messages); set data.return_raw_chat=True.")
+    prompt = others["raw_prompt"][row]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+
+
+def _as_rows(rows: Sequence[tuple[str, int, dict[str, Any]]]) -> DataProto | None:
+    """States as a batch that can be sent and saved; `weight_version` says how many tokens they have."""
+    if not rows:
+        return None
+    nodes = [state.get("session", {}).get("nodes", ()) for _, _, state in rows]
+    versions = [[version for node in own for version in node["weight_versions"]] for own in nodes]
+    padded = torch.full((len(rows), max(1, *map(len, versions))), -1, dtype=torch.int32)
+    for row, own in enumerate(versions):
+        padded[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
+    return DataProto.from_dict(
+        {"weight_version": padded},
+        {
+            "uid": np.array([uid for uid, _, _ in rows], dtype=object),
+            "sample_index": np.array([index for _, index, _ in rows], dtype=np.int64),
+            "state": np.array([json.dumps(state) for _, _, state in rows], dtype=object),
+        },
+    )
+
+
+def _states_by_uid(snapshot: DataProto | None) -> dict[str, dict[int, Any]]:
+    """The inverse of `_as_rows`."""
+    states: dict[str, dict[int, Any]] = {}
+    if snapshot is not None:
+        others = snapshot.non_tensor_batch
+        for uid, index, state in zip(others["uid"], others["sample_index"], others["state"], strict=True):
+            states.setdefault(str(uid), {})[int(index)] = json.loads(state)
+    return states

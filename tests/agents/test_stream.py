@@ -1,0 +1,171 @@
+"""Many trajectories over the embedded engine: exact log-probs, groups as they finish, faults, and a resume."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.agents.stream import AgentStream
+from dovetail.agents.types import InfrastructureError
+from dovetail.protocol import DataProto
+from dovetail.rollout.native.engine import NativeEngine
+from tests.agents.exactness import agents_for, check_engine, check_log_probs, rollout_config, task_prompts
+from tests.agents.test_loops import ScriptedTools
+from tests.models.tiny import tiny_model
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model("llama_tied").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def finished(stream: AgentStream, count: int) -> DataProto:
+    stream.run(count)
+    batch = stream.take(order=[f"draw-{row}" for row in range(count)])
+    assert batch is not None
+    return batch
+
+
+def equal_rows(one: DataProto, other: DataProto) -> None:
+    for name in ("prompts", "responses", "response_mask", "weight_version"):
+        assert torch.equal(one.tensors[name], other.tensors[name]), name
+    assert torch.allclose(one.tensors["rollout_log_probs"], other.tensors["rollout_log_probs"], atol=1e-5)
+    for name in ("uid", "trajectory", "segment", "outcome", "num_turns"):
+        assert one.non_tensor_batch[name].tolist() == other.non_tensor_batch[name].tolist(), name
+
+
+def test_the_trainers_log_probs_of_every_sampled_token_are_the_engines(folder: Path) -> None:
+    engine = NativeEngine(folder)
+    old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=1)
+    check_engine(engine, {0: old, 1: new}, lambda: engine.update_weights(new.named_parameters(), 1))
+
+
+def test_one_turn_is_what_generation_without_agents_gives(folder: Path) -> None:
+    """Same seed, same number of the sample, same prompt: the same tokens."""
+    from dovetail.agents.chat import ChatRenderer
+    from dovetail.rollout.base import GenerationRequest, SamplingParams
+    from tests.models.tiny import tiny_tokenizer
+
+    engine, rollout = NativeEngine(folder), rollout_config(response_length=12)
+    stream = AgentStream(engine, rollout, agents_for(rollout, default_loop="single_turn_agent"), pad_token_id=0)
+    stream.start(task_prompts(1, n=3))
+    batch = finished(stream, 1)
+    prompt = ChatRenderer(tiny_tokenizer()).start([{"role": "user", "content": "task 0"}])
+    plain = engine.generate([GenerationRequest("a", prompt, SamplingParams(n=3, seed=100, max_new_tokens=12))])
+    for row, result in enumerate(plain):
+        kept = batch.tensors["response_mask"][row].bool()
+        assert batch.tensors["responses"][row][kept].tolist() == result.token_ids
+    assert set(batch.non_tensor_batch["outcome"]) <= {"length", "finished"}
+
+
+def test_a_group_leaves_when_all_its_trajectories_have_ended_and_others_go_on_later(folder: Path) -> None:
+    engine, rollout = NativeEngine(folder), rollout_config()
+    stream = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
+    stream.start(task_prompts(3))
+    stream.run(1)
+    engine.pause()
+    first = stream.take()
+    assert first is not None
+    stream.start(task_prompts(4).slice(3, 4))
+    stream.abort(["draw-3"])
+    engine.continue_()
+    stream.run(4)
+    rows = DataProto.concat([part for part in (first, stream.take()) if part is not None])
+    uids = rows.non_tensor_batch["uid"].tolist()
+    assert sorted(uids) == [uid for uid in ("draw-0", "draw-1", "draw-2") for _ in range(4)]
+    assert [uids[start] for start in range(0, 12, 4)] == list(dict.fromkeys(uids))
+    assert stream.num_running == 0
+    check_log_probs(rows, {0: tiny_model("llama_tied")})
+
+
+def test_generation_in_the_background(folder: Path) -> None:
+    engine, rollout = NativeEngine(folder), rollout_config()
+    stream = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
+    stream.generate_in_background()
+    stream.start(task_prompts(2))
+    parts = []
+    while sum(len(part) for part in parts) < 8:
+        stream.wait(60)
+        part = stream.take()
+        assert part is not None, "a group should have finished within a minute"
+        parts.append(part)
+    stream.close()
+    other = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
+    other.start(task_prompts(2))
+    rows = DataProto.concat(parts)
+    order = np.argsort(rows.non_tensor_batch["uid"].astype(str), kind="stable").tolist()
+    equal_rows(rows.select_idxs(order), finished(other, 2))
+
+
+def test_what_is_unfinished_goes_on_elsewhere_from_its_tokens(folder: Path, tmp_path: Path) -> None:
+    """Stopped in the middle of a turn, saved, and resumed in another engine: as if nothing had happened (I8)."""
+    engine, rollout = NativeEngine(folder), rollout_config()
+    straight = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
+    straight.start(task_prompts(3))
+    wanted = finished(straight, 3)
+
+    other = NativeEngine(folder)
+    stream = AgentStream(other, rollout, agents_for(rollout), pad_token_id=0)
+    stream.start(task_prompts(3))
+    thread = threading.Thread(target=stream.run, args=(3,))
+    thread.start()
+    other.wait(lambda: other.stats.decode_tokens >= 50, timeout=60)
+    other.pause()
+    snapshot = stream.snapshot()
+    assert snapshot is not None
+    assert 50 <= int((snapshot.tensors["weight_version"] >= 0).sum()) < int(wanted.tensors["response_mask"].sum())
+    snapshot.save_to_disk(str(tmp_path / "snapshot"))
+    stream.close()
+    thread.join(60)
+    resumed = AgentStream(NativeEngine(folder), rollout, agents_for(rollout), pad_token_id=0)
+    resumed.start(task_prompts(3), DataProto.load_from_disk(str(tmp_path / "snapshot")))
+    equal_rows(finished(resumed, 3), wanted)
+
+
+def test_faults_of_one_trajectory_touch_no_other_and_are_named(folder: Path) -> None:
+    """An engine's refusal, a tool's infrastructure, an exception of a loop: the rows say which."""
+
+    def broken(x: Any) -> str:
+        raise InfrastructureError("no sandbox")
+
+    engine, rollout = NativeEngine(folder), rollout_config()
+    agents = agents_for(rollout, ScriptedTools(broken))
+    stream = AgentStream(engine, rollout, agents, pad_token_id=0)
+    stream.start(task_prompts(3))
+    batch = finished(stream, 3)
+    outcomes = batch.non_tensor_batch["outcome"].tolist()
+    assert "infra" in outcomes
+    assert set(outcomes) <= {"infra", "finished"}
+    assert np.isnan(batch.non_tensor_batch["agent_reward"]).all()
+    check_log_probs(batch, {0: tiny_model("llama_tied")})
+    prompts = task_prompts(2)
+    prompts.non_tensor_batch["agent_name"] = np.array(["nobody", "tool_agent"], dtype=object)
+    with pytest.raises(ValueError, match="there is no agent loop 'nobody'"):
+        stream.start(prompts)
+
+
+def test_a_trajectory_that_ends_before_its_first_turn_is_a_row_without_a_response(folder: Path) -> None:
+    class Closed(ScriptedTools):
+        async def open(self, task: Any, state: Any = None) -> Any:
+            if task.sample == 1:
+                raise KeyError("no such task")
+            return await super().open(task, state)
+
+    engine, rollout = NativeEngine(folder), rollout_config()
+    stream = AgentStream(engine, rollout, agents_for(rollout, Closed(str)), pad_token_id=0)
+    prompts = task_prompts(1)
+    ids = np.empty(1, dtype=object)
+    ids[0] = [5, 6, 7]
+    stream.start(prompts.union(DataProto.from_dict(non_tensors={"raw_prompt_ids": ids})))
+    batch = finished(stream, 1)
+    assert batch.non_tensor_batch["outcome"].tolist() == ["finished", "finished", "tool_error"]
+    assert int(batch.tensors["response_mask"][2].sum()) == 0
+    assert batch.tensors["prompts"][2, -3:].tolist() == [5, 6, 7]
