@@ -36,21 +36,23 @@ from dovetail.config import load_config
 from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.trainer.async_plan import make_async_plan
-from dovetail.trainer.ppo import Metrics, RayPPOTrainer, Rollout
+from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.prompt_draws import stable_seed
 from dovetail.trainer.run_speeds import read_records
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.rollout_worker import RolloutWorker
 
 PROMPTS, SAMPLES, LONGEST, SEED = 16, 4, 640, 1
-EPOCHS = 3
+EPOCHS = 2
 """Passes over a batch: training takes about as long as generation then, which is where overlap is hardest."""
 TRACE = Path(__file__).parent / "traces" / "lengths.json"
 TRAINER_CORE, ENGINE_CORE = 0, 1
 WARM_UP = 4
 """Steps that are left out: the first ones start processes' caches and fill the buffer."""
 
-FULLY_ASYNC = ["async_training.mode=fully_async", "async_training.max_staleness=2"]
+STALENESS = 2
+"""As many steps at the end are left out too: nothing is generated for the steps after them."""
+FULLY_ASYNC = ["async_training.mode=fully_async", f"async_training.max_staleness={STALENESS}"]
 SIDES = {
     "sync": [],
     "one_step_off": ["async_training.mode=one_step_off"],
@@ -75,13 +77,8 @@ class PinnedEngine(RolloutWorker):
 class GenerationAlone(RayPPOTrainer):
     """Takes batches as a trainer does, sends the weights on as they are, and trains on nothing."""
 
-    def learn(self, rollout: Rollout) -> tuple[DataProto, Metrics]:
-        batch, metrics = rollout.batch, dict(rollout.metrics)
-        batch = self._take_rewards(batch, rollout.rewards, metrics)
-        batch = self._add_advantages(self._add_old_log_probs(batch, metrics), metrics)
-        self.weight_version = self.global_step
-        self.groups.weights_changed(self.weight_version)
-        return batch, metrics | self._end_stream_step(batch)
+    def _call(self, method: Any, batch: DataProto) -> DataProto:
+        return DataProto(meta_info={"metrics": {}})
 
 
 def pin(core: int) -> None:
@@ -182,13 +179,14 @@ def run_side(side: str, folder: Path, steps: int) -> dict[str, Any]:
     clock = StepClock()
     trainer = GenerationAlone if side == "generation" else RayPPOTrainer
     run_training(config, trainer_class=trainer, console=lambda title, total: clock)
-    later = clock.metrics[min(WARM_UP, steps // 2) :]
+    steady = slice(WARM_UP, steps - STALENESS)
+    later = clock.metrics[steady]
 
     def values(name: str) -> list[float]:
         return [round(metrics.get(name, 0.0), 2) for metrics in later]
 
     return {
-        "step_s": [round(seconds, 2) for seconds in clock.step_seconds()][-len(later) :],
+        "step_s": [round(seconds, 2) for seconds in clock.step_seconds()[steady]],
         "gen_s": values("timing_s/gen"),
         "update_s": values("timing_s/update_actor"),
         "weight_sync_s": values("timing_s/weight_sync"),
@@ -230,6 +228,10 @@ def main() -> None:
     parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < WARM_UP + STALENESS + 2:
+        parser.error(
+            f"--steps is at least {WARM_UP + STALENESS + 2}: the first {WARM_UP} and last {STALENESS} are left out"
+        )
     if args.run:
         print(json.dumps(run_side(args.run, args.folder, args.steps)), flush=True)
         return
