@@ -29,6 +29,10 @@ class Environment:
     Add `state` and `restore` for an exact resume: after a restart `reset(task)` is called, then `restore(state)`.
     """
 
+    scores: bool = True
+    """The rewards of the steps, and `get_reward()` where there is one, are the score: 0 where there was no step. With
+    False the reward function of the run scores, and rewards of steps are added."""
+
     def reset(self, task: Task) -> Any:
         """The first observation, as text or messages that follow the prompt. None: the prompt is enough."""
         return None
@@ -77,7 +81,6 @@ class OpenEnvironment:
     def __init__(self, environment: Environment) -> None:
         self.schemas: list[dict[str, Any]] = []
         self._environment = environment
-        self._rewarded = False
 
     async def call(self, call: ToolCall) -> ToolResult:
         return problem_of(call, ()) or ToolResult("")
@@ -85,17 +88,15 @@ class OpenEnvironment:
     async def respond(self, messages: list[Message]) -> ToolResult:
         """The action is the text of the model's last message."""
         step = as_step(await call_function(self._environment.step, str(messages[-1].get("content") or "")))
-        self._rewarded |= step.reward is not None
         numbers = {key: float(value) for key, value in step.info.items() if isinstance(value, (int, float))}
         return ToolResult(step.observation, step.reward, step.done, numbers)
 
     async def reward(self) -> float | None:
-        """What `get_reward()` adds to the rewards of the steps; None where the environment gives neither."""
+        """What is added to the rewards of the steps; None: the reward function of the run scores."""
+        if not self._environment.scores:
+            return None
         get_reward = getattr(self._environment, "get_reward", None)
-        reward = None if get_reward is None else await call_function(get_reward)
-        if reward is None:
-            return 0.0 if self._rewarded else None
-        return float(reward)
+        return 0.0 if get_reward is None else float(await call_function(get_reward))
 
     def state(self) -> Any:
         """None for an environment without `state` and `restore`: its trajectories begin again after a resume."""
