@@ -133,7 +133,8 @@ class RunFolder:
     def _write_anew(self, name: str, text: str) -> None:
         """Replace a file; the one before it is kept beside it, until a new run takes it to its other files."""
         if (file := self.path / name).exists():
-            os.replace(file, self.path / f"{_BEFORE}{name}")
+            # A copy: a run that is killed here has its configuration still.
+            write_text(self.path / f"{_BEFORE}{name}", file.read_text(encoding="utf-8"))
         write_text(file, text)
 
     def _free_folder(self) -> Path:

@@ -111,12 +111,13 @@ class GroupStream:
         return batch.union(DataProto.from_dict(non_tensors={"uid": np.array(uids, dtype=object)}))
 
     def snapshot(self) -> DataProto | None:
-        """What the unfinished groups have so far, a row for each sample that has any token; they go on."""
+        """What groups that were not taken have so far, a row for each sample that has any token; they go on."""
         partial = {(result.request_id, result.sample_index): result for result in self._stream.partial()}
         rows: list[tuple[str, GenerationResult]] = []
         with self._changed:
             self._receive(())
-            for group in self._groups.values():
+            # A checkpoint holds also what has finished since the last `take`.
+            for group in [*self._groups.values(), *self._finished]:
                 rows += [(group.uid, result) for result in group.results.values()]
                 rows += [
                     (group.uid, _joined(group.begun.get(index), result))

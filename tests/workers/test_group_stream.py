@@ -74,3 +74,22 @@ def test_a_group_that_waits_can_be_forgotten(tmp_path: Path) -> None:
     taken = _uids(stream.take())
     stream.run(NUM_GROUPS)
     assert taken | _uids(stream.take()) == {"g0", "g2", "g3", "g5"}
+
+
+def test_a_snapshot_holds_what_has_finished_and_was_not_taken(tmp_path: Path) -> None:
+    """A checkpoint is taken at any time; two samples run at a time, so one group is done when others have not begun."""
+    stream = _stream(Path(save_tiny_model("llama", tmp_path, tokenizer=False)))
+    stream.start(_prompts())
+    stream.run(1)
+    snapshot = stream.snapshot()
+    finished = stream.take()
+    assert snapshot is not None
+    assert finished is not None
+    assert _uids(finished) <= _uids(snapshot)
+
+    other = _stream(tmp_path)
+    other.start(_prompts(), snapshot)
+    continued = other.take()
+    assert continued is not None, "what was complete needs no engine"
+    assert _uids(continued) == _uids(finished)
+    assert continued.batch["responses"].tolist() == finished.batch["responses"].tolist()
