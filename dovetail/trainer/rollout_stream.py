@@ -415,7 +415,13 @@ class RolloutStream:
         self.ledger.started([draw.number for draw in draws], self._version)
         return draws
 
+    def _start_lost(self) -> None:
+        draws = list(self._running.values())
+        if self._generator.lost() and draws:
+            self._generator.start(draws, self._request(draws), None)
+
     def _begin(self, draws: Sequence[Draw], snapshot: DataProto | None) -> None:
+        self._start_lost()  # first: engines that died since are new ones, and would get these draws twice
         shares = np.array_split(np.arange(len(draws)), self._generator.num_engines)
         for engine, share in enumerate(shares):
             for index in share:
@@ -449,10 +455,7 @@ class RolloutStream:
         running = list(self._running.values())
         uids = [draw_uid(number) for number in must_finish]
         self._receive_all(self._generator.advance(running, missing=missing, must_finish=uids))
-        if self._generator.lost():
-            draws = list(self._running.values())
-            if draws:
-                self._generator.start(draws, self._request(draws), None)
+        self._start_lost()
         self._watch(must_finish, wait_began)
 
     def _unscored(self) -> dict[int, Draw]:

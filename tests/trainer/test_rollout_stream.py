@@ -34,7 +34,7 @@ class Scripted(Generator):
         self.started: list[list[str]] = []
         self.waiting: list[str] = []
         self.aborted: list[str] = []
-        self.is_lost = False
+        self.is_lost = self.dies_next = False
         self.version = 0
         self.progress: float | None = None
 
@@ -44,6 +44,7 @@ class Scripted(Generator):
 
     def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
         uids = [str(uid) for uid in request.non_tensor_batch["uid"]]
+        assert not set(uids) & set(self.waiting), "an engine refuses what it already generates"
         self.started.append(uids)
         self.waiting += uids
 
@@ -51,6 +52,8 @@ class Scripted(Generator):
         self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
     ) -> list[DataProto]:
         done = [self.waiting.pop() for _ in range(min(self.finishing, len(self.waiting)))]
+        if self.dies_next:
+            self.dies_next, self.is_lost, self.waiting = False, True, []
         return [group(uid, self.version) for uid in done]
 
     def collect(self) -> list[DataProto]:
@@ -141,12 +144,29 @@ def test_an_engine_that_generates_nothing_is_named(toy: Toy, tmp_path: Path, mon
 
 def test_what_was_lost_is_started_again_once(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream, generator = make(toy, tmp_path, monkeypatch)
-    generator.is_lost, generator.waiting = True, []
+    generator.dies_next = True
     stream.begin_step()
     batch = stream.next(1)
     first, again = generator.started[:2]
     assert set(again) < set(first), "one had finished before the loss"
     assert len(uids(batch)) == GROUPS
+
+
+def test_what_was_lost_while_the_trainer_was_busy_is_started_again_before_anything_new(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when an engine dies and the next weights meet a new one."""
+    stream, generator = make(toy, tmp_path, monkeypatch)
+    stream.begin_step()
+    stream.trained(1, uids(stream.next(1)))
+    running, before = list(generator.waiting), len(generator.started)
+    assert running
+    generator.is_lost, generator.waiting = True, []
+    stream.update(1, 1)
+    again, new = generator.started[before:]
+    assert sorted(again) == sorted(running)
+    assert not set(new) & set(again)
+    assert len(uids(stream.next(2))) == GROUPS
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "wait"])
