@@ -59,6 +59,8 @@ ON_RAY: dict[str, dict[str, Any]] = {
     "fully_async": ENGINES,
     "one_step_off": {**ENGINES, "async_training.mode": "one_step_off", "async_training.max_staleness": 1},
 }
+CODES = {None: (0,), "driver": (-signal.SIGKILL,), "trainer": (0, 1), "engine": (0,)}
+"""Exit codes by who was killed: the death of an engine is survived; that of a rank is too late in a run that ends."""
 _MOST_EVENTS = 500
 """About as many file operations as a run of six steps makes in its folder."""
 
@@ -114,9 +116,9 @@ def _arm(folder: Path, kill: Kill) -> None:
     def die() -> None:
         victim = os.getpid() if Watched.running is None else Watched.running.pid(kill.victim)
         if victim == os.getpid():
-            kill_file(folder).touch()
+            kill_file(folder).write_text("driver")
         os.kill(victim, signal.SIGKILL)  # an error where it is gone already: no kill
-        kill_file(folder).touch()
+        kill_file(folder).write_text(kill.victim)
 
     def wait() -> None:
         due.wait()
@@ -128,12 +130,8 @@ def _arm(folder: Path, kill: Kill) -> None:
 
 
 def kill_file(folder: Path) -> Path:
-    """Beside the run folder: there once the kill has come."""
+    """Beside the run folder: who was killed, once the kill has come."""
     return folder.with_name("killed")
-
-
-def kill_came(folder: Path) -> bool:
-    return kill_file(folder).exists()
 
 
 def run(toy: Toy, folder: Path, changes: Mapping[str, Any], kill: Kill | None, *, use_ray: bool) -> int:
@@ -161,10 +159,11 @@ def killed_again_and_again(
         kill = Kill(rng.randint(1, _MOST_EVENTS // 2), delay, rng.choice(victims))
         here = folder / f"run_{number}"
         code = run(toy, here, changes, kill, use_ray=use_ray)
-        if kill_came(here):
+        killed = kill_file(here).read_text() if kill_file(here).exists() else None
+        if killed is not None:
             outcomes.append((kill, code))
-        assert kill_came(here) or code == 0, f"seed {seed}: exit code {code} without a kill, after {outcomes}"
-        kill_file(here).unlink(missing_ok=True)
+            kill_file(here).unlink()
+        assert code in CODES[killed], f"seed {seed}: exit code {code} after the kill of {killed}; {outcomes}"
         assert not (here / DRAWS).exists() or main(["audit", str(here)]) == 0, f"seed {seed}: {outcomes}"
         if code == 0:
             check_finished(here, changes, f"seed {seed}: {outcomes}")
