@@ -138,11 +138,11 @@ def run(toy: Toy, folder: Path, changes: Mapping[str, Any], kill: Kill | None, *
     """The exit code of a run; -9 when the driver was killed."""
     process = mp.get_context("forkserver").Process(target=_train, args=(toy, folder, changes, kill, use_ray))
     process.start()
-    process.join(timeout=400)
+    process.join(timeout=900)
     if process.exitcode is None:
         process.kill()
         process.join()
-        raise TimeoutError(f"the run neither ended nor died in 400 s; {kill}")
+        raise TimeoutError(f"the run neither ended nor died in 900 s; {kill}")
     return process.exitcode
 
 
