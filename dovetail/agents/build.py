@@ -6,7 +6,7 @@ from typing import Any
 
 from dovetail.agents.calls import CallSettings
 from dovetail.agents.chat import ChatRenderer
-from dovetail.agents.loops import load_loops
+from dovetail.agents.loops import agent_loop, load_loops
 from dovetail.agents.parsers import turn_parser
 from dovetail.agents.session import SessionSettings
 from dovetail.agents.stream import Agents
@@ -33,6 +33,11 @@ def build_agents(config: DovetailConfig, tokenizer: Any) -> Agents:
         mcp_servers=turns.mcp_servers,
     )
     loop = agent.default_agent_loop
+    if agent.command is not None:
+        from dovetail.agents.endpoint import command_agent  # needs the extra `remote`
+
+        loop = "command"
+        agent_loop(loop)(command_agent(agent.command, idle_timeout_s=turns.trajectory_timeout_s))
     return Agents(
         SessionSettings(
             renderer,

@@ -70,6 +70,11 @@ class AgentLoopConfig(Section):
         "single_turn_agent", "Loop of rows that name none (`agent_name`); with tools or an environment, tool_agent."
     )
     agent_loop_config_path: HomePath | None = key(None, "YAML file of a user's loops.")
+    command: str | None = key(
+        None,
+        "A program that drives each conversation over an endpoint like OpenAI's (OPENAI_BASE_URL, OPENAI_API_KEY and "
+        "DOVETAIL_TASK are in its environment).",
+    )
     environment: str | None = key(
         None,
         "A user's class, as package.module.Name or /path/to/file.py:Name: an `Environment`, or one whose public "

@@ -297,6 +297,7 @@ class RolloutConfig(Section):
         return bool(
             self.multi_turn.enable
             or agent.environment
+            or agent.command
             or agent.agent_loop_config_path
             or agent.default_agent_loop != "single_turn_agent"
         )

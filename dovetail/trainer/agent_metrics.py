@@ -22,7 +22,8 @@ def agent_metrics(batch: DataProto) -> Metrics:
     """Nothing for a batch without agents.
 
     `num_turns/*`, `tool_call_counts/*`, `timing_s/agent_loop/{generate_sequences,tool_calls}/*` and `slowest/*`, and
-    `outcome/<name>`: the share of trajectories that ended so.
+    `outcome/<name>`: the share of trajectories that ended so. `trajectory/restarted` counts those that a resume began
+    again.
     """
     if "outcome" not in batch.non_tensor_batch:
         return {}
@@ -38,6 +39,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
     metrics |= _spread("tool_call_counts", [len(row) for row in calls])
     metrics["tool_call_counts/failed_share"] = _share([event for row in calls for event in row])
     metrics["tool_call_counts/retries"] = float(sum(event["kind"] == "retry" for row in events for event in row))
+    metrics["trajectory/restarted"] = float(sum(event["kind"] == "restart" for row in events for event in row))
     generating = [_seconds(row, "generate") for row in events]
     waiting = [_seconds(row, "tool") for row in events]
     timing = _spread("generate_sequences", generating) | _spread("tool_calls", waiting)

@@ -339,7 +339,8 @@ class RemoteRollout(RolloutEngine):
         return self._loop.run(coroutine)
 
     def _check_usable(self) -> None:
-        self._partial_update = self._updater.partial_update
+        with self._updater.lock:
+            self._partial_update = self._updater.partial_update
         super()._check_usable()
 
     def _build_dialect(

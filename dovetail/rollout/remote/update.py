@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +38,8 @@ class WeightUpdater:
         self._loop = channel.loop
         self._refusal = refusal
         self._updating = asyncio.Lock()
+        self.lock = threading.RLock()
+        """Held while the servers are, by the thread that sends: others wait before they look at `partial_update`."""
         self.partial_update = ""
         self.has_updated = False
 
@@ -46,11 +50,12 @@ class WeightUpdater:
         update fails. `channel` takes the place of the one that was given at the start."""
         channel = channel or self._channel
         failed = f"the weight update to version {version} did not finish"
-        with CheckedWeights(weights, channel.expected) as checked:
+        with CheckedWeights(weights, channel.expected) as checked, contextlib.ExitStack() as held:
             if self._refusal:
                 raise EngineError(self._refusal)
             try:
                 channel.stage(checked, version)
+                held.enter_context(self.lock)
                 servers = self._loop.run(self._hold())
             except BaseException:
                 self.partial_update = failed
