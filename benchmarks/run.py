@@ -7,7 +7,7 @@ import importlib
 import json
 from pathlib import Path
 
-BENCHMARKS = ("group_estimators", "dataproto_ray", "fused_head", "packing", "rollout")
+BENCHMARKS = ("group_estimators", "dataproto_ray", "fused_head", "packing", "rollout", "agent_throughput")
 
 
 def main() -> None:

@@ -153,7 +153,7 @@ class AlgorithmConfig(Section):
         "Discount of rewards from one turn of an agent to the next: the reward of turn t counts `turn_discount`^t.",
         gt=0,
         le=1,
-        rules=read_with("actor_rollout_ref.rollout.multi_turn.enable", True),
+        rules=unused("a response is one turn", when_is("actor_rollout_ref.rollout.uses_agents", False)),
     )
     norm_adv_by_std_in_grpo: bool = key(
         True,

@@ -115,7 +115,7 @@ def run_training(
         rewards = open_things.enter_context(build_reward_runner(config, tokenizer))
         for loader in (train_loader, val_loader):
             # An agent's environment may score; a source without a rule is then met, and named, when a row needs it.
-            agents = config.actor_rollout_ref.rollout.multi_turn.enable
+            agents = config.actor_rollout_ref.rollout.uses_agents
             if loader is not None and isinstance(loader.dataset, PromptDataset) and not agents:
                 rewards.check_data_sources(loader.dataset.data_sources())
         folder = RunFolder(settings.run_dir)

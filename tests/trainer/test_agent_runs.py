@@ -11,6 +11,7 @@ import pytest
 from dovetail.observability.run_folder import RunFolder
 from tests.trainer.test_async_engines import ONE_STEP_OFF
 from tests.trainer.test_async_runs import checked_ledger
+from tests.trainer.test_learning import LEARNING, mean_of
 from tests.trainer.toy_run import Toy, train, train_apart
 
 pytestmark = pytest.mark.e2e
@@ -133,3 +134,18 @@ def test_engines_of_their_own(tmp_path: Path, agent_keys: dict[str, Any]) -> Non
     metrics = RunFolder(folder).read_metrics()
     assert [row["num_turns/mean"] for row in metrics] == [pytest.approx(7 / 4)] * 4
     assert checked_ledger(folder, bound=1).counts()["trained"] == 16
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", pytest.param("token-mean", marks=pytest.mark.slow)])
+def test_turns_over_several_rows_learn(toy: Toy, tmp_path: Path, agent_keys: dict[str, Any], mode: str) -> None:
+    """Sixteen steps: whether rewards of turns reach the tokens that earned them shows only in a run that learns."""
+    file = tmp_path / "letters.py"
+    file.write_text(
+        CODE + "\n\nclass ThreeTurns(Letters):\n    def reset(self, task):\n        self.turns, self.last = 0, 3\n"
+    )
+    learning = {**LEARNING, "actor_rollout_ref.actor.loss_agg_mode": mode}
+    keys = {**agent_keys, **learning, "actor_rollout_ref.rollout.agent.environment": f"{file}:ThreeTurns"}
+    _, rows = train(toy.config(tmp_path / "run", keys))
+    first, last = mean_of(rows[:3], "critic/score/mean"), mean_of(rows[-3:], "critic/score/mean")
+    assert last > first + 0.5
+    assert {row["num_turns/mean"] for row in rows} == {3.0}

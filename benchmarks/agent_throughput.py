@@ -1,0 +1,162 @@
+"""256 trajectories with slow tools: the stream of trajectories against the same loop in lock step, in one run, on CPU.
+
+Four turns of 32 tokens each; after each of them an environment takes a log-normal time (median 0.2 s, 99th percentile
+2 s) and 1 % of its calls fail as infrastructure does, and are tried again. In lock step all trajectories wait for the
+slowest call of a turn, as loops over a batch do. The model is tiny and random: what is measured is who waits for whom.
+Busy is the share of time in which the engine has something to generate, of the time until the last trajectory ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dovetail.agents.calls import CallSettings
+from dovetail.agents.chat import ChatRenderer
+from dovetail.agents.environments import Environment, Environments, Step
+from dovetail.agents.loops import agent_loop
+from dovetail.agents.session import Session, SessionSettings
+from dovetail.agents.stream import Agents, AgentStream
+from dovetail.agents.types import InfrastructureError, Task
+from dovetail.config.root import DovetailConfig
+from dovetail.demo.smollm2 import smollm2_folder
+from dovetail.models.load import load_tokenizer
+from dovetail.protocol import DataProto
+from dovetail.rollout.native.engine import NativeEngine
+
+GROUPS, GROUP_SIZE = 32, 8
+TURNS, TURN_TOKENS = 4, 32
+MEDIAN_S, P99_S, FAULT_SHARE = 0.2, 2.0, 0.01
+MAX_NUM_SEQS = 64
+GOAL = ">= 3x, busy >= 85 %"
+_SIGMA = math.log(P99_S / MEDIAN_S) / 2.326  # the 99th percentile of a normal distribution
+
+
+class SlowTool(Environment):
+    """Takes its time, and sometimes is not there. The same for the same trajectory."""
+
+    def reset(self, task: Task) -> None:
+        self._random = random.Random(f"{task.uid}/{task.sample}")
+        self._turns = 0
+
+    async def step(self, action: str) -> Step:
+        await asyncio.sleep(self._random.lognormvariate(math.log(MEDIAN_S), _SIGMA))
+        if self._random.random() < FAULT_SHARE:
+            raise InfrastructureError("the sandbox is not there")
+        self._turns += 1
+        return Step("go on", done=self._turns == TURNS)
+
+
+@dataclass
+class LockStep:
+    """Nobody begins a phase before everybody has ended the one before."""
+
+    count: int
+    _barrier: asyncio.Barrier | None = field(default=None)
+
+    async def wait(self) -> None:
+        if self.count:
+            self._barrier = self._barrier or asyncio.Barrier(self.count)
+            await self._barrier.wait()
+
+
+LOCK_STEP = LockStep(0)
+
+
+@agent_loop("throughput")
+async def talk(task: Task, session: Session) -> float:
+    """Turns of a fixed length; a trajectory whose tool stays away still comes to the barriers."""
+    messages, gone = list(task.messages), False
+    for _ in range(TURNS):
+        turn = await session.chat(messages, max_new_tokens=TURN_TOKENS)
+        await LOCK_STEP.wait()
+        try:
+            observed = None if gone else await session.tools.respond([*messages, turn.message], turn)
+        except InfrastructureError:
+            observed, gone = None, True
+        await LOCK_STEP.wait()
+        messages += [turn.message, {"role": "user", "content": "go on" if observed is None else observed.text}]
+    return 0.0
+
+
+def run() -> list[dict]:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    tokenizer = load_tokenizer(smollm2_folder())
+    seconds, busy = {}, {}
+    for name, count in (("stream", 0), ("lock step", GROUPS * GROUP_SIZE)):
+        LOCK_STEP.count, LOCK_STEP._barrier = count, None
+        seconds[name], busy[name] = _measure(tokenizer)
+    shares = f"busy {busy['stream']:.0%} against {busy['lock step']:.0%}"
+    return [
+        {
+            "name": f"{GROUPS * GROUP_SIZE} trajectories with slow tools against lock step, {shares}",
+            "ours_s": seconds["stream"],
+            "other_s": seconds["lock step"],
+            "ratio": seconds["lock step"] / seconds["stream"],
+            "goal": GOAL,
+        }
+    ]
+
+
+def _measure(tokenizer) -> tuple[float, float]:
+    """Seconds until all trajectories have ended, and the share of them in which the engine was busy."""
+    keys = {"prompt_length": 64, "response_length": 512, "ignore_eos": True}
+    rollout = DovetailConfig(actor_rollout_ref={"rollout": keys}).actor_rollout_ref.rollout
+    settings = SessionSettings(
+        ChatRenderer(tokenizer), lambda ids, tools=(): (tokenizer.decode(ids), ()), 64, rollout.response_length
+    )
+    agents = Agents(settings, CallSettings(), Environments(SlowTool), default_loop="throughput")
+    with NativeEngine(_tiny_model(len(tokenizer)), max_num_seqs=MAX_NUM_SEQS) as engine:
+        stream = AgentStream(engine, rollout, agents, pad_token_id=int(tokenizer.pad_token_id))
+        ended, samples = threading.Event(), []
+
+        def watch() -> None:
+            while not ended.wait(0.005):
+                health = engine.health()
+                samples.append(health.num_running + health.num_waiting > 0)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        began = time.perf_counter()
+        stream.start(_prompts())
+        watcher.start()
+        stream.run(GROUPS)
+        elapsed = time.perf_counter() - began
+        ended.set()
+        watcher.join()
+        batch = stream.take()
+        stream.close()
+    assert batch is not None, "all trajectories have ended"
+    assert len(batch) == GROUPS * GROUP_SIZE, "each is one row"
+    return elapsed, sum(samples) / max(1, len(samples))
+
+
+def _tiny_model(vocabulary: int):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=1024, **shape, **heads)).eval()
+
+
+def _prompts() -> DataProto:
+    columns = {
+        "uid": [f"draw-{number}" for number in range(GROUPS)],
+        "raw_prompt": [[{"role": "user", "content": f"task {number}"}] for number in range(GROUPS)],
+        "sampling_seed": np.arange(GROUPS),
+    }
+    return DataProto.from_dict(non_tensors=columns, meta_info={"n": GROUP_SIZE})
+
+
+if __name__ == "__main__":
+    from benchmarks.run import format_table
+
+    print(format_table(run()))
