@@ -33,7 +33,7 @@ ARGS   ?=
 # Two processes share the tests; a group of tests that share an engine or a Ray stays in one of them.
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 # vLLM in the test's own process changes how that process adds up numbers and keeps its process groups for good: a process
-# of its own, in the order of the files.
+# of its own, in the order of the files; beside the two, because alone it would leave one of two cores idle.
 VLLM_TESTS := tests/rollout_vllm tests/workers/test_weight_check.py
 
 .PHONY: help setup engines sglang-env test-sglang browser demo test test-all test-unit test-gpu check format docs bench clean
@@ -81,12 +81,19 @@ $(SGLANG_READY): Makefile $(SGLANG_CPU)/requirements.txt
 demo: $(DEMO_READY)  ## the main job on this machine
 	@$(BIN)/dovetail demo $(ARGS)
 
+# No compiler for the tests either, on a machine that has one: what would call it fails.
+test test-unit: export PATH := $(CURDIR)/tests/no_compiler:$(PATH)
+test test-unit: export CC := $(CURDIR)/tests/no_compiler/cc
+test test-unit: export CXX := $(CURDIR)/tests/no_compiler/c++
+
 # Compiled first, because hundreds of processes would do it again where PYTHONDONTWRITEBYTECODE is set.
 test: setup engines sglang-env browser  ## the tests of every landing: all but the slow ones and those that need a GPU
 	@$(BIN)/python -m compileall -q dovetail tests
-	@export DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) DOVETAIL_VISION_PATH=$(CURDIR)/$(VENV)/vision; \
+	@export DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) DOVETAIL_VISION_PATH=$(CURDIR)/$(VENV)/vision; vllm=0; \
+	$(if $(ARGS),,mkdir -p build; trap 'kill $$beside' INT TERM; \
+	$(BIN)/python -m pytest -p no:randomly -m '$(TIERS)' --durations=5 $(VLLM_TESTS) > build/test-vllm.txt 2>&1 & beside=$$!;) \
 	$(BIN)/python $(PYTEST) -m '$(TIERS)' $(VLLM_TESTS:%=--ignore=%) --durations=20 $(ARGS); core=$$?; \
-	$(if $(ARGS),vllm=0,$(BIN)/python -m pytest -p no:randomly -m '$(TIERS)' --durations=5 $(VLLM_TESTS); vllm=$$?); \
+	$(if $(ARGS),,wait $$beside; vllm=$$?; cat build/test-vllm.txt;) \
 	echo "exit status: $$core, $$vllm"; [ $$core -eq 0 ] && [ $$vllm -eq 0 ]
 
 test-all:        ## the slow ones too: every layout, more seeds, long chaos, a million answers on the dashboard

@@ -67,6 +67,22 @@ def test_the_project_itself_may_be_built(printed: str) -> None:
     refuse_built(printed, "dovetail")
 
 
+@pytest.mark.parametrize("target", ["test", "test-unit"])
+def test_a_compiler_that_a_test_calls_is_one_that_fails(target: str, tmp_path: Path) -> None:
+    """What the targets run, asked for the compilers on its path instead."""
+    shown = tmp_path / "python"
+    names = ("cc", "c++", "gcc", "g++", "clang", "clang++", '"$CC"', '"$CXX"')
+    shown.write_text("#!/bin/sh\n" + "\n".join(f"{name} --version; echo $?" for name in names))
+    shown.chmod(0o755)
+    fresh = ["setup", "engines", "sglang-env", "browser"]
+    command = ["make", "-C", str(ROOT), target, f"BIN={tmp_path}", "ARGS=x", *(f"--old-file={name}" for name in fresh)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    calls = [line for line in run.stdout.splitlines() if line.isdigit()]
+    assert calls, run.stdout + run.stderr
+    assert set(calls) == {"127"}
+    assert "dovetail's tests need no compiler" in run.stderr
+
+
 @pytest.fixture
 def fake_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """uv on the path, and a pip that nobody has told anything."""
