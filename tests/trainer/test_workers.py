@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,10 @@ from dovetail.checkpoint.store import CheckpointStore
 from dovetail.cli.main import main
 from dovetail.controller.reaper import tagged_processes
 from dovetail.observability.run_folder import RunFolder
+from dovetail.trainer import main_ppo
 from dovetail.trainer.groups import create_groups
+from tests.programs import run_program
+from tests.ray_workers import quick_workers
 from tests.trainer.test_faults import all_end, running
 from tests.trainer.toy_run import Toy, repeatable, train, train_apart, with_quick_workers
 from tests.workers.tiny_run import rollout_batch
@@ -30,6 +32,7 @@ TOLERANCE = 1e-4
 """float32 sums in another order. Adam's eps of 1e-3 keeps it that small: with 1e-8, entries whose gradient is pure
 rounding noise would get full-size steps."""
 STEPS = 6
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 KEYS: dict[str, Any] = {
     "actor_rollout_ref.actor.optim.eps": 1e-3,
     "critic.optim.eps": 1e-3,
@@ -39,12 +42,6 @@ KEYS: dict[str, Any] = {
     "algorithm.use_kl_in_reward": True,
     "trainer.total_training_steps": STEPS,
     "trainer.save_freq": 1,
-}
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(Path(__file__).parents[2]),
 }
 # Tokens of each rank, and a gap between two log-probs that are the same but for rounding.
 PER_RANK = ("global_seqlen/",)
@@ -139,11 +136,10 @@ def interrupted(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("interrupted")
     _leave_nothing_behind_when_killed(toy, folder)
     _end_with_a_checkpoint_when_asked_to(toy, folder)
-    program = [sys.executable, "-m", "dovetail.trainer.main_ppo", *toy.arguments(folder / "run", KEYS)]
-    last = subprocess.run(
-        program, env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert last.returncode == 0, last.stderr[-3000:]
+    quick = f"ray_init.runtime_env.py_executable={quick_workers()['py_executable']}"
+    program = [sys.executable, main_ppo.__file__, *toy.arguments(folder / "run", KEYS), quick]
+    last = run_program(program, env=ENVIRONMENT, cwd=folder)
+    assert last.returncode == 0, last.stdout[-3000:]
     return folder / "run"
 
 
