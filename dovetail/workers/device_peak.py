@@ -6,6 +6,7 @@ its precision setting. For any other device the peak is unknown (None).
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ _REPEATS = 5
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of products in `dtype`, under the float32 precision this process has set; None when it is not known."""
     if device.type == "cpu":
-        return _measured(dtype)
+        return _measured(dtype, torch.get_num_threads(), torch.get_float32_matmul_precision())
     if device.type != "cuda":
         return None
     return published_peak(torch.cuda.get_device_name(device), dtype, torch.get_float32_matmul_precision())
@@ -70,8 +71,12 @@ def published_peak(name: str, dtype: torch.dtype, float32_precision: str) -> flo
     return (peak.float32 if float32_precision == "highest" else peak.tf32) * _TERA
 
 
-def _measured(dtype: torch.dtype) -> float:
-    """The best of a few products of square matrices, after one that warms up. Takes some tens of milliseconds."""
+@functools.cache
+def _measured(dtype: torch.dtype, num_threads: int, float32_precision: str) -> float:
+    """The best of a few products of square matrices, after one that warms up, under the process's settings.
+
+    Takes some tens of milliseconds, once.
+    """
     left, right = (torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in range(2))
     torch.mm(left, right)
     best = float("inf")

@@ -84,6 +84,7 @@ class Toy:
             "critic.model.enable_gradient_checkpointing": False,
             "algorithm.adv_estimator": "grpo",
             "custom_reward_function.path": str(self.data / "reward.py"),
+            "reward_model.num_workers": 1,  # a process to start for each
             "trainer.default_local_dir": str(run),
             "trainer.total_training_steps": 3,
             "trainer.n_gpus_per_node": 1,
