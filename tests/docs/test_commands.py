@@ -22,7 +22,6 @@ import pytest
 from dovetail.cli.main import COMMANDS, main
 from dovetail.config import load_config
 from dovetail.observability.run_folder import RunFolder
-from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
 from tests.config.plan.known_models import DEEPSEEK_V3
 from tests.dashboard.synthetic import write_run
 from tests.docs.commands import REST_OF_KEYS, ROOT, Command, commands_in_text, page_commands
@@ -37,17 +36,14 @@ NOT_HERE = {
     "make test": "is what runs this",
     "dovetail data math --out data/math": "reads from the hub",
 }
-SGLANG = Path(os.environ.get(PYTHON_VARIABLE, ROOT / ".venv-sglang" / "bin" / "python"))
-if not SGLANG.exists():
-    NOT_HERE["dovetail train actor_rollout_ref.rollout.name=sglang"] = "`make sglang-env` has not been run"
 """Commands (or how they begin) that a machine without network cannot carry out."""
 ELSEWHERE = {
     "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server": "tests/rollout_remote/servers.py",
     "dovetail train ... actor_rollout_ref.rollout.name=vllm": "tests/rollout_remote/test_training_run.py",
+    "dovetail train actor_rollout_ref.rollout.name=sglang": "tests/rollout_sglang/test_training_run.py",
 }
 """Commands that these files take from the page, by `page_command`, and carry out."""
 INSTEAD = {
-    ".venv-sglang/bin/python": str(SGLANG),
     "--port 7000": "--port 0",
     "~/models/Qwen3-8B": "model",
     "model.path=Qwen/Qwen2.5-1.5B-Instruct": "model.path=model",
