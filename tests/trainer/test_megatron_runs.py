@@ -25,7 +25,7 @@ KEYS: dict[str, Any] = {
     f"{A}.use_kl_loss": True,
     f"{A}.entropy_coeff": 1e-3,
     "trainer.n_gpus_per_node": 2,
-    "ray_init": {"object_store_memory": 128 << 20},
+    "ray_init.object_store_memory": 128 << 20,
 }
 MEGATRON = {f"{A}.strategy": "megatron", f"{A}.megatron.dtype": "float32"}
 # Ranks of one data-parallel rank hold the same sequences, so tokens per rank differ between the backends.

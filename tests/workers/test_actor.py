@@ -101,6 +101,7 @@ def test_log_probs_are_transformers_own_in_the_order_of_the_rows(folder: Path, p
     assert none is None
 
 
+@pytest.mark.slow  # the tiny model above shows it for the actor, `tests/demo` for this model
 def test_log_probs_of_a_real_model_equal_plain_transformers() -> None:
     """1e-4: thirty layers of float32 sums in another order, and log-probs down to -20."""
     from dovetail.demo.smollm2 import smollm2_folder
