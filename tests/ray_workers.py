@@ -71,6 +71,7 @@ def _become_worker(connection: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
 
     def end_with_the_program() -> None:
         connection.recv(1)

@@ -18,6 +18,7 @@ from dovetail.config import load_config
 from tests.docs.blocks import Block, blocks_of
 from tests.docs.test_guide import ENVIRONMENT, ROOT
 from tests.programs import run_program
+from tests.ray_workers import quick_workers
 
 pytestmark = pytest.mark.e2e
 
@@ -100,9 +101,9 @@ batch = answers("4", "x", truth="4", source="dovetail/addition")
 SMALLER = {
     "path/to/model": "model",
     "max_new_tokens=512": "max_new_tokens=8",
-    "start_ray(num_cpus=4)": "start_ray(num_cpus=2)",
     "RayResourcePool([4]": "RayResourcePool([2]",
 }
+START = "start_ray(num_cpus=4)"
 AFTER = {
     ("algorithms.md", 0): "assert torch.allclose(micro_batches[1]['losses'].grad, torch.full((2, 3), 1 / 9))\n",
     (
@@ -124,6 +125,8 @@ def test_python_of_the_page_runs(page: str, models: Path, tmp_path: Path) -> Non
     blocks = [block for block in BLOCKS if block.page == page and block.language == "python"]
     parts = [GIVEN.get((page, n), "") + block.text + AFTER.get((page, n), "") for n, block in enumerate(blocks)]
     body = "\n".join(parts)
+    if START in body:
+        body = body.replace(START, f"start_ray(num_cpus=2, runtime_env={quick_workers()})")
     for old, new in SMALLER.items():
         body = body.replace(old, new)
     (tmp_path / "page.py").write_text(body)
