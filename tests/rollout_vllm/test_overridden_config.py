@@ -32,6 +32,7 @@ class Asked(Exception):
 def test_an_engine_expects_the_weights_of_the_changed_model(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, engine: type[RolloutEngine]
 ) -> None:
+    monkeypatch.setattr("dovetail.rollout.vllm.environment._installed_version", lambda: "0.32.0")
     module = sys.modules[engine.__module__]
     real = vars(module)["expected_weights"]
 

@@ -34,6 +34,7 @@ def test_another_version_is_refused_with_the_range(version: str) -> None:
 
 
 def test_environment_variables_are_set_only_where_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail.rollout.vllm.environment._installed_version", lambda: "0.32.0")
     for name in environment(cpu=True):
         monkeypatch.setenv(name, "restored at the end")
         monkeypatch.delenv(name)
