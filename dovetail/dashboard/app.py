@@ -27,6 +27,7 @@ from dovetail.dashboard.responses import Filter, Kind, Order, Wish
 from dovetail.dashboard.run_files import DashboardError
 from dovetail.dashboard.runs import Run, Runs
 from dovetail.dashboard.step_times import phase_words, phases, what_it_waits_for
+from dovetail.dashboard.trajectories import time_of_trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,7 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
             "waits": what_it_waits_for(loaded.metrics, loaded.timelines),
             "rates": {name: points(loaded.metrics, name, smoothing=0.0) for name in rates},
             "memory": loaded.memory(),
+            "trajectories": time_of_trajectories(loaded.metrics, most),
             "timeline_steps": [steps[0], steps[-1]] if steps else None,
             "words": words,
             "wait_words": WAIT_WORDS,
@@ -202,10 +204,13 @@ def _serve_responses(app: FastAPI, runs: Runs) -> None:
         wanted: Filter = "all",
         words: Words = "",
         order: Order = "recorded",
+        outcome: Words = "",
+        tool: Words = "",
         first: Row = 0,
         count: Annotated[int, Query(ge=1, le=100)] = 10,
     ) -> dict[str, Any]:
-        return runs.get(run).responses(kind).page(step, Wish(wanted, words, order), first=first, count=count)
+        wish = Wish(wanted, words, order, outcome, tool)
+        return runs.get(run).responses(kind).page(step, wish, first=first, count=count)
 
     @app.get("/api/answer")
     async def answer(run: Name, step: Step, row: Row, kind: Kind = "rollouts") -> dict[str, Any]:
@@ -261,6 +266,7 @@ def _lines(run: Run, charts: Iterable[Chart], **cut: Any) -> list[dict[str, Any]
             "share": chart.share,
         }
         for chart in charts
+        if not chart.optional or names_of(chart, table.names)
     ]
 
 

@@ -69,6 +69,8 @@ class Chart:
     also: tuple[str, ...] = ()
     share: bool = False
     absent: str = ""
+    optional: bool = False
+    """Of runs of a certain kind only: others do not miss it."""
 
 
 OVERVIEW = (
@@ -97,6 +99,20 @@ OVERVIEW = (
         ("rollout_corr/k3_kl", "rollout_corr/kl", "rollout_corr/probs_diff_mean"),
         absent="set actor_rollout_ref.rollout.calculate_log_probs=True",
     ),
+)
+
+OVERVIEW += (
+    Chart("outcomes", "Outcomes of trajectories (share)", ("outcome/*",), share=True, optional=True),
+    Chart("turns", "Turns of a trajectory", ("num_turns/mean",), ("num_turns/max",), share=True, optional=True),
+    Chart(
+        "tool_calls",
+        "Tool calls of a trajectory",
+        ("tool_call_counts/mean",),
+        ("tool_call_counts/max",),
+        share=True,
+        optional=True,
+    ),
+    Chart("tool_failures", "Failed tool calls (share)", ("tool_call_counts/failed_share",), share=True, optional=True),
 )
 
 # What only asynchronous runs record; the first chart says whether a run is one.

@@ -1,173 +1,17 @@
-"""Responses of a run: an index of each `step_N.jsonl`, pages of groups by filter, words and order, search in all steps.
-
-Lines end with long lists of numbers, one per token. The index reads what stands before them, and keeps numbers only: a
-file may be far larger than memory.
-"""
+"""Responses of a run: pages of groups by filter, words and order, and search in all steps. Reads one index per step."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dovetail.dashboard.run_files import DashboardError, parse_object, read_at
-
-# In a JSON line an unescaped quote cannot be inside a text, so this is the key and never somebody's answer.
-_FIRST_TOKEN_LIST = b', "response_ids": ['
-_TOKEN_LISTS = (
-    "response_ids",
-    "token_ends",
-    "token_advantages",
-    "token_logprob_gaps",
-    "token_entropies",
-    "token_versions",
-)
-_LONGEST_LINE = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What the index knows of a response."""
-
-    row: int
-    offset: int
-    size: int
-    group: str
-    prompt_key: str
-    score: float | None
-    advantage: float | None
-    length: int
-    truncated: bool
-    failed: bool
-    wrong: bool
-    gap: float | None
-
-
-@dataclass(frozen=True)
-class ResponseFile:
-    """The index of a file, and whether the file on disk is still the one indexed (`stamp`)."""
-
-    path: Path
-    stamp: tuple[int, int]
-    entries: tuple[Entry, ...]
-    bad_lines: int
-
-    @classmethod
-    def read(cls, path: Path) -> ResponseFile:
-        """Index a file. Lines that are no JSON objects are counted, not shown."""
-        entries: list[Entry] = []
-        bad = 0
-        for offset, line in _lines(path):
-            head = parse_head(line)
-            if head is None:
-                bad += 1
-                continue
-            entries.append(_entry(len(entries), offset, len(line), head))
-        return cls(path, stamp_of(path), tuple(entries), bad)
-
-    def head(self, entry: Entry) -> dict[str, Any]:
-        """A response without the numbers of its tokens."""
-        row = parse_head(read_at(self.path, entry.offset, entry.size))
-        if row is None:
-            raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
-        return plain_names(row)
-
-    def full_row(self, entry: Entry) -> dict[str, Any]:
-        """A response with the numbers of its tokens, where they were recorded."""
-        row = parse_object(read_at(self.path, entry.offset, entry.size))
-        if row is None:
-            raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
-        tokens = {name: row[name] for name in _TOKEN_LISTS if isinstance(row.get(name), list)}
-        if "token_versions" in tokens:
-            tokens["token_versions"] = [version for version, count in tokens["token_versions"] for _ in range(count)]
-        return {**plain_names(row), **tokens}
-
-
-def stamp_of(path: Path) -> tuple[int, int]:
-    """Changes when the file does."""
-    try:
-        status = path.stat()
-    except OSError:
-        raise DashboardError(f"there is no {path.parent.name}/{path.name} in this run.") from None
-    return status.st_mtime_ns, status.st_size
-
-
-def parse_head(line: bytes) -> dict[str, Any] | None:
-    """A line up to its lists of numbers."""
-    cut = line.find(_FIRST_TOKEN_LIST)
-    return parse_object(line if cut < 0 else line[:cut] + b"}")
-
-
-def prompt_key(prompt: Any) -> str:
-    """The same for the same prompt, in whatever step."""
-    return hashlib.sha1(str(prompt).encode(), usedforsecurity=False).hexdigest()[:16]
-
-
-def prompt_bytes(prompt: Any) -> bytes:
-    """How a prompt stands in a line: to find it without parsing."""
-    return f'"prompt": {json.dumps(prompt, ensure_ascii=False)}'.encode()
-
-
-def plain_names(row: dict[str, Any]) -> dict[str, Any]:
-    """Answers of training and of validation under the same names."""
-    values = row.get("values") if isinstance(row.get("values"), dict) else {}
-    assert isinstance(values, dict)
-    score = row.get("score", values.get("reward"))
-    known = {*_TOKEN_LISTS, "values", "prompt", "response", "score", "advantage", "truncated"}
-    extra = {name: value for name, value in {**row, **values}.items() if name not in known and _is_plain(value)}
-    return {
-        "prompt": str(row.get("prompt") or ""),
-        "response": str(row.get("response") or ""),
-        "uid": str(row.get("uid", "")),
-        "ground_truth": row.get("ground_truth"),
-        "score": _number(score),
-        "advantage": _number(row.get("advantage")),
-        "gap": _number(row.get("logprob_gap")),
-        "length": int(_number(row.get("response_length", row.get("length"))) or 0),
-        "truncated": bool(row.get("truncated", False)),
-        "failed": bool(row.get("reward_failed", row.get("failed", False))),
-        "wrong": _is_wrong(score, row.get("acc", values.get("acc"))),
-        "extra": extra,
-    }
-
-
-def _entry(row: int, offset: int, size: int, head: dict[str, Any]) -> Entry:
-    plain = plain_names(head)
-    key = prompt_key(plain["prompt"])
-    names = ("score", "advantage", "length", "truncated", "failed", "wrong", "gap")
-    return Entry(row, offset, size, plain["uid"] or key, key, **{name: plain[name] for name in names})
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    stamp_of(path)
-    offset = 0
-    with path.open("rb") as file:
-        while line := file.readline(_LONGEST_LINE):
-            if line.strip():
-                yield offset, line.rstrip(b"\n")
-            offset += len(line)
-
-
-def _is_wrong(score: Any, accuracy: Any) -> bool:
-    """By the reward's own word for right and wrong where it has one, else by a score that is not positive."""
-    if isinstance(accuracy, (bool, int, float)):
-        return float(accuracy) < 0.5
-    number = _number(score)
-    return number is not None and number <= 0
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bool))
-
+from dovetail.dashboard.response_file import TOKEN_LISTS, Entry, ResponseFile, prompt_bytes, stamp_of
+from dovetail.dashboard.run_files import DashboardError
+from dovetail.dashboard.trajectories import counts_by, of_trajectory
 
 Kind = Literal["rollouts", "validation"]
 Filter = Literal["all", "wrong", "truncated", "no_signal", "failed"]
@@ -193,6 +37,10 @@ class Wish:
     filter: Filter = "all"
     words: str = ""
     order: Order = "recorded"
+    outcome: str = ""
+    """Of an agent's trajectory; empty: any."""
+    tool: str = ""
+    """That a trajectory used; empty: any."""
 
 
 class ResponseFolder:
@@ -236,6 +84,9 @@ class ResponseFolder:
         chosen: list[tuple[list[Entry], list[Entry]]] = []
         for group in groups.values():
             fitting = [entry for entry in group if _fits(entry, group, wish.filter)]
+            if wish.outcome or wish.tool:
+                kept = of_trajectory(group, wish.outcome, wish.tool)
+                fitting = [entry for entry in fitting if entry.trajectory in kept]
             if wish.words:
                 fitting = [entry for entry in fitting if _has_words(file.head(entry), wish.words)]
             if fitting:
@@ -247,7 +98,7 @@ class ResponseFolder:
         return {
             "step": step,
             "bad_lines": file.bad_lines,
-            "counts": counts(file.entries),
+            "counts": counts(file.entries) | counts_by(groups.values()),
             "num_groups": len(chosen),
             "groups": [_show_group(file, group, fitting) for group, fitting in chosen[first : first + count]],
         }
@@ -259,7 +110,7 @@ class ResponseFolder:
             first = file.full_row(file.entries[0]) if file.entries else {}
         except DashboardError:
             return []
-        return [name for name in _TOKEN_LISTS if name in first]
+        return [name for name in TOKEN_LISTS if name in first]
 
     def response(self, step: int, row: int) -> dict[str, Any]:
         """One response with the numbers of its tokens."""
@@ -345,6 +196,9 @@ def _groups(entries: tuple[Entry, ...]) -> dict[str, list[Entry]]:
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.group, []).append(entry)
+    for group in groups.values():
+        if group[0].outcome:
+            group.sort(key=lambda entry: (entry.trajectory, entry.segment))
     return groups
 
 
@@ -356,8 +210,15 @@ def _fits(entry: Entry, group: list[Entry], wanted: Filter) -> bool:
     return bool(getattr(entry, wanted))
 
 
+def _each_once(group: list[Entry]) -> list[Entry]:
+    """One row of every trajectory, the last; all rows of plain responses."""
+    last = {entry.trajectory: entry for entry in sorted(group, key=lambda entry: entry.segment)}
+    return [last[number] for number in sorted(last)] if group[0].outcome else group
+
+
 def _has_no_signal(group: list[Entry]) -> bool:
     """Whether nothing can be learned from comparing the responses: all that were scored got the same."""
+    group = _each_once(group)
     scores = [entry.score for entry in group if entry.score is not None and not entry.failed]
     return len(group) > 1 and (not scores or max(scores) - min(scores) < _SIGNAL)
 
@@ -369,7 +230,8 @@ def _has_words(head: dict[str, Any], words: str) -> bool:
 
 def _show_group(file: ResponseFile, group: list[Entry], shown: list[Entry]) -> dict[str, Any]:
     heads = [file.head(entry) for entry in shown]
-    scores = [entry.score for entry in group if entry.score is not None and not entry.failed]
+    once = _each_once(group)
+    scores = [entry.score for entry in once if entry.score is not None and not entry.failed]
     return {
         "key": shown[0].prompt_key,
         "uid": heads[0]["uid"],
@@ -378,13 +240,14 @@ def _show_group(file: ResponseFile, group: list[Entry], shown: list[Entry]) -> d
         "size": len(group),
         "mean_score": sum(scores) / len(scores) if scores else None,
         "no_signal": _has_no_signal(group),
-        "scores": [entry.score for entry in group],
+        "num_trajectories": len(once) if group[0].outcome else None,
+        "scores": [entry.score for entry in once],
         "answers": [_show(entry, head) for entry, head in zip(shown, heads, strict=True)],
     }
 
 
 def _show(entry: Entry, head: dict[str, Any]) -> dict[str, Any]:
-    return {"row": entry.row, "key": entry.prompt_key, **head}
+    return {"row": entry.row, "key": entry.prompt_key, **head, "score": entry.score, "wrong": entry.wrong}
 
 
 def _file_may_have(path: Path, words: str) -> bool:

@@ -58,7 +58,9 @@ def phase_words(timelines: Timelines) -> dict[str, str]:
 
 def phases(table: MetricsTable, most: int, words: Mapping[str, str] = PHASE_WORDS) -> dict[str, Any]:
     """Seconds of every phase per step, for stacked bars. Long runs are averaged over neighbouring steps."""
-    names = [name for name in table.names if name.startswith(PREFIX) and name != f"{PREFIX}step"]
+    # `timing_s/agent_loop/...` are seconds of trajectories, inside the generation.
+    known = [name for name in table.names if name.startswith(PREFIX) and "/" not in name[len(PREFIX) :]]
+    names = [name for name in known if name != f"{PREFIX}step"]
     step_seconds = table.column(f"{PREFIX}step")
     kept = np.isfinite(step_seconds)
     if not kept.any():

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 GROUP = 8
+TOKENS = ("token_", "response_ids")
+"""How names of lists with a number per token begin: they stand last in a line."""
 _NAMES = (
     *("actor/entropy", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl", "rollout_corr/k3_kl", "actor/lr"),
     *("critic/score/max", "critic/score/min", "critic/rewards/mean", "critic/advantages/mean", "response_length/max"),
@@ -97,6 +99,57 @@ def write_async_run(folder: Path, *, steps: int = 8) -> Path:
         answers = [answer_row(step, row) | {"token_versions": [[step - 3, 2], [step - 1, 4]]} for row in range(16)]
         (folder / "rollouts" / f"step_{step}.jsonl").write_text("".join(line(row) for row in answers))
     return folder
+
+
+def write_agent_run(folder: Path, *, steps: int = 8) -> Path:
+    """Three trajectories a group: one finishes, one is two segments long, one meets a dead server."""
+    write_run(folder, steps=steps, rollouts_per_step=8)
+    agents = {"outcome/finished": 0.67, "outcome/infra": 0.33, "num_turns/mean": 1.7, "num_turns/max": 2.0}
+    agents |= {"tool_call_counts/mean": 1.3, "tool_call_counts/failed_share": 0.25}
+    agents |= {f"timing_s/agent_loop/{name}/mean": s for name, s in (("generate_sequences", 1.0), ("tool_calls", 0.5))}
+    rows = [metrics_row(step, steps) | agents for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(line(row) for row in rows))
+    for step in range(1, steps + 1):
+        answers = [record for group in range(2) for record in _trajectories(step, group)]
+        (folder / "rollouts" / f"step_{step}.jsonl").write_text("".join(line(row) for row in answers))
+    return folder
+
+
+def _trajectories(step: int, group: int) -> list[dict[str, Any]]:
+    """The lines of one group, as `docs/agents-design.md` describes them."""
+    call = {"kind": "tool", "turn": 0, "seconds": 0.5, "name": "calculator", "arguments": {"expression": "2+3"}}
+    messages = [
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [{"function": {"name": "calculator"}}]},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "It is 5."},
+    ]
+    turns = [{"kind": "generate", "turn": turn, "seconds": 0.5, "tokens": 3} for turn in (0, 1)]
+    slow = call | {"name": "search", "failure": "timeout", "result": "Error: search timed out after 1 s."}
+    dead = {"kind": "error", "turn": None, "failure": "infra", "result": "search: no server (3 attempts)"}
+    rewritten = {"kind": "branch", "turn": 1, "why": "the template rewrites history"}
+    records: list[tuple[int, int, str, dict[str, Any]]] = [
+        (0, 0, "finished", {"messages": messages, "events": [turns[0], call | {"result": "5"}, turns[1]]}),
+        (1, 0, "finished", {}),
+        (1, 1, "finished", {"messages": messages, "events": [turns[0], slow, rewritten, turns[1]]}),
+        (2, 0, "infra", {"messages": messages[:2], "events": [turns[0], dead]}),
+    ]
+    return [
+        {
+            **{name: value for name, value in answer_row(step, number).items() if not name.startswith(TOKENS)},
+            "uid": f"draw-{step}-{group}",
+            "score": {(0, 0): 1.0, (1, 1): 0.5}.get((number, segment), 0.0),
+            "trajectory": number,
+            "segment": segment,
+            "outcome": outcome,
+            "num_turns": 2,
+            "agent_reward": None,
+            **record,
+            **{name: value for name, value in answer_row(step, number).items() if name.startswith(TOKENS)},
+            "token_mask": [1, 1, 0, 0, 1, 1],
+        }
+        for number, segment, outcome, record in records
+    ]
 
 
 def line(value: dict[str, Any]) -> str:

@@ -12,7 +12,15 @@ from playwright.sync_api import Browser, Page, expect
 
 from dovetail.observability.run_folder import RunFolder
 from tests.dashboard.browser import Server, drawn, open_browser, seconds_to_first_view, serve, show, until
-from tests.dashboard.synthetic import answer_row, line, metrics_row, timeline_row, write_async_run, write_run
+from tests.dashboard.synthetic import (
+    answer_row,
+    line,
+    metrics_row,
+    timeline_row,
+    write_agent_run,
+    write_async_run,
+    write_run,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -45,7 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def async_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("async")
-    with serve(write_async_run(home / "async"), write_run(home / "sync", steps=8)) as started:
+    runs = write_async_run(home / "async"), write_run(home / "sync", steps=8), write_agent_run(home / "agent")
+    with serve(*runs) as started:
         yield started
 
 
@@ -186,6 +195,39 @@ def test_only_an_asynchronous_run_has_the_view_and_versions_of_tokens(page: Page
     show(page, async_server, "#view=rollouts&run=sync&step=8")
     expect(page.locator("#tabs")).not_to_contain_text("Async")
     expect(page.locator("#colour option")).to_have_text(["plain text", "advantage", "log-prob diff", "entropy"])
+
+
+# ---- trajectories ----
+
+
+def test_a_trajectory_shows_its_turns_and_calls_and_is_filtered(page: Page, async_server: Server) -> None:
+    show(page, async_server, "#view=rollouts&run=agent&step=8")
+    first = page.locator(".answer").first
+    expect(first.locator(".said .text")).to_have_text(["What is 2 + 3?", "Let me see.", "It is 5."])
+    expect(first.locator(".event.tool")).to_contain_text('calculator({"expression":"2+3"})')
+    expect(first.locator(".event.tool")).to_contain_text("500 ms")
+    expect(first).to_contain_text("finished")
+    page.locator("#tool").select_option("search")
+    expect(page.locator(".answer")).to_have_count(4)
+    expect(page.locator(".event.failed .badge").first).to_have_text("timeout")
+    page.locator("#tool").select_option("")
+    page.locator("#outcome").select_option("infra")
+    expect(page.locator(".event.error").first).to_contain_text("no server (3 attempts)")
+    page.locator("#colour").select_option("token_mask")
+    tokens = page.locator(".answer").first.locator(".token")
+    expect(tokens).to_have_count(6)
+    tokens.nth(2).hover()
+    expect(page.locator("#tip")).to_contain_text("not trained")
+    show(page, async_server, "#view=rollouts&run=sync&step=8")
+    expect(page.locator("#outcome")).to_have_count(0)
+
+
+def test_time_and_overview_of_an_agents_run(page: Page, async_server: Server) -> None:
+    show(page, async_server, "#view=time&run=agent")
+    drawn(page, "Where a trajectory's time goes (mean of a step)")
+    show(page, async_server, "#view=overview&run=agent")
+    for chart in ("outcomes", "turns", "tool_calls"):
+        drawn(page, chart)
 
 
 # ---- rollouts ----

@@ -11,16 +11,19 @@ import pytest
 from dovetail.dashboard.async_view import busy_shares, staleness, waits
 from dovetail.dashboard.charts import OVERVIEW, binned_means, names_of, points, smoothed, thinned
 from dovetail.dashboard.config_view import config_rows, read_config
-from dovetail.dashboard.responses import Filter, Order, ResponseFile, ResponseFolder, Wish, parse_head
+from dovetail.dashboard.response_file import ResponseFile, parse_head
+from dovetail.dashboard.responses import Filter, Order, ResponseFolder, Wish
 from dovetail.dashboard.run_files import DashboardError, MetricsTable, parse_object
 from dovetail.dashboard.runs import Runs
 from dovetail.dashboard.step_times import Timelines, phases, what_it_waits_for
+from dovetail.dashboard.trajectories import time_of_trajectories
 from dovetail.observability.run_folder import RunFolder
 from tests.dashboard.synthetic import (
     answer_row,
     line,
     metrics_row,
     timeline_row,
+    write_agent_run,
     write_async_run,
     write_config,
     write_run,
@@ -171,7 +174,52 @@ def test_staleness_is_shares_of_tokens_up_to_the_largest_lag_seen(tmp_path: Path
     assert staleness(Runs([write_run(tmp_path / "sync")]).get("sync").metrics)["lags"] == []
 
 
+def test_the_time_of_trajectories_is_engine_tools_and_idle_and_no_phase_of_its_own(tmp_path: Path) -> None:
+    run = Runs([write_agent_run(tmp_path / "run")]).get("run")
+    found = time_of_trajectories(run.metrics, 100)
+    engine, tools, idle = (np.array(part["seconds"]) for part in found["parts"])
+    assert set(engine) == {1.0}
+    assert set(tools) == {0.5}
+    assert engine + tools + idle == pytest.approx(run.metrics.column("timing_s/gen"), rel=1e-4)
+    assert not any("agent_loop" in phase["key"] for phase in phases(run.metrics, 100)["phases"])
+    assert time_of_trajectories(Runs([write_run(tmp_path / "plain")]).get("plain").metrics, 100)["parts"] == []
+
+
 # ---- answers ----
+
+
+def test_trajectories_are_filtered_by_outcome_and_tool_with_all_their_segments(tmp_path: Path) -> None:
+    responses = Runs([write_agent_run(tmp_path / "run")]).get("run").responses("rollouts")
+    counts = responses.page(3, Wish(), first=0, count=10)["counts"]
+    assert counts["outcomes"] == {"finished": 4, "infra": 2}
+    assert counts["tools"] == {"calculator": 2, "search": 2}
+
+    def shown(wish: Wish) -> list[tuple[int, int]]:
+        groups = responses.page(3, wish, first=0, count=10)["groups"]
+        agents = [answer["agent"] for group in groups for answer in group["answers"]]
+        return [(agent["trajectory"], agent["segment"]) for agent in agents]
+
+    assert shown(Wish(outcome="infra")) == [(2, 0), (2, 0)]
+    assert shown(Wish(tool="search")) == [(1, 0), (1, 1), (1, 0), (1, 1)]
+    assert shown(Wish(tool="search", outcome="infra")) == []
+    group = responses.page(3, Wish(), first=0, count=1)["groups"][0]
+    assert (group["size"], group["num_trajectories"], group["scores"]) == (4, 3, [1.0, 0.5, 0.0])
+    assert [answer["score"] for answer in group["answers"]] == [1.0, 0.5, 0.5, 0.0]
+    failed = responses.response(3, 2)
+    assert failed["agent"]["failures"] == 1
+    assert failed["agent"]["seconds"] == {"generate": 1.0, "tool": 0.5}
+    assert failed["events"][1]["failure"] == "timeout"
+    assert failed["token_mask"] == [1, 1, 0, 0, 1, 1]
+
+
+def test_a_record_that_is_not_as_it_should_be_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    odd = {"outcome": "finished", "events": [3, {"no": "kind"}, {"kind": "tool", "seconds": "x"}], "messages": "hello"}
+    file = tmp_path / "step_1.jsonl"
+    file.write_text(line(answer_row(1, 0) | odd) + line(answer_row(1, 1) | {"outcome": 7, "events": None}))
+    first, second = (ResponseFolder(tmp_path, Path.resolve).response(1, row) for row in (0, 1))
+    assert first["events"] == [{"kind": "tool", "seconds": "x"}]
+    assert first["messages"] == []
+    assert second["agent"] is None
 
 
 @pytest.fixture

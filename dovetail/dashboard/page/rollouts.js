@@ -3,6 +3,7 @@
 import { ask, debounce, el, field, select, short } from "./dom.js";
 import { compare } from "./compare.js";
 import { colouredAnswer, colourings, colourLegend } from "./tokens.js";
+import { conversation, trajectoryFacts } from "./trajectory.js";
 import { go } from "./address.js";
 import { shortPrompt } from "./prompt.js";
 
@@ -11,7 +12,7 @@ const ORDERS = [["recorded", "as recorded"], ["longest", "longest first"], ["bes
 const PAGE = 8;
 
 export async function rollouts(box, state) {
-  const wish = { kind: "rollouts", step: null, wanted: "all", order: "recorded", words: "", scope: "step", colour: "", ...state.parameters };
+  const wish = { kind: "rollouts", step: null, wanted: "all", order: "recorded", words: "", scope: "step", colour: "", outcome: "", tool: "", ...state.parameters };
   if (wish.step !== null) wish.step = Number(wish.step);
   let steps = [];
   let first = 0;
@@ -28,6 +29,7 @@ export async function rollouts(box, state) {
   const more = el("button", { class: "button", hidden: true, text: "More", onclick: () => { first += PAGE; load({ append: true }); } });
   const legend = el("span", {});
   const colours = select("Colour tokens by", [], "", (colour) => change({ colour }), { id: "colour" });
+  const agents = el("span", { class: "inline", hidden: true });
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Filter" });
   box.append(el("div", { class: "bar" },
     select("Responses of", [["rollouts", "training"], ["validation", "validation"]], wish.kind, (kind) => { wish.step = null; change({ kind, step: null }, true); }, { id: "kind" }),
@@ -35,7 +37,7 @@ export async function rollouts(box, state) {
       el("button", { class: "icon-button", title: "One step on (.)", "aria-label": "One step on", text: "›", onclick: () => move(1) }), slider)),
     select("Order", ORDERS, wish.order, (order) => change({ order }), { id: "order" }),
     colours, legend),
-  el("div", { class: "bar" }, chips, search, select("in", [["step", "this step"], ["run", "all steps"]], wish.scope, (scope) => change({ scope }), { id: "scope" })),
+  el("div", { class: "bar" }, chips, agents, search, select("in", [["step", "this step"], ["run", "all steps"]], wish.scope, (scope) => change({ scope }), { id: "scope" })),
   summary, list, more);
 
   function remember() {
@@ -81,9 +83,10 @@ export async function rollouts(box, state) {
     legend.replaceChildren(colourLegend(wish.colour) ?? "");
     if (wish.scope === "run" && (wish.words || wish.wanted !== "all")) return searchRun(mine);
     const place = { run: state.run, kind: wish.kind, step: wish.step };
-    const reply = await ask("groups", { ...place, wanted: wish.wanted, words: wish.words, order: wish.order, first, count: PAGE });
+    const reply = await ask("groups", { ...place, wanted: wish.wanted, words: wish.words, order: wish.order, outcome: wish.outcome, tool: wish.tool, first, count: PAGE });
     if (mine !== asked) return;
     drawChips(reply.counts);
+    drawAgents(reply.counts);
     summary.textContent = [`${reply.num_groups} of ${reply.counts.groups} prompts`, `${reply.counts.all} responses in step ${reply.step}`,
       reply.bad_lines ? `${reply.bad_lines} lines of the file are incomplete and are left out` : ""].filter(Boolean).join(" · ");
     if (!append) list.replaceChildren();
@@ -126,10 +129,18 @@ export async function rollouts(box, state) {
     return compare(place, group, drawAnswer, () => { wish.compare = ""; remember(); });
   }
 
+  function drawAgents({ outcomes, tools }) {
+    agents.hidden = !Object.keys(outcomes).length;
+    if (agents.hidden) return;
+    const options = (counts) => [["", "any"], ...Object.entries(counts).map(([name, count]) => [name, `${name} (${count})`])];
+    agents.replaceChildren(select("Outcome", options(outcomes), wish.outcome, (outcome) => change({ outcome }), { id: "outcome" }),
+      Object.keys(tools).length ? select("Tool", options(tools), wish.tool, (tool) => change({ tool }), { id: "tool" }) : "");
+  }
+
   function drawGroup(group, place) {
     const head = el("header", {}, el("div", { class: "prompt", text: shortPrompt(group.prompt) }), dots(group.scores),
       el("div", { class: "facts soft" }, group.ground_truth != null && group.ground_truth !== "" && el("span", {}, "expected ", el("b", { text: String(group.ground_truth) })),
-        el("span", { text: `mean reward ${short(group.mean_score)}` }), el("span", { text: `${group.answers.length === group.size ? "" : `${group.answers.length} of `}${group.size} responses` }),
+        el("span", { text: `mean reward ${short(group.mean_score)}` }), el("span", { text: `${group.answers.length === group.size ? "" : `${group.answers.length} of `}${group.size} responses${group.num_trajectories && group.num_trajectories !== group.size ? ` of ${group.num_trajectories} trajectories` : ""}` }),
         group.no_signal && el("span", { class: "badge quiet", text: "no signal", data: { tip: "All responses got the same reward: nothing is learned from this group." } }),
         el("button", { class: "link", text: "other steps", onclick: () => openCompare(place, group) })));
     const whole = el("details", { class: "whole" }, el("summary", { text: "full prompt" }), el("div", { class: "text", text: group.prompt }));
@@ -146,7 +157,9 @@ export async function rollouts(box, state) {
       el("span", { class: `badge ${answer.failed ? "failed" : answer.wrong ? "no" : "yes"}`, text: answer.failed ? "reward failed" : short(answer.score), data: { tip: extraFacts(answer) } }),
       answer.advantage !== null && el("span", { class: "soft", text: `advantage ${answer.advantage > 0 ? "+" : ""}${short(answer.advantage)}` }),
       el("span", { class: "soft", text: `${answer.length} tokens` }), answer.gap !== null && el("span", { class: "soft", text: `log-prob diff ${short(answer.gap)}` }),
-      answer.truncated && el("span", { class: "badge cut", text: "truncated" })), text);
+      answer.truncated && el("span", { class: "badge cut", text: "truncated" })), answer.agent && el("div", { class: "facts" }, trajectoryFacts(answer.agent)), text);
+    if (answer.agent) row.classList.add("trajectory");
+    if (answer.agent && !wish.colour) conversation(answer, place).then((drawn) => { if (drawn) text.replaceWith(drawn); }, () => {});
     if (wish.colour) colouredAnswer(answer, place, wish.colour).then((coloured) => text.replaceWith(coloured), () => {});
     return row;
   }

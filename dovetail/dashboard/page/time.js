@@ -10,13 +10,14 @@ export async function time(box, state) {
   const bars = plotCard("Seconds per step, by phase");
   const steps = el("input", { type: "number", min: "0", class: "step-input", "aria-label": "Step of the timeline" });
   const line = plotCard("One step across driver and workers", field("Step", steps));
+  const agents = plotCard("Where a trajectory's time goes (mean of a step)");
   const speed = plotCard("Tokens per second and device");
   const mfu = plotCard("Model FLOPs utilisation (share of the peak)");
   const memory = plotCard("Memory in each phase (GiB): planned parts, and measured");
   memory.card.classList.add("wide");
   line.card.classList.add("wide");
   bars.card.classList.add("wide");
-  const grid = el("div", { class: "grid" }, bars.card, line.card, speed.card, mfu.card, memory.card);
+  const grid = el("div", { class: "grid" }, bars.card, line.card, agents.card, speed.card, mfu.card, memory.card);
   box.append(sentence, grid);
   let reply = null;
   let step = state.parameters.step ? Number(state.parameters.step) : null;
@@ -34,6 +35,7 @@ export async function time(box, state) {
     sentence.replaceChildren(el("p", {}, el("strong", { text: reply.waits.sentence })),
       el("p", { class: "soft", text: `${now}${reply.waits.advice}` }));
     drawBars();
+    drawAgents();
     drawRates();
     drawMemory();
     if (step === null || (reply.timeline_steps && step > reply.timeline_steps[1])) step = reply.timeline_steps?.[1] ?? null;
@@ -58,6 +60,16 @@ export async function time(box, state) {
       wired = true;
       bars.plot.on("plotly_click", (event) => { step = Number(event.points[0].x); steps.value = step; drawTimeline(); });
     });
+  }
+
+  function drawAgents() {
+    const { steps: at, parts } = reply.trajectories;
+    agents.card.hidden = !parts.length;
+    if (!parts.length) return;
+    const colours = ["#0d9488", "#d6336c", "#ced4da"];
+    agents.legend(parts.map((part, index) => [part.name, colours[index]]));
+    drawWhenSeen(agents.plot, () => draw(agents.plot, parts.map((part, index) => ({ type: "bar", name: plain(part.name), x: at, y: part.seconds, marker: { color: colours[index] },
+      hovertemplate: `%{y:.3g} s  ${plain(part.name)}<extra></extra>` })), baseLayout({ barmode: "stack", xaxis: { title: { text: "step", font: { size: 11 }, standoff: 4 } }, yaxis: { ticksuffix: " s" } })));
   }
 
   async function drawTimeline() {
