@@ -11,12 +11,17 @@ import torch
 
 from dovetail.algorithms import FixedKLController
 from dovetail.config.algorithm import AlgorithmConfig
+from dovetail.dashboard.responses import ResponseFolder, Wish
+from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
 from dovetail.protocol.trajectories import one_row_each, row_totals, turn_numbers
 from dovetail.trainer.agent_metrics import agent_metrics
 from dovetail.trainer.agent_records import MOST_CHARACTERS, agent_records
+from dovetail.trainer.answers import RolloutRows
 from dovetail.trainer.batch_math import add_advantages, add_baselines, add_rewards, mask_truncated
 from dovetail.trainer.requests import join_answers
+from tests.models.tiny import tiny_tokenizer
+from tests.rewards.test_runner import answers
 from tests.rewards.test_trajectories import column
 
 pytestmark = pytest.mark.unit
@@ -165,3 +170,33 @@ def test_records_hold_a_conversation_once_and_long_texts_without_their_middle() 
     assert first == {}
     assert len(last["messages"][0]["content"]) < 1.1 * MOST_CHARACTERS
     assert last["events"] == EVENTS
+
+
+def test_the_page_reads_what_the_trainer_records(tmp_path: Path) -> None:
+    batch = answers("good", "no", "good")
+    mask = batch.tensors["response_mask"]
+    places = [(0, 0), (0, 1), (1, 0)]
+    tensors = {"advantages": mask.float(), "weight_version": torch.where(mask > 0, 3, -1)}
+    tensors["token_level_scores"] = torch.zeros(mask.shape)
+    tensors["token_level_scores"][1, 0] = 1.0
+    columns = {
+        "uid": column(["draw-0"] * 3),
+        "trajectory": np.array([number for number, _ in places]),
+        "segment": np.array([segment for _, segment in places]),
+        "outcome": column(["finished", "finished", "infra"]),
+        "num_turns": np.array([2, 2, 1]),
+        "events": column([EVENTS, EVENTS, []]),
+        "messages": column([[{"role": "user", "content": "hello"}]] * 3),
+        "finish_reason": column(["stop"] * 3),
+    }
+    batch = batch.union(DataProto.from_dict(tensors, columns))
+    RunFolder(tmp_path).write_answers(1, RolloutRows(tiny_tokenizer()).of(batch))
+    responses = ResponseFolder(tmp_path / "rollouts", Path.resolve)
+    page = responses.page(1, Wish(tool="calculator"), first=0, count=9)
+    assert page["counts"]["outcomes"] == {"finished": 1, "infra": 1}
+    assert page["groups"][0]["scores"] == [1.0, 0.0]
+    assert [answer["agent"]["segment"] for answer in page["groups"][0]["answers"]] == [0, 1]
+    last = responses.response(1, 1)
+    assert last["messages"] == [{"role": "user", "content": "hello"}]
+    assert last["events"] == EVENTS
+    assert (last["token_mask"], last["token_versions"]) == ([1, 1], [3, 3])
