@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class ResponseFile:
                 bad += 1
                 continue
             entries.append(_entry(len(entries), offset, len(line), head))
-        return cls(path, stamp_of(path), tuple(_scored_together(entries)), bad)
+        return cls(path, stamp_of(path), tuple(entries), bad)
 
     def head(self, entry: Entry) -> dict[str, Any]:
         """A response without the numbers of its tokens."""
@@ -162,24 +162,6 @@ def _entry(row: int, offset: int, size: int, head: dict[str, Any]) -> Entry:
         segment=agent["segment"],
         tools=tuple(map(sys.intern, agent["tools"])),
     )
-
-
-def _scored_together(entries: list[Entry]) -> list[Entry]:
-    """Rows of one trajectory with its score: a record has the score on the row where it was given."""
-    scores: dict[tuple[str, int], float] = {}
-    right: set[tuple[str, int]] = set()
-    for entry in entries:
-        key = entry.group, entry.trajectory
-        if entry.outcome and entry.score is not None:
-            scores[key] = scores.get(key, 0.0) + entry.score
-        if entry.outcome and not entry.wrong:
-            right.add(key)
-    return [
-        replace(entry, score=scores.get(key), wrong=key not in right)
-        if entry.outcome and (key := (entry.group, entry.trajectory))
-        else entry
-        for entry in entries
-    ]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -247,7 +247,7 @@ def _show_group(file: ResponseFile, group: list[Entry], shown: list[Entry]) -> d
 
 
 def _show(entry: Entry, head: dict[str, Any]) -> dict[str, Any]:
-    return {"row": entry.row, "key": entry.prompt_key, **head, "score": entry.score, "wrong": entry.wrong}
+    return {"row": entry.row, "key": entry.prompt_key, **head}
 
 
 def _file_may_have(path: Path, words: str) -> bool:

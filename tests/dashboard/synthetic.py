@@ -138,7 +138,7 @@ def _trajectories(step: int, group: int) -> list[dict[str, Any]]:
         {
             **{name: value for name, value in answer_row(step, number).items() if not name.startswith(TOKENS)},
             "uid": f"draw-{step}-{group}",
-            "score": {(0, 0): 1.0, (1, 1): 0.5}.get((number, segment), 0.0),
+            "score": (1.0, 0.5, 0.0)[number],
             "trajectory": number,
             "segment": segment,
             "outcome": outcome,
