@@ -328,10 +328,18 @@ def test_keys_reach_every_view_and_the_theme(page: Page, server: Server) -> None
     expect(page.locator("#help")).to_be_visible()
 
 
-@pytest.mark.parametrize("view", ["overview", "time", "rollouts", "config", "health"])
-def test_a_small_screen_needs_no_sideways_scrolling(browser: Browser, server: Server, view: str) -> None:
+@pytest.mark.parametrize(
+    ("run", "view"),
+    [
+        *(("async", view) for view in ("overview", "time", "rollouts", "config", "health", "async")),
+        ("agent", "rollouts"),
+    ],
+)
+def test_a_small_screen_needs_no_sideways_scrolling(
+    browser: Browser, async_server: Server, run: str, view: str
+) -> None:
     context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark")
-    small = show(context.new_page(), server, f"#view={view}&run=one")
+    small = show(context.new_page(), async_server, f"#view={view}&run={run}")
     small.wait_for_timeout(200)
     assert small.evaluate("() => document.documentElement.scrollWidth") <= 360
     assert small.evaluate("() => document.documentElement.dataset.theme") == "dark"
