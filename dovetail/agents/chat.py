@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,6 +146,15 @@ class ChatRenderer:
         if not closed:
             return tail.ids
         return tail.ids[1:] if stop_id is None or stop_id == tail.ids[0] else None
+
+    def tokens_before(self, ids: Sequence[int], texts: Sequence[str]) -> int:
+        """How many ids can be kept so that none of the texts begins in them."""
+        decode = self.tokenizer.decode
+        whole = decode(list(ids))
+        begin = min((at for text in texts if (at := whole.find(text)) >= 0), default=None)
+        if begin is None:
+            return len(ids)
+        return bisect_right(range(len(ids)), begin, key=lambda count: len(decode(list(ids[:count])))) - 1
 
     @cached_property
     def audit(self) -> TemplateAudit:

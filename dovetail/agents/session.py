@@ -56,6 +56,8 @@ class Renderer(Protocol):
         stop_id: int | None = None,
     ) -> Sequence[int] | None: ...
 
+    def tokens_before(self, ids: Sequence[int], texts: Sequence[str]) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
@@ -88,12 +90,26 @@ class _Node:
     weight_versions: list[int] = field(default_factory=list)
     finish_reason: str = "running"
     reward: float | None = None
+    is_cut: bool = False
+    """Ended before a stop string, and so without a stop token."""
 
     def add(self, result: GenerationResult) -> None:
         self.token_ids += result.token_ids
         self.log_probs += result.log_probs
         self.weight_versions += result.weight_versions
         self.finish_reason = result.finish_reason
+
+    def keep(self, count: int) -> None:
+        """As if the engine had stopped there."""
+        if count < len(self.token_ids):
+            for values in (self.token_ids, self.log_probs, self.weight_versions):
+                del values[max(1, count) :]  # a turn is never empty
+            self.finish_reason, self.is_cut = "stop", True
+
+    @property
+    def is_closed(self) -> bool:
+        """Ended by a stop token, which is its last."""
+        return self.finish_reason == "stop" and bool(self.token_ids) and not self.is_cut
 
 
 class Session:
@@ -139,17 +155,21 @@ class Session:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
         **sampling: Any,
     ) -> Turn:
         """The model's next turn in this conversation. `messages` are all of it; append `turn.message` to go on.
 
-        `sampling` are fields of `SamplingParams` to change for this turn. Raises `TrajectoryEnd` when no room is left.
+        A turn ends before any of the texts in `stop`. `sampling` are fields of `SamplingParams` to change for this
+        turn. Raises `TrajectoryEnd` when no room is left.
         """
         if self._settings.max_turns is not None and self._num_asked >= self._settings.max_turns:
             raise TrajectoryEnd("max_turns")
         node = self._next_node([dict(message) for message in messages], list(tools or []))
         if node.finish_reason == "running":
             await self._sample(node, max_new_tokens, sampling)
+            if stop:
+                node.keep(self._settings.renderer.tokens_before(node.token_ids, stop))
         self._nodes[node.number] = node
         self._turns[node.number] = turn = self._as_turn(node)
         self._known[node.number] = canonical([*node.messages, turn.message])
@@ -232,7 +252,7 @@ class Session:
         observed = None
         if parent is not None:
             known = len(parent.messages) + 1
-            closed = parent.finish_reason == "stop"
+            closed = parent.is_closed
             observed = self._settings.renderer.extend(
                 messages[:known],
                 messages[known:],
@@ -316,8 +336,7 @@ class Session:
 
     def _as_turn(self, node: _Node) -> Turn:
         ids = node.token_ids
-        closed = node.finish_reason == "stop" and bool(ids)
-        text, calls = self._settings.parse(ids[:-1] if closed else ids, node.tools)
+        text, calls = self._settings.parse(ids[:-1] if node.is_closed else ids, node.tools)
         # Nine letters and digits: some templates refuse any other id.
         calls = tuple(replace(call, id=f"call{node.number:03d}{place:02d}") for place, call in enumerate(calls))
         message: Message = {"role": "assistant", "content": text}

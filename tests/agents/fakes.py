@@ -41,6 +41,9 @@ class FakeRenderer:
             return None
         return [*([] if closed else [STOP]), *self._render(new), ROLES["assistant"]]
 
+    def tokens_before(self, ids: Sequence[int], texts: Sequence[str]) -> int:
+        return min(len("".join(map(chr, ids)).partition(text)[0]) for text in texts)
+
     def _render(self, messages: Sequence[Message]) -> list[int]:
         ids: list[int] = []
         for message in messages:

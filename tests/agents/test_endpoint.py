@@ -217,9 +217,29 @@ def test_limits_stop_strings_and_no_calls() -> None:
             cut = await ask(max_tokens=3)
             assert cut.finish_reason == "length"
             stopped = await ask(stop=["STOP"])
-            assert (stopped.message.content, stopped.finish_reason) == ("One. ", "stop")
+            assert (stopped.message.content.strip(), stopped.finish_reason) == ("One.", "stop")
             none = await ask(tools=[TOOL], tool_choice="none")
             assert (none.message.content, none.message.tool_calls, none.finish_reason) == (CALL, None, "stop")
+
+    asyncio.run(run())
+
+
+def test_an_agent_of_text_with_stop_strings_has_one_row() -> None:
+    """What would follow the stop string is not sampled, as if the engine had stopped; the turn is closed unsampled."""
+
+    async def run() -> None:
+        engine = ScriptedEngine("Action: look\nObservation: I make it up", "Answer: oak")
+        async with opened_over(engine.session()) as (opened, client):
+            messages: list[Any] = list(HELLO)
+            for observation in ("a tree", ""):
+                whole = await client.chat.completions.create(model="any", messages=messages, stop=["\nObservation:"])
+                text = whole.choices[0].message.content
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": observation}]
+        assert [messages[1]["content"], messages[3]["content"]] == ["Action: look", "Answer: oak"]
+        (segment,) = opened.session.segments()
+        row = engine.tokenizer.decode(segment.response.token_ids)
+        assert row.startswith("Action: look<|im_end|>\n<|im_start|>user\na tree")
+        check_rows(opened.session, engine)
 
     asyncio.run(run())
 

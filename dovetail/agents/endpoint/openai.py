@@ -108,10 +108,6 @@ def completion(turn: Turn, request: ChatRequest, session: str) -> dict[str, Any]
     if calls and not request.takes_calls:
         content, calls = content + "".join(call.text for call in turn.calls if call.arguments is not None), []
     reason = "tool_calls" if calls else "length" if turn.finish_reason == "length" else "stop"
-    for stop in request.stop:
-        head, found, _ = content.partition(stop)
-        if found:
-            content, reason, calls = head, "stop", []
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
     if calls:
         message["tool_calls"] = [_sent(call) for call in calls]

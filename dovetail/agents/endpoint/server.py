@@ -220,7 +220,7 @@ class Endpoint:
 
 
 async def _turn(opened: OpenSession, chat: ChatRequest) -> dict[str, Any]:
-    turn = await opened.session.chat(chat.messages, tools=chat.tools, max_new_tokens=chat.max_tokens)
+    turn = await opened.session.chat(chat.messages, tools=chat.tools, max_new_tokens=chat.max_tokens, stop=chat.stop)
     return completion(turn, chat, opened.name)
 
 
