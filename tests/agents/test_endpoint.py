@@ -18,6 +18,7 @@ import torch
 from dovetail.agents.calls import CallSettings, NoTools
 from dovetail.agents.chat import ChatRenderer
 from dovetail.agents.endpoint import Endpoint, OpenSession, black_box, command_agent
+from dovetail.agents.loops import as_loop, find_object
 from dovetail.agents.parsers import turn_parser
 from dovetail.agents.runner import Deadline, run_trajectory
 from dovetail.agents.session import Session, SessionSettings
@@ -309,7 +310,7 @@ def test_another_key_opens_no_session() -> None:
 
 def _run(loop: Any, engine: ScriptedEngine, *, seconds: float = 600.0, **limits: Any) -> Trajectory:
     async def run() -> Trajectory:
-        task = Task(HELLO, {"data_source": "test"}, uid="u")
+        task = Task(HELLO, {"reward_model": {"ground_truth": "42"}}, uid="u")
         settings = CallSettings()
         return await run_trajectory(task, loop, engine.session(**limits), NoTools(), settings, Deadline(seconds))
 
@@ -360,6 +361,16 @@ def test_a_function_of_an_address_is_a_loop() -> None:
     trajectory = _run(black_box(_ask), ScriptedEngine("a", "b", "c"))
     assert (trajectory.outcome, trajectory.reward) == ("finished", 0.5)
     assert len(trajectory.segments) == 1
+
+
+def test_the_black_box_of_the_examples_walks_its_graph() -> None:
+    example = Path(__file__).parents[2] / "examples" / "agents" / "black_box.py"
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "6*7"}}\n</tool_call>'
+    engine = ScriptedEngine(call, "It is 42.")
+    trajectory = _run(as_loop(find_object(f"{example}:run", key="agent_name")), engine)
+    assert (trajectory.outcome, trajectory.reward) == ("finished", 1.0)
+    assert len(trajectory.segments) == 1
+    assert trajectory.messages[2]["content"] == "42"
 
 
 def test_limits_of_the_trajectory_end_the_agent_by_their_names() -> None:
