@@ -15,13 +15,14 @@ import openai
 import pytest
 import torch
 
-from dovetail.agents.calls import CallSettings, NoTools
+from dovetail.agents.calls import CallSettings
 from dovetail.agents.chat import ChatRenderer
 from dovetail.agents.endpoint import Endpoint, OpenSession, black_box, command_agent
 from dovetail.agents.loops import as_loop, find_object
 from dovetail.agents.parsers import turn_parser
 from dovetail.agents.runner import Deadline, run_trajectory
 from dovetail.agents.session import Session, SessionSettings
+from dovetail.agents.tools.functions import FunctionToolbox
 from dovetail.agents.types import Task, Trajectory
 from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams
 from dovetail.rollout.native.engine import NativeEngine
@@ -312,7 +313,9 @@ def _run(loop: Any, engine: ScriptedEngine, *, seconds: float = 600.0, **limits:
     async def run() -> Trajectory:
         task = Task(HELLO, {"reward_model": {"ground_truth": "42"}}, uid="u")
         settings = CallSettings()
-        return await run_trajectory(task, loop, engine.session(**limits), NoTools(), settings, Deadline(seconds))
+        return await run_trajectory(
+            task, loop, engine.session(**limits), FunctionToolbox([]), settings, Deadline(seconds)
+        )
 
     return asyncio.run(run())
 
