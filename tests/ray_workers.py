@@ -34,18 +34,19 @@ def quick_workers() -> dict[str, Any]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    process = _CONTEXT.Process(target=_serve, args=(listener,))
+    process = _CONTEXT.Process(target=_serve, args=(listener, os.getpid()))
     process.start()
     atexit.register(process.kill)
     atexit.register(shutil.rmtree, folder)
     return {"py_executable": f"{sys.executable} -S -E {os.path.abspath(__file__)} {address}"}
 
 
-def _serve(listener: socket.socket) -> None:
-    """One worker for each connection, until the fork server ends."""
-    parent = os.getppid()
+def _serve(listener: socket.socket, owner: int) -> None:
+    """One worker for each connection, until the process of the tests is gone, killed or not."""
+    import psutil
+
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
-    while os.getppid() == parent:
+    while psutil.pid_exists(owner):
         if not select.select([listener], [], [], 1.0)[0]:
             continue
         connection, _ = listener.accept()
