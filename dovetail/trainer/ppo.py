@@ -43,13 +43,14 @@ from dovetail.trainer.batch_math import (
     with_padding,
 )
 from dovetail.trainer.checkpoints import TrainerCheckpoints
+from dovetail.trainer.generators import draw_number
 from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.profile import profiled
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
 from dovetail.trainer.recording import Recording, Rollout, write_record
 from dovetail.trainer.requests import engine_request, join_answers, num_restarts, pad_groups
-from dovetail.trainer.rollout_stream import RolloutStream, draw_number
+from dovetail.trainer.rollout_stream import RolloutStream
 from dovetail.trainer.stalled import SkippedSteps
 from dovetail.trainer.step_metrics import (
     data_metrics,

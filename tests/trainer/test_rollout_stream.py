@@ -18,9 +18,10 @@ from dovetail.rewards.errors import Failure
 from dovetail.rollout.assemble import assemble
 from dovetail.rollout.base import GenerationResult
 from dovetail.trainer import rollout_stream
+from dovetail.trainer.generators import Draw, Generator
 from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.prompt_draws import PromptDraws
-from dovetail.trainer.rollout_stream import Draw, Generator, RolloutStream
+from dovetail.trainer.rollout_stream import RolloutStream
 from tests.trainer.toy_run import Toy
 
 N, GROUPS = 4, 4

@@ -21,8 +21,9 @@ from dovetail.rollout.assemble import assemble
 from dovetail.rollout.base import GenerationResult
 from dovetail.trainer import rollout_stream
 from dovetail.trainer.async_plan import RecordsError, make_async_plan
+from dovetail.trainer.generators import Draw, Generator, draw_number
 from dovetail.trainer.prompt_draws import PromptDraws
-from dovetail.trainer.rollout_stream import Draw, Generator, RolloutStream, draw_number
+from dovetail.trainer.rollout_stream import RolloutStream
 from dovetail.trainer.run_speeds import long_tailed_groups, read_records
 from dovetail.trainer.simulate import (
     Schedule,
