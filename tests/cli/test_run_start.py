@@ -19,13 +19,12 @@ def test_a_run_refuses_what_no_part_of_it_can_do(tmp_path: Path) -> None:
         "data.train_files": "train.parquet",
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.rollout.n": 4,
-        "actor_rollout_ref.rollout.multi_turn": {"enable": True},
         "actor_rollout_ref.rollout.mode": "server",
         "trainer.n_gpus_per_node": 1,
     }
     with pytest.raises(ConfigError) as caught:
         run_training(run_config(small_model(tmp_path), keys), use_ray=False)
-    assert [problem.key.rpartition(".")[2] for problem in caught.value.problems] == ["mode", "enable"]
+    assert [problem.key.rpartition(".")[2] for problem in caught.value.problems] == ["mode"]
     assert "cannot be run in this version" in str(caught.value)
 
 
