@@ -30,7 +30,8 @@ def cuda_to_cpu() -> Iterator[None]:
     _count_users(1)
     _THREAD.inside = True
     try:
-        with _Redirect():
+        # What Megatron compiles is not worth a compiler's minute on a CPU, nor a compiler.
+        with torch.compiler.set_stance("force_eager"), _Redirect():
             yield
     finally:
         _THREAD.inside = False
