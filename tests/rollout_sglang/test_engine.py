@@ -127,7 +127,7 @@ def test_no_request_is_lost_however_often_it_is_interrupted_and_aborted(engine: 
         running = Running(engine, [GenerationRequest("cut", [7], ENDLESS), GenerationRequest("kept", [8], ENDLESS)])
         running.paused_after(5)
         engine.continue_()
-        engine.abort(["cut"])
+        assert engine.abort(["cut"]) == 1  # it was running
         cut, kept = running.join(60)
         assert (cut.finish_reason, kept.finish_reason) == ("abort", "length")
         assert kept.token_ids == expected
