@@ -99,6 +99,8 @@ def write(folder: Path, name: str, text: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _without_alias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:  # another test's
+        monkeypatch.delitem(sys.modules, name)
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:

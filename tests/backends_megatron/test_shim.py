@@ -34,6 +34,9 @@ def test_inside_cuda_is_the_cpu_and_outside_nothing_has_changed() -> None:
 @without_cuda
 def test_a_thread_that_leaves_does_not_take_the_shim_from_another() -> None:
     inside, leave = threading.Event(), threading.Event()
+    compiled = []
+    # A backend that only notes that it was asked: no compiler is called.
+    double = torch.compile(lambda x: x + x, backend=lambda graph, _: compiled.append(graph) or graph.forward)
 
     def stay() -> None:
         with cuda_to_cpu():
@@ -49,9 +52,13 @@ def test_a_thread_that_leaves_does_not_take_the_shim_from_another() -> None:
         torch.ones(1, device="cuda")
     with cuda_to_cpu():
         assert torch.ones(1, device="cuda").device.type == "cpu"
+        double(torch.ones(1))
+        assert not compiled
     leave.set()
     thread.join()
     assert torch.cuda.current_device not in _STAND_INS.values()
+    double(torch.ones(1))
+    assert compiled, "what others compile is compiled again after Megatron"
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

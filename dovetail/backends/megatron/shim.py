@@ -30,8 +30,7 @@ def cuda_to_cpu() -> Iterator[None]:
     _count_users(1)
     _THREAD.inside = True
     try:
-        # What Megatron compiles is not worth a compiler's minute on a CPU, nor a compiler.
-        with torch.compiler.set_stance("force_eager"), _Redirect():
+        with _Redirect():
             yield
     finally:
         _THREAD.inside = False
@@ -43,18 +42,22 @@ _LOCK = threading.Lock()
 _OWN: dict[str, Any] = {}
 """What `torch.cuda` had, while stand-ins are in its place."""
 _users = 0
+_stance: Any = None
 
 
 def _count_users(change: int) -> None:
-    """The first thread that enters changes `torch.cuda`, the last one that leaves puts it back."""
-    global _users
+    """The first thread that enters changes what is the whole process's, the last one that leaves puts it back."""
+    global _users, _stance
     with _LOCK:
         if _users == 0 and change > 0:
             _OWN.update({name: getattr(torch.cuda, name) for name in _STAND_INS})
             _set_in_cuda(_STAND_INS)
+            # What Megatron compiles is not worth a compiler's minute on a CPU, nor a compiler.
+            _stance = torch.compiler.set_stance("force_eager")
         _users += change
         if _users == 0:
             _set_in_cuda(_OWN)
+            _stance.__exit__(None, None, None)
 
 
 def _set_in_cuda(values: dict[str, Any]) -> None:
