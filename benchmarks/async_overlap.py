@@ -43,7 +43,7 @@ from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.rollout_worker import RolloutWorker
 
 PROMPTS, SAMPLES, LONGEST, SEED = 16, 4, 640, 1
-EPOCHS = 2
+EPOCHS = 1
 """Passes over a batch: training takes about as long as generation then, which is where overlap is hardest."""
 TRACE = Path(__file__).parent / "traces" / "lengths.json"
 TRAINER_CORE, ENGINE_CORE = 0, 1
@@ -54,7 +54,7 @@ STALENESS = 2
 """As many steps at the end are left out too: nothing is generated for the steps after them."""
 FULLY_ASYNC = ["async_training.mode=fully_async", f"async_training.max_staleness={STALENESS}"]
 SIDES = {
-    "sync": [],
+    "sync": ["algorithm.rollout_correction.bypass_mode=True"],  # as the others, so that all compute the same
     "one_step_off": ["async_training.mode=one_step_off"],
     "generation": FULLY_ASYNC,
     "fully_async": FULLY_ASYNC,

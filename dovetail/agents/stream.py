@@ -1,6 +1,6 @@
 """`AgentStream`: prompts come at any time, groups leave when all their trajectories have ended. Over one engine.
 
-It has the methods of `workers.group_stream.GroupStream`. Trajectories are coroutines on one event loop in a thread of
+Trajectories are coroutines on one event loop in a thread of
 its own; the engine is stepped by the thread that calls `run`, or by one in the background. A weight update concerns
 neither. Requests that trajectories make while the engine is not theirs wait, and so do their deadlines.
 """
@@ -28,14 +28,12 @@ from dovetail.agents.types import Message, Task, Toolbox, Trajectory
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine, SamplingParams, derive_seed
-from dovetail.rollout.busy import BusySpans
+from dovetail.rollout.open_groups import OpenGroups
 from dovetail.rollout.sampling import sampling_params
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_IDLE_S = 0.5
-"""How long a thread that generates waits for a result before it looks whether it should end."""
 _LOOP_S = 120.0
 """How long the event loop may take to answer a call from another thread."""
 
@@ -99,34 +97,20 @@ class _Group:
         return len(self.ended) == len(self.tasks)
 
 
-class AgentStream:
-    """`start`, `take` and `snapshot` return at once; they may be called while another thread generates."""
+class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
+    """Groups of conversations. What is held is what a snapshot has of a group's trajectories."""
 
     def __init__(self, engine: RolloutEngine, rollout: RolloutConfig, agents: Agents, *, pad_token_id: int) -> None:
+        super().__init__(engine)
         self._rollout = rollout
         self._agents = agents
         self._pad_token_id = pad_token_id
-        self._stream = engine.open_stream()
-        self._changed = threading.Condition()  # of what follows
-        self._groups: dict[str, _Group] = {}  # by uid, in the order in which they came
-        self._held: dict[str, Mapping[int, Any]] = {}  # groups that have not begun here, and what is known of them
-        self._finished: list[_Group] = []  # in the order in which they finished
         self._waiting: list[GenerationRequest] = []  # not given to the engine yet
-        self._failure: Exception | None = None
-        self._ending = False
         self._is_open = False  # the engine takes requests
         self._submitting = threading.Lock()  # held while the engine is given requests
         # One thread gives requests to the engine: it may have to wait for a step, which the event loop must not.
         self._submitter = ThreadPoolExecutor(1, "agent-requests")
-        self._thread: threading.Thread | None = None
-        self._busy = BusySpans()
         self._futures: dict[str, asyncio.Future[GenerationResult]] = {}  # by request id; of the event loop's thread
-
-    @property
-    def num_running(self) -> int:
-        """Groups that are not finished."""
-        with self._changed:
-            return len(self._groups)
 
     def start(self, prompts: DataProto, snapshot: DataProto | None = None) -> None:
         """Start `meta_info["n"]` trajectories for each prompt. Rows need a `uid` and messages (`raw_prompt`).
@@ -135,22 +119,11 @@ class AgentStream:
         """
         known = _states_by_uid(snapshot)
         groups = [_group_of(prompts, row, self._rollout, self._agents) for row in range(len(prompts))]
-        with self._changed:
-            for group in groups:
-                if group.uid in self._groups:
-                    raise ValueError(f"group {group.uid!r} is already being generated; uids must be unique.")
-            self._groups.update((group.uid, group) for group in groups)
-            self._held.update((group.uid, known.get(group.uid, {})) for group in groups)
-            self._busy.note(bool(self._groups))
-        if self._thread is not None:
-            self._begin_held([group.uid for group in groups])
+        self._add(groups, {group.uid: known.get(group.uid, {}) for group in groups})
 
     def take(self, order: Sequence[str] | None = None) -> DataProto | None:
         """The groups that have finished since the last call, in that order, or in the given one; None: none has."""
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            groups, self._finished = self._finished, []
+        groups = self._take_finished()
         if not groups:
             return None
         if order is not None:
@@ -167,93 +140,15 @@ class AgentStream:
         results = self._stream.take_finished()
         return self._agents.thread.call(self._snapshot(partial, results))
 
-    def run(self, count: int, must_finish: Sequence[str] = (), *, max_begun: int | None = None) -> None:
-        """Generate in this thread until `count` groups have finished, and those of `must_finish`, or nothing is left.
-
-        What is unfinished stays in the engine, which should be paused before its memory is taken away. Tools go on.
-        Beyond `max_begun` groups, those that have not begun are left for later calls.
-        """
-        wanted = set(must_finish)
-        with self._changed:
-            begun = [uid for uid in self._groups if uid not in self._held or self._held[uid]]
-            needed = dict.fromkeys([*begun, *(uid for uid in self._groups if uid in wanted)])
-            order = list(dict.fromkeys([*needed, *self._groups]))
-            room = len(order) if max_begun is None else max(max_begun, count) - len(self._finished)
-
-        def is_enough() -> bool:
-            if self._failure is not None:
-                raise self._failure
-            return not self._groups or (len(self._finished) >= count and not wanted & self._groups.keys())
-
-        self._begin_held(order[: max(room, len(needed))])
-        self._open()
-        try:
-            self._generate(is_enough)
-        finally:
-            self._hold()
-
-    def generate_in_background(self) -> None:
-        """Generate in a thread until `close`."""
-        if self._thread is None:
-            self._begin_held(list(self._held))
-            self._open()
-            self._thread = threading.Thread(target=self._background, name="agent-stream", daemon=True)
-            self._thread.start()
-
-    def take_busy(self) -> list[tuple[float, float]]:
-        """When groups were being generated since the last call: start and end in seconds since the epoch."""
-        with self._changed:
-            return self._busy.take()
-
-    def wait(self, timeout: float) -> None:
-        """Return when a group can be taken, or after `timeout` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._finished or self._failure), timeout)
-
-    def abort(self, uids: Sequence[str]) -> None:
-        """Forget these groups."""
-        with self._changed:
-            groups = [group for uid in uids if (group := self._groups.pop(uid, None)) is not None]
-            for uid in uids:
-                self._held.pop(uid, None)
-            self._finished = [group for group in self._finished if group.uid not in uids]
-            self._busy.note(bool(self._groups))
-        self._cancel(groups)
-
     def close(self) -> None:
         """End what is running."""
-        with self._changed:
-            self._ending = True
-            groups, self._groups = list(self._groups.values()), {}
-            self._changed.notify_all()
-        self._cancel(groups)
-        with self._submitting:
-            self._is_open = False
-        self._stream.close()
+        super().close()
         self._submitter.shutdown(wait=False)
-        if self._thread is not None:
-            self._thread.join(timeout=60)
 
     # ---- in the thread that generates ----
 
-    def _generate(self, is_enough: Callable[[], bool]) -> None:
-        while True:
-            with self._changed:
-                if is_enough():
-                    return
-            results = self._stream.results(timeout=_IDLE_S)
-            if results:
-                self._agents.thread.soon(self._deliver, results)
-                continue
-            with self._changed:
-                if not self._stream.num_running and not is_enough():
-                    self._changed.wait(_IDLE_S)
-
-    def _background(self) -> None:
-        try:
-            self._generate(lambda: self._ending or self._failure is not None)
-        except Exception as error:  # noqa: BLE001 - raised again in the thread that takes results
-            self._fail(error)
+    def _deliver(self, results: Sequence[GenerationResult]) -> None:
+        self._agents.thread.soon(self._answer, results)
 
     def _open(self) -> None:
         self._is_open = True
@@ -293,7 +188,7 @@ class AgentStream:
 
     # ---- in the event loop's thread ----
 
-    async def _begin(self, groups: Sequence[tuple[_Group, Mapping[int, Any]]]) -> None:
+    async def _begin_groups(self, groups: Sequence[tuple[_Group, Mapping[int, Any]]]) -> None:
         for group, known in groups:
             for index in range(len(group.tasks)):
                 state = known.get(index, {})
@@ -338,10 +233,7 @@ class AgentStream:
 
     def _note_ended(self, group: _Group) -> None:
         with self._changed:
-            if group.is_finished and self._groups.pop(group.uid, None) is not None:
-                self._finished.append(group)
-                self._busy.note(bool(self._groups))
-                self._changed.notify_all()
+            self._move_finished([group])
 
     async def _ask(self, request: GenerationRequest) -> GenerationResult:
         self._futures[request.request_id] = future = asyncio.get_running_loop().create_future()
@@ -355,7 +247,7 @@ class AgentStream:
         finally:
             self._futures.pop(request.request_id, None)
 
-    def _deliver(self, results: Sequence[GenerationResult]) -> None:
+    def _answer(self, results: Sequence[GenerationResult]) -> None:
         for result in results:
             future = self._futures.get(result.request_id)
             if future is not None and not future.done():
@@ -372,7 +264,7 @@ class AgentStream:
             waits = [request for request in self._waiting if request.request_id == request_id]
             self._waiting = [request for request in self._waiting if request.request_id != request_id]
         if waits:
-            self._deliver([GenerationResult(request_id, waits[0].sample_index, [], [], "abort", [])])
+            self._answer([GenerationResult(request_id, waits[0].sample_index, [], [], "abort", [])])
         else:
             self._submitter.submit(self._stream.abort, [request_id])
 
@@ -384,7 +276,7 @@ class AgentStream:
     async def _snapshot(
         self, partial: Mapping[str, GenerationResult], results: Sequence[GenerationResult]
     ) -> DataProto | None:
-        self._deliver(results)
+        self._answer(results)
         rows = [
             (group.uid, index, self._state(group, index, partial))
             for group in list(self._groups.values())
@@ -410,16 +302,14 @@ class AgentStream:
 
     # ---- in any thread ----
 
-    def _begin_held(self, uids: Sequence[str]) -> None:
+    def _has_begun(self, group: _Group) -> bool:
+        return bool(self._held[group.uid])
+
+    def _begin(self, uids: Sequence[str]) -> None:
         with self._changed:
             groups = [(self._groups[uid], self._held.pop(uid)) for uid in uids if uid in self._held]
         if groups:
-            self._agents.thread.call(self._begin(groups))
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
+            self._agents.thread.call(self._begin_groups(groups))
 
     def _cancel(self, groups: Sequence[_Group]) -> None:
         async def cancel() -> list[str]:

@@ -7,9 +7,9 @@ again. Knows no trainer and no weights.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +18,8 @@ from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
 from dovetail.rollout.assemble import NO_VERSION, assemble
 from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
-from dovetail.rollout.busy import BusySpans
+from dovetail.rollout.open_groups import OpenGroups
 from dovetail.workers.generation import answers_of, requests_of
-
-_IDLE_S = 0.5
-"""How long the generating thread waits for a result before it looks whether it should end."""
 
 
 @dataclass(eq=False)
@@ -40,30 +37,15 @@ class _Group:
         return len(self.results) == self.request.sampling.n
 
 
-class GroupStream:
-    """`start`, `take` and `snapshot` return at once; they may be called while another thread generates."""
+class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
+    """Groups of single responses. What is held are the requests that the engine has not been given yet."""
 
     def __init__(self, engine: RolloutEngine, rollout: RolloutConfig, *, pad_token_id: int) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._rollout = rollout
         self._pad_token_id = pad_token_id
-        self._stream = engine.open_stream()
-        self._groups: dict[str, _Group] = {}  # by uid, in the order in which they came
         self._by_request: dict[str, _Group] = {}
-        self._held: dict[str, list[GenerationRequest]] = {}  # by uid: what the engine has not been given yet
-        self._finished: list[_Group] = []  # in the order in which they finished
-        self._changed = threading.Condition()  # of the four above
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
         self._num_requests = 0
-        self._ending = False
-        self._busy = BusySpans()
-
-    @property
-    def num_running(self) -> int:
-        """Groups that are not finished."""
-        with self._changed:
-            return len(self._groups)
 
     def start(self, prompts: DataProto, snapshot: DataProto | None = None) -> None:
         """Add groups; `requests_of` says what the columns and `meta_info` mean. Every row needs a `uid`.
@@ -72,11 +54,12 @@ class GroupStream:
         """
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
         known = _results_by_uid(snapshot, set(uids))
-        groups: dict[str, _Group] = {}
+        groups: list[_Group] = []
         requests: dict[str, list[GenerationRequest]] = {}
         for row, request in enumerate(requests_of(prompts, self._rollout, name="draw")):
             uid = uids[row]
-            group = groups[uid] = _Group(uid, prompts.slice(row, row + 1), request)
+            group = _Group(uid, prompts.slice(row, row + 1), request)
+            groups.append(group)
             if uid not in known:
                 requests[uid] = [request]
                 continue
@@ -84,22 +67,13 @@ class GroupStream:
                 (group.begun if result.finish_reason == "running" else group.results)[index] = result
             unfinished = [index for index in range(request.sampling.n) if index not in group.results]
             requests[uid] = [_continued(group, index) for index in unfinished]
+        self._add(groups, requests)
         with self._changed:
-            for uid in uids:
-                if uid in self._groups:
-                    raise ValueError(f"group {uid!r} is already being generated; uids must be unique.")
-            self._groups.update(groups)
-            self._held.update(requests)
-            self._receive(())
-        if self._thread is not None:
-            self._begin(uids)
+            self._move_finished(groups)
 
     def take(self) -> DataProto | None:
         """The groups that have finished since the last call, in the order in which they did; None: none has."""
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            groups, self._finished = self._finished, []
+        groups = self._take_finished()
         if not groups:
             return None
         prompts = DataProto.concat([group.prompt for group in groups])
@@ -115,7 +89,6 @@ class GroupStream:
         partial = {(result.request_id, result.sample_index): result for result in self._stream.partial()}
         rows: list[tuple[str, GenerationResult]] = []
         with self._changed:
-            self._receive(())
             # A checkpoint holds also what has finished since the last `take`.
             for group in [*self._groups.values(), *self._finished]:
                 rows += [(group.uid, result) for result in group.results.values()]
@@ -126,68 +99,10 @@ class GroupStream:
                 ]
         return _as_rows(rows, self._pad_token_id)
 
-    def run(self, count: int, must_finish: Sequence[str] = (), *, max_begun: int | None = None) -> None:
-        """Generate in this thread until `count` groups have finished, and those of `must_finish`, or nothing is left.
-
-        What is unfinished stays in the engine, which should be paused before its memory is taken away. Beyond
-        `max_begun` groups, those that have no token yet are left for later calls: new weights make the cache of every
-        group that has begun be computed again.
-        """
-        wanted = set(must_finish)
-        with self._changed:
-            begun = [
-                uid for uid, group in self._groups.items() if uid not in self._held or group.begun or group.results
-            ]
-            needed = dict.fromkeys([*begun, *(uid for uid in self._groups if uid in wanted)])
-            order = list(dict.fromkeys([*needed, *self._groups]))
-            room = len(order) if max_begun is None else max(max_begun, count) - len(self._finished)
-        self._begin(order[: max(room, len(needed))])
-        while self._groups and (len(self._finished) < count or wanted & self._groups.keys()):
-            results = self._stream.results()
-            with self._changed:
-                self._receive(results)
-
-    def generate_in_background(self) -> None:
-        """Generate in a thread until `close`."""
-        if self._thread is None:
-            self._begin(list(self._held))
-            self._thread = threading.Thread(target=self._generate, name="group-stream", daemon=True)
-            self._thread.start()
-
-    def take_busy(self) -> list[tuple[float, float]]:
-        """When groups were being generated since the last call: start and end in seconds since the epoch."""
-        with self._changed:
-            return self._busy.take()
-
-    def wait(self, timeout: float) -> None:
-        """Return when a group can be taken, or after `timeout` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._finished or self._failure), timeout)
-
-    def abort(self, uids: Sequence[str]) -> None:
-        """Forget these groups."""
-        with self._changed:
-            gone = {name for name, group in self._by_request.items() if group.uid in uids}
-            for uid in uids:
-                self._groups.pop(uid, None)
-                self._held.pop(uid, None)
-            for name in gone:
-                del self._by_request[name]
-            self._finished = [group for group in self._finished if group.uid not in uids]
-            self._busy.note(bool(self._groups))
-        self._stream.abort(gone)
-
-    def close(self) -> None:
-        """End what is running."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify_all()
-        self._stream.close()
-        if self._thread is not None:
-            self._thread.join(timeout=60)
+    def _has_begun(self, group: _Group) -> bool:
+        return bool(group.begun or group.results)
 
     def _begin(self, uids: Sequence[str]) -> None:
-        """Give the engine what it does not have yet of these groups."""
         named = []
         with self._changed:
             for uid in uids:
@@ -201,41 +116,34 @@ class GroupStream:
         with self._changed:
             self._changed.notify_all()
 
-    def _receive(self, results: Sequence[GenerationResult]) -> None:
-        """Give results to their groups and move the complete ones. The lock is held."""
-        for result in results:
-            group = self._by_request.get(result.request_id)
-            if group is not None:
-                index = result.sample_index
-                group.results[index] = _joined(group.begun.get(index), result)
-        complete = [group for group in self._groups.values() if group.is_finished]
-        for group in complete:
-            del self._groups[group.uid]
-            self._held.pop(group.uid, None)
-            self._finished.append(group)
-        self._busy.note(bool(self._groups))
-        if complete:
-            done = {group.uid for group in complete}
-            self._by_request = {name: group for name, group in self._by_request.items() if group.uid not in done}
-            self._changed.notify_all()
+    def _deliver(self, results: Sequence[GenerationResult]) -> None:
+        with self._changed:
+            groups = []
+            for result in results:
+                group = self._by_request.get(result.request_id)
+                if group is not None:
+                    group.results[result.sample_index] = _joined(group.begun.get(result.sample_index), result)
+                    groups.append(group)
+            self._move_finished(groups)
+            self._forget([group for group in groups if group.is_finished])
 
-    def _generate(self) -> None:
-        try:
-            while not self._ending:
-                results = self._stream.results(timeout=_IDLE_S)
-                with self._changed:
-                    self._receive(results)
-                    if not self._stream.num_running and not self._ending:
-                        self._changed.wait(_IDLE_S)
-        except Exception as error:  # noqa: BLE001 - raised again in the thread that takes results
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+    def _cancel(self, groups: Sequence[_Group]) -> None:
+        with self._changed:
+            names = self._forget(groups)
+        self._stream.abort(names)
+
+    def _forget(self, groups: Sequence[_Group]) -> set[str]:
+        """Take the requests of these groups out of the table; returns their names. The lock is held."""
+        gone = {group.uid for group in groups}
+        names = {name for name, group in self._by_request.items() if group.uid in gone} if gone else set()
+        for name in names:
+            del self._by_request[name]
+        return names
 
 
 def open_groups(
     engine: RolloutEngine, rollout: RolloutConfig, agents: Agents | None, *, pad_token_id: int
-) -> GroupStream | AgentStream:
+) -> OpenGroups[Any, Any]:
     """Groups of conversations where agents write them, else of single responses."""
     if agents is None:
         return GroupStream(engine, rollout, pad_token_id=pad_token_id)

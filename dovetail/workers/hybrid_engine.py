@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dovetail.agents.build import build_agents
-from dovetail.agents.stream import AgentStream
 from dovetail.backends.base import TrainBackend
 from dovetail.backends.device_memory import driver_is_short, free_device_cache, mark_memory
 from dovetail.config.fsdp import full_dtype
@@ -22,12 +22,13 @@ from dovetail.config.root import DovetailConfig
 from dovetail.models.load import load_tokenizer, model_folder
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, RolloutEngine
+from dovetail.rollout.open_groups import OpenGroups
 from dovetail.rollout.registry import engine_class_for
 from dovetail.weight_sync import in_engine_dtype
 from dovetail.workers.adapters import adapter_of, sends_adapter, with_base_and_adapter
 from dovetail.workers.cache_room import CacheRoom
 from dovetail.workers.generation import answers_of, requests_of
-from dovetail.workers.group_stream import GroupStream, open_groups, own_rows
+from dovetail.workers.group_stream import open_groups, own_rows
 from dovetail.workers.parity import ParityProbe, ParityReport
 from dovetail.workers.restarts import RestartableEngine, generate_together
 from dovetail.workers.weight_check import WatchedWeights, compare_answers
@@ -74,7 +75,7 @@ class HybridEngine:
         self._pad_token_id = tokenizer.pad_token_id
         self._probe = ParityProbe(config, tokenizer)
         self._agents = build_agents(config, tokenizer) if self._rollout.uses_agents else None
-        self._groups: GroupStream | AgentStream | None = None  # groups that outlive the engine's turn
+        self._groups: OpenGroups[Any, Any] | None = None  # groups that outlive the engine's turn
         self._num_calls = 0
         self._num_restarts = 0
         logger.info(

@@ -10,21 +10,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from dovetail.agents.build import build_agents
-from dovetail.agents.stream import Agents, AgentStream
+from dovetail.agents.stream import Agents
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
 from dovetail.controller.errors import WorkerError
 from dovetail.models.load import load_tokenizer, model_folder
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import EngineDiedError, EngineError, GenerationResult, RolloutEngine
+from dovetail.rollout.open_groups import OpenGroups
 from dovetail.rollout.registry import engine_class_for
 from dovetail.weight_sync import GroupAddress, WeightReceiver
 from dovetail.workers.generation import answers_of, requests_of
-from dovetail.workers.group_stream import GroupStream, open_groups, own_rows
+from dovetail.workers.group_stream import open_groups, own_rows
 from dovetail.workers.parity import ParityProbe
 from dovetail.workers.training_role import TrainingRole
 from dovetail.workers.weight_check import SentWeights
@@ -44,7 +46,7 @@ class RolloutWorker(TrainingRole):
         self.engine: RolloutEngine | None = None
         self._receiver: WeightReceiver | None = None
         self._has_weights = False
-        self._groups: GroupStream | AgentStream | None = None
+        self._groups: OpenGroups[Any, Any] | None = None
         self._agents: Agents | None = None
         self._num_calls = 0
         self._held: list[tuple[float, float]] = []
