@@ -2,8 +2,9 @@
 
 Four turns of 8 tokens each, then of 32; after each of them an environment takes a log-normal time (median 0.2 s, 99th
 percentile 2 s) and 1 % of its calls fail as infrastructure does, and are tried again. In lock step all trajectories
-wait for the slowest call of a turn, as loops over a batch do. The model is tiny and random: what is measured is who waits for whom.
-Busy is the share of time in which the engine has something to generate, of the time until the last trajectory ends.
+wait for the slowest call of a turn, as loops over a batch do. The model is tiny and random: what is measured is who
+waits for whom. Busy is the share of time in which the engine has something to generate, of the time until the last
+trajectory ends.
 """
 
 from __future__ import annotations
