@@ -204,7 +204,7 @@ def step(rows: int, response: int, prompt: int, ranks: int, workers: int) -> dic
         tokenizer = load_tokenizer(str(folder / "model"))
         policy = FakeRanks(config, ActorRolloutRefWorker, folder)
         critic = FakeRanks(config, CriticWorker, folder)
-        groups = RoleGroups(policy, policy, critic, None, policy)
+        groups = RoleGroups(policy, actor_rollout=policy, ref=policy, critic=critic, reward_model=None)
         run = RunFolder(folder / "run")
         run.path.mkdir()
         run.start()

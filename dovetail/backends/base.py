@@ -59,6 +59,8 @@ class ForwardOptions:
     """Also the sum of squared probabilities; it has no gradient."""
     last_tokens: int | None = None
     """Log-probs of the last so many columns only (the responses); the others are 0 and cost no head. None: all."""
+    only_column: str | None = None
+    """Log-probs only where this column of the micro-batch is set; the others are 0 and cost no head."""
     adapters: bool = True
     """False: as if the model had no LoRA adapter, which makes an actor its own reference. Only without gradients."""
 

@@ -34,7 +34,7 @@ def network_call(network: nn.Module) -> NetworkCall:
 def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
     out = module(
         **_inputs(module, micro_batch),
-        token_mask=last_columns(micro_batch.tensors["attention_mask"], options.last_tokens),
+        token_mask=wanted_tokens(micro_batch, options),
         temperature=options.temperature,
         need_entropy=options.entropy,
         need_best=options.best,
@@ -85,8 +85,11 @@ def _media(config: Any, micro_batch: DataProto) -> dict[str, Tensor]:
     return {"mm_token_type_ids": types, **{name: tensor.to(input_ids.device) for name, tensor in joined.items()}}
 
 
-def last_columns(attention_mask: Tensor, count: int | None) -> Tensor | None:
-    """A mask of the last `count` columns; None for all of them."""
+def wanted_tokens(micro_batch: DataProto, options: ForwardOptions) -> Tensor | None:
+    """A mask of the tokens whose log-probs are asked for; None for all of them."""
+    if options.only_column is not None:
+        return micro_batch.tensors[options.only_column]
+    attention_mask, count = micro_batch.tensors["attention_mask"], options.last_tokens
     if count is None:
         return None
     places = torch.arange(attention_mask.size(1), device=attention_mask.device)

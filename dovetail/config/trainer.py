@@ -14,6 +14,12 @@ from dovetail.config.home import HomePath
 class TrainerConfig(Section):
     """The driver's loop."""
 
+    method: Literal["rl", "sft", "dpo", "reward", "distill"] = key(
+        "rl",
+        "What the run does: reinforcement learning, fine-tuning on conversations, preference pairs (a policy or a "
+        "reward model), or distillation. Each command sets its own.",
+        rules=unsupported("no trainer of this version does it; use rl", "sft", "dpo", "reward", "distill"),
+    )
     project_name: str = key("dovetail", "Project, for the trackers and the run folder.")
     experiment_name: str = key("run", "Run, for the trackers and the run folder.")
     default_local_dir: HomePath | None = key(None, "Run folder. Null: `runs/<project_name>/<experiment_name>`.")

@@ -24,7 +24,7 @@ from dovetail.protocol import DataProto
 from dovetail.trainer.arrange import arrange_rows
 from dovetail.trainer.devices import start_cluster, uses_gpu
 from dovetail.trainer.groups import RoleGroups, create_groups
-from dovetail.trainer.run import fetch_models
+from dovetail.trainer.model_folders import fetch_models
 from dovetail.trainer.step_metrics import update_metrics
 
 GIB = 1024**3

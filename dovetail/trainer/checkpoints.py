@@ -28,7 +28,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError, WorkerGroup
 from dovetail.observability.disk import DiskFullError, free_bytes, is_full_disk
 from dovetail.protocol import DataProto
-from dovetail.trainer.groups import RoleGroups
+from dovetail.trainer.groups import TrainedGroups
 
 logger = logging.getLogger(__name__)
 
@@ -68,20 +68,19 @@ class TrainerCheckpoints:
         self._open: _OpenSave | None = None
 
     def save(
-        self, step: int, groups: RoleGroups, state: dict[str, Any], *, carried: Mapping[str, DataProto] | None = None
+        self, step: int, groups: TrainedGroups, state: dict[str, Any], *, carried: Mapping[str, DataProto] | None = None
     ) -> list[int]:
         """Write what a resumed run needs; returns the steps whose checkpoints this call completed.
 
         Waits for a save that still runs in the background.
         """
         finished = self.finish()
-        policy, critic = self._config.actor_rollout_ref.actor.checkpoint, self._config.critic.checkpoint
+        settings = {"actor": self._config.actor_rollout_ref.actor.checkpoint, "critic": self._config.critic.checkpoint}
         with self._complete_or_absent(step):
             folder = self._store.begin(step)
             save = _OpenSave(step)
-            self._save_role(groups.actor_rollout, policy, folder / "actor", save)
-            if groups.critic is not None:
-                self._save_role(groups.critic, critic, folder / "critic", save)
+            for name, group in groups.trained.items():
+                self._save_role(group, settings[name], folder / name, save)
             for name, rows in (carried or {}).items():
                 rows.save_to_disk(folder / f"{name}{_CARRIED}")
             (folder / _DRIVER_STATE).write_text(json.dumps({"step": step, **state}, indent=1))
@@ -106,7 +105,7 @@ class TrainerCheckpoints:
         self._store.prune()
         return [save.step]
 
-    def load(self, groups: RoleGroups) -> LoadedCheckpoint | None:
+    def load(self, groups: TrainedGroups) -> LoadedCheckpoint | None:
         """Load what `trainer.resume_mode` says into the workers; None: the run starts from the beginning.
 
         With `auto`, a damaged checkpoint is named in a warning and the next older one is taken. One that was asked for
@@ -125,7 +124,7 @@ class TrainerCheckpoints:
             raise first_problem
         return None
 
-    def _load(self, folder: Path, groups: RoleGroups) -> LoadedCheckpoint:
+    def _load(self, folder: Path, groups: TrainedGroups) -> LoadedCheckpoint:
         try:
             state = json.loads((folder / _DRIVER_STATE).read_text())
             step, metrics = int(state.pop("step")), state.pop("metrics")
@@ -133,9 +132,8 @@ class TrainerCheckpoints:
             self.carried = {file.stem: DataProto.load_from_disk(file) for file in files}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpoint(folder, f"the driver's state is not readable ({error})", damaged=True) from error
-        _load_role(groups.actor_rollout, folder / "actor")
-        if groups.critic is not None:
-            _load_role(groups.critic, folder / "critic")
+        for name, group in groups.trained.items():
+            _load_role(group, folder / name)
         return LoadedCheckpoint(step, folder, state, metrics)
 
     def _save_role(self, group: WorkerGroup, settings: CheckpointConfig, folder: Path, save: _OpenSave) -> None:

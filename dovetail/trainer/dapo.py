@@ -15,7 +15,8 @@ import torch
 from dovetail.protocol import DataProto
 from dovetail.protocol.trajectories import one_row_each
 from dovetail.rewards.runner import RewardResult
-from dovetail.trainer.ppo import Metrics, RayPPOTrainer
+from dovetail.trainer.base import Metrics
+from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.recording import Rollout
 from dovetail.trainer.rollout_stream import split_groups
 from dovetail.trainer.stalled import EMPTY_ROUNDS, no_signal

@@ -7,6 +7,7 @@ are processes on a pool of their own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from dovetail.config.root import DovetailConfig
@@ -28,16 +29,42 @@ POLICY, CRITIC, REWARD = "actor_rollout_ref", "critic", "reward_model"
 
 
 @dataclass(frozen=True)
-class RoleGroups:
-    """The groups of a run; `processes` are the processes behind them."""
+class TrainedGroups(ABC):
+    """What the loop of every method needs to know of its groups; `processes` are the processes behind them."""
+
+    processes: WorkerGroup
+
+    @property
+    @abstractmethod
+    def trained(self) -> dict[str, WorkerGroup]:
+        """The groups whose models are trained, by their folder in a checkpoint. The first one is the `learner`."""
+
+    @property
+    def learner(self) -> WorkerGroup:
+        return next(iter(self.trained.values()))
+
+    def freeze_gc(self) -> None:
+        """Exclude what the processes have built from later garbage collections."""
+        self.processes.freeze_gc()
+
+    def shutdown(self) -> None:
+        self.processes.shutdown()
+
+
+@dataclass(frozen=True)
+class RoleGroups(TrainedGroups):
+    """The groups of an RL run."""
 
     actor_rollout: WorkerGroup
     ref: WorkerGroup | None
     critic: WorkerGroup | None
     reward_model: WorkerGroup | None
-    processes: WorkerGroup
     engines: SeparateEngines | None = None
     """Engines on devices of their own; None when the actor's processes generate."""
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        return {"actor": self.actor_rollout} | ({} if self.critic is None else {"critic": self.critic})
 
     def init_policy(self, total_steps: int) -> None:
         """The actor, its reference and its engines."""
@@ -65,15 +92,14 @@ class RoleGroups:
             self.engines.weights_changed(version)
 
     def freeze_gc(self) -> None:
-        """Exclude what the processes have built from later garbage collections."""
-        self.processes.freeze_gc()
+        super().freeze_gc()
         if self.engines is not None:
             self.engines.freeze_gc()
 
     def shutdown(self) -> None:
         if self.engines is not None:
             self.engines.shutdown()
-        self.processes.shutdown()
+        super().shutdown()
 
 
 def role_classes(config: DovetailConfig, *, generates: bool = True) -> dict[str, RayClassWithInitArgs]:
@@ -95,7 +121,24 @@ def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool, gener
             "actor_rollout_ref.hybrid_engine=False puts engines into processes of their own, which needs Ray; "
             "drop --local, or set it to True."
         )
-    roles = role_classes(config, generates=generates)
+    processes, groups = start_processes(
+        config, role_classes(config, generates=generates), use_ray=use_ray, use_gpu=use_gpu
+    )
+    policy = groups[POLICY]
+    return RoleGroups(
+        processes=processes,
+        actor_rollout=policy,
+        ref=policy if config.uses_reference else None,
+        critic=groups.get(CRITIC),
+        reward_model=groups.get(REWARD),
+        engines=_separate_engines(config, policy, use_gpu) if apart else None,
+    )
+
+
+def start_processes(
+    config: DovetailConfig, roles: dict[str, RayClassWithInitArgs], *, use_ray: bool, use_gpu: bool
+) -> tuple[WorkerGroup, dict[str, WorkerGroup]]:
+    """The processes of the trainer, one for each device, and the group of each role in them."""
     together = create_colocated_worker_cls(roles)
     if use_ray:
         pool = RayResourcePool(
@@ -109,16 +152,8 @@ def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool, gener
             f"trainer.n_gpus_per_node x trainer.nnodes = {config.trainer.world_size} processes need Ray; "
             "drop --local, or set both to 1."
         )
-    groups = processes.spawn(roles)
-    policy = groups[POLICY]
-    return RoleGroups(
-        actor_rollout=policy,
-        ref=policy if config.uses_reference else None,
-        critic=groups.get(CRITIC),
-        reward_model=groups.get(REWARD),
-        processes=processes,
-        engines=_separate_engines(config, policy, use_gpu) if apart else None,
-    )
+    groups: dict[str, WorkerGroup] = dict(processes.spawn(roles))
+    return processes, groups
 
 
 def _separate_engines(config: DovetailConfig, trainer: WorkerGroup, use_gpu: bool) -> SeparateEngines:

@@ -1,28 +1,22 @@
-"""`RayPPOTrainer`: the driver's loop. Speaks to groups of workers; holds no model and knows no sharding or engine.
+"""`RayPPOTrainer`: a step of RL. Speaks to groups of workers; holds no model and knows no sharding or engine.
 
 GRPO, RLOO, REINFORCE++, ReMax, OPO, GPG and Dr. GRPO are configurations of this loop: the estimator is a name.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
 from dovetail.algorithms.rollout_correction import interpolation_weights
 from dovetail.config.root import DovetailConfig
-from dovetail.controller import WorkerError
-from dovetail.controller.freeze_gc import frozen_gc
 from dovetail.data.build import PromptLoader
 from dovetail.models.flops import StepUtilisation
 from dovetail.observability.ledger import DrawLedger
 from dovetail.observability.sinks import choose_answers
-from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.parallel.balance import inverse_order
 from dovetail.protocol import DataProto, stage_columns
@@ -31,6 +25,7 @@ from dovetail.trainer.agent_metrics import agent_metrics
 from dovetail.trainer.answer_files import AnswerFiles
 from dovetail.trainer.arrange import PADDING, group_sizes, imbalance, lay_out
 from dovetail.trainer.async_metrics import drift_metrics, staleness_metrics
+from dovetail.trainer.base import BaseTrainer, EngineSpans, Metrics, total_training_steps
 from dovetail.trainer.batch_math import (
     add_advantages,
     add_baselines,
@@ -42,16 +37,13 @@ from dovetail.trainer.batch_math import (
     with_baseline_failures,
     with_padding,
 )
-from dovetail.trainer.checkpoints import TrainerCheckpoints
 from dovetail.trainer.generators import draw_number
 from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.groups import RoleGroups
-from dovetail.trainer.profile import profiled
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
 from dovetail.trainer.recording import Recording, Rollout, write_record
 from dovetail.trainer.requests import engine_request, join_answers, num_restarts, pad_groups
 from dovetail.trainer.rollout_stream import RolloutStream
-from dovetail.trainer.stalled import SkippedSteps
 from dovetail.trainer.step_metrics import (
     data_metrics,
     memory_metrics,
@@ -60,20 +52,13 @@ from dovetail.trainer.step_metrics import (
     token_counts,
     update_metrics,
 )
-from dovetail.trainer.stopping import StopAfterPhase, StopRequest
-from dovetail.trainer.timeline import TimelineRow, take_timeline
+from dovetail.trainer.stopping import StopRequest
 from dovetail.trainer.validation import validate
 
-logger = logging.getLogger(__name__)
-
-Metrics = dict[str, float]
 Role = Literal["actor", "critic"]
 
-_WARM_UP_STEPS = 2
-"""They compile kernels, capture graphs and fill caches; what they leave behind lives until the run ends."""
 
-
-class RayPPOTrainer:
+class RayPPOTrainer(BaseTrainer[RoleGroups]):
     """Call `init_workers`, then `fit`. Takes everything it needs as arguments, so tests can pass small fakes."""
 
     def __init__(
@@ -90,63 +75,45 @@ class RayPPOTrainer:
         stop: StopRequest | None = None,
         recording: Recording | None = None,
     ) -> None:
-        self.config = config
-        self.stop = stop or StopRequest()
+        super().__init__(
+            config,
+            tracker=tracker,
+            create_groups=create_groups,
+            total_steps=total_training_steps(config, len(train_loader)),
+            last_step=None if recording is None else recording.last_step,
+            on_phase=on_phase,
+            stop=stop,
+        )
         self.tokenizer = tokenizer
         self.train_loader = train_loader
         self.val_loader = val_loader
         self.rewards = rewards
-        self.tracker = tracker
-        self.timers = PhaseTimers(self._phase_changed, after_phase=self.stop.phase_ended)
-        self._on_phase = on_phase
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.draws = PromptDraws(config.trainer.seed)
-        self.checkpoints = TrainerCheckpoints(config)
         self.utilisation = StepUtilisation(config)
-        self.global_step = 0
         self.weight_version = 0
         """The last global step that is over: its weights generate. 0 are those the run began with."""
-        self._saved_step = 0
-        self._last_metrics: Metrics = {}
         self._num_generated = 0
-        self.total_steps = total_training_steps(config, len(train_loader))
         self._recording = recording
         """Of a run that is replayed: where its batches come from."""
-        self._last_step = self.total_steps if recording is None else min(self.total_steps, recording.last_step)
-        self._skipped_steps = SkippedSteps(self.total_steps)
         self._answer_files = AnswerFiles(config.trainer, tracker.folder, tokenizer)
-        self._create_groups = create_groups
-        self._groups: RoleGroups | None = None
         self.stream: RolloutStream | None = None
         """Generation that runs ahead of training; None when they take turns."""
 
-    @property
-    def groups(self) -> RoleGroups:
-        if self._groups is None:
-            raise RuntimeError("init_workers has not been called.")
-        return self._groups
-
-    @property
-    def has_workers(self) -> bool:
-        return self._groups is not None
-
-    def init_workers(self) -> None:
-        """Start the processes and build the models in them."""
-        self._write_now("start")
-        self._groups = self._create_groups()
-        if self._groups.critic is not None:
-            self._groups.critic.init_model(self.total_steps)
-        if self._groups.reward_model is not None:
-            self._groups.reward_model.init_model()
+    def _init_models(self, groups: RoleGroups) -> None:
+        if groups.critic is not None:
+            groups.critic.init_model(self.total_steps)
+        if groups.reward_model is not None:
+            groups.reward_model.init_model()
         # The policy comes last, so that its engine measures what memory the other roles have left.
-        self._groups.init_policy(self.total_steps)
-        engines = self._groups.engines
+        groups.init_policy(self.total_steps)
+        engines = groups.engines
         if engines is not None:
             engines.on_restart = lambda reason: self.tracker.event("engine_restart", self.global_step, reason=reason)
         if self.config.async_training.mode != "off" and self._recording is None:
             self.stream = RolloutStream(
                 self.config,
-                self._groups,
+                groups,
                 DrawLedger(self.tracker.folder.path),
                 draw_prompts=self._draw_prompts,
                 total_steps=self.total_steps,
@@ -154,91 +121,8 @@ class RayPPOTrainer:
                     self.rewards.start if self.rewards.scores_rows else None, time_limit_s=self.rewards.timeout_seconds
                 ),
             )
-        generates = self._groups.actor_rollout if engines is None else engines.group
-        self.utilisation.ask_peaks(trains=self._groups.actor_rollout, generates=generates)
-
-    def fit(self) -> Metrics:
-        """Train to the last step, or validate alone; returns the last validation's metrics."""
-        settings = self.config.trainer
-        self._load_checkpoint()
-        last_validation: Metrics = {}
-        if settings.val_only or (settings.val_before_train and self.global_step == 0):
-            last_validation = self._validate()
-            if last_validation:
-                self.tracker.log(self.global_step, last_validation)
-        if not settings.val_only:
-            with frozen_gc() as freeze_gc, self.stop.training(), self._naming_failures():
-                last_validation = self._train(last_validation, freeze_gc)
-        self._answer_files.close()
-        self._note_saved(self.checkpoints.finish())
-        self._phase_changed(None)
-        self._write_now(None, finished=self.stop.name is None)
-        return last_validation
-
-    def _train(self, last_validation: Metrics, freeze_gc: Callable[[], None]) -> Metrics:
-        """Every step that is left; returns the last validation's metrics. `freeze_gc` is called after warm-up."""
-        settings = self.config.trainer
-        started = self._take_timeline()
-        if self.global_step == 0:
-            self.tracker.folder.log_timeline(0, started)
-        freeze_after = self.global_step + _WARM_UP_STEPS
-        while self.global_step < self._last_step:
-            before = self._driver_state(), self._carried_over()
-            self.global_step += 1
-            self.stop.begin_step()
-            if self.stream is not None:
-                self.stream.begin_step()
-            actors, folder = self.groups.actor_rollout, self.tracker.folder.path
-            try:
-                with profiled(self.config.global_profiler, self.global_step, actors, folder):
-                    metrics = self._train_step()
-            except StopAfterPhase:
-                self.global_step -= 1
-                if self.stream is not None:
-                    self.stream.undo_step(self.global_step)
-                self._save_and_stop(*before)
-                break
-            if self._is_due(settings.test_freq):
-                with self.timers("testing"):
-                    last_validation = self._validate()
-                metrics |= last_validation
-            metrics |= self.timers.take()
-            self._note_saved(self.checkpoints.poll())
-            if self._is_due(settings.save_freq) and settings.save_freq > 0:
-                with self.timers("save_checkpoint"):
-                    self._save_checkpoint(metrics)
-                metrics |= self.timers.take()
-            self.tracker.log(self.global_step, metrics)
-            self._skipped_steps.note(self.global_step, metrics)
-            self.tracker.folder.log_timeline(self.global_step, self._take_timeline())
-            self._last_metrics = metrics
-            if self.stop.name is not None:
-                self._save_and_stop(self._driver_state(), self._carried_over())
-                break
-            if self.global_step == freeze_after < self._last_step:
-                self.groups.freeze_gc()
-                freeze_gc()
-        return last_validation
-
-    def _save_and_stop(self, state: dict[str, Any], carried: dict[str, DataProto]) -> None:
-        """The run was asked to stop: save a checkpoint of the last finished step, unless there is one."""
-        self._note_saved(self.checkpoints.finish())
-        if self.global_step not in (0, self._saved_step):
-            self._save(state, carried, self._last_metrics)
-        self.tracker.event("stopped", self.global_step, signal=self.stop.name, phase=self.stop.phase)
-
-    @contextmanager
-    def _naming_failures(self) -> Iterator[None]:
-        """Record a worker's failure with phase and step, and tell the user which checkpoint the run continues from."""
-        try:
-            yield
-        except WorkerError as error:
-            where = f"phase {self.timers.interrupted!r} of step {self.global_step}"
-            saved = f"step {self._saved_step}" if self._saved_step else "the beginning: it has no checkpoint"
-            error.add_note(f"In {where}. The same command continues the run from {saved}.")
-            facts = {"role": error.role, "rank": error.rank, "method": error.method, "phase": self.timers.interrupted}
-            self.tracker.folder.log_event("worker_failed", self.global_step, **facts, reason=error.reason[:1000])
-            raise
+        generates = groups.actor_rollout if engines is None else engines.group
+        self.utilisation.ask_peaks(trains=groups.actor_rollout, generates=generates)
 
     def _train_step(self) -> Metrics:
         metrics: Metrics = {"training/global_step": self.global_step, "training/epoch": self.train_loader.epoch}
@@ -518,72 +402,40 @@ class RayPPOTrainer:
         if metrics.get("actor/skipped_steps", 0) or metrics.get("critic/skipped_steps", 0):
             self.tracker.event("skipped_step", self.global_step)
 
-    def _phase_changed(self, name: str | None) -> None:
-        self._write_now(name)
-        if self._on_phase is not None:
-            self._on_phase(name)
-
-    def _write_now(self, phase: str | None, *, finished: bool = False) -> None:
-        # A run that only validates takes no steps, so it has no total.
-        total = None if self.config.trainer.val_only else self.total_steps
-        self.tracker.folder.write_now(step=self.global_step, total_steps=total, phase=phase, finished=finished)
-
-    def _take_timeline(self) -> list[TimelineRow]:
-        engines = [] if self.stream is None else self.stream.activity()
-        return take_timeline(self.timers, self.groups.processes, engines)
-
     @property
     def _num_devices(self) -> int:
         return self.config.trainer.world_size + self.config.actor_rollout_ref.rollout.own_devices
 
-    def _is_due(self, freq: int) -> bool:
-        """Every `freq` steps, and at the last one."""
-        return self.global_step == self._last_step or (freq > 0 and self.global_step % freq == 0)
+    def _begin_step(self) -> None:
+        if self.stream is not None:
+            self.stream.begin_step()
 
-    def _save_checkpoint(self, metrics: Metrics) -> None:
-        self._save(self._driver_state(), self._carried_over(), metrics)
+    def _undo_step(self) -> None:
+        if self.stream is not None:
+            self.stream.undo_step(self.global_step)
 
-    def _save(self, state: dict[str, Any], carried: dict[str, DataProto], metrics: Metrics) -> None:
+    def _engine_spans(self) -> EngineSpans:
+        return [] if self.stream is None else self.stream.activity()
+
+    def _close(self) -> None:
+        self._answer_files.close()
+
+    def _checkpoint_parts(
+        self, state: dict[str, Any], carried: dict[str, DataProto]
+    ) -> tuple[dict[str, Any], dict[str, DataProto]]:
         self._answer_files.wait()  # a checkpoint covers everything before it
-        # The step's metrics are logged after its checkpoint; a run killed in between restores them from here.
-        state = {**state, "metrics": metrics}
-        if self.stream is not None:
-            carried = carried | self.stream.carried()
-            self.stream.ledger.flush(self.global_step)
-            # Draws may have started since `state` was taken: the loader stands after all of them.
-            state |= {"stream": self.stream.state(), **self._draw_state()}
-        self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, carried=carried))
+        if self.stream is None:
+            return state, carried
+        carried = carried | self.stream.carried()
+        self.stream.ledger.flush(self.global_step)
+        # Draws may have started since `state` was taken: the loader stands after all of them.
+        return {**state, "stream": self.stream.state(), **self._draw_state()}, carried
 
-    def _note_saved(self, steps: list[int]) -> None:
-        for step in steps:
-            self._saved_step = step
-            self.tracker.event("checkpoint", step)
-
-    def _load_checkpoint(self) -> None:
-        checkpoint = self.checkpoints.load(self.groups)
-        if checkpoint is None:
-            self.tracker.folder.start()
-            return
-        self.global_step = self._saved_step = checkpoint.step
-        self._last_metrics = checkpoint.metrics
-        self.weight_version = checkpoint.step
+    def _weights_loaded(self) -> None:
+        self.weight_version = self.global_step
         self.groups.weights_changed(self.weight_version)
-        logger.info("resumed from %s at step %d", checkpoint.folder, checkpoint.step)
-        if self.config.trainer.val_only:
-            return  # no step is repeated, so what was recorded after this one stays
-        self._load_driver_state(checkpoint.state)
-        self.tracker.resume(checkpoint.step)
-        if self.stream is not None:
-            self.stream.ledger.resume(checkpoint.step, self.draws.num_drawn)
-        if all(row["step"] != checkpoint.step for row in self.tracker.folder.read_metrics()):
-            self.tracker.log(checkpoint.step, checkpoint.metrics)
-
-    def _carried_over(self) -> dict[str, DataProto]:
-        """Rows that are already generated and belong to the next step, by the name of their file in a checkpoint."""
-        return {}
 
     def _driver_state(self) -> dict[str, Any]:
-        """The driver's part of a checkpoint. Keep it small and plain: it is written as JSON."""
         return {"kl_ctrl": self.kl_ctrl.state_dict(), **self._draw_state()}
 
     def _draw_state(self) -> dict[str, Any]:
@@ -593,14 +445,8 @@ class RayPPOTrainer:
         self.train_loader.load_state_dict(state["loader"])
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.draws.num_drawn = state["num_drawn"]
-        if self.stream is not None and "stream" in state:
+        if self.stream is None:
+            return
+        if "stream" in state:
             self.stream.load(state["stream"], self.checkpoints.carried)
-
-
-def total_training_steps(config: DovetailConfig, steps_per_epoch: int) -> int:
-    """Steps of the run: set, or from the epochs."""
-    total = config.trainer.total_training_steps
-    if total is None:
-        per_step = math.ceil(config.data.train_batch_size / config.generation_batch_size)
-        total = max(1, steps_per_epoch // max(1, per_step)) * config.trainer.total_epochs
-    return total
+        self.stream.ledger.resume(self.global_step, self.draws.num_drawn)

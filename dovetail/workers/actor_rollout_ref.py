@@ -16,7 +16,7 @@ from dovetail.protocol import DataProto
 from dovetail.rollout.base import GenerationResult
 from dovetail.weight_sync import GroupAddress
 from dovetail.workers.actor import DataParallelPPOActor
-from dovetail.workers.build import build_policy
+from dovetail.workers.build import build_actor, build_policy
 from dovetail.workers.hybrid_engine import HybridEngine
 from dovetail.workers.micro_batches import MicroBatchLimit
 from dovetail.workers.parity import ParityProbe, ParityReport
@@ -62,24 +62,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
         )
         actor_backend: TrainBackend | None = None
         if self._is_actor:
-            optim = policy.actor.optim
-            if optim.total_training_steps <= 0:
-                optim = optim.model_copy(update={"total_training_steps": total_training_steps})
-            actor_backend = build_policy(
-                policy.model,
-                strategy=policy.actor.strategy,
-                fsdp=policy.actor.fsdp_config,
-                megatron=policy.actor.megatron,
-                optim=optim,
-                grad_clip=policy.actor.grad_clip,
-                sp_size=policy.actor.ulysses_sequence_parallel_size,
-                world_size=self.world_size,
-                use_torch_compile=policy.actor.use_torch_compile,
-                freeze_vision_tower=policy.actor.freeze_vision_tower,
-                chunk_entropy=policy.actor.entropy_from_logits_with_chunking,
-                recompute_entropy=policy.actor.entropy_checkpointing,
-                device=self.device,
-            )
+            actor_backend = build_actor(policy, total_training_steps, world_size=self.world_size, device=self.device)
             self.actor = self._actor_of(actor_backend)
             self.register_in_mesh("actor", actor_backend)
             if not self._is_rollout:

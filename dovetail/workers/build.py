@@ -15,6 +15,7 @@ from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import ModelConfig, RewardNetworkConfig
 from dovetail.config.optim import OptimConfig
+from dovetail.config.root import ActorRolloutRefConfig
 from dovetail.models.activations import enable_gradient_checkpointing
 from dovetail.models.compile import compile_layers
 from dovetail.models.load import Role, build_meta_model, load_config, model_folder
@@ -98,6 +99,30 @@ def build_policy(
         max_grad_norm=grad_clip,
         sp_size=sp_size,
         offload_activations=optim is not None and model.enable_activation_offload,
+        device=device,
+    )
+
+
+def build_actor(
+    policy: ActorRolloutRefConfig, total_training_steps: int, *, world_size: int, device: torch.device
+) -> TrainBackend:
+    """The policy that is trained. `total_training_steps` is the length of its schedule where the config has none."""
+    actor, optim = policy.actor, policy.actor.optim
+    if optim.total_training_steps <= 0:
+        optim = optim.model_copy(update={"total_training_steps": total_training_steps})
+    return build_policy(
+        policy.model,
+        strategy=actor.strategy,
+        fsdp=actor.fsdp_config,
+        megatron=actor.megatron,
+        optim=optim,
+        grad_clip=actor.grad_clip,
+        sp_size=actor.ulysses_sequence_parallel_size,
+        world_size=world_size,
+        use_torch_compile=actor.use_torch_compile,
+        freeze_vision_tower=actor.freeze_vision_tower,
+        chunk_entropy=actor.entropy_from_logits_with_chunking,
+        recompute_entropy=actor.entropy_checkpointing,
         device=device,
     )
 

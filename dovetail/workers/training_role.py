@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,6 @@ from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, Worker, register
 from dovetail.models.load import load_tokenizer, model_folder
-from dovetail.workers.actor import DataParallelPPOActor
-from dovetail.workers.critic import DataParallelPPOCritic
 from dovetail.workers.device_peak import device_peak
 from dovetail.workers.step_trace import StepTrace
 
@@ -73,11 +71,18 @@ class TrainingRole(Worker):
         self._register_dispatch_collect_info(name, rank_info.dp_rank, rank_info.is_collected)
 
 
+class Trained(Protocol):
+    """What a role trains: a backend, and how many updates it has had."""
+
+    backend: TrainBackend
+    num_updates: int
+
+
 class CheckpointedRole(TrainingRole):
     """A role that is trained: saves, loads and exports what it trains, as its section of the configuration says."""
 
     @property
-    def _trained(self) -> DataParallelPPOActor | DataParallelPPOCritic:
+    def _trained(self) -> Trained:
         raise NotImplementedError
 
     @property

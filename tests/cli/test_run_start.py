@@ -8,7 +8,8 @@ import pytest
 
 from dovetail.cli.main import main
 from dovetail.config import ConfigError
-from dovetail.trainer.run import load_readers, run_training
+from dovetail.trainer.model_folders import load_readers
+from dovetail.trainer.run import run_training
 from tests.workers.tiny_run import run_config, small_model
 
 pytestmark = pytest.mark.unit

@@ -11,7 +11,7 @@ import torch
 from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.protocol.schema import unmet_reads
-from dovetail.trainer.ppo import total_training_steps
+from dovetail.trainer.base import total_training_steps
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
 from dovetail.trainer.step_metrics import (
     data_metrics,

@@ -10,7 +10,7 @@ from dovetail.backends.megatron.model import HeadCall
 from dovetail.backends.megatron.packing import pack_thd
 from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.backends.megatron.schedule import PipelineItem
-from dovetail.backends.network import last_columns
+from dovetail.backends.network import wanted_tokens
 from dovetail.models.backbone import align_to_tokens, predicting_positions
 from dovetail.protocol import DataProto
 
@@ -24,7 +24,7 @@ def pipeline_item(model: MegatronModel, micro_batch: DataProto, options: Forward
         return PipelineItem(batch, None)
     if not options.adapters:
         raise ValueError("adapters=False asks for a model with LoRA, which strategy=megatron does not build.")
-    wanted = predicting_positions(mask, last_columns(mask, options.last_tokens))
+    wanted = predicting_positions(mask, wanted_tokens(micro_batch, options))
     rows = batch.pack(wanted).nonzero().squeeze(1)
     labels = batch.pack(columns["input_ids"].roll(-1, dims=1))
     return PipelineItem(batch, HeadCall(rows, labels[rows], options.temperature, options.entropy, options.sum_squares))

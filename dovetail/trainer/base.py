@@ -1,0 +1,267 @@
+"""`BaseTrainer`: the driver's loop under every method. Steps, stops, checkpoints, records; knows no data and no loss.
+
+A method says what a step is (`_train_step`), how it validates, and which part of a checkpoint is its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from dovetail.config.root import DovetailConfig
+from dovetail.controller import WorkerError
+from dovetail.controller.freeze_gc import frozen_gc
+from dovetail.observability.timers import PhaseTimers
+from dovetail.observability.tracker import Tracker
+from dovetail.protocol import DataProto
+from dovetail.trainer.checkpoints import TrainerCheckpoints
+from dovetail.trainer.groups import TrainedGroups
+from dovetail.trainer.profile import profiled
+from dovetail.trainer.stalled import SkippedSteps
+from dovetail.trainer.stopping import StopAfterPhase, StopRequest
+from dovetail.trainer.timeline import TimelineRow, take_timeline
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+Groups = TypeVar("Groups", bound=TrainedGroups)
+EngineSpans = list[list[tuple[str, float, float]]]
+
+_WARM_UP_STEPS = 2
+"""They compile kernels, capture graphs and fill caches; what they leave behind lives until the run ends."""
+
+
+class BaseTrainer(ABC, Generic[Groups]):
+    """Call `init_workers`, then `fit`. `last_step` ends the run before `total_steps`, which schedules count with."""
+
+    def __init__(
+        self,
+        config: DovetailConfig,
+        *,
+        tracker: Tracker,
+        create_groups: Callable[[], Groups],
+        total_steps: int,
+        last_step: int | None = None,
+        on_phase: Callable[[str | None], None] | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        self.config = config
+        self.stop = stop or StopRequest()
+        self.tracker = tracker
+        self.timers = PhaseTimers(self._phase_changed, after_phase=self.stop.phase_ended)
+        self.checkpoints = TrainerCheckpoints(config)
+        self.global_step = 0
+        self.total_steps = total_steps
+        self._last_step = total_steps if last_step is None else min(total_steps, last_step)
+        self._on_phase = on_phase
+        self._saved_step = 0
+        self._last_metrics: Metrics = {}
+        self._skipped_steps = SkippedSteps(total_steps)
+        self._create_groups = create_groups
+        self._groups: Groups | None = None
+
+    @property
+    def groups(self) -> Groups:
+        if self._groups is None:
+            raise RuntimeError("init_workers has not been called.")
+        return self._groups
+
+    @property
+    def has_workers(self) -> bool:
+        return self._groups is not None
+
+    def init_workers(self) -> None:
+        """Start the processes and build the models in them."""
+        self._write_now("start")
+        self._groups = self._create_groups()
+        self._init_models(self._groups)
+
+    def fit(self) -> Metrics:
+        """Train to the last step, or validate alone; returns the last validation's metrics."""
+        settings = self.config.trainer
+        self._load_checkpoint()
+        last_validation: Metrics = {}
+        if settings.val_only or (settings.val_before_train and self.global_step == 0):
+            last_validation = self._validate()
+            if last_validation:
+                self.tracker.log(self.global_step, last_validation)
+        if not settings.val_only:
+            with frozen_gc() as freeze_gc, self.stop.training(), self._naming_failures():
+                last_validation = self._train(last_validation, freeze_gc)
+        self._close()
+        self._note_saved(self.checkpoints.finish())
+        self._phase_changed(None)
+        self._write_now(None, finished=self.stop.name is None)
+        return last_validation
+
+    # ---- what a method says ----
+
+    @abstractmethod
+    def _init_models(self, groups: Groups) -> None:
+        """Build the models in the processes that have just started."""
+
+    @abstractmethod
+    def _train_step(self) -> Metrics:
+        """One step, timed as the phase `step`."""
+
+    @abstractmethod
+    def _validate(self) -> Metrics:
+        """Metrics of the held-out data; empty without any."""
+
+    @abstractmethod
+    def _driver_state(self) -> dict[str, Any]:
+        """The driver's part of a checkpoint. Keep it small and plain: it is written as JSON."""
+
+    @abstractmethod
+    def _load_driver_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `_driver_state` returned."""
+
+    def _carried_over(self) -> dict[str, DataProto]:
+        """Rows that are already made and belong to the next step, by the name of their file in a checkpoint."""
+        return {}
+
+    def _begin_step(self) -> None:
+        """The step `global_step` begins."""
+
+    def _undo_step(self) -> None:
+        """The step that had begun was given up; `global_step` is the one before it."""
+
+    def _checkpoint_parts(
+        self, state: dict[str, Any], carried: dict[str, DataProto]
+    ) -> tuple[dict[str, Any], dict[str, DataProto]]:
+        """The driver's state and the carried rows as they are written; called when a checkpoint is."""
+        return state, carried
+
+    def _weights_loaded(self) -> None:
+        """The workers hold the weights of `global_step`, from a checkpoint."""
+
+    def _engine_spans(self) -> EngineSpans:
+        """What engines on devices of their own have done since the last call."""
+        return []
+
+    def _close(self) -> None:
+        """Nothing is trained after this."""
+
+    # ---- the loop ----
+
+    def _train(self, last_validation: Metrics, freeze_gc: Callable[[], None]) -> Metrics:
+        """Every step that is left; returns the last validation's metrics. `freeze_gc` is called after warm-up."""
+        settings = self.config.trainer
+        started = self._take_timeline()
+        if self.global_step == 0:
+            self.tracker.folder.log_timeline(0, started)
+        freeze_after = self.global_step + _WARM_UP_STEPS
+        while self.global_step < self._last_step:
+            before = self._driver_state(), self._carried_over()
+            self.global_step += 1
+            self.stop.begin_step()
+            self._begin_step()
+            learner, folder = self.groups.learner, self.tracker.folder.path
+            try:
+                with profiled(self.config.global_profiler, self.global_step, learner, folder):
+                    metrics = self._train_step()
+            except StopAfterPhase:
+                self.global_step -= 1
+                self._undo_step()
+                self._save_and_stop(*before)
+                break
+            if self._is_due(settings.test_freq):
+                with self.timers("testing"):
+                    last_validation = self._validate()
+                metrics |= last_validation
+            metrics |= self.timers.take()
+            self._note_saved(self.checkpoints.poll())
+            if self._is_due(settings.save_freq) and settings.save_freq > 0:
+                with self.timers("save_checkpoint"):
+                    self._save(self._driver_state(), self._carried_over(), metrics)
+                metrics |= self.timers.take()
+            self.tracker.log(self.global_step, metrics)
+            self._skipped_steps.note(self.global_step, metrics)
+            self.tracker.folder.log_timeline(self.global_step, self._take_timeline())
+            self._last_metrics = metrics
+            if self.stop.name is not None:
+                self._save_and_stop(self._driver_state(), self._carried_over())
+                break
+            if self.global_step == freeze_after < self._last_step:
+                self.groups.freeze_gc()
+                freeze_gc()
+        return last_validation
+
+    def _is_due(self, freq: int) -> bool:
+        """Every `freq` steps, and at the last one."""
+        return self.global_step == self._last_step or (freq > 0 and self.global_step % freq == 0)
+
+    def _save_and_stop(self, state: dict[str, Any], carried: dict[str, DataProto]) -> None:
+        """The run was asked to stop: save a checkpoint of the last finished step, unless there is one."""
+        self._note_saved(self.checkpoints.finish())
+        if self.global_step not in (0, self._saved_step):
+            self._save(state, carried, self._last_metrics)
+        self.tracker.event("stopped", self.global_step, signal=self.stop.name, phase=self.stop.phase)
+
+    @contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        """Record a worker's failure with phase and step, and tell the user which checkpoint the run continues from."""
+        try:
+            yield
+        except WorkerError as error:
+            where = f"phase {self.timers.interrupted!r} of step {self.global_step}"
+            saved = f"step {self._saved_step}" if self._saved_step else "the beginning: it has no checkpoint"
+            error.add_note(f"In {where}. The same command continues the run from {saved}.")
+            facts = {"role": error.role, "rank": error.rank, "method": error.method, "phase": self.timers.interrupted}
+            self.tracker.folder.log_event("worker_failed", self.global_step, **facts, reason=error.reason[:1000])
+            raise
+
+    def _phase_changed(self, name: str | None) -> None:
+        self._write_now(name)
+        if self._on_phase is not None:
+            self._on_phase(name)
+
+    def _write_now(self, phase: str | None, *, finished: bool = False) -> None:
+        # A run that only validates takes no steps, so it has no total.
+        total = None if self.config.trainer.val_only else self.total_steps
+        self.tracker.folder.write_now(step=self.global_step, total_steps=total, phase=phase, finished=finished)
+
+    def _take_timeline(self) -> list[TimelineRow]:
+        return take_timeline(self.timers, self.groups.processes, self._engine_spans())
+
+    # ---- checkpoints ----
+
+    def _save(self, state: dict[str, Any], carried: dict[str, DataProto], metrics: Metrics) -> None:
+        state, carried = self._checkpoint_parts(state, carried)
+        # The step's metrics are logged after its checkpoint; a run killed in between restores them from here.
+        state = {**state, "metrics": metrics}
+        self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, carried=carried))
+
+    def _note_saved(self, steps: list[int]) -> None:
+        for step in steps:
+            self._saved_step = step
+            self.tracker.event("checkpoint", step)
+
+    def _load_checkpoint(self) -> None:
+        checkpoint = self.checkpoints.load(self.groups)
+        if checkpoint is None:
+            self.tracker.folder.start()
+            return
+        self.global_step = self._saved_step = checkpoint.step
+        self._last_metrics = checkpoint.metrics
+        self._weights_loaded()
+        logger.info("resumed from %s at step %d", checkpoint.folder, checkpoint.step)
+        if self.config.trainer.val_only:
+            return  # no step is repeated, so what was recorded after this one stays
+        self._load_driver_state(checkpoint.state)
+        self.tracker.resume(checkpoint.step)
+        if all(row["step"] != checkpoint.step for row in self.tracker.folder.read_metrics()):
+            self.tracker.log(checkpoint.step, checkpoint.metrics)
+
+
+def total_training_steps(config: DovetailConfig, steps_per_epoch: int) -> int:
+    """Steps of the run: set, or from the epochs."""
+    total = config.trainer.total_training_steps
+    if total is None:
+        per_step = math.ceil(config.data.train_batch_size / config.generation_batch_size)
+        total = max(1, steps_per_epoch // max(1, per_step)) * config.trainer.total_epochs
+    return total

@@ -1,0 +1,71 @@
+"""What one method of training (`trainer.method`) adds to a run: its inputs, its groups and its trainer."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dovetail.config.root import DovetailConfig
+from dovetail.observability.tracker import Tracker
+from dovetail.trainer.base import BaseTrainer
+from dovetail.trainer.groups import TrainedGroups
+from dovetail.trainer.recording import Recording
+from dovetail.trainer.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from dovetail.trainer.ppo import RayPPOTrainer
+
+_METHODS = {"rl": "dovetail.trainer.rl:RLMethod"}
+"""Imported when it is chosen: one method does not pay for the modules of another."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the caller of `run_training` chose beside the configuration."""
+
+    use_ray: bool = True
+    trainer_class: type[RayPPOTrainer] | None = None
+    recording: Recording | None = None
+
+
+class Method(ABC):
+    """Built before anything is started: errors in files, columns and functions are raised here.
+
+    What it opens, it enters into `open_things`, which closes it when the run ends.
+    """
+
+    total_steps: int
+    """Steps of the run, for consoles and schedules."""
+
+    @abstractmethod
+    def __init__(self, config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> None: ...
+
+    def cluster_started(self, *, use_gpu: bool) -> None:
+        """The cluster's nodes and devices are known. Called before `create_groups`."""
+        return
+
+    @abstractmethod
+    def create_groups(self, *, use_gpu: bool) -> TrainedGroups:
+        """Start the worker processes."""
+
+    @abstractmethod
+    def create_trainer(
+        self,
+        tracker: Tracker,
+        create_groups: Callable[[], Any],
+        *,
+        on_phase: Callable[[str | None], None],
+        stop: StopRequest,
+    ) -> BaseTrainer[Any]:
+        """The trainer; `create_groups` is this method's, with the checks that all methods share."""
+
+
+def open_method(config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> Method:
+    """The method that `trainer.method` names, with its inputs read and checked."""
+    module, _, name = _METHODS[config.trainer.method].partition(":")
+    kind: type[Method] = getattr(importlib.import_module(module), name)
+    return kind(config, options, open_things)

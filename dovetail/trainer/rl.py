@@ -1,0 +1,100 @@
+"""`trainer.method=rl`: prompts, rewards and the PPO family of trainers, made into a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from dovetail.config.root import DovetailConfig
+from dovetail.data.build import PromptLoader, build_train_loader, build_val_loader
+from dovetail.data.errors import DataError
+from dovetail.data.prompts import PromptDataset
+from dovetail.observability.tracker import Tracker
+from dovetail.rewards.build import build_reward_runner, other_scoring_nodes
+from dovetail.trainer.base import total_training_steps
+from dovetail.trainer.dapo import RayDAPOTrainer
+from dovetail.trainer.devices import joins_cluster, uses_gpu
+from dovetail.trainer.groups import RoleGroups, create_groups
+from dovetail.trainer.method import Method, RunOptions
+from dovetail.trainer.model_folders import load_readers
+from dovetail.trainer.ppo import RayPPOTrainer
+from dovetail.trainer.registered import refuse_unmet_names
+from dovetail.trainer.stopping import StopRequest
+
+
+class RLMethod(Method):
+    """The prompts, their rewards, and `RayPPOTrainer` or `RayDAPOTrainer`."""
+
+    def __init__(self, config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> None:
+        self._config, self._options = config, options
+        # The devices of a cluster are known once it is joined.
+        self._knows_devices = not (options.use_ray and joins_cluster(config))
+        on_gpu = uses_gpu(config) if self._knows_devices else False
+        self._tokenizer, processor = load_readers(config)
+        self._val_loader = build_val_loader(config, self._tokenizer, processor)
+        # A run that only validates may name no training prompts, and draws none.
+        train_loader = (
+            build_train_loader(config, self._tokenizer, processor) if config.data.train_paths else self._val_loader
+        )
+        assert train_loader is not None, "the checks ask for one of the two"
+        self._train_loader = train_loader
+        if self._knows_devices:
+            self._refuse_unread_images(on_cuda=on_gpu)
+        refuse_unmet_names(config, train_loader.dataset[0])
+        self._rewards = open_things.enter_context(build_reward_runner(config, self._tokenizer))
+        for dataset in self._datasets():
+            # An agent's environment may score; a source without a rule is then met, and named, when a row needs it.
+            if isinstance(dataset, PromptDataset) and not config.actor_rollout_ref.rollout.uses_agents:
+                self._rewards.check_data_sources(dataset.data_sources())
+        self.total_steps = total_training_steps(config, len(train_loader))
+
+    def cluster_started(self, *, use_gpu: bool) -> None:
+        if self._options.use_ray:
+            self._rewards.use_nodes(other_scoring_nodes(self._config))
+        if not self._knows_devices:
+            self._refuse_unread_images(on_cuda=use_gpu)
+
+    def create_groups(self, *, use_gpu: bool) -> RoleGroups:
+        generates = self._options.recording is None
+        return create_groups(self._config, use_ray=self._options.use_ray, use_gpu=use_gpu, generates=generates)
+
+    def create_trainer(
+        self,
+        tracker: Tracker,
+        create_groups: Callable[[], RoleGroups],
+        *,
+        on_phase: Callable[[str | None], None],
+        stop: StopRequest,
+    ) -> RayPPOTrainer:
+        filters = self._config.algorithm.filter_groups.enable
+        trainer_class = self._options.trainer_class or (RayDAPOTrainer if filters else RayPPOTrainer)
+        return trainer_class(
+            self._config,
+            tokenizer=self._tokenizer,
+            train_loader=self._train_loader,
+            val_loader=self._val_loader,
+            rewards=self._rewards,
+            tracker=tracker,
+            create_groups=create_groups,
+            on_phase=on_phase,
+            stop=stop,
+            recording=self._options.recording,
+        )
+
+    def _datasets(self) -> list[Any]:
+        loaders: tuple[PromptLoader | None, ...] = (self._train_loader, self._val_loader)
+        return [loader.dataset for loader in loaders if loader is not None]
+
+    def _refuse_unread_images(self, *, on_cuda: bool) -> None:
+        """Fail here, instead of at the first request that a text-only engine refuses."""
+        rollout = self._config.actor_rollout_ref.rollout
+        if rollout.reads_images(on_cuda=on_cuda):
+            return
+        if not any(isinstance(dataset, PromptDataset) and dataset.has_media() for dataset in self._datasets()):
+            return
+        where = "on CUDA" if rollout.name == "native" else "by URL" if rollout.server_urls else "here"
+        raise DataError(
+            f"there are prompts with images or videos, and rollout.name={rollout.name} reads token ids only {where}. "
+            "Use rollout.name=vllm without server_urls (or native on CPU), or leave the image and video columns out."
+        )
