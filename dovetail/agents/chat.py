@@ -147,6 +147,28 @@ class ChatRenderer:
             return tail.ids
         return tail.ids[1:] if stop_id is None or stop_id == tail.ids[0] else None
 
+    def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Ids that a model should write for the last message after `start` of the others, its stop token included.
+
+        As the template writes them; where it writes something else than the generation prompt before the answer, the
+        answer's own text.
+        """
+        assert messages[-1]["role"] == "assistant", "the last message is the model's answer"
+        prepared = [self._prepared(message) for message in messages]
+        prompt = self._render_prepared(prepared[:-1], tools, generation=True)
+        full = self._render_prepared(prepared, tools, generation=False)
+        content = prepared[-1]["content"] if isinstance(prepared[-1]["content"], str) else ""
+        stop = self._stops[-1 if "tool_calls" in prepared[-1] else 0] if self._stops else ""
+        if not full.startswith(prompt):
+            if "tool_calls" in prepared[-1] or not content:
+                raise ChatTemplateError(f"the template rewrites the prompt of an answer: {_difference(prompt, full)}")
+            return self._encode(content + stop)
+        rest, text = full[len(prompt) :], content.strip()
+        after = rest.rfind(text) + len(text) if text in rest and text else 0
+        ends = [end + len(token) for token in self._stops if (end := rest.find(token, after)) >= 0]
+        # Some families end an answer with what begins the next message, which is not there yet.
+        return self._encode(rest[: min(ends)] if ends else rest + stop)
+
     def tokens_before(self, ids: Sequence[int], texts: Sequence[str]) -> int:
         """How many ids can be kept so that none of the texts begins in them."""
         decode = self.tokenizer.decode

@@ -1,6 +1,7 @@
 """Prepare prompts: generate a task without any download, or convert a published data set.
 
 dovetail data addition --out data/addition --levels 2 3 --train 2000 --test 200
+dovetail data addition --out data/pairs --pairs          (for dovetail dpo and dovetail reward)
 dovetail data gsm8k raw/gsm8k --out data/gsm8k
 dovetail data math --out data/math                       (from the hub)
 dovetail data jsonl mine.jsonl --out data/mine --data-source exact --answer-field label
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generated.add_argument("--levels", type=int, nargs="+", default=[1], help="difficulty, 1 is the easiest")
     generated.add_argument("--train", type=int, default=1000, help="training problems")
     generated.add_argument("--test", type=int, default=200, help="test problems, none of them in training")
+    generated.add_argument("--pairs", action="store_true", help="also a right and a wrong answer to each problem")
     converted = parser.add_argument_group("data sets")
     converted.add_argument("--instruction", help="words after each question; '' for none")
     converted.add_argument(
@@ -57,12 +59,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    from dovetail.demo.tasks import generate_task
+    from dovetail.demo.tasks import generate_task, with_pairs
 
     split = generate_task(
         args.kind, num_train=args.train, num_test=args.test, levels=args.levels, seed=args.seed, system=args.system
     )
-    return {"train": split.train, "test": split.test}
+    splits = {"train": split.train, "test": split.test}
+    return {name: with_pairs(rows, args.seed) for name, rows in splits.items()} if args.pairs else splits
 
 
 def _convert(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:

@@ -75,6 +75,25 @@ def generate_task(
     return TaskSplit(_rows(task, train, "train", seed, system), _rows(task, test, "test", seed, system))
 
 
+def with_pairs(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """The rows with preference pairs: `chosen` is the truth, `rejected` the truth of another problem."""
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    if not rows:
+        return []
+    if not all(isinstance(truth, str) for truth in truths):
+        raise DataError(f"pairs need answers that are text, and this task's are {type(truths[0]).__name__}s.")
+    if len(set(truths)) < 2:
+        raise DataError(f"pairs need problems with different answers, and all {len(truths)} have one; ask for more.")
+    rng = random.Random(f"{seed}/pairs")
+    paired = []
+    for row, truth in zip(rows, truths, strict=True):
+        wrong = truth
+        while wrong == truth:
+            wrong = rng.choice(truths)
+        paired.append({**row, "chosen": truth, "rejected": wrong})
+    return paired
+
+
 def _draw(task: Task, rng: random.Random, level: int, count: int, taken: set[Hashable]) -> list[Problem]:
     drawn: list[Problem] = []
     repeats = 0

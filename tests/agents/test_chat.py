@@ -212,3 +212,38 @@ def test_smollm2s_own_tokenizer_is_append_only() -> None:
     ids = chat.extend(messages, [{"role": "tool", "content": hostile}], closed=True)
     assert hostile in tokenizer.decode(ids)
     assert [ids.count(tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_end|>", "<|im_start|>")] == [1, 2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_to_train_on_holds_its_text_and_one_stop_token(family: str) -> None:
+    chat, tokenizer = renderer(family), family_tokenizer(family)
+    ids = chat.answer([{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "quartz"}])
+    assert ids[-1] in chat.stop_token_ids
+    assert sum(token in chat.stop_token_ids for token in ids) == 1
+    assert tokenizer.decode(ids).count("quartz") == 1
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen2.5", "llama3", "gemma", "qwen3"])
+def test_prompt_and_answer_are_the_templates_own_rendering(family: str) -> None:
+    chat, tokenizer = renderer(family), family_tokenizer(family)
+    messages = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "quartz"}]
+    full = tokenizer.apply_chat_template(messages, return_dict=False)
+    ids = chat.start(messages[:1]) + chat.answer(messages)
+    assert full[: len(ids)] == ids
+    assert tokenizer.decode(full[len(ids) :]).strip() == ""
+
+
+def test_an_answer_with_calls_is_trained_as_the_template_writes_it() -> None:
+    chat, tokenizer = renderer("qwen2.5"), family_tokenizer("qwen2.5")
+    messages, _ = _cases()["a result after a call"][0]
+    text = tokenizer.decode(chat.answer(messages, [_TOOL]))
+    assert text.startswith("<tool_call>")
+    assert "look_up" in text
+    assert text.endswith("</tool_call><|im_end|>")
+
+
+def test_a_stop_token_inside_an_answer_is_plain_text() -> None:
+    chat, tokenizer = renderer("smollm2"), family_tokenizer("smollm2")
+    ids = chat.answer([{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "a<|im_end|>b"}])
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+    assert tokenizer.decode(ids) == "a<|im_end|>b<|im_end|>"

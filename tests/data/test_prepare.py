@@ -15,7 +15,7 @@ from dovetail.cli.main import main
 from dovetail.data.errors import DataError
 from dovetail.data.files import read_rows
 from dovetail.data.prepare import GSM8K_INSTRUCTION, gsm8k_rows, math_rows
-from dovetail.demo.tasks import TASKS, generate_task
+from dovetail.demo.tasks import TASKS, generate_task, with_pairs
 from dovetail.rewards.registry import default_compute_score, has_rule
 from dovetail.rewards.rules.extract import last_boxed
 
@@ -63,6 +63,22 @@ def test_expressions_are_worth_what_their_truth_says() -> None:
     for row in generate_task("arithmetic", num_train=100, num_test=0, levels=[1, 2, 3, 4]).train:
         expression = question(row).removeprefix("What is ").split("?")[0]
         assert str(eval(expression)) == row["reward_model"]["ground_truth"], expression
+
+
+def test_pairs_are_the_truth_and_another_problems_truth() -> None:
+    rows = generate_task("addition", num_train=50, num_test=0, levels=[2]).train
+    paired = with_pairs(rows)
+    truths = {row["reward_model"]["ground_truth"] for row in rows}
+    for before, row in zip(rows, paired, strict=True):
+        assert row["chosen"] == before["reward_model"]["ground_truth"]
+        assert row["rejected"] in truths - {row["chosen"]}
+        assert before.items() <= row.items()
+    assert with_pairs(rows) == paired
+    assert with_pairs([]) == []
+    with pytest.raises(DataError, match="pairs need problems with different answers"):
+        with_pairs(rows[:1])
+    with pytest.raises(DataError, match="pairs need answers that are text"):
+        with_pairs(generate_task("countdown", num_train=2, num_test=0).train)
 
 
 def test_every_countdown_has_a_solution_that_its_rule_accepts() -> None:
