@@ -1,0 +1,270 @@
+"""Minutes until a real model is as good: GSM8K on one GPU, dovetail's modes and TRL + vLLM, in turn, in one call.
+
+All sides train the same model on the same prompts with the same reward, batch, lengths, learning rate and clipping:
+128 prompts x 8 responses a step, two updates of 64 prompts. Accuracy is that of greedy responses to all test problems
+(the last number counts), before the first step and every `--every` steps, outside the clock: dovetail's validations are
+taken off its times, and TRL's weights are saved, which is taken off too, and validated by dovetail afterwards.
+
+    python -m benchmarks.gpu.time_to_accuracy MODEL_FOLDER RAW_GSM8K_FOLDER --steps 60 --sides dovetail trl
+
+Each side leaves a line of `curves.jsonl` in the folder: step, minutes since its first step began, accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.grpo_step import StepClock
+from benchmarks.gpu.workload import spare_flashinfer
+
+PROMPTS, SAMPLES, MINI_BATCH, RESPONSE = 128, 8, 64, 320
+LEARNING_RATE, CLIP_LOW, CLIP_HIGH = 3e-6, 0.2, 0.28
+ENGINE_MEMORY = 0.4
+TRL_MICRO_BATCH = 16
+"""Without gradient checkpointing: TRL's fastest in `benchmarks.gpu.grpo_step`."""
+DOVETAIL: dict[str, list[str]] = {
+    "dovetail": [],
+    "dovetail-partial": [
+        "async_training.mode=fully_async",
+        "async_training.max_staleness=2",
+        "async_training.max_in_flight=160",
+    ],
+    "dovetail-vllm": ["actor_rollout_ref.rollout.name=vllm"],
+}
+SIDES = (*DOVETAIL, "trl")
+ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="Hugging Face folder")
+    parser.add_argument(
+        "data", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl; both folders come first"
+    )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["dovetail", "trl"])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=10, help="steps between two measurements of accuracy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/dovetail-accuracy"))
+    parser.add_argument("--set", nargs="*", default=[], help="more keys of dovetail's sides")
+    parser.add_argument("--run", choices=(*SIDES, "accuracy"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.run:
+        run = {"trl": run_trl, "accuracy": run_accuracy}.get(args.run, run_dovetail)
+        (args.folder / f"{args.run}.json").write_text(json.dumps(run(args)))
+        return
+    for side in args.sides:
+        curve = in_process(side, args)
+        if curve is None:
+            continue
+        # A folder instead of a number: weights that are measured now that their trainer has left the device.
+        for point in curve["points"]:
+            if isinstance(point[2], str):
+                folder = point[2]
+                point[2] = (in_process("accuracy", args, model=folder) or {}).get("accuracy", float("nan"))
+                if folder != str(args.model):
+                    shutil.rmtree(folder)
+        with (args.folder / "curves.jsonl").open("a") as lines:
+            lines.write(json.dumps({"side": side, "seed": args.seed, **curve}) + "\n")
+        print(side, f"seed {args.seed}, {curve['step_s']:.2f} s a step (median)")
+        for step, minutes, accuracy in curve["points"]:
+            print(f"  step {step:3}  {minutes:6.2f} min  {accuracy:6.2%}", flush=True)
+
+
+def in_process(name: str, args: argparse.Namespace, model: str | None = None) -> Any:
+    """One side in a process of its own, so that its device memory is gone afterwards; None when it failed."""
+    result, log = args.folder / f"{name}.json", args.folder / f"{name}.log"
+    result.unlink(missing_ok=True)
+    arguments = [model or sys.argv[1], *sys.argv[2:]]
+    command = [sys.executable, "-m", "benchmarks.gpu.time_to_accuracy", *arguments, "--run", name]
+    with log.open("w") as stream:
+        subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT)
+    if result.exists():
+        return json.loads(result.read_text())
+    print(f"{name} failed; last lines of {log}:", *log.read_text(errors="replace").splitlines()[-25:], sep="\n")
+    return None
+
+
+def write_data(args: argparse.Namespace) -> Path:
+    """The same parquet files for every side."""
+    out = args.folder / "data"
+    if not (out / "test.parquet").exists():
+        command = [sys.executable, "-m", "dovetail.cli.main", "data", "gsm8k", str(args.data), "--out", str(out)]
+        subprocess.run(command, check=True)
+    return out
+
+
+def make_config(args: argparse.Namespace, model: Path, run: str, more: list[str]) -> Any:
+    from dovetail.config import load_config
+
+    data, policy = write_data(args), "actor_rollout_ref"
+    return load_config(
+        overrides=[
+            f"data.train_files={data}/train.parquet",
+            f"data.val_files={data}/test.parquet",
+            f"data.train_batch_size={PROMPTS}",
+            "data.max_prompt_length=384",
+            "data.filter_overlong_prompts=True",
+            f"data.max_response_length={RESPONSE}",
+            f"{policy}.model.path={model}",
+            f"{policy}.model.use_fused_kernels=True",
+            f"{policy}.model.enable_gradient_checkpointing=False",
+            f"{policy}.rollout.n={SAMPLES}",
+            f"{policy}.rollout.max_num_seqs={PROMPTS * SAMPLES}",
+            f"{policy}.rollout.gpu_memory_utilization={ENGINE_MEMORY}",
+            f"{policy}.actor.ppo_mini_batch_size={MINI_BATCH}",
+            f"{policy}.actor.use_dynamic_bsz=True",
+            f"{policy}.actor.ppo_max_token_len_per_gpu=40960",
+            f"{policy}.actor.clip_ratio_low={CLIP_LOW}",
+            f"{policy}.actor.clip_ratio_high={CLIP_HIGH}",
+            f"{policy}.actor.optim.lr={LEARNING_RATE}",
+            f"{policy}.actor.optim.weight_decay=0",
+            "custom_reward_function.reward_kwargs.method=flexible",
+            "algorithm.adv_estimator=grpo",
+            "reward_model.num_workers=8",
+            f"trainer.device={args.device}",
+            "trainer.n_gpus_per_node=1",
+            f"trainer.total_training_steps={args.steps}",
+            f"trainer.test_freq={args.every}",
+            "trainer.val_before_train=True",
+            "trainer.save_freq=-1",
+            f"trainer.seed={args.seed}",
+            f"trainer.default_local_dir={args.folder}/run-{run}-{os.getpid()}",
+            "trainer.resume_mode=disable",
+            *more,
+            *args.set,
+        ]
+    ).config
+
+
+def run_dovetail(args: argparse.Namespace) -> dict[str, Any]:
+    from dovetail.trainer.run import run_training
+
+    spare_flashinfer()
+    config = make_config(args, args.model, args.run, DOVETAIL[args.run])
+    clock = StepClock()
+    result = run_training(config, use_ray=False, console=lambda title, total: clock)
+    rows = {row["step"]: row for row in map(json.loads, (result.folder / "metrics.jsonl").open())}
+    points, minutes, seconds = [(0, 0.0, rows[0][ACCURACY])], 0.0, []
+    for step, (taken, metrics) in enumerate(zip(clock.step_seconds(), clock.metrics, strict=True), start=1):
+        seconds.append(taken - metrics.get("timing_s/testing", 0.0))
+        minutes += seconds[-1] / 60
+        if ACCURACY in metrics:
+            points.append((step, minutes, metrics[ACCURACY]))
+    return {"points": points, "step_s": sorted(seconds)[len(seconds) // 2]}
+
+
+def run_trl(args: argparse.Namespace) -> dict[str, Any]:
+    """TRL's GRPO trainer with vLLM in the same process, at the settings that a search on workload W found fastest."""
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
+    spare_flashinfer()
+    import pandas
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from dovetail.rewards.rules.gsm8k import compute_score
+
+    updates = PROMPTS // MINI_BATCH  # optimizer steps of TRL for one step of dovetail
+    frame = pandas.read_parquet(write_data(args) / "train.parquet")
+    rows = Dataset.from_dict(
+        {
+            "prompt": [[dict(message) for message in prompt] for prompt in frame["prompt"]],
+            "truth": [reward["ground_truth"] for reward in frame["reward_model"]],
+        }
+    )
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    ends: list[float] = []
+    spent = [0.0]  # saving weights, off the clock
+    saved: list[tuple[int, float]] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *unused: Any, **also_unused: Any) -> None:
+            if not ends:
+                ends.append(time.perf_counter())
+
+        def on_step_end(self, arguments: Any, state: Any, control: Any, model: Any = None, **unused: Any) -> None:
+            torch.cuda.synchronize() if torch.cuda.is_available() else None
+            ends.append(time.perf_counter() - spent[0])
+            if state.global_step % (args.every * updates) == 0:
+                step = state.global_step // updates
+                saved.append((step, (ends[-1] - ends[0]) / 60))
+                began = time.perf_counter()
+                folder = args.folder / f"trl-{step}"
+                weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+                model.save_pretrained(folder, state_dict=weights)
+                tokenizer.save_pretrained(folder)
+                spent[0] += time.perf_counter() - began
+
+    def reward(completions: list[Any], truth: list[str], **unused: Any) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        return [float(compute_score(text, own, method="flexible")) for text, own in zip(texts, truth, strict=True)]
+
+    config = GRPOConfig(
+        output_dir=str(args.folder / "trl"),
+        max_steps=args.steps * updates,
+        num_generations=SAMPLES,
+        per_device_train_batch_size=TRL_MICRO_BATCH,
+        gradient_accumulation_steps=MINI_BATCH * SAMPLES // TRL_MICRO_BATCH,
+        steps_per_generation=PROMPTS * SAMPLES // TRL_MICRO_BATCH,
+        max_completion_length=RESPONSE,
+        temperature=1.0,
+        beta=0.0,
+        epsilon=CLIP_LOW,
+        epsilon_high=CLIP_HIGH,
+        loss_type="dapo",  # the mean over all tokens of an update, as dovetail's token-mean
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        bf16=True,
+        gradient_checkpointing=False,
+        use_vllm=args.device == "cuda",
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=ENGINE_MEMORY,
+        vllm_max_model_length=384 + RESPONSE,
+        use_cpu=args.device == "cpu",
+        logging_steps=updates,
+        save_strategy="no",
+        report_to=[],
+        seed=args.seed,
+    )
+    trainer = GRPOTrainer(
+        model=str(args.model),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    seconds = [end - start for start, end in zip(ends, ends[updates:], strict=False)][::updates]
+    points = [(0, 0.0, str(args.model)), *((step, minutes, f"{args.folder}/trl-{step}") for step, minutes in saved)]
+    return {"points": points, "step_s": sorted(seconds)[len(seconds) // 2]}
+
+
+def run_accuracy(args: argparse.Namespace) -> dict[str, Any]:
+    """Greedy accuracy of `args.model` on the test problems."""
+    from dovetail.trainer.run import run_training
+
+    config = make_config(args, args.model, "accuracy", ["trainer.val_only=True"])
+    return {"accuracy": run_training(config, use_ray=False).validation[ACCURACY]}
+
+
+if __name__ == "__main__":
+    main()
