@@ -215,7 +215,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
 
     def reward(completions: list[Any], truth: list[str], **unused: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        return [float(compute_score(text, own, method="flexible")) for text, own in zip(texts, truth, strict=True)]
+        return [compute_score(text, own, method="flexible")["score"] for text, own in zip(texts, truth, strict=True)]
 
     config = GRPOConfig(
         output_dir=str(args.folder / "trl"),
@@ -232,7 +232,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
         loss_type="dapo",  # the mean over all tokens of an update, as dovetail's token-mean
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
-        bf16=True,
+        bf16=args.device == "cuda",
         gradient_checkpointing=False,
         use_vllm=args.device == "cuda",
         vllm_mode="colocate",
