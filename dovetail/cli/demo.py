@@ -18,6 +18,7 @@ from dovetail.config import load_config
 
 NUM_TEST = 96
 NUM_TRAIN = 1000
+SYSTEM = "Calculate."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +61,7 @@ def _train(args: argparse.Namespace) -> int:
     say(f"the model is in {model} ({time.perf_counter() - began:.0f} s; converted on the first run only)")
     data = args.out / "data"
     problems = generate_task(
-        "addition", levels=[2], num_train=NUM_TRAIN, num_test=NUM_TEST, seed=args.seed, system="Calculate."
+        "addition", levels=[2], num_train=NUM_TRAIN, num_test=NUM_TEST, seed=args.seed, system=SYSTEM
     )
     write_rows(problems.train, data / "train.parquet")
     write_rows(problems.test, data / "test.parquet")
@@ -94,6 +95,9 @@ def demo_overrides(model: Path, data: Path, out: Path, steps: int, seed: int) ->
         "trainer.float32_matmul_precision=medium",
         "trainer.n_gpus_per_node=1",
         f"trainer.total_training_steps={steps}",
+        # The trained weights, 0.65 GB, for the commands below; a demo is not continued, so no optimizer.
+        f"trainer.save_freq={steps}",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
         "trainer.project_name=demo",
         "trainer.experiment_name=addition",
         f"trainer.default_local_dir={out}",
@@ -115,9 +119,11 @@ def show(folder: Path, last_step: int, seconds: float) -> None:
         say(f"    before  {_short(old['response'])}")
         say(f"    after   {_short(new['response'])}   (right: {old['ground_truth']})")
     say("")
-    say(f"run folder: {folder}  (metrics.jsonl, rollouts/, validation/, config.yaml, plan.json)")
-    say(f"look at it in a browser: dovetail dashboard {folder}")
-    say(f"the same run by hand: dovetail train {folder / 'config.yaml'}")
+    say(f"run folder: {folder}  (metrics.jsonl, rollouts/, validation/, global_step_N/, config.yaml, plan.json)")
+    say(f"look at it in a browser:  dovetail dashboard {folder}")
+    say(f'ask the trained model:    dovetail generate {folder} --system {SYSTEM} "{before[0]["prompt"]}"')
+    say(f"take it with you:         dovetail export {folder} addition-model   (a Hugging Face folder)")
+    say(f"the same run by hand:     dovetail train {folder / 'config.yaml'}")
 
 
 def _answers(folder: Path, step: int) -> list[dict[str, Any]]:

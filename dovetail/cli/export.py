@@ -1,28 +1,33 @@
 """Export: `dovetail export CHECKPOINT_FOLDER OUT`. Writes the policy as a folder that transformers and vLLM load.
 
-CHECKPOINT_FOLDER is a `global_step_N` folder, or a run folder (its newest checkpoint is taken). One process on the CPU
-does it, whatever number of processes saved the checkpoint; LoRA adapters are merged in.
+CHECKPOINT_FOLDER is a `global_step_N` folder, or a run folder (its newest checkpoint is taken; --list names all of
+them). One process on the CPU does it, whatever number of processes saved the checkpoint. LoRA adapters are merged in;
+with --adapter they are written alone, as a folder that peft and vLLM load on top of the model.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.config import ConfigError, DovetailConfig, load_config
+from dovetail.trainer.saved_model import checkpoint_folder, override, run_config_file
 
 if TYPE_CHECKING:
     from dovetail.backends.base import TrainBackend
 
-CONFIG = "config.yaml"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="global_step_N, or a run folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; an existing one is refused")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder to write; an existing one is refused")
+    parser.add_argument("--list", action="store_true", help="list the checkpoints of a run folder; writes nothing")
+    parser.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, in peft's format")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights; default: as trained")
     parser.add_argument("--model", metavar="PATH", help="folder of the first weights, if it has moved since the run")
 
@@ -31,16 +36,23 @@ def run(args: argparse.Namespace) -> int:
     # torch comes with these; `dovetail export --help` does without.
     from dovetail.checkpoint.manifest import BrokenCheckpoint
 
+    if args.list:
+        return _list_checkpoints(args.checkpoint)
     try:
+        if args.out is None:
+            raise FileNotFoundError("OUT is missing: name the folder to write, or ask for --list.")
         if args.out.exists():
             raise FileExistsError(f"{args.out} exists already; give a name that is free, or remove it.")
-        folder = _checkpoint_folder(args.checkpoint)
+        folder = checkpoint_folder(args.checkpoint)
         config = _run_config(folder, args.model)
-        export_checkpoint(config, folder, args.out, dtype=args.dtype)
+        if args.adapter:
+            export_adapter(config, folder, args.out)
+        else:
+            export_checkpoint(config, folder, args.out, dtype=args.dtype)
     except (ConfigError, BrokenCheckpoint, FileNotFoundError, FileExistsError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write(f"the policy of {folder} is in {args.out}\n")
+    sys.stdout.write(f"the {'adapter' if args.adapter else 'policy'} of {folder} is in {args.out}\n")
     return 0
 
 
@@ -56,6 +68,23 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
     tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
     wanted = None if dtype is None else getattr(torch, dtype)
     export_hf_folder(backend, out, tokenizer=tokenizer, dtype=wanted, source=model_folder(policy.model.path))
+
+
+def export_adapter(config: DovetailConfig, folder: Path, out: Path) -> None:
+    """Write the LoRA adapter of `folder/actor` in peft's format, with the name of the model it belongs to."""
+    from dovetail.models.save import publish_folder
+    from dovetail.weight_sync import write_peft_folder
+    from dovetail.workers.adapters import adapter_of
+
+    policy = config.actor_rollout_ref
+    if not policy.model.uses_lora or policy.actor.strategy == "megatron":
+        why = f"model.lora_rank={policy.model.lora_rank}, actor.strategy={policy.actor.strategy}"
+        raise FileNotFoundError(f"the run of {folder} trained no LoRA adapter ({why}); export it without --adapter.")
+    backend = _plain_policy(config, folder / "actor")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
+        write_peft_folder(adapter_of(backend, policy.model), Path(work) / out.name, base_model=policy.model.path)
+        publish_folder(Path(work) / out.name, out)
 
 
 def _plain_policy(config: DovetailConfig, folder: Path) -> TrainBackend:
@@ -105,26 +134,27 @@ def _megatron_policy(config: DovetailConfig, folder: Path) -> TrainBackend:
     )
 
 
-def _checkpoint_folder(given: Path) -> Path:
-    from dovetail.checkpoint.manifest import MANIFEST_NAME, verify_folder
+def _run_config(folder: Path, model: str | None) -> DovetailConfig:
+    overrides = [] if model is None else [override("actor_rollout_ref.model.path", model)]
+    return load_config([run_config_file(folder)], overrides).config
+
+
+def _list_checkpoints(run: Path) -> int:
+    """One line for each checkpoint, the oldest first. Sizes are compared, checksums are not: `dovetail audit` does."""
+    from dovetail.checkpoint.manifest import BrokenCheckpoint, verify_folder
     from dovetail.checkpoint.store import CheckpointStore
 
-    if not given.is_dir():
-        raise FileNotFoundError(f"{given} is no folder; give a global_step_N folder or the run folder it is in.")
-    if (given / MANIFEST_NAME).exists():
-        verify_folder(given)
-        return given
-    newest = CheckpointStore(given).latest()
-    if newest is None:
-        raise FileNotFoundError(
-            f"{given} is no checkpoint and holds none; give a global_step_N folder or the run folder it is in."
-        )
-    return newest
-
-
-def _run_config(folder: Path, model: str | None) -> DovetailConfig:
-    file = folder.resolve().parent / CONFIG
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: it says which model {folder} belongs to; keep it beside it.")
-    overrides = [] if model is None else [f"actor_rollout_ref.model.path={model}"]
-    return load_config([file], overrides).config
+    store = CheckpointStore(run)
+    if not (steps := store.steps()):
+        sys.stderr.write(f"{run} holds no checkpoint; a run saves them with trainer.save_freq.\n")
+        return 2
+    for step in steps:
+        folder = store.folder(step)
+        try:
+            size = sum(record.size for record in verify_folder(folder, checksums=False).files.values())
+        except BrokenCheckpoint as problem:
+            sys.stdout.write(f"step {step:>7}  broken: {problem}\n")
+            continue
+        saved = datetime.fromtimestamp(folder.stat().st_mtime)
+        sys.stdout.write(f"step {step:>7}  {size / 2**20:>9.1f} MiB  {saved:%Y-%m-%d %H:%M}  {folder}\n")
+    return 0

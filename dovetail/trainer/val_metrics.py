@@ -1,13 +1,15 @@
-"""Validation scores of N answers per prompt as mean@N, best@N, worst@N and maj@N, per data source.
+"""Validation scores of N answers per prompt as mean@N, best@N, worst@N, maj@N and pass@k, per data source.
 
 best@k, worst@k and maj@k for k < N are expectations over drawing k of the N answers, estimated with a fixed seed; @N
 they are those of the N answers. `best@k/mean` and `/std` (likewise worst and maj) are verl's: of k answers drawn with
-replacement, also for k = N.
+replacement, also for k = N. pass@k, where every value is 0 or 1, is the chance that one of k answers drawn without
+replacement is right: the unbiased estimate of https://arxiv.org/abs/2107.03374.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -36,11 +38,13 @@ def validation_metrics(
     for source, prompts in rows.items():
         most = max(len(group) for group in prompts.values())
         for name, numbers in values.items():
+            is_pass = all(numbers[row] in (0, 1) for group in prompts.values() for row in group)
             per_prompt = [
                 _prompt_metrics(
                     np.asarray([numbers[row] for row in group], dtype=float),
                     None if answers is None else [answers[row] for row in group],
                     most,
+                    is_pass=is_pass,
                 )
                 for group in prompts.values()
             ]
@@ -53,7 +57,12 @@ def validation_metrics(
     return summary
 
 
-def _prompt_metrics(numbers: np.ndarray, answers: list[object] | None, most: int) -> dict[str, float]:
+def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
+    """Chance that one of `k` of the answers, drawn without replacement, is right."""
+    return 1.0 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
+
+
+def _prompt_metrics(numbers: np.ndarray, answers: list[object] | None, most: int, *, is_pass: bool) -> dict[str, float]:
     """Of one prompt. It may have fewer answers with a score than the `most` that others have: its mean counts all the
     same, and it has no best of more than there are.
     """
@@ -65,6 +74,8 @@ def _prompt_metrics(numbers: np.ndarray, answers: list[object] | None, most: int
     for k in sorted({*_powers_of_two(most), most}):
         if k > count:
             break
+        if is_pass:
+            metrics[f"pass@{k}"] = pass_at_k(count, int(numbers.sum()), k)
         draws = _draws(count, k)
         drawn = {"best": numbers[draws].max(axis=1), "worst": numbers[draws].min(axis=1)}
         of_all = {"best": numbers.max(), "worst": numbers.min()}

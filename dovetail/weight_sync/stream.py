@@ -119,7 +119,7 @@ class LoraAdapter:
     tensors: NamedTensors
 
 
-def write_peft_folder(adapter: LoraAdapter, folder: Path) -> list[str]:
+def write_peft_folder(adapter: LoraAdapter, folder: Path, *, base_model: str | None = None) -> list[str]:
     """The adapter as a folder that peft and engines read; returns the names of its tensors."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors}
     if not tensors:
@@ -127,6 +127,7 @@ def write_peft_folder(adapter: LoraAdapter, folder: Path) -> list[str]:
     modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
     settings = {
         "peft_type": "LORA",
+        "base_model_name_or_path": base_model,
         "task_type": "CAUSAL_LM",
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,

@@ -119,9 +119,15 @@ class CheckpointedRole(TrainingRole):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote, on any number of processes; returns its `extra`."""
-        with loaded(self._trained.backend, self._section.offloading, trains=True):
-            extra = load_contents(self._trained.backend, Path(local_path), self._section.checkpoint)
+        """Read what `save_checkpoint` wrote, on any number of processes; returns its `extra`.
+
+        A run that only validates reads the weights alone.
+        """
+        backend, trains = self._trained.backend, not self.config.trainer.val_only
+        with loaded(backend, self._section.offloading, trains=trains):
+            if not trains:
+                return backend.load_state(Path(local_path), contents=("model",))
+            extra = load_contents(backend, Path(local_path), self._section.checkpoint)
         self._trained.num_updates = extra.pop("num_updates", 0)
         return extra
 

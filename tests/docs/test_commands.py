@@ -25,7 +25,7 @@ from dovetail.observability.run_folder import RunFolder
 from tests.config.plan.known_models import DEEPSEEK_V3
 from tests.dashboard.synthetic import write_run
 from tests.docs.commands import REST_OF_KEYS, ROOT, Command, commands_in_text, page_commands
-from tests.trainer.toy_run import Toy, save_toy_data, save_toy_model
+from tests.trainer.toy_run import Toy, save_toy_data, save_toy_model, train
 
 pytestmark = pytest.mark.e2e
 
@@ -51,6 +51,8 @@ INSTEAD = {
     "ppo_mini_batch_size=64": "ppo_mini_batch_size=4",
     "rollout.n=8": "rollout.n=2",
     "trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node=1",
+    "--max-tokens 1024": "--max-tokens 8 data.max_prompt_length=256",
+    "path=my_reward.py": "path=toy/reward.py",
 }
 REFUSED = ("dovetail check actor_rollout_ref.actor.clip_ratio_hgih=0.28",)
 """Commands that show what a mistake looks like."""
@@ -76,6 +78,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["data", "gsm8k", raw, "--out", prepared]) == 0
     labels = [{"question": f"Which is number {n}?", "label": str(n)} for n in range(20)]
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labels))
+    toy = Toy(folder / "model", folder / "toy")
+    keys = {
+        "data.train_files": str(folder / "data" / "gsm8k" / "train.parquet"),
+        "data.val_files": str(folder / "data" / "gsm8k" / "test.parquet"),
+        "data.max_prompt_length": 256,
+        "trainer.total_training_steps": 1,
+        "trainer.save_freq": 1,
+    }
+    train(toy.config(folder / "runs" / "gsm8k", keys))
     for name in ("runs/demo", "run_a", "run_b"):
         write_run(folder / name, steps=3, rollouts_per_step=8)
     (folder / "DeepSeek-V3").mkdir()
@@ -109,6 +120,8 @@ def test_the_command_does_what_the_page_says(
         assert (Path(words[words.index("--out") + 1]) / "train.parquet").exists()
     elif words[1] == "report":
         assert {"report.html", "report.png"} <= {file.name for file in Path(words[2]).iterdir()}
+    elif words[1] == "eval":
+        assert "eval.json" in said.out
     elif words[1] == "train":
         [last] = RunFolder(reader / "run").read_metrics()[-1:]
         assert last["critic/score/mean"] >= 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from dovetail.trainer.step_metrics import (
     token_counts,
     update_metrics,
 )
-from dovetail.trainer.val_metrics import validation_metrics
+from dovetail.trainer.val_metrics import pass_at_k, validation_metrics
 
 pytestmark = pytest.mark.unit
 
@@ -44,6 +45,18 @@ def test_mean_best_worst_and_majority_of_four_answers() -> None:
     assert found["val-aux/math/acc/std@4"] == pytest.approx((0.5 + 3**0.5 / 4) / 2)
     # Drawing two of four with replacement: p misses with (1/2)^2, q with (3/4)^2.
     assert found["val-aux/math/acc/best@2"] == pytest.approx((3 / 4 + 7 / 16) / 2, abs=0.03)
+
+
+def test_pass_at_k_is_the_share_of_draws_without_replacement_that_hold_a_right_answer() -> None:
+    values = {"acc": [1, 0, 0, 1, 0, 0, 0, 1], "reward": [0.5, 0, 0, 1, 0, 0, 0, 1]}
+    found = validation_metrics(["math"] * 8, ["p"] * 4 + ["q"] * 4, values)
+    # p: of the 6 pairs only one has no right answer; q: three of them.
+    assert found["val-aux/math/acc/pass@2"] == pytest.approx((5 / 6 + 3 / 6) / 2)
+    assert found["val-aux/math/acc/pass@4"] == 1.0
+    assert not any("reward/pass@" in name for name in found), "a score between 0 and 1 does not pass"
+    pairs = list(itertools.combinations([1, 0, 0, 0, 0], 2))
+    assert pass_at_k(5, 1, 2) == pytest.approx(np.mean([max(pair) for pair in pairs]))
+    assert (pass_at_k(5, 0, 3), pass_at_k(5, 5, 1)) == (0.0, 1.0)
 
 
 def test_a_prompt_with_an_answer_that_has_no_score_stays_in_the_mean() -> None:

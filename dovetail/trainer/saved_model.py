@@ -1,0 +1,142 @@
+"""The model that a command is given (a checkpoint, a run folder, a Hugging Face folder) as a run that only generates.
+
+Finds folders and builds configurations; loads no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.config import load_config
+from dovetail.config.hub import is_hub_name
+from dovetail.config.load import LoadedConfig
+from dovetail.config.root import DovetailConfig
+from dovetail.observability.run_folder import CONFIG
+
+_WITHOUT_TRAINING = (
+    "trainer.method=rl",
+    "data.train_files=[]",
+    "critic.enable=False",
+    "actor_rollout_ref.actor.use_kl_loss=False",
+    "actor_rollout_ref.rollout.n=1",
+    # Needs neither a critic nor groups.
+    "algorithm.adv_estimator=reinforce_plus_plus",
+    "algorithm.use_kl_in_reward=False",
+    "algorithm.filter_groups.enable=False",
+    "async_training.mode=off",
+    "trainer.rollout_data_dir=null",
+    "trainer.validation_data_dir=null",
+)
+"""Roles and settings of a run that generation does without."""
+
+_OF_A_FOLDER = (
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "trainer.n_gpus_per_node=1",
+)
+"""What a configuration must say beside the model, with values that no generation reads."""
+
+_FLOAT32 = (
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
+    "actor_rollout_ref.rollout.dtype=float32",
+)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A checkpoint of a run (`folder` is its `global_step_N`), or the folder or hub name of a model."""
+
+    folder: str
+    is_checkpoint: bool
+
+    @property
+    def name(self) -> str:
+        path = Path(self.folder)
+        return f"{path.parent.name}-{path.name}" if self.is_checkpoint else path.name
+
+    def config(self, files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> LoadedConfig:
+        """The run's own configuration, or defaults for a folder; then what the user says; then: validate, no more."""
+        forced = ["trainer.val_only=True", "trainer.resume_mode=disable"]
+        if self.is_checkpoint:
+            files = [run_config_file(Path(self.folder)), *files]
+            own = [*_WITHOUT_TRAINING]
+            forced = [forced[0], "trainer.resume_mode=resume_path", override("trainer.resume_from_path", self.folder)]
+        else:
+            own = [*_WITHOUT_TRAINING, *_OF_A_FOLDER, override("actor_rollout_ref.model.path", self.folder)]
+            own += () if _has_gpu() else _FLOAT32
+        return load_config(files, [*own, *overrides, *forced])
+
+
+def find_model(given: str) -> SavedModel:
+    """What `given` names; FileNotFoundError when it is nothing of the kind."""
+    if (Path(given).expanduser() / "config.json").is_file():
+        return SavedModel(str(Path(given).expanduser().absolute()), is_checkpoint=False)
+    if is_hub_name(given):
+        return SavedModel(given, is_checkpoint=False)
+    return SavedModel(str(checkpoint_folder(Path(given).expanduser()).absolute()), is_checkpoint=True)
+
+
+def checkpoint_folder(given: Path) -> Path:
+    """The checkpoint that `given` is, or the newest one of the run folder that it is."""
+    from dovetail.checkpoint.manifest import MANIFEST_NAME, verify_folder
+    from dovetail.checkpoint.store import CheckpointStore
+
+    if not given.is_dir():
+        raise FileNotFoundError(f"{given} is no folder; give a global_step_N folder or the run folder it is in.")
+    if (given / MANIFEST_NAME).exists():
+        verify_folder(given)
+        return given
+    newest = CheckpointStore(given).latest()
+    if newest is None:
+        raise FileNotFoundError(
+            f"{given} is no checkpoint and holds none; give a global_step_N folder or the run folder it is in. A run "
+            "saves checkpoints with trainer.save_freq."
+        )
+    return newest
+
+
+def run_config_file(checkpoint: Path) -> Path:
+    """The configuration of the run that wrote `checkpoint`."""
+    file = checkpoint.resolve().parent / CONFIG
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: it says which model {checkpoint} belongs to; keep it beside it.")
+    return file
+
+
+def sampling_overrides(
+    config: DovetailConfig, *, n: int | None, temperature: float | None, max_tokens: int | None
+) -> list[str]:
+    """Options of a command as keys; None keeps what the configuration says.
+
+    Several responses to a prompt are sampled, at temperature 1 unless said otherwise: greedy ones would be equal.
+    """
+    section, overrides = "actor_rollout_ref.rollout.val_kwargs", []
+    sampled = config.actor_rollout_ref.rollout.val_kwargs
+    if temperature is None and (n or sampled.n) > 1 and not (sampled.do_sample and sampled.temperature):
+        temperature = 1.0
+    if n is not None:
+        overrides.append(f"{section}.n={n}")
+    if temperature is not None:
+        overrides += [f"{section}.do_sample={temperature > 0}", f"{section}.temperature={temperature}"]
+    if max_tokens is not None:
+        # A run's configuration is resolved: it has both.
+        overrides += [
+            f"data.max_response_length={max_tokens}",
+            f"actor_rollout_ref.rollout.response_length={max_tokens}",
+        ]
+    return overrides
+
+
+def override(key: str, value: str | Sequence[str]) -> str:
+    """An override that is read back as `value`, whatever characters it has."""
+    return f"{key}={json.dumps(value if isinstance(value, str) else list(value), ensure_ascii=False)}"
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
