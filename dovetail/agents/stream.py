@@ -137,8 +137,9 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
     def snapshot(self) -> DataProto | None:
         """What the unfinished groups have so far, a row for each trajectory; they go on."""
         partial = {result.request_id: result for result in self._stream.partial()}
-        results = self._stream.take_finished()
-        return self._agents.thread.call(self._snapshot(partial, results))
+        with self._changed:
+            self._receive()  # the event loop answers them before it takes the snapshot
+        return self._agents.thread.call(self._snapshot(partial))
 
     def close(self) -> None:
         """End what is running."""
@@ -273,10 +274,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
             for deadline in group.deadlines.values():
                 change(deadline)
 
-    async def _snapshot(
-        self, partial: Mapping[str, GenerationResult], results: Sequence[GenerationResult]
-    ) -> DataProto | None:
-        self._answer(results)
+    async def _snapshot(self, partial: Mapping[str, GenerationResult]) -> DataProto | None:
         rows = [
             (group.uid, index, self._state(group, index, partial))
             for group in list(self._groups.values())

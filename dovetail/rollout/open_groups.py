@@ -145,7 +145,7 @@ class OpenGroups(ABC, Generic[G, H]):
 
     @abstractmethod
     def _deliver(self, results: Sequence[GenerationResult]) -> None:
-        """Give results to their groups; calls `_move_finished`. In the thread that generates."""
+        """Give results to their groups; calls `_move_finished`. The lock is held."""
 
     @abstractmethod
     def _cancel(self, groups: Sequence[G]) -> None:
@@ -196,13 +196,17 @@ class OpenGroups(ABC, Generic[G, H]):
             with self._changed:
                 if is_enough():
                     return
-            results = self._stream.results(timeout=_IDLE_S)
-            if results:
-                self._deliver(results)
-                continue
+            self._stream.wait(_IDLE_S)
             with self._changed:
-                if not self._stream.num_running and not is_enough():
+                if not self._receive() and not self._stream.num_running and not is_enough():
                     self._changed.wait(_IDLE_S)
+
+    def _receive(self) -> bool:
+        """Deliver what has finished; whether anything had. The lock is held: a result is in the stream or delivered."""
+        results = self._stream.take_finished()
+        if results:
+            self._deliver(results)
+        return bool(results)
 
     def _background(self) -> None:
         try:

@@ -23,8 +23,8 @@ class FailedRequest:
 class EngineStream:
     """Requests of one consumer. `submit` and `results` may be called from different threads.
 
-    An engine that lives in this process makes progress while some thread waits in `results` or `drain`, of this stream
-    or of another one.
+    An engine that lives in this process makes progress while some thread waits in `wait`, `results` or `drain`, of this
+    stream or of another one.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -60,14 +60,17 @@ class EngineStream:
             raise
 
     def results(self, timeout: float | None = None) -> list[GenerationResult]:
-        """What has finished since the last call; waits for at least one result while any request is running.
+        """What has finished since the last call, after a `wait`."""
+        self.wait(timeout)
+        return self.take_finished()
 
-        Empty after `timeout` seconds, or when nothing is running. Raises the error of a request of this stream that
-        cannot be finished; the others go on.
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for at least one result while any request is running, at most `timeout` seconds.
+
+        Raises the error of a request of this stream that cannot be finished; the others go on.
         """
         self._engine.wait(lambda: bool(self._finished or self._failures) or not self._left, timeout)
         self._raise_failure()
-        return self.take_finished()
 
     def drain(self, timeout: float | None = None) -> list[GenerationResult]:
         """Wait for every request, then everything that `results` has not returned yet. Raises as `results` does."""

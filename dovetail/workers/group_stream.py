@@ -89,6 +89,7 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
         partial = {(result.request_id, result.sample_index): result for result in self._stream.partial()}
         rows: list[tuple[str, GenerationResult]] = []
         with self._changed:
+            self._receive()  # what has finished since `partial` or before it
             # A checkpoint holds also what has finished since the last `take`.
             for group in [*self._groups.values(), *self._finished]:
                 rows += [(group.uid, result) for result in group.results.values()]
@@ -117,15 +118,14 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
             self._changed.notify_all()
 
     def _deliver(self, results: Sequence[GenerationResult]) -> None:
-        with self._changed:
-            groups = []
-            for result in results:
-                group = self._by_request.get(result.request_id)
-                if group is not None:
-                    group.results[result.sample_index] = _joined(group.begun.get(result.sample_index), result)
-                    groups.append(group)
-            self._move_finished(groups)
-            self._forget([group for group in groups if group.is_finished])
+        groups = []
+        for result in results:
+            group = self._by_request.get(result.request_id)
+            if group is not None:
+                group.results[result.sample_index] = _joined(group.begun.get(result.sample_index), result)
+                groups.append(group)
+        self._move_finished(groups)
+        self._forget([group for group in groups if group.is_finished])
 
     def _cancel(self, groups: Sequence[_Group]) -> None:
         with self._changed:

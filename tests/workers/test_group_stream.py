@@ -93,3 +93,17 @@ def test_a_snapshot_holds_what_has_finished_and_was_not_taken(tmp_path: Path) ->
     assert continued is not None, "what was complete needs no engine"
     assert _uids(continued) == _uids(finished)
     assert continued.batch["responses"].tolist() == finished.batch["responses"].tolist()
+
+
+def test_a_snapshot_holds_what_the_engine_has_finished_and_nobody_was_given_yet(tmp_path: Path) -> None:
+    """Else a resumed run would sample these tokens again."""
+    stream = _stream(Path(save_tiny_model("llama", tmp_path, tokenizer=False)))
+    stream.start(_prompts())
+    stream._begin([f"g{row}" for row in range(NUM_GROUPS)])
+    stream._stream.wait()  # two samples run at a time, with responses of equal length
+    snapshot = stream.snapshot()
+    assert snapshot is not None
+    complete = snapshot.tensors["response_mask"].sum(dim=1) == 12
+    assert complete.sum() == 2
+    assert set(snapshot.non_tensor_batch["finish_reason"][complete.numpy()]) == {"length"}
+    assert _uids(stream.take()) == {"g0"}
