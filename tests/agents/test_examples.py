@@ -136,3 +136,21 @@ def test_the_tools_of_the_yaml_are_a_sandboxed_python_and_a_calculator() -> None
         return [(await tools.call(call)).text for call in calls]
 
     assert asyncio.run(play()) == ["10", "10"]
+
+
+def test_a_program_is_run_and_the_number_after_it_is_the_answer() -> None:
+    async def play() -> list[ToolResult]:
+        toolbox = load_toolbox(environment=f"{FOLDER / 'python_blocks.py'}:PythonBlocks")
+        assert toolbox is not None
+        task = Task([], {"reward_model": {"ground_truth": "1,234"}}, uid="a")
+        tools, messages = await toolbox.open(task)
+        assert messages == []
+        results = [await tools.respond(say("Let me see.\n```python\nx = 617\nprint(2 * x)\n```"))]
+        tools, _ = await toolbox.open(task, tools.state())
+        return [*results, await tools.respond(say("It is 1234."))]
+
+    program, answer = asyncio.run(play())
+    assert program.text.startswith("```output\n1234\n```")
+    assert (program.done, program.reward) == (False, None)
+    assert (answer.done, answer.reward) == (True, 1.0)
+    assert answer.metrics["programs"] == 1
