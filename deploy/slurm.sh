@@ -1,0 +1,27 @@
+#!/bin/bash
+# Train on the nodes of a SLURM job:  sbatch deploy/slurm.sh run.yaml [key=value ...]
+#
+# Every node starts Ray, dovetail runs on the first, and Ray is stopped at the end. With trainer.save_freq set, submitting the
+# same line again continues from the newest checkpoint. The repository, the environment and the run folder must be on a file
+# system that all nodes see. Needs Ray 2.52 or newer.
+#SBATCH --job-name=dovetail
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+source "${DOVETAIL_VENV:-.venv}/bin/activate"
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+gpus=${SLURM_GPUS_ON_NODE:-8}
+
+export RAY_AUTH_MODE=token
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300   # seconds for all nodes to join
+ray get-auth-token --generate > /dev/null           # ~/.ray/auth_token, in a home folder that all nodes share
+
+srun --kill-on-bad-exit=1 \
+  ray symmetric-run --address "$first:6379" --min-nodes "$SLURM_JOB_NUM_NODES" --num-gpus "$gpus" -- \
+  dovetail train "$@" ray_init.address=auto trainer.device=cuda \
+  trainer.nnodes="$SLURM_JOB_NUM_NODES" trainer.n_gpus_per_node="$gpus"
