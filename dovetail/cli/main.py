@@ -37,13 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in COMMANDS:
         return _run(arguments[0], arguments[1:])
     parser = _top_parser()
-    _, rest = parser.parse_known_args(arguments)
-    if not rest:
-        parser.print_help()
-        return 0
-    close = difflib.get_close_matches(rest[0], COMMANDS, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}."
-    parser.error(f"there is no command {rest[0]!r}; {hint}")
+    # Before argparse sees them: `dovetail trian --help` is a mistake, too.
+    if arguments and not arguments[0].startswith("-"):
+        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}."
+        parser.error(f"there is no command {arguments[0]!r}; {hint}")
+    parser.parse_args(arguments)
+    parser.print_help()
+    return 0
 
 
 def _run(command: str, arguments: list[str]) -> int:
