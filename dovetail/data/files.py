@@ -24,10 +24,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dovetail.config.data import DataConfig
 from dovetail.config.hub import DATA_PREFIX, HubError, fetch_file
 from dovetail.config.root import DovetailConfig
 from dovetail.data.errors import DataError
 
+UNNAMED_SOURCE = "custom"
+"""The `data_source` of rows that name none."""
 _CHUNK = 1024
 _JSON = (".jsonl", ".json", ".ndjson")
 _ENDINGS = (".parquet", *_JSON)
@@ -175,17 +178,38 @@ def read_columns(path: str) -> tuple[str, ...]:
     return read_rows(path).columns
 
 
-def needed_columns(config: DovetailConfig) -> dict[str, str]:
-    """The columns that every row must have, each with the way out where a file lacks it."""
-    needed = {
-        config.data.prompt_key: "; set data.prompt_key to the column that holds it",
-        config.data.reward_fn_key: "; set data.reward_fn_key to the column that holds it",
-    }
-    return needed | ({"reward_model": "; it holds {'ground_truth': ...}"} if needs_ground_truth(config) else {})
+def count_rows(path: str) -> int:
+    """Rows of a file, of JSON lines without reading what they hold."""
+    source = Path(path).expanduser()
+    if source.suffix == ".parquet" and source.is_file():
+        with _explaining(source, "parquet file"):
+            return pq.ParquetFile(source).metadata.num_rows
+    if source.suffix in _JSON and source.is_file():
+        with open(source, "rb") as file:
+            if not file.read(64).lstrip().startswith(b"["):
+                file.seek(0)
+                return sum(1 for line in file if line.strip())
+    return len(read_rows(path))
+
+
+def needed_columns(data: DataConfig, *, scored_by_rules: bool) -> dict[str, str]:
+    """The columns that every row must have, each with the way out where a file lacks it.
+
+    Without the built-in rules `data_source` only groups the metrics; a row that lacks it is of `UNNAMED_SOURCE`.
+    """
+    needed = {data.prompt_key: "; set data.prompt_key to the column that holds it"}
+    if scored_by_rules or data.reward_fn_key != "data_source":
+        needed[data.reward_fn_key] = (
+            "; set data.reward_fn_key to the column that names the reward rule, or custom_reward_function.path to a "
+            "reward function, which needs none"
+        )
+    if scored_by_rules:
+        needed["reward_model"] = "; it holds {'ground_truth': ...}"
+    return needed
 
 
 def needs_ground_truth(config: DovetailConfig) -> bool:
-    """A reward network, a user's function or an environment may score without a truth; the built-in rules cannot."""
+    """Whether the built-in rules score: a network, a user's function or an environment may do without a truth."""
     scored_elsewhere = config.reward_model.enable or config.actor_rollout_ref.rollout.agent.environment is not None
     return config.custom_reward_function.path is None and not scored_elsewhere
 
@@ -303,17 +327,20 @@ def _as_table(rows: Sequence[Mapping[str, Any]], target: Path) -> pa.Table:
 def prompt_row(
     *,
     data_source: str,
-    question: str,
+    question: str | Sequence[Mapping[str, Any]],
     ground_truth: Any,
     ability: str,
     extra_info: Mapping[str, Any],
     system: str | None = None,
 ) -> dict[str, Any]:
-    """One row with the columns that training reads."""
-    messages = [{"role": "system", "content": system}] if system else []
+    """One row with the columns that training reads. `system` takes the place of a system message in `question`."""
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+    if system:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": system}, *others]
     return {
         "data_source": data_source,
-        "prompt": [*messages, {"role": "user", "content": question}],
+        "prompt": messages,
         "ability": ability,
         "reward_model": {"style": "rule", "ground_truth": ground_truth},
         "extra_info": dict(extra_info),

@@ -80,11 +80,11 @@ def question_rows(
     ability: str = "",
     system: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Any file with a question and an answer field."""
+    """Any file with a question, as text or as chat messages, and an answer field."""
     return [
         prompt_row(
             data_source=data_source,
-            question=_ask(str(_field(row, question_field, index)), instruction),
+            question=_asked(_field(row, question_field, index), instruction, f"row {index}: {question_field!r}"),
             ground_truth=_field(row, answer_field, index),
             ability=ability,
             extra_info={"split": split, "index": index},
@@ -103,21 +103,33 @@ def usable_rows(raw: Sequence[Mapping[str, Any]], question_field: str, answer_fi
         raise DataError("there are no rows.")
     rows = [dict(row) for row in raw]
     for index, row in enumerate(rows):
-        _field(row, question_field, index)
-        _field(row, answer_field, index)
+        for option, field in (("--question-field", question_field), ("--answer-field", answer_field)):
+            _field(row, field, index, f"; name the column that holds it with {option}")
     kinds = {type(row[answer_field]) for row in rows}
     if len(kinds) > 1 and kinds <= {str, int, float, bool}:
         return [{**row, answer_field: str(row[answer_field])} for row in rows]
     return rows
 
 
+def _asked(question: Any, instruction: str, where: str) -> str | list[dict[str, Any]]:
+    """A question with the instruction behind it; in a conversation, behind its last message."""
+    if isinstance(question, str | int | float):
+        return _ask(str(question), instruction)
+    messages = [dict(entry) for entry in question if isinstance(entry, Mapping)] if isinstance(question, list) else []
+    if not messages or len(messages) < len(question) or not all({"role", "content"} <= set(m) for m in messages):
+        raise DataError(f"{where} is {question!r}; it must be text or a list of messages with role and content.")
+    if instruction:
+        messages[-1]["content"] = _ask(str(messages[-1]["content"]), instruction)
+    return messages
+
+
 def _ask(question: str, instruction: str) -> str:
     return f"{question.strip()} {instruction}".strip()
 
 
-def _field(row: Mapping[str, Any], name: str, index: int) -> Any:
+def _field(row: Mapping[str, Any], name: str, index: int, way_out: str = "") -> Any:
     if name not in row:
-        raise DataError(f"row {index} has no {name!r}, only {', '.join(row)}.")
+        raise DataError(f"row {index} has no {name!r}, only {', '.join(row)}{way_out}.")
     if row[name] is None:
         raise DataError(f"row {index}: {name!r} is null; fill it in, or take the row out.")
     return row[name]

@@ -28,7 +28,7 @@ from dovetail.data.encode import (
     truncate,
 )
 from dovetail.data.errors import DataError
-from dovetail.data.files import Rows, read_rows
+from dovetail.data.files import UNNAMED_SOURCE, Rows, needed_columns, read_rows
 from dovetail.data.sampler import shuffled
 from dovetail.data.scan import BadRow, RowRules, ground_truth_problem, scan_rows
 from dovetail.protocol import DataProto
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _FROM_THE_FILE = ("data_source", "reward_model", "extra_info")
 RESERVED = frozenset(COLUMNS) - set(_FROM_THE_FILE) | {"index", "full_prompts", "reward_failed"}
-"""Names that the columns of a batch have. A file's own columns of these names are found in `extra_info`."""
+"""Names that the columns of a batch have. A file's own columns of these names are found in `extra_info` alone."""
 _MOST_SHOWN = 20
 
 
@@ -123,9 +123,9 @@ class PromptDataset:
     def data_sources(self) -> list[str]:
         """Every value of the column that selects a reward, once."""
         key = self.config.reward_fn_key
-        return list(
-            dict.fromkeys(str(row[key]) for file in self._files for chunk in file.chunks([key]) for row in chunk)
-        )
+        named = [file for file in self._files if key in file.columns]
+        sources = [str(row[key]) for file in named for chunk in file.chunks([key]) for row in chunk]
+        return list(dict.fromkeys(sources)) or [UNNAMED_SOURCE]
 
     def has_media(self) -> bool:
         """Whether any row holds an image or a video; reads no further than the first."""
@@ -150,9 +150,10 @@ class PromptDataset:
             encoded = self._encode_text(messages, where)
         taken = (*self._taken, *self._moved)
         example = {name: value for name, value in row.items() if name not in taken}
-        example["data_source"] = str(row[config.reward_fn_key])
+        own = {name: value for name, value in row.items() if name not in (*self._taken, *_FROM_THE_FILE)}
+        example["data_source"] = str(row.get(config.reward_fn_key, UNNAMED_SOURCE))
         example["reward_model"] = self._ground_truth(row, where)
-        example["extra_info"] = {name: row[name] for name in self._moved if name in row} | (row.get("extra_info") or {})
+        example["extra_info"] = own | (row.get("extra_info") or {})
         example["index"] = int(index)
         if config.return_raw_chat:
             example["raw_prompt"] = messages
@@ -202,17 +203,16 @@ class PromptDataset:
 
     def _ground_truth(self, row: Mapping[str, Any], where: str) -> Any:
         reward_model = row.get("reward_model")
+        if reward_model is None and "ground_truth" in row:
+            reward_model = {"ground_truth": row["ground_truth"]}
         if self._requires_ground_truth and (problem := ground_truth_problem(reward_model)) is not None:
             raise DataError(f"{where}: {problem}")
         return reward_model
 
     def _check_columns(self, file: Rows) -> None:
-        needed = {self.config.prompt_key: "data.prompt_key", self.config.reward_fn_key: "data.reward_fn_key"}
-        if self._requires_ground_truth:
-            needed["reward_model"] = ""
-        for name, key in needed.items():
+        needed = needed_columns(self.config, scored_by_rules=self._requires_ground_truth)
+        for name, way_out in needed.items():
             if len(file) and name not in file.columns:
-                way_out = f"; set {key} to the column that holds it" if key else "; it holds {'ground_truth': ...}"
                 raise DataError(f"{file.path} has no column {name!r}, only {', '.join(file.columns)}{way_out}.")
 
     def _choose_rows(self, max_samples: int, seed: int) -> list[np.ndarray]:

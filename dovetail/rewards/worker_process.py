@@ -74,8 +74,19 @@ def _reply(
     try:
         decoded, texts = decode_call(call, decode)
         return "result", with_texts(score(decoded), texts)
-    except Exception:  # noqa: BLE001  the process boundary: the row is marked as failed
-        return "exception", traceback.format_exc()
+    except Exception as error:  # noqa: BLE001  the process boundary: the row is marked as failed
+        return "exception", traceback.format_exc() + _lacking_truth(error, call)
+
+
+def _lacking_truth(error: Exception, call: Mapping[str, Any]) -> str:
+    """Names the likely cause of `ground_truth.strip()` or `float(ground_truth)` failing on None."""
+    truths = call.get("ground_truths", [call.get("ground_truth")])
+    if not isinstance(error, (TypeError, AttributeError)) or all(truth is not None for truth in truths):
+        return ""
+    return (
+        "The row has no ground truth, so the function got ground_truth=None. Put it into the column reward_model "
+        "({'ground_truth': ...}) or ground_truth; other columns of the row are in extra_info by their names.\n"
+    )
 
 
 def _no_decoder(ids: TokenIds) -> str:

@@ -41,7 +41,8 @@ def save_dataset_folder(folder: Path, content: list[dict[str, Any]], order: list
 
 
 def dataset(files: Any, *, tokenizer: Any = None, processor: Any = None, **settings: Any) -> PromptDataset:
-    options = {key: settings.pop(key) for key in ("max_samples", "seed", "tools", "image_loader") if key in settings}
+    own = ("max_samples", "seed", "tools", "image_loader", "requires_ground_truth")
+    options = {key: settings.pop(key) for key in own if key in settings}
     config = DataConfig(**{"max_prompt_length": 64, **settings})
     return PromptDataset(files, tokenizer or tiny_tokenizer(), config, processor, **options)
 

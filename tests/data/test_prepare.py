@@ -149,6 +149,35 @@ def test_the_command_splits_any_jsonl(tmp_path: Path) -> None:
     assert question(test[0]).endswith(" Be brief.")
 
 
+def test_conversations_stay_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "2 + 2?"},
+    ]
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"prompt": chat, "answer": "4"}))
+    options = ["--out", str(tmp_path / "out"), "--question-field", "prompt", "--test-share", "0"]
+    assert main(["data", "jsonl", str(file), *options]) == 0
+    (row,) = read_rows(str(tmp_path / "out" / "train.parquet"))
+    assert row["prompt"] == chat
+    assert main(["data", "jsonl", str(file), *options, "--instruction", "Briefly.", "--system", "Add."]) == 0
+    (row,) = read_rows(str(tmp_path / "out" / "train.parquet"))
+    assert row["prompt"] == [
+        {"role": "system", "content": "Add."},
+        *chat[1:3],
+        {"role": "user", "content": "2 + 2? Briefly."},
+    ]
+    for wrong, words in (
+        ({"prompt": {"a": 1}}, "must be text or a list of messages"),
+        ({"question": "x"}, "--question-field"),
+    ):
+        file.write_text(json.dumps({**wrong, "answer": "4"}))
+        assert main(["data", "jsonl", str(file), *options]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_wrong_data_ends_the_command_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "no mark"}')
     assert main(["data", "gsm8k", str(tmp_path), "--out", str(tmp_path / "out"), "--splits", "train"]) == 2

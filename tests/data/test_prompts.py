@@ -47,6 +47,23 @@ def test_a_batch_has_the_columns_of_the_schema(tmp_path: Path) -> None:
     assert batch.non_tensor_batch["ability"].tolist() == ["math", "math"]
 
 
+def test_a_file_as_trl_has_it_needs_no_data_source_when_a_function_scores(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "2 + 2?"}]
+    lines = [{"prompt": chat, "ground_truth": "4", "level": 1}, {"prompt": "say hi", "level": 2}]
+    file = tmp_path / "trl.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = dataset(str(file), requires_ground_truth=False)
+    batch = made.batch([0, 1])
+    assert batch.non_tensor_batch["data_source"].tolist() == ["custom", "custom"]
+    assert made.data_sources() == ["custom"]
+    assert batch.non_tensor_batch["reward_model"].tolist() == [{"ground_truth": "4"}, None]
+    assert [info["level"] for info in batch.non_tensor_batch["extra_info"]] == [1, 2]
+    with pytest.raises(DataError, match=r"no column 'data_source', only prompt, ground_truth.*custom_reward_function"):
+        dataset(str(file))
+    with pytest.raises(DataError, match="no column 'source'"):
+        dataset(str(file), requires_ground_truth=False, reward_fn_key="source")
+
+
 def test_tokens_are_those_of_the_chat_template_padded_on_the_left(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     batch = dataset(toy_file(tmp_path, 1), return_full_prompt=True).batch([0])

@@ -33,6 +33,10 @@ async def slow_judge(data_source: str, solution_str: str, ground_truth: Any, ext
     }
 
 
+def needs_truth(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    return float(float(solution_str) == float(ground_truth))
+
+
 def misbehave(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
     """Does what the answer says."""
     if solution_str == "sleep":

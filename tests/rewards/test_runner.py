@@ -68,6 +68,15 @@ def test_the_score_is_on_the_last_sampled_token_and_nowhere_else() -> None:
     validate_stage(batch.union(result.columns), "reward", done=True)
 
 
+def test_a_function_that_fails_for_want_of_a_ground_truth_says_so() -> None:
+    with runner(functions.spec_of(functions.needs_truth)) as reward:
+        with pytest.raises(RewardError, match=r"(?s)TypeError.*The row has no ground truth.*reward_model.*extra_info"):
+            reward.score(answers("12", truth=None))
+        with pytest.raises(RewardError) as caught:
+            reward.score(answers("12", truth=[1]))
+    assert "no ground truth" not in str(caught.value)
+
+
 def test_a_failed_row_is_marked_and_counted_never_scored() -> None:
     with runner(functions.spec_of(functions.misbehave), num_workers=2, max_failed_share=0.5) as reward:
         result = reward.score(answers("good", "raise", "good", "nan", "good", "sleep"))
