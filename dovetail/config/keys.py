@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -51,6 +52,14 @@ class Key:
     def accepts(self, kind: type) -> bool:
         """Whether `kind` is one of the declared types."""
         return kind in _alternatives(self.field.annotation)
+
+
+_SECRET = re.compile(r"(api_?key|access_?key|password|secret|auth_?token|hf_?token)", re.IGNORECASE)
+
+
+def is_secret_key(name: str) -> bool:
+    """Whether the value of a key must not be shown: free-form sections may hold anything."""
+    return _SECRET.search(name) is not None
 
 
 @cache

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dovetail.config.keys import catalogue
+from dovetail.config.keys import catalogue, is_secret_key
 from dovetail.config.root import DovetailConfig
 from dovetail.dashboard.run_files import DashboardError
 
-_SECRET = re.compile(r"(api_?key|access_?key|password|secret|auth_?token|hf_?token)", re.IGNORECASE)
 _HIDDEN = "(hidden)"
 
 
@@ -28,7 +26,7 @@ def read_config(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise DashboardError("config.yaml holds no keys; it is not the configuration of a run.", status=422)
     flat = _flat(tree)
-    return {key: _HIDDEN if value and _SECRET.search(key) else value for key, value in flat.items()}
+    return {key: _HIDDEN if value and is_secret_key(key) else value for key, value in flat.items()}
 
 
 def config_rows(config: dict[str, Any], other: dict[str, Any] | None = None) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@
     timeline.jsonl         who worked on what, and when: one object per step
     record/step_N.safetensors   the batch of a step, for `dovetail replay` (`dovetail.trainer.recording`)
     draws.jsonl            what became of every draw (`dovetail.observability.ledger`)
+    config_until_step_N.yaml    the configuration up to step N, where the run was continued with another one
     previous_N/            what an earlier run recorded here, when a new one starts from step 0
     run.lock               whose run it is, while it lasts (`dovetail.observability.run_lock`)
     now.json               the step and the phase the run is in, and at its end that it is finished; replaced each time
@@ -34,6 +35,8 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
+from dovetail.config.keys import is_secret_key
+from dovetail.config.tree import leaves
 from dovetail.observability.disk import DiskFullError, explaining_full_disk
 
 logger = logging.getLogger(__name__)
@@ -41,7 +44,7 @@ logger = logging.getLogger(__name__)
 METRICS, EVENTS, TIMELINE, NOW = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "now.json"
 DRAWS, RECORD = "draws.jsonl", "record"
 CONFIG, PLAN = "config.yaml", "plan.json"
-_BEFORE = "before_"
+_BEFORE, _UNTIL = "before_", "config_until_step_"
 AnswerKind = Literal["rollouts", "validation"]
 _STEP_FILE = re.compile(r"step_(\d+)\.")
 
@@ -58,9 +61,10 @@ class RunFolder:
         names = (METRICS, EVENTS, TIMELINE, DRAWS, RECORD, "rollouts", "validation")
         earlier = [self.path / name for name in names if _holds_something(self.path / name)]
         if not earlier:
+            self._drop_before()
             return
         kept = self._free_folder()
-        for path in earlier:
+        for path in (*earlier, *self.path.glob(f"{_UNTIL}*")):
             os.replace(path, kept / path.name)
         for name in (CONFIG, PLAN):
             if (file := self.path / f"{_BEFORE}{name}").exists():
@@ -68,7 +72,10 @@ class RunFolder:
         logger.warning("%s holds an earlier run; its metrics and answers are now in %s", self.path, kept.name)
 
     def resume(self, step: int) -> None:
-        """Continue after `step`: everything recorded beyond it is taken away, because it will happen again."""
+        """Continue after `step`: everything recorded beyond it is taken away, because it will happen again.
+
+        Where the configuration is another one, its differences are logged, and the earlier one is kept.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, EVENTS, TIMELINE, DRAWS):
             file = self.path / name
@@ -76,7 +83,13 @@ class RunFolder:
                 kept = [line for line in read_json_lines(file) if line.get("step", 0) <= step]
                 write_json_lines(file, kept)
         self._remove_files_after(step)
-        self.log_event("resume", step)
+        changed = self._changed_settings()
+        if changed:
+            words = "".join(f"\n  {key}: {old} -> {new}" for key, (old, new) in changed.items())
+            logger.warning("step %d is continued with other settings than before:%s", step, words)
+            os.replace(self.path / f"{_BEFORE}{CONFIG}", self._free_file(f"{_UNTIL}{step}", ".yaml"))
+        self._drop_before()
+        self.log_event("resume", step, **({"changed": changed} if changed else {}))
 
     def write_config(self, values: Mapping[str, Any]) -> None:
         """The resolved configuration as YAML; give `config.model_dump(mode="json")`."""
@@ -131,11 +144,34 @@ class RunFolder:
         return list(read_json_lines(self.path / EVENTS))
 
     def _write_anew(self, name: str, text: str) -> None:
-        """Replace a file; the one before it is kept beside it, until a new run takes it to its other files."""
-        if (file := self.path / name).exists():
+        """Replace a file; the one before it is kept beside it until `start` or `resume`.
+
+        What is kept there already stays: the attempt after it never came to its first step.
+        """
+        file, before = self.path / name, self.path / f"{_BEFORE}{name}"
+        if file.exists() and not before.exists():
             # A copy: a run that is killed here has its configuration still.
-            write_text(self.path / f"{_BEFORE}{name}", file.read_text(encoding="utf-8"))
+            write_text(before, file.read_text(encoding="utf-8"))
         write_text(file, text)
+
+    def _drop_before(self) -> None:
+        for name in (CONFIG, PLAN):
+            (self.path / f"{_BEFORE}{name}").unlink(missing_ok=True)
+
+    def _changed_settings(self) -> dict[str, tuple[Any, Any]]:
+        """Keys whose value is another one than in the attempt before, with both; secrets are not shown."""
+        files = [self.path / f"{_BEFORE}{CONFIG}", self.path / CONFIG]
+        if not all(file.exists() for file in files):
+            return {}
+        import yaml
+
+        old, new = (dict(leaves(yaml.safe_load(file.read_text(encoding="utf-8")) or {})) for file in files)
+        changed = {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+        return {key: ("hidden", "hidden") if is_secret_key(key) else values for key, values in changed.items()}
+
+    def _free_file(self, stem: str, ending: str) -> Path:
+        names = (f"{stem}{ending}", *(f"{stem}_{number}{ending}" for number in range(2, 1000)))
+        return next(self.path / name for name in names if not (self.path / name).exists())
 
     def _free_folder(self) -> Path:
         for number in itertools.count(1):

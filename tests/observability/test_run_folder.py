@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,6 +100,39 @@ def test_a_new_run_in_an_old_folder_keeps_everything_of_the_old_ones(tmp_path: P
         assert list(read_json_lines(kept / "validation" / "step_0.jsonl")) == [{"prompt": f"v{number}"}]
         assert (kept / "config.yaml").read_text() == f"run: {number}\n"
         assert (kept / "timeline.jsonl").exists()
+
+
+def _attempt(folder: RunFolder, config: dict[str, Any]) -> None:
+    folder.write_config(config)
+    folder.write_plan({})
+
+
+def test_a_resume_with_other_settings_shows_them_and_keeps_the_earlier_configuration(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path)
+    first = {"actor": {"lr": 1e-6, "n": 4}, "env": {"api_key": "one"}}
+    _attempt(folder, first)
+    folder.start()
+    folder.log_metrics(1, {"x": 1.0})
+    _attempt(folder, first)
+    folder.resume(1)
+    assert "changed" not in folder.read_events()[-1], "nothing is said of a run that is merely continued"
+    _attempt(folder, {"actor": {"lr": 5.0, "n": 4}})  # an attempt that fails before its first step
+    _attempt(folder, {"actor": {"lr": 2e-6, "n": 4}, "env": {"api_key": "two"}})
+    folder.resume(1)
+    assert "actor.lr: 1e-06 -> 2e-06" in caplog.text
+    assert "actor.n" not in caplog.text
+    assert "two" not in caplog.text
+    assert folder.read_events()[-1]["changed"]["actor.lr"] == [1e-6, 2e-6]
+    _attempt(folder, {"actor": {"lr": 3e-6}})
+    folder.resume(1)
+    kept = [(tmp_path / f"config_until_step_1{number}.yaml").read_text() for number in ("", "_2")]
+    assert ["lr: 1.0e-06" in kept[0], "lr: 2.0e-06" in kept[1]] == [True, True]
+    assert not list(tmp_path.glob("before_*"))
+    _attempt(folder, {"actor": {"lr": 4e-6}})
+    folder.start()
+    assert {"config.yaml", "config_until_step_1.yaml"} <= set(os.listdir(tmp_path / "previous_1"))
 
 
 def test_answers_appear_whole_or_not_at_all(tmp_path: Path) -> None:
