@@ -1,4 +1,4 @@
-"""Names that other layers register: estimators, policy losses, reward managers. The config only lists them."""
+"""Names that other layers register: estimators, policy losses, reward managers, engines. The config only lists them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ POLICY_LOSSES = (
     *("dppo_tv", "dppo_kl"),
 )
 REWARD_MANAGERS = ("naive", "dapo", "batch", "prime", "rate_limited")
+ENGINES = ("native", "vllm", "sglang")
 
 _MANAGER = "reward_model.reward_manager"
 
@@ -33,6 +34,7 @@ REGISTERED: dict[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ADV_ESTIMATORS,
     "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     _MANAGER: REWARD_MANAGERS,
+    "actor_rollout_ref.rollout.name": ENGINES,
 }
 
 

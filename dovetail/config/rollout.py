@@ -99,10 +99,10 @@ class RolloutConfig(Section):
         read_with(".name", "vllm", only="scheduling_policy limit_images"),
     )
 
-    name: Literal["native", "vllm", "sglang"] = key(
+    name: str = key(
         "native",
         "Engine: native (embedded, no extra install), vllm or sglang; with server_urls, what the servers are: vllm or "
-        "sglang.",
+        "sglang. Other names need `trainer.import_modules`.",
         rules=unsupported(
             "it runs in the trainer's process; say what the servers are: vllm or sglang", "native", when=_served
         ),

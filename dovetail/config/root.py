@@ -71,6 +71,7 @@ class DovetailConfig(Section):
                 "trainer.import_modules": self.trainer.import_modules,
                 "algorithm.adv_estimator": self.algorithm.adv_estimator,
                 "actor_rollout_ref.actor.policy_loss.loss_mode": self.actor_rollout_ref.actor.policy_loss.loss_mode,
+                "actor_rollout_ref.rollout.name": self.actor_rollout_ref.rollout.name,
                 "reward_model.reward_manager": self.reward_model.reward_manager,
                 "reward_model.reward_manager_module.path": self.reward_model.reward_manager_module.path,
             }

@@ -81,7 +81,9 @@ class TrainerConfig(Section):
         gt=0,
     )
     import_modules: list[str] = key(
-        [], "Python modules imported at start. They may register estimators, losses and reward managers."
+        [],
+        "Python modules that the driver and all workers import, from installed packages or from the current folder. "
+        "They may register estimators, losses, reward managers, engines and trackers.",
     )
 
     @field_validator("project_name", "experiment_name")

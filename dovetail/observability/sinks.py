@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 NAME = "val/generations"
 """What trackers call the table."""
@@ -73,17 +73,28 @@ class RunFacts:
     folder: Path
 
 
-class Sink(Protocol):
-    """Takes the numbers of each step, and some answers to validation prompts before those of the same step."""
+class Sink:
+    """A tracker, or any code that wants to hear of a run as it goes on. Called on the driver, in this order.
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    Override what you need; `register_tracker` gives it a name for `trainer.logger`. An exception ends the run.
+    """
 
-    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None: ...
+    def __init__(self, facts: RunFacts) -> None: ...
 
-    def close(self) -> None: ...
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        """Something beside the numbers: `validation`, `checkpoint`, `resume`, `skipped_step`, ..."""
+
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        """Some responses to validation prompts (`trainer.log_val_generations`)."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The numbers of a step that is over."""
+
+    def close(self) -> None:
+        """The run is over."""
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Event files in `<run>/tensorboard`. Uses the `tensorboard` package itself, not torch's wrapper of it."""
 
     def __init__(self, facts: RunFacts) -> None:
@@ -107,7 +118,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """A W&B run; its id is kept in the run folder, so that a resumed run continues the same curves."""
 
     def __init__(self, facts: RunFacts) -> None:
@@ -135,7 +146,7 @@ class WandbSink:
         self._run.finish()
 
 
-class MLflowSink:
+class MLflowSink(Sink):
     """An MLflow run at `MLFLOW_TRACKING_URI`."""
 
     def __init__(self, facts: RunFacts) -> None:
@@ -161,7 +172,7 @@ class MLflowSink:
         self._mlflow.end_run()
 
 
-class TrackioSink:
+class TrackioSink(Sink):
     """A local Trackio project. A resumed run of the same name continues its curves."""
 
     def __init__(self, facts: RunFacts) -> None:
@@ -179,7 +190,7 @@ class TrackioSink:
         self._trackio.finish()
 
 
-class SwanLabSink:
+class SwanLabSink(Sink):
     """A SwanLab experiment; `SWANLAB_MODE=local` keeps it on this machine."""
 
     def __init__(self, facts: RunFacts) -> None:
@@ -202,7 +213,7 @@ class SwanLabSink:
         self._swanlab.finish()
 
 
-class ClearMLSink:
+class ClearMLSink(Sink):
     """A ClearML task; the part of a name before the first slash is the plot, the rest the curve."""
 
     def __init__(self, facts: RunFacts) -> None:
@@ -226,7 +237,8 @@ class ClearMLSink:
         self._task.close()
 
 
-SINKS: dict[str, Callable[[RunFacts], Sink]] = {
+_Sink = TypeVar("_Sink", bound=Sink)
+SINKS: dict[str, type[Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "mlflow": MLflowSink,
@@ -234,6 +246,18 @@ SINKS: dict[str, Callable[[RunFacts], Sink]] = {
     "swanlab": SwanLabSink,
     "clearml": ClearMLSink,
 }
+
+
+def register_tracker(name: str) -> Callable[[type[_Sink]], type[_Sink]]:
+    """Make `trainer.logger=[console,<name>]` open the class. Put the module into `trainer.import_modules`."""
+
+    def add(sink: type[_Sink]) -> type[_Sink]:
+        if name in SINKS and SINKS[name].__qualname__ != sink.__qualname__:
+            raise ValueError(f"a tracker named {name!r} is already registered ({SINKS[name]}); choose another name.")
+        SINKS[name] = sink
+        return sink
+
+    return add
 
 
 def open_sinks(names: Sequence[str], facts: RunFacts) -> list[Sink]:

@@ -49,6 +49,8 @@ class Tracker:
         self.folder.log_event(kind, step, **facts)
         if self._console is not None:
             self._console.event(kind, step, facts)
+        for sink in self._sinks:
+            sink.event(kind, step, facts)
 
     def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
         """To the sinks, as a table; without one to the console. The run folder has every answer anyway."""
@@ -62,6 +64,8 @@ class Tracker:
         self.folder.resume(step)
         if self._console is not None:
             self._console.event("resume", step, {})
+        for sink in self._sinks:
+            sink.event("resume", step, {})
 
     def close(self) -> None:
         """Flush and leave the trackers; the console shows its last state."""

@@ -1,4 +1,4 @@
-"""Check that the estimator and loss named by a run are registered, and that their arguments will be available."""
+"""Check that the estimator, loss and trackers named by a run are registered, and that their arguments will be there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dovetail.algorithms.plugin_calls import missing_arguments
 from dovetail.config import ConfigError
 from dovetail.config.errors import Problem
 from dovetail.config.root import DovetailConfig
+from dovetail.observability.tracker import check_logger_names
 
 _ALWAYS = (
     *("token_level_rewards", "token_level_scores", "response_mask", "responses", "prompts", "reward_failed"),
@@ -36,6 +37,10 @@ def refuse_unmet_names(config: DovetailConfig, dataset_columns: Iterable[str]) -
             continue
         if key == "algorithm.adv_estimator" and (lacking := _lacking(function, config, dataset_columns)):
             problems.append(Problem(key, lacking))
+    try:
+        check_logger_names(config.trainer.loggers)
+    except ValueError as error:
+        problems.append(Problem("trainer.logger", str(error)))
     if problems:
         raise ConfigError(problems)
 

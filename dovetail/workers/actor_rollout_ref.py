@@ -38,7 +38,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
 
     def __init__(self, config: DovetailConfig, role: str = "actor_rollout_ref") -> None:
         super().__init__()
-        # The losses that a run names may be registered there.
+        # Losses and engines that a run names may be registered there.
         import_user_modules(config.trainer.import_modules)
         if role not in ROLES:
             raise ValueError(f"role={role!r} is not one of {', '.join(ROLES)}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dovetail.config.critic import CriticConfig
 from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
+from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_value
@@ -17,6 +18,7 @@ class CriticWorker(CheckpointedRole):
 
     def __init__(self, config: DovetailConfig) -> None:
         super().__init__()
+        import_user_modules(config.trainer.import_modules)
         self.config = config
         self._critic: DataParallelPPOCritic | None = None
 

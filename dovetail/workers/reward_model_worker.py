@@ -11,6 +11,7 @@ from torch import Tensor
 from dovetail.backends.base import TrainBackend
 from dovetail.config.model import RewardNetworkConfig
 from dovetail.config.root import DovetailConfig
+from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
@@ -26,6 +27,7 @@ class RewardModelWorker(TrainingRole):
 
     def __init__(self, config: DovetailConfig) -> None:
         super().__init__()
+        import_user_modules(config.trainer.import_modules)
         self.config = config
         self._backend: TrainBackend | None = None
         self._tokenizers: tuple[Any, Any] | None = None

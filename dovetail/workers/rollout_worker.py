@@ -17,6 +17,7 @@ from torch import Tensor
 from dovetail.agents.build import build_agents
 from dovetail.agents.stream import Agents
 from dovetail.config.root import DovetailConfig
+from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.controller.errors import WorkerError
 from dovetail.models.load import load_tokenizer, model_folder
@@ -41,6 +42,7 @@ class RolloutWorker(TrainingRole):
 
     def __init__(self, config: DovetailConfig) -> None:
         super().__init__()
+        import_user_modules(config.trainer.import_modules)
         self.config = config
         self._rollout = config.actor_rollout_ref.rollout
         self.engine: RolloutEngine | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dovetail.config.checks.schedule import LOGGERS
 from dovetail.observability import sinks
+from dovetail.observability import tracker as tracker_module
 from dovetail.observability.console import make_console
 from dovetail.observability.run_folder import RunFolder
 from dovetail.observability.sinks import RunFacts, ShownAnswer, choose_answers, markdown_table
@@ -19,12 +21,16 @@ from dovetail.observability.tracker import Tracker, check_logger_names, finite_n
 pytestmark = pytest.mark.unit
 
 
-class ListSink:
+class ListSink(sinks.Sink):
     def __init__(self, facts: RunFacts) -> None:
         self.facts = facts
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.shown: list[tuple[int, list[ShownAnswer]]] = []
+        self.events: list[tuple[str, int]] = []
         self.is_open = True
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        self.events.append((kind, step))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append((step, dict(metrics)))
@@ -57,6 +63,7 @@ def test_a_step_reaches_folder_console_and_sinks(tmp_path: Path, monkeypatch: py
         tracker.event("checkpoint", 1, path="global_step_1")
     assert tracker.folder.read_metrics() == [{"step": 1, "critic/score/mean": 0.25, "note": "text", "bad": None}]
     assert opened[0].steps == [(1, {"critic/score/mean": 0.25})]
+    assert opened[0].events == [("checkpoint", 1)]
     assert not opened[0].is_open
     assert stream.getvalue() == "step 1/10  reward 0.25\nstep 1: checkpoint (path global_step_1)\n"
 
@@ -118,6 +125,21 @@ def test_without_console_nothing_is_shown_and_the_folder_is_still_written(tmp_pa
 def test_an_unknown_tracker_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer\.logger=wandbb is not known; did you mean wandb"):
         make_tracker(tmp_path, ["wandbb"])
+
+
+def test_a_users_tracker_is_opened_by_its_name_and_replaces_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "SINKS", dict(sinks.SINKS))
+    monkeypatch.setattr(tracker_module, "SINKS", sinks.SINKS)
+    sinks.register_tracker("mine")(ListSink)
+    with make_tracker(tmp_path, ["mine"]) as tracker:
+        tracker.log(1, {"x": 1})
+        (sink,) = tracker._sinks
+    assert isinstance(sink, ListSink)
+    assert sink.steps == [(1, {"x": 1.0})]
+    with pytest.raises(ValueError, match="'wandb' is already registered"):
+        sinks.register_tracker("wandb")(ListSink)
 
 
 def test_the_check_of_a_configuration_knows_the_trackers_there_are() -> None:

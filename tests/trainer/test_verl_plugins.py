@@ -1,4 +1,5 @@
-"""Estimator, loss, data set and sampler written for verl run here, on Ray too, and give what ours give."""
+"""Estimator, loss, data set and sampler written for verl run here, on Ray too, and give what ours give; engines and
+trackers of a user, too."""
 
 from __future__ import annotations
 
@@ -41,6 +42,7 @@ def folder(tmp_path: Path) -> Path:
     place = tmp_path / "project"
     place.mkdir()
     (place / "brought_algorithm.py").write_text(verl_plugins.ALGORITHM)
+    (place / "own_parts.py").write_text(verl_plugins.ENGINE_AND_TRACKER)
     (place / "brought_data.py").write_text(verl_plugins.DATASET)
     (place / "brought_sampler.py").write_text(verl_plugins.SAMPLER)
     return place
@@ -58,12 +60,17 @@ def _train_in(
     return train(toy.config(run, changes), use_ray=use_ray)[1]
 
 
-def test_verls_estimator_loss_data_set_and_sampler_train_as_ours_do_on_ray(
+def test_users_estimator_loss_data_set_sampler_engine_and_tracker_train_as_ours_do_on_ray(
     toy: Toy, folder: Path, tmp_path: Path
 ) -> None:
-    """Over 10 s: only workers of Ray show that they import the loss from the folder in which the run was started."""
+    """Over 10 s: only workers of Ray show that they import losses and engines from the folder in which the run was
+    started. The reward function, the engine and the tracker of the run are not built in either."""
     steps = {"trainer.total_training_steps": 2, "data.shuffle": False}
     brought = {
+        "trainer.import_modules": ["brought_algorithm", "own_parts"],
+        "actor_rollout_ref.rollout.name": "own",
+        "trainer.logger": ["notes"],
+        "trainer.save_freq": 2,
         "data.custom_cls.path": str(folder / "brought_data.py"),
         "data.custom_cls.name": "BroughtDataset",
         "data.sampler.class_path": str(folder / "brought_sampler.py"),
@@ -76,6 +83,10 @@ def test_verls_estimator_loss_data_set_and_sampler_train_as_ours_do_on_ray(
         assert {"actor/pg_loss", "actor/grad_norm", "actor/pg_clipfrac", "critic/advantages/max"} <= shared
         for name in shared:
             assert one[name] == pytest.approx(other[name], abs=1e-4, rel=1e-4), name
+    assert (tmp_path / "theirs" / "notes.txt").read_text().split("\n") == [
+        *("step 1", "checkpoint 2", "step 2", "end", "")
+    ]
+    assert (folder / "engine.txt").exists()
 
 
 def test_an_estimator_whose_column_nothing_writes_is_refused_before_anything_starts(

@@ -40,6 +40,47 @@ def compute_brought_along_loss(
     return loss, {"actor/pg_clipfrac": fraction.detach().item()}
 """
 
+ENGINE_AND_TRACKER = '''
+from pathlib import Path
+
+from dovetail.observability.sinks import Sink, register_tracker
+from dovetail.rollout import EngineEntry, register_engine
+from dovetail.rollout.native.engine import NativeEngine
+
+
+class OwnEngine(NativeEngine):
+    """Leaves a note of the process that it runs in."""
+
+    @classmethod
+    def from_config(cls, *args, **kwargs):
+        import os
+
+        Path("engine.txt").write_text(str(os.getpid()))
+        return super().from_config(*args, **kwargs)
+
+
+register_engine("own", EngineEntry(f"{__name__}:OwnEngine"))
+
+
+@register_tracker("notes")
+class Notes(Sink):
+    def __init__(self, facts):
+        self.file = facts.folder / "notes.txt"
+
+    def event(self, kind, step, facts):
+        self._write(f"{kind} {step}")
+
+    def log(self, step, metrics):
+        self._write(f"step {step}")
+
+    def close(self):
+        self._write("end")
+
+    def _write(self, line):
+        with self.file.open("a") as file:
+            file.write(line + "\\n")
+'''
+
 DATASET = '''
 import pyarrow.parquet as parquet
 from torch.utils.data import Dataset

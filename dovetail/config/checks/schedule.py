@@ -80,7 +80,8 @@ def _learning_rates(run: Examined) -> Iterator[Problem]:
 def _trackers_and_dumps(run: Examined) -> Iterator[Problem]:
     trainer = run.config.trainer
     for name in trainer.loggers:
-        if name not in LOGGERS:
+        # A module may register more; those are asked for when it is imported.
+        if name not in LOGGERS and not trainer.import_modules:
             close = difflib.get_close_matches(name, LOGGERS, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             yield run.error(f"@trainer.logger={name} is no tracker; {hint}Known: {', '.join(LOGGERS)}.")
