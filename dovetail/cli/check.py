@@ -4,7 +4,8 @@
   dovetail check --overrides-file launch.txt actor_rollout_ref.model.path=~/models/Qwen2.5-7B
   dovetail check recipe.yaml async_training.mode=fully_async --like runs/synchronous
 
-Exit code 0: the configuration is valid and what it names is there. 2: it is not, and every problem is listed.
+Exit code 0: the configuration is valid, what it names is there, and it fits. 2: it cannot run, and every problem is
+listed. 3: it is valid and needs more memory than a device has.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dovetail.trainer.inputs import missing_inputs
 if TYPE_CHECKING:
     from dovetail.trainer.run_speeds import RunRecords
 
-VALID, INVALID = 0, 2
+VALID, INVALID, TOO_BIG = 0, 2, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-files",
         action="store_true",
-        help="plan for another machine: do not look for data files, models and reward functions here",
+        help="plan for another machine: do not look for libraries, data files, models and reward functions here",
     )
     parser.add_argument(
         "--device-memory-gib",
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 0 when the configuration is valid, 2 when it is not."""
+    """Print the plan and the verdict."""
     files, overrides = split_arguments(args.items)
     try:
         loaded = load_config(files, overrides, overrides_files=args.overrides_file)
@@ -144,7 +145,9 @@ def _report(
         from dovetail.cli.show_plan import show
 
         show(plan, notices, problems, schedule)
-    return VALID if valid else INVALID
+    if not valid:
+        return INVALID
+    return TOO_BIG if plan is not None and plan.memory is not None and not plan.memory.fits else VALID
 
 
 def _as_json(

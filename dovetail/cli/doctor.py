@@ -117,7 +117,8 @@ def _audit_template(args: argparse.Namespace, view: DoctorView) -> int:
 
 
 def _look_and_run(args: argparse.Namespace, view: DoctorView, work: Path) -> bool:
-    from dovetail.doctor.installed import core_versions, installed_parts, machine
+    from dovetail.config.installed import core_versions, installed_parts
+    from dovetail.doctor.machine import machine
 
     files, overrides = split_arguments(args.items)
     try:

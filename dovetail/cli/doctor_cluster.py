@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.config.errors import ConfigError
+from dovetail.config.installed import core_versions
 from dovetail.config.load import load_config
 from dovetail.doctor.cluster import PathResult, run_paths, select, write_report
-from dovetail.doctor.installed import core_versions, machine
+from dovetail.doctor.machine import machine
 from dovetail.doctor.site import Site, prepare
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from rich.text import Text
 
 from dovetail.agents.chat import MEANING, TemplateAudit
 from dovetail.config.fsdp import full_dtype
+from dovetail.config.installed import Part, Status
 from dovetail.config.root import DovetailConfig
 from dovetail.doctor.agreement import Examination, LogProbDiffs, Stage
 from dovetail.doctor.cluster import PathResult
-from dovetail.doctor.installed import Part, Status
 
 WIDTH = 100
 _MARKS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "missing": ("-", "dim"), "unsupported": ("!", "yellow")}

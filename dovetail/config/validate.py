@@ -164,8 +164,13 @@ def _close_choice(key: Key, value: Any) -> str | None:
     ]
     if key.accepts(bool):
         choices += ["True", "False"]
-    close = difflib.get_close_matches(str(value), choices, n=1)
+    other_name = _OTHER_NAMES.get(str(value).lower())
+    close = [other_name] if other_name in choices else difflib.get_close_matches(str(value), choices, n=1)
     return close[0] if close else None
+
+
+# What other programs call a choice; the nearest spelling would be something else.
+_OTHER_NAMES = {"gpu": "cuda"}
 
 
 def _shown(value: Any) -> str:

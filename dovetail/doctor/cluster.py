@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.doctor.installed import core_versions
+from dovetail.config.installed import core_versions
 from dovetail.doctor.paths import PATHS
 from dovetail.doctor.site import Site
 

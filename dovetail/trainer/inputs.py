@@ -12,14 +12,22 @@ from pathlib import Path
 
 from dovetail.config.errors import Problem, name_some
 from dovetail.config.hub import is_hub_name
+from dovetail.config.installed import missing_libraries
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import PACKAGE_PREFIX
 from dovetail.data.errors import DataError
 
 
 def missing_inputs(config: DovetailConfig) -> list[Problem]:
-    """An error for every input of the run that is missing or of the wrong kind."""
-    return [*_data_files(config), *_folders(config), *_user_code(config), *_other_files(config)]
+    """Everything that the run needs and this machine lacks, or has of the wrong kind: libraries, files, columns, rows,
+    definitions."""
+    return [
+        *missing_libraries(config),
+        *_data_files(config),
+        *_folders(config),
+        *_user_code(config),
+        *_other_files(config),
+    ]
 
 
 def _data_files(config: DovetailConfig) -> Iterator[Problem]:
@@ -30,9 +38,10 @@ def _data_files(config: DovetailConfig) -> Iterator[Problem]:
     here = {key: [path for path in paths if "://" not in path] for key, paths in files.items()}
     if not any(here.values()):
         return
-    from dovetail.data.files import needed_columns, read_columns  # brings numpy, which `--help` can do without
+    # Brings numpy, which `--help` can do without.
+    from dovetail.data.files import count_rows, needed_columns, needs_ground_truth, read_columns
 
-    needed = needed_columns(config)
+    needed = needed_columns(data, scored_by_rules=needs_ground_truth(config))
     for key, paths in here.items():
         for path in paths:
             try:
@@ -43,6 +52,21 @@ def _data_files(config: DovetailConfig) -> Iterator[Problem]:
             for name, way_out in needed.items():
                 if columns and name not in columns:
                     yield Problem(key, f"{key}: {path} has no column {name!r}, only {name_some(columns)}{way_out}.")
+    try:
+        rows = sum(count_rows(path) for path in here["data.train_files"])
+    except DataError:
+        return  # said above
+    most = data.train_max_samples
+    rows = rows if most < 0 else min(rows, most)
+    batch = config.generation_batch_size
+    # Weights repeat the rows of a file; what is on the hub is not counted here.
+    all_here = len(here["data.train_files"]) == len(data.train_paths)
+    if 0 < rows < batch and all_here and not data.train_weights and not config.trainer.val_only:
+        yield Problem(
+            "data.train_batch_size",
+            f"data.train_files has {rows} prompts, fewer than one batch of {batch}; lower data.train_batch_size (or "
+            "data.gen_batch_size), or add data.",
+        )
 
 
 def _folders(config: DovetailConfig) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
-from dovetail.config.effects import refuse_unsupported
+from dovetail.config.effects import unsupported_in_runs
 from dovetail.config.errors import Problem
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
@@ -84,9 +84,10 @@ def run_training(
     config = with_absolute_folders(config)
     import_user_modules(config.trainer.import_modules)
     shapes = read_shapes(config)
-    refuse_errors(check_config(config, shapes.policy))
-    refuse_unsupported(config)
-    refuse_errors(missing_inputs(config))
+    findings = [*check_config(config, shapes.policy), *unsupported_in_runs(config), *missing_inputs(config)]
+    refuse_errors(findings)
+    for finding in findings:
+        logger.warning("%s", finding)
     lock = RunLock(config.trainer.run_dir)
     lock.refuse_if_held()
     refuse_unknown_fields(config)

@@ -11,6 +11,7 @@ import pytest
 
 from dovetail.cli.demo import demo_overrides
 from dovetail.cli.main import main
+from dovetail.config import installed
 from tests.config.plan import known_models as known
 from tests.trainer.test_simulate import write_run
 from tests.trainer.toy_run import Toy
@@ -24,7 +25,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 def launch_list(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(known.QWEN2_5_7B))
     row = {"prompt": "1+1?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}}
-    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 128)
     path = tmp_path / "launch.txt"
     lines = (
         "# launch lines:",
@@ -35,7 +36,6 @@ def launch_list(tmp_path: Path) -> Path:
         f"{A}.fsdp_config.param_offload=True",
         f"{A}.fsdp_config.optimizer_offload=True",
         f"{R}.n=8",
-        f"{R}.name=vllm",
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={tmp_path}",
     )
@@ -92,10 +92,8 @@ def test_json_holds_problems_notices_and_plan(launch_list: Path, capsys: pytest.
     assert answer["plan"]["memory"]["fits"] is True
 
 
-def test_less_device_memory_changes_the_verdict_but_not_the_exit_code(
-    launch_list: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", "--overrides-file", str(launch_list), "--device-memory-gib", "16"]) == 0
+def test_what_does_not_fit_has_an_exit_code_of_its_own(launch_list: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--overrides-file", str(launch_list), "--device-memory-gib", "16"]) == 3
     assert "does not fit in 16.0 GiB" in capsys.readouterr().out
 
 
@@ -108,13 +106,25 @@ MISSING = {
     "data.sampler.class_path=pkg://no_such_package.sampler": "there is no module no_such_package.sampler here",
     "actor_rollout_ref.model.path=/no/such": "/no/such has no config.json",
     "trainer.import_modules=[no_such_package]": "there is no module no_such_package here",
+    "data.train_batch_size=256": "has 128 prompts, fewer than one batch of 256",
+    "data.train_max_samples=10": "has 10 prompts, fewer than one batch of 64",
+    f"{R}.name=sglang": "rollout.name=sglang needs sglang, which is not installed here: pip install 'dovetail[sglang]'",
+    f"{A}.strategy=megatron": "strategy=megatron needs megatron-core, which is not installed here: pip install",
+    "actor_rollout_ref.model.lora_rank=8": "model.lora_rank > 0 needs peft, which is not installed here",
+    "trainer.logger=[console,swanlab]": "trainer.logger=swanlab needs swanlab, which is not installed here: pip",
 }
+
+
+_ABSENT = ("sglang", "megatron-core", "peft", "swanlab")
 
 
 @pytest.mark.parametrize("override", MISSING)
 def test_what_is_not_there_is_an_error_unless_the_run_is_for_another_machine(
-    override: str, launch_list: Path, capsys: pytest.CaptureFixture[str]
+    override: str, launch_list: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(installed, "_version", lambda name: None if name in _ABSENT else "1.0")
+    monkeypatch.setattr(installed, "_specifier", lambda name, extra: "")
+    monkeypatch.delenv("DOVETAIL_SGLANG_PYTHON", raising=False)
     here = launch_list.parent
     (here / "reward.py").write_text("def score(): ...\ntry:\n    later = 1\nfinally:\n    pass\n")
     arguments = ["check", "--overrides-file", str(launch_list), override.format(here=here)]
@@ -176,9 +186,10 @@ def test_steps_of_an_asynchronous_run_are_predicted_from_a_synchronous_one(
     assert "| taking turns |" in capsys.readouterr().out
 
 
-def test_an_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [[], ["--help"]])
+def test_an_unknown_command_suggests_the_nearest(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["chek"])
+        main(["chek", *options])
     assert stopped.value.code == 2
     assert "did you mean check?" in capsys.readouterr().err
 

@@ -61,6 +61,11 @@ def test_a_wrong_value_is_reported_where_it_was_written_not_where_it_is_inherite
     assert message.startswith(f"{ACTOR}.ppo_micro_batch_size_per_gpu=0")
 
 
+def test_a_choice_by_the_name_it_has_elsewhere_is_suggested() -> None:
+    (message,) = problems("trainer.device=gpu")
+    assert message.endswith("Did you mean cuda?")
+
+
 def test_a_shell_variable_left_in_a_list_is_named() -> None:
     (message,) = problems("trainer.nnodes=$NNODES")
     assert "shell variable" in message

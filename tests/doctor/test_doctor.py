@@ -10,8 +10,8 @@ import torch
 
 from dovetail.cli import doctor
 from dovetail.cli.main import main
+from dovetail.config import installed
 from dovetail.config.load import load_config
-from dovetail.doctor import installed
 from dovetail.doctor.agreement import LogProbDiffs
 from dovetail.rollout.native.engine import NativeEngine
 from dovetail.workers.parity import PASS_MARKS
@@ -73,6 +73,7 @@ def test_a_missing_engine_is_named_with_what_installs_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = installed._version
+    monkeypatch.delenv("DOVETAIL_SGLANG_PYTHON", raising=False)
     monkeypatch.setattr(installed, "_version", lambda name: None if name == "sglang" else version(name))
     assert main(["doctor", f"{R}.name=sglang"]) == 1
     shown = capsys.readouterr().out

@@ -112,17 +112,34 @@ def _pipeline_stages(run: Examined, layout: RoleLayout, prefix: str) -> Iterator
             layout.stages(num_layers)
         except ValueError as problem:
             common = math.gcd(num_layers, layout.world_size // (layout.tensor_parallel * layout.context_parallel))
-            yield run.error(
-                f"<{key}>: {problem}; use {nearest_divisor(common, layout.pipeline_parallel)}, or give the end stages "
-                f"their own share of the {num_layers} layers with +@{option}.num_layers_in_first_pipeline_stage and "
-                "num_layers_in_last_pipeline_stage."
-            )
+            fewer = nearest_divisor(common, layout.pipeline_parallel)
+            ways = [f"use {fewer}"] if fewer > 1 else []
+            if (ends := _end_shares(layout, num_layers)) is not None:
+                shares = [f"+@{option}.num_layers_in_{end}_pipeline_stage=" for end in ("first", "last")]
+                ways.append(
+                    f"give the end stages their own share of the {num_layers} layers: {shares[0]}{ends[0]} "
+                    f"{shares[1]}{ends[1]}"
+                )
+            ways = ways or [f"use a number of stages that divides the {num_layers} layers"]
+            yield run.error(f"<{key}>: {problem}; {', or '.join(ways)}.")
     if run.value(option).get("pipeline_model_parallel_layout") is not None:
         yield run.error(
             f"@{option}.pipeline_model_parallel_layout is not planned here; say how the layers are shared with "
             "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, "
             "account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split."
         )
+
+
+def _end_shares(layout: RoleLayout, num_layers: int) -> tuple[int, int] | None:
+    """Layers for the first and the last stage, at most as many as the others hold; None if there is no such split."""
+    each = -(-num_layers // layout.pipeline_parallel)
+    rest = num_layers - each * (layout.pipeline_parallel - 2)
+    first, last = rest - rest // 2, rest // 2
+    try:
+        replace(layout, first_stage_layers=first, last_stage_layers=last).stages(num_layers)
+    except ValueError:
+        return None
+    return (first, last) if last > 0 and first <= each else None
 
 
 def _tensor_sizes(run: Examined, layout: RoleLayout, prefix: str, shape: ModelShape) -> Iterator[Problem]:

