@@ -16,6 +16,7 @@ from dovetail.data.files import prompt_row, write_rows
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.replay import NOT_REPEATABLE
 from dovetail.trainer.run import RunResult, run_training
+from tests.docs.glossary import unexplained
 from tests.models.tiny import save_tiny_model
 from tests.ranks import run_alone
 from tests.ray_workers import quick_workers
@@ -127,7 +128,10 @@ DAPO: dict[str, Any] = {
 def train(config: DovetailConfig, *, use_ray: bool = False) -> tuple[RunResult, list[dict[str, Any]]]:
     """Run it in this process and read its metrics back."""
     result = run_training(config, use_ray=use_ray)
-    return result, RunFolder(result.folder).read_metrics()
+    metrics = RunFolder(result.folder).read_metrics()
+    unknown = unexplained({name for row in metrics for name in row})
+    assert not unknown, f"docs/metrics.md does not explain {unknown}"
+    return result, metrics
 
 
 def make_toy(folder: Path) -> Toy:
