@@ -113,8 +113,8 @@ def missing_libraries(config: DovetailConfig) -> list[Problem]:
         part = _part(known, known.name in _needed_by(config))
         if part.failed and part.status == "missing":
             library = known.libraries[0][0]
-            why = f"{known.purpose} needs {library}, which is not installed here: {part.fix}."
-            problems.append(Problem(known.key, f"{known.key}: {why}"))
+            why = f"{known.purpose} needs the package {library}, which is not installed here: {part.fix}."
+            problems.append(Problem(known.key, why))
         elif part.failed:
             problems.append(Problem(known.key, f"{known.purpose}: {part.version}; {part.fix}.", "warning"))
     return problems

@@ -13,6 +13,7 @@ from dovetail.rollout.base import (
     derive_seed,
 )
 from dovetail.rollout.registry import (
+    EngineEntry,
     MissingLibraryError,
     engine_names,
     get_engine_class,
@@ -21,6 +22,7 @@ from dovetail.rollout.registry import (
 )
 
 __all__ = [
+    "EngineEntry",
     "EngineError",
     "EngineHealth",
     "GenerationRequest",

@@ -158,7 +158,7 @@ def test_a_tracker_that_is_not_installed_is_a_message(
 def test_errors_keep_their_class_for_callers(toy: Toy, tmp_path: Path) -> None:
     for mistake, kind in [
         (no_such_option, RewardError),
-        (too_few_rows, DataError),
+        (too_few_rows, ConfigError),
         (no_data_file, ConfigError),
     ]:
         with pytest.raises(kind):

@@ -129,8 +129,8 @@ class RemoteRollout(RolloutEngine):
         override_config: Mapping[str, Any] | None = None,
     ) -> RolloutEngine:
         """`rollout.name` says what the servers are, `rollout.server_urls` where."""
-        if config.name == "native":
-            raise ValueError("rollout.name=native runs in the trainer's process; servers are vllm or sglang.")
+        if config.name not in ("vllm", "sglang"):
+            raise ValueError(f"rollout.name={config.name} runs in the trainer's process; servers are vllm or sglang.")
         if config.weight_sync == "disk" and config.weights_folder is None:
             raise ValueError("rollout.weight_sync=disk needs rollout.weights_folder, which all servers see.")
         uses_disk = config.weights_folder is not None and config.weight_sync != "broadcast"
