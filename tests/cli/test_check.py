@@ -107,10 +107,10 @@ MISSING = {
     "actor_rollout_ref.model.path=/no/such": "/no/such has no config.json",
     "trainer.import_modules=[no_such_package]": "there is no module no_such_package here",
     "data.train_batch_size=256": "has 128 prompts, fewer than one batch of 256",
-    f"{R}.name=sglang": "rollout.name=sglang needs the package sglang, which is not installed here: pip install 'dovetail[sglang]'",
-    f"{A}.strategy=megatron": "strategy=megatron needs the package megatron-core, which is not installed here: pip install",
+    f"{R}.name=sglang": "rollout.name=sglang needs the package sglang, which is not installed here: pip",
+    f"{A}.strategy=megatron": "strategy=megatron needs the package megatron-core, which is not",
     "actor_rollout_ref.model.lora_rank=8": "model.lora_rank > 0 needs the package peft, which is not installed here",
-    "trainer.logger=[console,swanlab]": "trainer.logger=swanlab needs the package swanlab, which is not installed here: pip",
+    "trainer.logger=[console,swanlab]": "trainer.logger=swanlab needs the package swanlab, which is not",
 }
 
 
