@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "prove from a run folder that its checkpoints are what was saved and every draw ended once",
     ),
     "replay": ("dovetail.cli.replay", "train again on the batches of a recorded asynchronous run, and compare"),
-    "dashboard": ("dovetail.cli.dashboard", "show runs in a browser: curves, time, answers, warnings"),
+    "dashboard": ("dovetail.cli.dashboard", "show runs in a browser: curves, time, responses, warnings"),
     "report": ("dovetail.cli.report", "one HTML file and one picture of a run, to send to a colleague"),
     "doctor": ("dovetail.cli.doctor", "what is installed, and whether engine and trainer agree on this machine"),
     "bench": ("dovetail.cli.bench", "how fast the configured run is on this machine"),
