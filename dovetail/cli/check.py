@@ -100,7 +100,9 @@ def report(
     """Check a loaded configuration and print what came out."""
     findings = [*(missing_inputs(config) if look_for_files else []), *check_config(config, shapes.policy)]
     valid = all(finding.severity != "error" for finding in findings)
-    plan = make_plan(config, shapes, device_memory_gib=device_memory_gib) if valid else None
+    # The plan is made of the phases of RL.
+    has_plan = valid and config.generates
+    plan = make_plan(config, shapes, device_memory_gib=device_memory_gib) if has_plan else None
     schedule = None
     if valid and config.async_training.mode != "off":
         try:

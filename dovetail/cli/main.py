@@ -14,6 +14,7 @@ import dovetail
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("dovetail.cli.check", "resolve a configuration, print its plan and say whether it can run"),
     "train": ("dovetail.cli.train", "train a policy as the configuration says"),
+    "sft": ("dovetail.cli.sft", "fine-tune a model on conversations"),
     "eval": ("dovetail.cli.eval", "score a checkpoint or a model folder: accuracy, pass@k, best@N, by data source"),
     "generate": ("dovetail.cli.generate", "print what a checkpoint or a model folder responds to prompts"),
     "export": ("dovetail.cli.export", "write the policy of a checkpoint as a Hugging Face folder"),

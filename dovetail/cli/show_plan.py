@@ -303,7 +303,9 @@ def _verdict(plan: Plan | None, findings: Sequence[Problem]) -> Text:
     errors = sum(finding.severity == "error" for finding in findings)
     if errors:
         return Text(f"invalid: {errors} error{'s' * (errors != 1)}", style="bold red")
-    if plan is None or plan.memory is None:
+    if plan is None:
+        return Text("valid (memory is planned for RL only)", style="bold green")
+    if plan.memory is None:
         return Text("valid (memory not planned: the model's config.json is not here)", style="bold green")
     if not plan.memory.fits:
         return Text(f"valid, but it {plan.memory.verdict}", style="bold yellow")

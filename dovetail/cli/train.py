@@ -23,12 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="log what the parts do")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, method: str | None = None) -> int:
+    """`method` is that of a command of its own, such as `dovetail sft`; without one, `trainer.method` says it."""
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
     os.environ.setdefault("DOVETAIL_LOGGING_LEVEL", "INFO" if args.verbose else "WARNING")
     files, overrides = split_arguments(args.inputs)
+    if method is not None:
+        overrides = [*overrides, f"trainer.method={method}"]
     try:
         loaded = load_config(files, overrides, overrides_files=args.overrides_file)
     except ConfigError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from dovetail.config.base import Section, key, section, unused, when_is
+from dovetail.config.base import Section, key, read_with, section, unused, when_is
 from dovetail.config.home import HomePath
 
 
@@ -47,6 +47,12 @@ class DataConfig(Section):
     video_key: str = key("videos", "Column that holds the videos of a prompt.", strict=True, min_length=1)
     max_prompt_length: int = key(512, "Longest prompt, in tokens; prompts are left-padded to it.", ge=1)
     max_response_length: int = key(512, "Longest response, in tokens.", ge=1)
+    max_length: int | None = key(
+        None,
+        "Longest conversation of `trainer.method=sft`, in tokens. Null: `max_prompt_length` + `max_response_length`.",
+        ge=2,
+        rules=read_with("trainer.method", "sft"),
+    )
     train_batch_size: int = key(1024, "Prompts per training step, over all devices.", ge=1)
     gen_batch_size: int | None = key(
         None,
@@ -102,6 +108,11 @@ class DataConfig(Section):
     def generation_batch_size(self) -> int:
         """Prompts generated at a time by dynamic sampling."""
         return self.gen_batch_size or self.train_batch_size
+
+    @property
+    def longest(self) -> int:
+        """Longest row of a training batch, in tokens."""
+        return self.max_length or self.max_prompt_length + self.max_response_length
 
     @property
     def train_paths(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import ESTIMATORS_WITH_CRITIC, OPTIMAL_TOKEN_BASELINES, AlgorithmConfig
 from dovetail.config.async_training import AsyncTrainingConfig
-from dovetail.config.base import Section, key, section
+from dovetail.config.base import Section, key, read_with, section, unused, when_is
 from dovetail.config.critic import CriticConfig
 from dovetail.config.data import DataConfig
 from dovetail.config.inherit import fill_inherited, fill_old_policy
@@ -20,7 +20,10 @@ from dovetail.config.ray_init import RayInitConfig
 from dovetail.config.ref import RefConfig
 from dovetail.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from dovetail.config.rollout import RolloutConfig
+from dovetail.config.sft import SFTConfig
 from dovetail.config.trainer import TrainerConfig
+
+_SAMPLES = unused("trainer.method={trainer.method} samples no responses", when_is("generates", False))
 
 
 class ActorRolloutRefConfig(Section):
@@ -30,8 +33,8 @@ class ActorRolloutRefConfig(Section):
     nccl_timeout: int = key(600, "Seconds before a stuck collective fails.", ge=1)
     model: ModelConfig = section(ModelConfig, "Policy network.")
     actor: ActorConfig = section(ActorConfig, "Policy update.")
-    rollout: RolloutConfig = section(RolloutConfig, "Generation.")
-    ref: RefConfig = section(RefConfig, "Reference policy.")
+    rollout: RolloutConfig = section(RolloutConfig, "Generation.", rules=_SAMPLES)
+    ref: RefConfig = section(RefConfig, "Reference policy.", rules=_SAMPLES)
 
     @property
     def takes_adapters(self) -> bool:
@@ -45,13 +48,16 @@ class DovetailConfig(Section):
     data: DataConfig = section(DataConfig, "Prompts.")
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "Policy.")
     critic: CriticConfig = section(CriticConfig, "Value network.")
-    reward_model: RewardModelConfig = section(RewardModelConfig, "Scores.")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "Scores.", rules=_SAMPLES)
     custom_reward_function: CustomRewardFunctionConfig = section(
-        CustomRewardFunctionConfig, "A user's reward function."
+        CustomRewardFunctionConfig, "A user's reward function.", rules=_SAMPLES
     )
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and rewards.")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and rewards.", rules=_SAMPLES)
     trainer: TrainerConfig = section(TrainerConfig, "The driver's loop.")
-    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, "Training while other devices generate.")
+    sft: SFTConfig = section(SFTConfig, "Fine-tuning on conversations.", rules=read_with("trainer.method", "sft"))
+    async_training: AsyncTrainingConfig = section(
+        AsyncTrainingConfig, "Training while other devices generate.", rules=_SAMPLES
+    )
     global_profiler: ProfilerConfig = section(ProfilerConfig, "Traces of chosen steps.")
     ray_init: RayInitConfig = section(RayInitConfig, "Ray.")
 
@@ -88,15 +94,22 @@ class DovetailConfig(Section):
         return "reinforce" if reinforce else self.actor_rollout_ref.actor.policy_loss.loss_mode
 
     @property
+    def generates(self) -> bool:
+        """Whether the method samples responses; the others train on what a file has."""
+        return self.trainer.method in ("rl", "distill")
+
+    @property
     def uses_critic(self) -> bool:
         """Whether a value network is trained."""
+        if self.trainer.method != "rl":
+            return False
         enable = self.critic.enable
         return self.algorithm.adv_estimator in ESTIMATORS_WITH_CRITIC if enable is None else enable
 
     @property
     def uses_reference(self) -> bool:
         """Whether the reference policy is computed."""
-        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+        return self.generates and (self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
 
     @property
     def generation_batch_size(self) -> int:

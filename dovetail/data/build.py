@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from dovetail.config import DovetailConfig
 from dovetail.config.user_code import load_user_object
 from dovetail.data.encode import PromptEncoder
 from dovetail.data.errors import DataError
+from dovetail.data.examples import ExampleDataset
 from dovetail.data.files import needs_ground_truth
 from dovetail.data.prompts import PromptDataset, collate
 from dovetail.data.sampler import PromptSampler
@@ -23,11 +25,18 @@ from dovetail.protocol import DataProto
 
 
 class Prompts(Protocol):
-    """What a dataset must have: examples by number, as dicts with the columns of the schema's `dataset` stage."""
+    """What a dataset must have: examples by number, as dicts with the columns of the schema's `dataset` stage.
+
+    An `ExampleDataset` makes its batches itself, of examples of its own kind.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+_FOLLOWED = (PromptDataset, ExampleDataset)
+"""Datasets whose content is known row by row: a run goes on when rows that it has not read change."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +101,13 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, whatever has been made ahead, and a digest of what was read in this epoch."""
-        if not isinstance(self.dataset, PromptDataset) or isinstance(self.sampler, TorchOrder):
+        if not isinstance(self.dataset, _FOLLOWED) or isinstance(self.sampler, TorchOrder):
             return dict(self._state)
         return {**self._state, "read": self._digest_of_epoch(self.dataset)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         dataset = self.dataset
-        digest = (lambda rows: _hex(dataset.content_digest(rows))) if isinstance(dataset, PromptDataset) else None
+        digest = (lambda rows: _hex(dataset.content_digest(rows))) if isinstance(dataset, _FOLLOWED) else None
         self.sampler.load_state_dict(state, digest)
         self._ahead.clear()
         self._state = self.sampler.state_dict()
@@ -109,7 +118,7 @@ class PromptLoader:
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
-    def _digest_of_epoch(self, dataset: PromptDataset) -> str:
+    def _digest_of_epoch(self, dataset: PromptDataset | ExampleDataset[Any]) -> str:
         epoch, position = int(self._state["epoch"]), int(self._state["position"])
         read = self._read
         if read.epoch != epoch or read.count > position:
@@ -120,7 +129,28 @@ class PromptLoader:
         return _hex(self._read.total)
 
     def _make(self, indices: Sequence[int] | np.ndarray) -> DataProto:
+        if isinstance(self.dataset, ExampleDataset):
+            return self.dataset.batch(indices)
         return collate([self.dataset[int(index)] for index in indices])
+
+
+def example_loader(
+    config: DovetailConfig, dataset: ExampleDataset[Any], *, is_training: bool, batch_size: int | None = None
+) -> PromptLoader:
+    """Batches of training examples, shuffled and endless, or of validation examples, all of them in order."""
+    data = config.data
+    build = partial(_build_sampler, config, dataset) if is_training else partial(PromptSampler, dataset.source_sizes)
+    sampler = build(
+        batch_size=batch_size or (data.train_batch_size if is_training else data.val_batch_size or len(dataset)),
+        seed=config.data_seed,
+        shuffle=data.shuffle if is_training else data.validation_shuffle,
+        drop_last=is_training,
+        weights=data.train_weights if is_training else None,
+        fingerprint=dataset.fingerprint,
+    )
+    if not isinstance(sampler, TorchOrder):
+        sampler.follow(dataset.row_ids, dataset.files_digest)
+    return PromptLoader(dataset, sampler, num_workers=data.dataloader_num_workers if is_training else 0)
 
 
 def build_train_loader(
@@ -206,4 +236,4 @@ def _build_sampler(config: DovetailConfig, dataset: Prompts, **settings: Any) ->
 
 
 def _source_sizes(dataset: Prompts) -> list[int]:
-    return dataset.source_sizes if isinstance(dataset, PromptDataset) else [len(dataset)]
+    return dataset.source_sizes if isinstance(dataset, _FOLLOWED) else [len(dataset)]

@@ -40,14 +40,13 @@ class StepUtilisation:
         self._peaks: dict[str, float | None] = {}
         self._generated = 0.0
 
-    def ask_peaks(self, trains: WorkerGroup, generates: WorkerGroup) -> None:
+    def ask_peaks(self, trains: WorkerGroup, generates: WorkerGroup | None = None) -> None:
         """The peak of all devices together: configured, published for a GPU, measured on a CPU."""
         policy = self._config.actor_rollout_ref
         dtype = full_dtype(policy.actor.compute_dtype)
-        self._peaks = {
-            "training": self._peak(trains, dtype),
-            "generation": self._peak(generates, full_dtype(policy.rollout.dtype)),
-        }
+        self._peaks = {"training": self._peak(trains, dtype)}
+        if generates is not None:
+            self._peaks["generation"] = self._peak(generates, full_dtype(policy.rollout.dtype))
         if None in self._peaks.values():
             logger.info(
                 "perf/mfu is not reported: the peak of this device is not known; set trainer.device_peak_tflops"
@@ -81,6 +80,17 @@ class StepUtilisation:
             metrics |= utilisation(flops, seconds, training)
             metrics["perf/peak_tflops"] = training / 1e12
         return metrics
+
+    def of_update(
+        self, phase: str, lengths: Sequence[int], num_head_tokens: int, seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The metrics of a step that is one update of the policy, on rows of these lengths."""
+        peak, shape = self._peaks.get("training"), self._shapes.policy
+        if peak is None or shape is None:
+            return {}
+        passes = 2 if self._config.actor_rollout_ref.model.uses_lora else 3
+        flops = passes * forward_flops(shape, lengths, num_head_tokens)
+        return utilisation({phase: flops}, seconds, peak) | {"perf/peak_tflops": peak / 1e12}
 
     def _peak(self, group: WorkerGroup, dtype: str) -> float | None:
         if self._config.trainer.device_peak_tflops is not None:

@@ -164,6 +164,8 @@ class BaseTrainer(ABC, Generic[Groups]):
             try:
                 with profiled(self.config.global_profiler, self.global_step, learner, folder):
                     metrics = self._train_step()
+                if metrics.get("actor/skipped_steps", 0) or metrics.get("critic/skipped_steps", 0):
+                    self.tracker.event("skipped_step", self.global_step)
             except StopAfterPhase:
                 self.global_step -= 1
                 self._undo_step()

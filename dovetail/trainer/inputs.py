@@ -41,7 +41,8 @@ def _data_files(config: DovetailConfig) -> Iterator[Problem]:
     # Brings numpy, which `--help` can do without.
     from dovetail.data.files import count_rows, needed_columns, needs_ground_truth, read_columns
 
-    needed = needed_columns(data, scored_by_rules=needs_ground_truth(config))
+    # Rows of conversations and preferences have several forms: reading them says what is missing.
+    needed = needed_columns(data, scored_by_rules=needs_ground_truth(config)) if config.generates else {}
     for key, paths in here.items():
         for path in paths:
             try:

@@ -399,8 +399,6 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         metrics |= throughput_metrics(seconds["step"], tokens, self._num_devices)
         metrics |= memory_metrics(metrics)
         metrics |= self.utilisation.take(batch, seconds)
-        if metrics.get("actor/skipped_steps", 0) or metrics.get("critic/skipped_steps", 0):
-            self.tracker.event("skipped_step", self.global_step)
 
     @property
     def _num_devices(self) -> int:

@@ -104,7 +104,8 @@ def run_training(
         _make_folder(folder.path, "trainer.default_local_dir", "run folder")
         open_things.enter_context(lock)
         folder.write_config(config.model_dump(mode="json"))
-        folder.write_plan(make_plan(config, shapes).to_dict())
+        if config.generates:  # the plan is made of the phases of RL
+            folder.write_plan(make_plan(config, shapes).to_dict())
         view = console(f"{settings.project_name}/{settings.experiment_name}", method.total_steps)
         tracker = open_things.enter_context(
             Tracker(

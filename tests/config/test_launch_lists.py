@@ -22,7 +22,7 @@ def test_the_list_resolves_without_an_unknown_key(path: Path) -> None:
 
 
 def test_all_lists_are_there() -> None:
-    assert (len(COMPAT), len(FAMILIES)) == (4, 12)
+    assert (len(COMPAT), len(FAMILIES)) == (4, 14)
 
 
 def test_the_671b_list_is_a_megatron_run() -> None:
@@ -48,6 +48,19 @@ def test_streamed_and_separate_lists_have_their_own_rollout_devices() -> None:
     assert (config.async_training.mode, config.staleness_bound) == ("fully_async", 4)
     # A version there is a cycle of 4 updates: 20 cycles are 80 steps, and 51200 prompts are 400 steps of 128.
     assert (config.trainer.total_epochs, config.trainer.test_freq, config.trainer.total_training_steps) == (10, 80, 400)
+
+
+def test_the_lists_of_the_sft_trainer_set_the_actors_keys() -> None:
+    config = load_config(overrides_files=[HERE / "families" / "sft_gsm8k.txt"]).config
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    assert (config.trainer.method, config.data.max_length, config.data.prompt_key) == ("sft", 2048, "extra_info")
+    assert (config.sft.prompt_dict_keys, config.sft.response_dict_keys) == (["question"], ["answer"])
+    assert (actor.optim.lr, actor.optim.lr_warmup_steps_ratio, actor.optim.lr_scheduler_type) == (1e-4, 0.1, "cosine")
+    assert (actor.ppo_micro_batch_size_per_gpu, actor.ulysses_sequence_parallel_size) == (4, 2)
+    assert (model.path, model.lora_rank, model.use_remove_padding) == ("/models/Qwen2.5-0.5B-Instruct", 32, True)
+    turns = load_config(overrides_files=[HERE / "families" / "sft_multiturn.txt"]).config
+    assert (turns.actor_rollout_ref.actor.use_dynamic_bsz, turns.trainer.balance_batch) == (True, True)
+    assert turns.trainer.max_actor_ckpt_to_keep == 3
 
 
 def test_a_script_with_its_shell_still_around_it_means_the_same() -> None:

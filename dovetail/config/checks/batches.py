@@ -200,12 +200,12 @@ def _pipelines(run: Examined) -> Iterator[Problem]:
         )
 
 
+CUTS: tuple[Check, ...] = (_cuts, _token_budgets)
 BATCHES: tuple[Check, ...] = (
     _sequences_per_rank,
     _mini_batches,
     _micro_batches,
-    _cuts,
-    _token_budgets,
+    *CUTS,
     _generation_batches,
     _pipelines,
 )

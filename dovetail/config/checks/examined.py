@@ -24,8 +24,8 @@ class Examined:
         self.config, self.shape = config, shape
         self.layouts = make_layouts(config)
         rollout = config.actor_rollout_ref.rollout
-        self.longest = rollout.prompt_length + rollout.response_length
-        """Longest prompt + response, in tokens."""
+        self.longest = rollout.prompt_length + rollout.response_length if config.generates else config.data.longest
+        """Longest row, in tokens."""
 
     def value(self, name: str) -> Any:
         """The value of a key or section; `rollout.n` is `actor_rollout_ref.rollout.n`."""

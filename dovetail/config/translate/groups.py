@@ -217,7 +217,7 @@ GLOBAL_MICRO_BATCHES = {
         "critic.forward_micro_batch_size",
         "reward_model.micro_batch_size",
     )
-}
+} | {"data.micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu"}
 
 # The second generation for the documents: name, typed key, meaning.
 FLAT_KEYS = (

@@ -14,6 +14,7 @@ from typing import Any
 from dovetail.config.errors import Notice, Problem
 from dovetail.config.translate import asynchronous
 from dovetail.config.translate.groups import GROUP_RULES, Group
+from dovetail.config.translate.sft import SFT_SPELLINGS
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
     *_moved_from_fsdp(),
     *_optimizers(),
     *_adapters(),
+    *(Translation(old, new) for old, new in SFT_SPELLINGS),
 )
 
 # Other spellings of a value, by the key they are for.

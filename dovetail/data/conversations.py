@@ -1,0 +1,212 @@
+"""`ConversationDataset`: conversations as token ids, with a mask of what the assistant wrote.
+
+A row has a list of messages (`sft.messages_key`, with `sft.tools_key` beside it), or a prompt and a response. Ids stand
+as they do when the model is asked: the prompt is what an engine is given, an answer is encoded apart from it, and later
+messages are appended. Where the chat template rewrites what came before (it drops thinking from the history, say), the
+conversation goes on in a row of its own. Every answer is trained once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dovetail.config.data import DataConfig
+from dovetail.config.sft import SFTConfig
+from dovetail.data.encode import Messages
+from dovetail.data.errors import DataError
+from dovetail.data.examples import ExampleDataset, TooLong, pad_rows
+from dovetail.data.files import Rows
+from dovetail.protocol import DataProto
+
+
+class Renderer(Protocol):
+    """What is asked of `dovetail.agents.chat.ChatRenderer`."""
+
+    def start(self, messages: Sequence[Any], tools: Any = None) -> list[int]: ...
+
+    def answer(self, messages: Sequence[Any], tools: Any = None) -> list[int]: ...
+
+    def extend(
+        self,
+        messages: Sequence[Any],
+        new: Sequence[Any],
+        *,
+        closed: bool,
+        tools: Any = None,
+        stop_id: int | None = None,
+    ) -> list[int] | None: ...
+
+
+class TokenRow(NamedTuple):
+    """Token ids; the mask is 1 on those that are trained."""
+
+    ids: list[int]
+    mask: list[int]
+
+
+Conversation = tuple[TokenRow, ...]
+
+
+class ConversationDataset(ExampleDataset[Conversation]):
+    """The conversations of one or more files. Each is one row, or several where the template rewrites its history.
+
+    `renderer` is None for a tokenizer without a chat template: prompt and response are then plain text.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | Rows],
+        tokenizer: Any,
+        renderer: Renderer | None,
+        config: DataConfig,
+        sft: SFTConfig,
+        *,
+        max_samples: int = -1,
+        seed: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._sft = sft
+        self._pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+        super().__init__(files, config, max_samples=max_samples, seed=seed)
+
+    def encode(self, row: Mapping[str, Any]) -> Iterator[Conversation]:
+        messages = self._messages(row)
+        if self._renderer is None:
+            rows = [self._plain_text(messages)]
+        else:
+            try:
+                rows = list(conversation_rows(self._renderer, messages, _tools(row.get(self._sft.tools_key))))
+            except DataError:
+                raise
+            except ValueError as error:  # ChatTemplateError: says what the template refuses
+                raise DataError(str(error)) from error
+        kept = tuple(row for row in (self._fitted(row) for row in rows) if any(row.mask))
+        if not kept:
+            raise TooLong(
+                f"no token of the assistant is left after cutting at data.max_length={self.config.longest}; raise it, "
+                "or cut at the other side with data.truncation."
+            )
+        yield kept
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
+        rows = [row for index in indices for row in self._examples[int(index)]]
+        return DataProto.from_dict(pad_rows(rows, self._pad_id))
+
+    def _messages(self, row: Mapping[str, Any]) -> Messages:
+        sft = self._sft
+        if row.get(sft.messages_key) is not None:
+            return checked_messages(row[sft.messages_key], sft.messages_key)
+        prompt = _inside(row, self.config.prompt_key, sft.prompt_dict_keys)
+        response = _inside(row, sft.response_key, sft.response_dict_keys)
+        if response is None or prompt is None:
+            raise DataError(
+                f"it has neither {sft.messages_key!r} nor both of {self.config.prompt_key!r} and {sft.response_key!r}; "
+                "name its columns with sft.messages_key, or data.prompt_key and sft.response_key."
+            )
+        return [
+            *_as_messages(prompt, "user", self.config.prompt_key),
+            *_as_messages(response, "assistant", sft.response_key),
+        ]
+
+    def _plain_text(self, messages: Messages) -> TokenRow:
+        """Prompt and response end to end, closed by the tokenizer's end of sequence."""
+        if [message["role"] for message in messages] != ["user", "assistant"]:
+            raise DataError(
+                "it is a conversation, but the tokenizer has no chat template; set "
+                "actor_rollout_ref.model.custom_chat_template, or give a prompt and a response."
+            )
+        prompt, response = (message["content"] for message in messages)
+        prompt_ids = list(self._tokenizer(prompt)["input_ids"])
+        # A tokenizer may end every text with its own token; the response comes before that.
+        if len(prompt_ids) > 1 and prompt_ids[-1] == self._tokenizer.eos_token_id:
+            prompt_ids = prompt_ids[:-1]
+        own = [*self._tokenizer.encode(response, add_special_tokens=False), self._tokenizer.eos_token_id]
+        return TokenRow([*prompt_ids, *own], [*([0] * len(prompt_ids)), *([1] * len(own))])
+
+    def _fitted(self, row: TokenRow) -> TokenRow:
+        limit, side = self.config.longest, self.config.truncation
+        if len(row.ids) <= limit:
+            return row
+        if side == "error" or self.config.filter_overlong_prompts:
+            raise TooLong(
+                f"it has {len(row.ids)} tokens, more than data.max_length={limit}; raise it to {len(row.ids)}, set "
+                "data.filter_overlong_prompts=True to leave such rows out, or data.truncation=right (or left) to cut."
+            )
+        part = slice(-limit, None) if side == "left" else slice(limit)
+        return TokenRow(row.ids[part], row.mask[part])
+
+
+def conversation_rows(renderer: Renderer, messages: Messages, tools: Any = None) -> Iterator[TokenRow]:
+    """The rows of a conversation: one, and another wherever the chat template rewrites what came before.
+
+    An answer with `weight: 0` is context only.
+    """
+    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(f"it has the messages {roles}; one of the assistant is what is trained.")
+    ids: list[int] = []
+    mask: list[int] = []
+    before: int | None = None
+    """The answer before this one."""
+    for turn in turns:
+        between = None
+        if before is not None:
+            # Two answers in a row: what follows the first is not known without a message between them.
+            observed = messages[before + 1 : turn]
+            if observed:
+                between = renderer.extend(messages[: before + 1], observed, closed=True, tools=tools, stop_id=ids[-1])
+        if between is None:
+            if ids:
+                yield TokenRow(ids, mask)
+            ids, mask, between = [], [], renderer.start(messages[:turn], tools)
+        own = renderer.answer(messages[: turn + 1], tools)
+        trained = int(messages[turn].get("weight") != 0)
+        ids, mask = [*ids, *between, *own], [*mask, *([0] * len(between)), *([trained] * len(own))]
+        before = turn
+    yield TokenRow(ids, mask)
+
+
+def checked_messages(value: Any, name: str) -> Messages:
+    """A list of messages with role and content, without the Nones that Arrow fills in."""
+    if isinstance(value, (list, tuple, np.ndarray)) and len(value) and all(_is_message(entry) for entry in value):
+        return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    raise DataError(f"{name} is {shown}; it must be a list of messages with role and content.")
+
+
+def _is_message(entry: Any) -> bool:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+        return False
+    return entry.get("content") is not None or entry.get("tool_calls") is not None
+
+
+def _as_messages(value: Any, role: str, name: str) -> Messages:
+    return [{"role": role, "content": value}] if isinstance(value, str) else checked_messages(value, name)
+
+
+def _inside(row: Mapping[str, Any], key: str, inner: Iterable[str]) -> Any:
+    """The column, or what is found in it by these keys one after the other."""
+    value = row.get(key)
+    for name in inner:
+        if not isinstance(value, Mapping) or name not in value:
+            raise DataError(f"{key} has no {name!r} in it; it is {type(value).__name__}.")
+        value = value[name]
+    return value
+
+
+def _tools(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"tools is not JSON: {error}.") from error
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise DataError(f"tools is a {type(value).__name__}; it must be a list of schemas.")
+    return value or None

@@ -1,0 +1,149 @@
+"""`OfflineTrainer`: a step of training on a data set (`sft`, `dpo`, `reward`): a batch, one update, its metrics."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dovetail.config.root import DovetailConfig
+from dovetail.controller import RayClassWithInitArgs, WorkerGroup
+from dovetail.data.build import PromptLoader
+from dovetail.models.flops import StepUtilisation
+from dovetail.observability.tracker import Tracker
+from dovetail.protocol import DataProto
+from dovetail.trainer.arrange import PADDING, imbalance, lay_out
+from dovetail.trainer.base import BaseTrainer, Metrics, total_training_steps
+from dovetail.trainer.groups import TrainedGroups, start_processes
+from dovetail.trainer.step_metrics import memory_metrics, throughput_metrics, timing_metrics, update_metrics
+from dovetail.trainer.stopping import StopRequest
+from dovetail.workers.offline import IS_PADDING, MESH, OfflineWorker
+
+_OWN_AREAS = ("actor/", "critic/", "memory/")
+"""Metrics of an update that are not the loss's."""
+
+
+@dataclass(frozen=True)
+class OfflineGroups(TrainedGroups):
+    """The one group of an offline run; `folder` is its folder in a checkpoint."""
+
+    group: WorkerGroup
+    folder: str = "actor"
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        return {self.folder: self.group}
+
+
+def create_offline_groups(
+    config: DovetailConfig, worker: type[OfflineWorker], *, use_ray: bool, use_gpu: bool, folder: str = "actor"
+) -> OfflineGroups:
+    """Start the processes. No engine and no reward anywhere."""
+    roles = {folder: RayClassWithInitArgs(worker, config=config)}
+    processes, groups = start_processes(config, roles, use_ray=use_ray, use_gpu=use_gpu)
+    return OfflineGroups(processes, groups[folder], folder)
+
+
+class OfflineTrainer(BaseTrainer[OfflineGroups]):
+    """Trains one group. `rows_per_example` rows of a batch belong together; `phase` names the update in timings."""
+
+    def __init__(
+        self,
+        config: DovetailConfig,
+        *,
+        train_loader: PromptLoader,
+        val_loader: PromptLoader | None,
+        tracker: Tracker,
+        create_groups: Callable[[], OfflineGroups],
+        rows_per_example: int = 1,
+        phase: str = "update_actor",
+        on_phase: Callable[[str | None], None] | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            tracker=tracker,
+            create_groups=create_groups,
+            total_steps=total_training_steps(config, len(train_loader)),
+            on_phase=on_phase,
+            stop=stop,
+        )
+        self.train_loader = train_loader
+        self.val_loader = val_loader
+        self.utilisation = StepUtilisation(config)
+        self._rows_per_example = rows_per_example
+        self._phase = phase
+
+    def _init_models(self, groups: OfflineGroups) -> None:
+        groups.group.init_model(self.total_steps)
+        self.utilisation.ask_peaks(trains=groups.group)
+
+    def _train_step(self) -> Metrics:
+        metrics: Metrics = {"training/global_step": self.global_step, "training/epoch": self.train_loader.epoch}
+        with self.timers("step"):
+            with self.timers("data"):
+                batch = self._prepared(self.train_loader.next_batch())
+            with self.timers(self._phase):
+                reported = update_metrics(self.groups.group.update(self._laid_out(batch)))
+        metrics |= {name if name.startswith(_OWN_AREAS) else f"train/{name}": reported[name] for name in reported}
+        self._report(batch, metrics)
+        return metrics
+
+    def _prepared(self, batch: DataProto) -> DataProto:
+        """A batch with what the loss reads beside its rows."""
+        return batch
+
+    def _validate(self) -> Metrics:
+        """The loss, and its metrics, of the validation data; empty without `data.val_files`."""
+        if self.val_loader is None:
+            return {}
+        sums: dict[str, float] = defaultdict(float)
+        total = 0.0
+        for batch in self.val_loader:
+            batch = self._prepared(batch)
+            answer = self.groups.group.evaluate(self._laid_out(batch)).meta_info
+            # A mean over tokens where the loss is one, else over examples: batches may differ in size.
+            weight = _first(answer["totals"]).get("tokens", len(batch) / self._rows_per_example)
+            total += weight
+            for name, value in _first(answer["metrics"]).items():
+                sums[name] += value * weight
+        metrics = {f"val/{name}": value / max(total, 1) for name, value in sums.items()}
+        self.tracker.event("validation", self.global_step, **metrics)
+        return metrics
+
+    def _laid_out(self, batch: DataProto) -> DataProto:
+        """Rows in the order in which ranks take them: as many examples and nearly as many tokens each."""
+        size = self._rows_per_example
+        ranks, num_examples = self.groups.group.dp_size(MESH), len(batch) // size
+        lengths = batch.tensors["attention_mask"].sum(dim=1).reshape(num_examples, size).sum(dim=1).tolist()
+        layout = lay_out(lengths, ranks, [num_examples], balance=self.config.trainer.balance_batch).rows
+        shortest = min(range(num_examples), key=lengths.__getitem__)
+        examples = [shortest if example == PADDING else example for example in layout]
+        rows = [size * example + row for example in examples for row in range(size)]
+        padding = torch.tensor([example == PADDING for example in layout for _ in range(size)], dtype=torch.int8)
+        return batch.select_idxs(rows).union(DataProto.from_dict({IS_PADDING: padding}))
+
+    def _report(self, batch: DataProto, metrics: Metrics) -> None:
+        lengths = batch.tensors["attention_mask"].sum(dim=1)
+        tokens, trained = int(lengths.sum()), int(batch.tensors["loss_mask"].sum())
+        seconds = self.timers.seconds()
+        metrics |= {"train/trained_tokens": float(trained), "train/rows": float(len(batch))}
+        metrics |= imbalance(lengths.tolist(), 1)
+        metrics |= timing_metrics(seconds, tokens, 0)
+        metrics |= throughput_metrics(seconds["step"], tokens, self.config.trainer.world_size)
+        metrics |= memory_metrics(metrics)
+        metrics |= self.utilisation.of_update(self._phase, lengths.tolist(), trained, seconds)
+
+    def _driver_state(self) -> dict[str, Any]:
+        return {"loader": self.train_loader.state_dict()}
+
+    def _load_driver_state(self, state: dict[str, Any]) -> None:
+        self.train_loader.load_state_dict(state["loader"])
+
+
+def _first(numbers: dict[str, Any]) -> dict[str, float]:
+    """Ranks report equal numbers; several of them make lists."""
+    return {name: value[0] if isinstance(value, list) else value for name, value in numbers.items()}

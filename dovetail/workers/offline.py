@@ -1,0 +1,235 @@
+"""Offline training in one process: one `OfflineLoss` on one backend. Knows no data format and no sharding.
+
+`OfflineWorker` is the policy's worker for `sft` and `dpo`; a method with another network overrides what it builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dovetail.algorithms.masked import at_least_float32, masked_sum
+from dovetail.algorithms.offline.registry import LOSS_MASK, REF_LOG_PROB, OfflineLoss
+from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
+from dovetail.config.actor import ActorConfig
+from dovetail.config.critic import CriticConfig
+from dovetail.config.model import ModelConfig
+from dovetail.config.root import DovetailConfig
+from dovetail.config.user_code import import_user_modules
+from dovetail.controller import Dispatch, register
+from dovetail.parallel.micro_batches import MicroBatchPlan, plan_by_size, plan_by_tokens
+from dovetail.protocol import DataProto
+from dovetail.workers.build import build_actor
+from dovetail.workers.micro_batches import MicroBatchLimit, cut, restore
+from dovetail.workers.response_columns import take_columns
+from dovetail.workers.shares import StepLog, add_shares
+from dovetail.workers.training_role import CheckpointedRole, loaded
+
+IS_PADDING = "is_padding"
+"""Column: 1 on rows that only make the ranks' shares equal. No loss and no count sees them."""
+MESH = "trained"
+_INPUTS = ("input_ids", "attention_mask", "position_ids", IS_PADDING)
+
+
+class OfflineLearner:
+    """Updates and validation of one model by one loss. A batch is one optimizer step."""
+
+    def __init__(self, backend: TrainBackend, loss: OfflineLoss, limit: MicroBatchLimit, *, area: str = "actor"):
+        self.backend = backend
+        self._loss = loss
+        self._limit = limit
+        self._area = area
+        # The head is computed for the tokens that count, not for prompts.
+        self._options = ForwardOptions(only_column=LOSS_MASK if loss.reads == "log_probs" else None)
+        self.num_updates = 0
+
+    def update(self, data: DataProto) -> dict[str, float]:
+        """One optimizer step; metrics over all data-parallel ranks, the loss among them."""
+        batch = self._columns(data)
+        totals = self._totals(batch)
+        trained = self._trained(batch)
+        micro_batches = cut(trained, self._plan(trained, self._rows_trained))
+        parts = self.backend.forward_backward(micro_batches, self._loss_fn(totals), self._options)
+        log = StepLog(self._area)
+        log.add(add_shares(parts, self.backend), self.backend.optim_step())
+        self.num_updates += 1
+        return log.result()
+
+    @torch.no_grad()
+    def evaluate(self, data: DataProto) -> tuple[dict[str, float], dict[str, float]]:
+        """The loss and metrics of a batch without an update, and the totals that they were divided by."""
+        batch = self._columns(data)
+        totals = self._totals(batch)
+        trained = self._trained(batch)
+        micro_batches = cut(trained, self._plan(trained, self._rows_trained))
+        share = self._loss_fn(totals)
+        outputs = self.backend.forward(micro_batches, self._options)
+        pairs = zip(outputs, micro_batches, strict=True)
+        parts = [share(output, self.backend.on_device(micro_batch))[1] for output, micro_batch in pairs]
+        return add_shares(parts, self.backend), totals
+
+    def log_prob_sums(self, data: DataProto, *, adapters: bool = True) -> Tensor:
+        """`[rows]` on the CPU: the log-probs of each row's `loss_mask` tokens, added up."""
+        batch = take_columns(data, ("input_ids", "attention_mask", "position_ids", LOSS_MASK))
+        plan = self._plan(batch, 1)
+        options = ForwardOptions(only_column=LOSS_MASK, adapters=adapters)
+        micro_batches = cut(batch, plan)
+        outputs = self.backend.forward(micro_batches, options)
+        sums = []
+        for output, micro_batch in zip(outputs, micro_batches, strict=True):
+            log_probs = at_least_float32(_read(output, "log_probs"))
+            sums.append(masked_sum(log_probs, micro_batch.tensors[LOSS_MASK].to(log_probs.device), dim=-1))
+        return restore(sums, plan).cpu()
+
+    @property
+    def _rows_trained(self) -> int:
+        """Rows of an example that are trained, and stay in one micro-batch."""
+        return 1 if self._loss.baseline is not None else self._loss.rows_per_example
+
+    def _columns(self, data: DataProto) -> DataProto:
+        size = self._loss.rows_per_example
+        if len(data) % size:
+            raise ValueError(f"{len(data)} rows on this rank do not make examples of {size} rows each.")
+        return take_columns(data, [*_INPUTS, *(name for name in self._loss.columns if name not in _INPUTS)])
+
+    def _trained(self, batch: DataProto) -> DataProto:
+        size = self._loss.rows_per_example
+        return batch if self._rows_trained == size else batch.select_idxs(list(range(0, len(batch), size)))
+
+    def _totals(self, batch: DataProto) -> dict[str, float]:
+        """What the shares of the whole batch are divided by."""
+        real = _real(batch.tensors)
+        own = self._loss.count({name: column[real] for name, column in batch.tensors.items()})
+        if self._loss.baseline is not None:
+            own |= self._baseline(batch)
+        sums = self.backend.sum_over_dp(torch.tensor(list(own.values()), dtype=torch.float64))
+        return dict(zip(own, sums.tolist(), strict=True))
+
+    def _baseline(self, batch: DataProto) -> dict[str, float]:
+        assert self._loss.baseline is not None, "only called with one"
+        size = self._loss.rows_per_example
+        others = batch.select_idxs([row for row in range(len(batch)) if row % size])
+        plan = self._plan(others, 1)
+        outputs = self.backend.forward(cut(others, plan), self._options)
+        values = restore([_read(output, self._loss.reads) for output in outputs], plan)
+        real = _real(others.tensors)
+        columns = {name: column[real].to(values.device) for name, column in others.tensors.items()}
+        return self._loss.baseline(values[real.to(values.device)], columns)
+
+    def _plan(self, batch: DataProto, rows: int) -> MicroBatchPlan:
+        """Micro-batches of whole examples of `rows` rows. All data-parallel ranks get the same number."""
+        num_examples, limit, backend = len(batch) // rows, self._limit, self.backend
+        if limit.rows is not None:
+            plan = plan_by_size(num_examples, max(1, limit.rows // rows))
+        else:
+            assert limit.tokens is not None, "MicroBatchLimit checks that one of its two limits is set"
+            lengths = batch.tensors["attention_mask"].sum(dim=-1).reshape(num_examples, rows).sum(dim=1).tolist()
+            # Ranks that share a sequence hold 1 / sp_size of it each, so together they take sp_size times the budget.
+            budget = limit.tokens * backend.rank_info.sp_size
+            plan = plan_by_tokens(
+                lengths, budget, group=backend.dp_group, device=backend.device, min_num_micro_batch=limit.at_least
+            )
+        if rows == 1:
+            return plan
+        return MicroBatchPlan([[rows * i + row for i in part for row in range(rows)] for part in plan.partitions])
+
+    def _loss_fn(self, totals: Mapping[str, float]) -> LossFn:
+        def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+            values = _read(output, self._loss.reads)
+            real = _real(micro_batch.tensors)
+            columns = {name: column[real] for name, column in micro_batch.tensors.items()}
+            loss, metrics = self._loss.share(values[real.to(values.device)], columns, totals)
+            return loss, {"loss": loss.detach(), **metrics}
+
+        return loss_fn
+
+
+class OfflineWorker(CheckpointedRole):
+    """A policy that is trained on a data set. A subclass says which loss."""
+
+    def __init__(self, config: DovetailConfig) -> None:
+        super().__init__()
+        # The losses that a run names may be registered there.
+        import_user_modules(config.trainer.import_modules)
+        self.config = config
+        self._learner: OfflineLearner | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_training_steps: int = -1) -> None:
+        """Build network, optimizer and schedule."""
+        self.join_group(
+            timeout_seconds=self.config.actor_rollout_ref.nccl_timeout,
+            float32_matmul_precision=self.config.trainer.float32_matmul_precision,
+            full_determinism=self.config.trainer.full_determinism,
+        )
+        section = self._section
+        backend = self._build_backend(total_training_steps)
+        limit = MicroBatchLimit.of(
+            section.use_dynamic_bsz,
+            section.ppo_micro_batch_size_per_gpu or 1,
+            section.ppo_max_token_len_per_gpu,
+            section.min_num_micro_batch,
+        )
+        self._learner = OfflineLearner(backend, self._build_loss(), limit, area=self._area)
+        self.register_in_mesh(MESH, backend)
+        backend.offload(params=section.offloading.param_offload, optimizer=section.offloading.optimizer_offload)
+
+    @register(dispatch_mode=Dispatch.mesh(MESH))
+    def update(self, data: DataProto) -> DataProto:
+        """One optimizer step; metrics in `meta_info["metrics"]`, equal on every rank."""
+        with loaded(self._trained.backend, self._section.offloading, trains=True):
+            metrics = self._trained.update(data)
+            metrics.update(self._trained.backend.memory())
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.mesh(MESH))
+    def evaluate(self, data: DataProto) -> DataProto:
+        """Loss and metrics without an update, in `meta_info`, with the totals they were divided by."""
+        with loaded(self._trained.backend, self._section.offloading):
+            metrics, totals = self._trained.evaluate(data)
+        return DataProto(meta_info={"metrics": metrics, "totals": totals})
+
+    @register(dispatch_mode=Dispatch.mesh(MESH, pad=True))
+    def compute_log_prob_sums(self, data: DataProto) -> DataProto:
+        """`ref_log_prob_sum` by the current weights, adapters switched off: a reference before the first update."""
+        with loaded(self._trained.backend, self._section.offloading):
+            sums = self._trained.log_prob_sums(data, adapters=not self._model.uses_lora)
+        return DataProto.from_dict({REF_LOG_PROB: sums})
+
+    def _build_backend(self, total_training_steps: int) -> TrainBackend:
+        return build_actor(
+            self.config.actor_rollout_ref, total_training_steps, world_size=self.world_size, device=self.device
+        )
+
+    def _build_loss(self) -> OfflineLoss:
+        raise NotImplementedError
+
+    _area = "actor"
+    """First part of the names of metrics about the optimizer."""
+    _exports_source = True
+
+    @property
+    def _trained(self) -> OfflineLearner:
+        if self._learner is None:
+            raise RuntimeError("init_model has not been called.")
+        return self._learner
+
+    @property
+    def _section(self) -> ActorConfig | CriticConfig:
+        return self.config.actor_rollout_ref.actor
+
+    @property
+    def _model(self) -> ModelConfig:
+        return self.config.actor_rollout_ref.model
+
+
+def _read(output: TokenOutput, name: str) -> Tensor:
+    values: Tensor | None = getattr(output, name)
+    assert values is not None, f"the backend returns {name} for this kind of network"
+    return values
+
+
+def _real(columns: Mapping[str, Tensor]) -> Tensor:
+    return ~columns[IS_PADDING].bool()

@@ -1,0 +1,166 @@
+"""Conversations as token rows: what is trained, what is only read, what is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.agents.chat import _TOOL, ChatRenderer, ChatTemplateError, _cases
+from dovetail.config.data import DataConfig
+from dovetail.config.sft import SFTConfig
+from dovetail.data.conversations import ConversationDataset, TokenRow, conversation_rows
+from dovetail.data.errors import DataError
+from dovetail.data.files import ListRows, write_rows
+from tests.agents.tokenizers import FAMILIES, family_tokenizer
+
+pytestmark = pytest.mark.unit
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "The results?"},
+    {"role": "assistant", "content": "<think>\nTwo calls.\n</think>\n\nThe answer is 42."},
+    {"role": "user", "content": "And <|im_end|> the tool?"},
+    {"role": "assistant", "content": "It says 7."},
+]
+
+
+def opened(rows: list[dict[str, Any]], family: str | None = "qwen2.5", sft: Any = None, **data: Any) -> Any:
+    """A data set of these rows; without a family, of a tokenizer without a template."""
+    tokenizer = family_tokenizer(family or "qwen2.5")
+    renderer = None if family is None else ChatRenderer(tokenizer)
+    config = DataConfig(**{"max_length": 4096, **data})
+    return ConversationDataset([ListRows("rows", "0", rows)], tokenizer, renderer, config, SFTConfig(**(sft or {})))
+
+
+def trained_text(family: str, row: TokenRow) -> str:
+    return family_tokenizer(family).decode([token for token, own in zip(row.ids, row.mask, strict=True) if own])
+
+
+def test_only_answers_and_the_token_that_ends_them_are_trained() -> None:
+    (row,) = opened([{"messages": TALK}])[0]
+    rendered = family_tokenizer("qwen2.5").apply_chat_template(TALK, tokenize=False)
+    # All that the template writes, but the line break after the last answer, which nobody samples.
+    assert family_tokenizer("qwen2.5").decode(row.ids) == rendered.rstrip("\n")
+    assert trained_text("qwen2.5", row) == f"{TALK[2]['content']}<|im_end|>{TALK[4]['content']}<|im_end|>"
+
+
+def test_a_template_that_rewrites_the_history_makes_a_row_of_what_follows() -> None:
+    first, second = opened([{"messages": TALK}], "qwen3")[0]
+    tokenizer = family_tokenizer("qwen3")
+    assert trained_text("qwen3", first).count("Two calls.") == 1
+    assert "It says 7." not in tokenizer.decode(first.ids)
+    # Qwen3 drops the thinking of earlier turns: that is what the model sees when it is asked again.
+    assert "Two calls." not in tokenizer.decode(second.ids)
+    asked = ChatRenderer(tokenizer).start(TALK[:4])
+    assert second.ids[: len(asked)] == asked
+    assert second.mask[: len(asked)] == [0] * len(asked)
+    assert trained_text("qwen3", second).endswith("It says 7.<|im_end|>")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_answer_of_every_family_is_trained_once_and_stands_as_when_it_was_asked_for(family: str) -> None:
+    """Also calls of tools, results and thinking: the cases of the template audit."""
+    chat, tokenizer = ChatRenderer(family_tokenizer(family)), family_tokenizer(family)
+    refused: set[str] = set()
+    for name, conversations in _cases().items():
+        messages = [*conversations[0][0], *conversations[0][1], {"role": "assistant", "content": "quartz ends it"}]
+        tools = [_TOOL] if "call" in name or "tool" in name else None
+        try:
+            rows = list(conversation_rows(chat, messages, tools))
+        except ChatTemplateError:
+            refused.add(name)
+            continue
+        together = "".join(trained_text(family, row) for row in rows)
+        assert together.count("quartz ends it") == 1, name
+        assert sum(tokenizer.decode(row.ids).count("quartz ends it") for row in rows) == 1, name
+        assert "Name a word." not in together, name
+        assert "found" not in together.replace("look_up", ""), name
+    # What the template refuses, or writes in another place than it asks for it, is refused, not guessed.
+    unknown = {
+        case.name for case in chat.audit.failures("generation_prompt") if "call" in case.name or "tool" in case.name
+    }
+    assert refused == unknown | {case.name for case in chat.audit.failures("accepted")}
+
+
+def test_prompt_and_response_may_be_text_messages_or_inside_a_dict() -> None:
+    plain = opened([{"prompt": "Two?", "response": "2"}])[0]
+    listed = opened([{"prompt": [{"role": "user", "content": "Two?"}], "response": "2"}])[0]
+    inside = opened(
+        [{"extra_info": {"question": "Two?", "answer": "2"}}],
+        prompt_key="extra_info",
+        sft={"response_key": "extra_info", "prompt_dict_keys": ["question"], "response_dict_keys": ["answer"]},
+    )[0]
+    assert plain == listed == inside
+    assert trained_text("qwen2.5", plain[0]) == "2<|im_end|>"
+
+
+def test_without_a_template_a_response_follows_its_prompt_and_is_closed() -> None:
+    (row,) = opened([{"prompt": "Two?", "response": " 2"}], None)[0]
+    tokenizer = family_tokenizer("qwen2.5")
+    assert tokenizer.decode(row.ids) == "Two? 2<|im_end|>"
+    assert trained_text("qwen2.5", row) == " 2<|im_end|>"
+    with pytest.raises(DataError, match="no chat template"):
+        opened([{"messages": TALK}], None)
+
+
+def test_tools_are_shown_and_an_answer_of_weight_0_is_only_read() -> None:
+    ((row,),) = opened([{"messages": [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[3:]], "tools": [_TOOL]}])
+    text = family_tokenizer("qwen2.5").decode(row.ids)
+    assert "look_up" in text
+    assert "Two calls." in text
+    assert trained_text("qwen2.5", row) == "It says 7.<|im_end|>"
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no columns": ({"text": "hi"}, "neither 'messages' nor both of 'prompt' and 'response'"),
+    "no answer": ({"messages": TALK[:2]}, "one of the assistant is what is trained"),
+    "a string": ({"messages": "hi"}, "must be a list of messages"),
+    "no role": ({"messages": [{"content": "hi"}]}, "must be a list of messages"),
+    "tools": ({"messages": TALK, "tools": "{"}, "tools is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_with_its_number_and_its_reason(name: str) -> None:
+    row, reason = BAD[name]
+    with pytest.raises(DataError, match=r"1 row cannot be used:\n  rows row 1: (.|\n)*skip_bad_rows") as error:
+        opened([{"messages": TALK}, row])
+    assert reason in str(error.value)
+    kept = opened([{"messages": TALK}, row], skip_bad_rows=True)
+    assert (len(kept), kept.num_bad) == (1, 1)
+
+
+def test_what_is_too_long_is_refused_left_out_or_cut(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "word " * 50, "response": "short"}, {"prompt": "a", "response": "b"}]
+    length = len(opened(rows)[0][0].ids)
+    with pytest.raises(DataError, match=rf"row 0: it has {length} tokens, more than data.max_length=40"):
+        opened(rows, max_length=40)
+    with caplog.at_level(logging.WARNING):
+        left_out = opened(rows, max_length=40, filter_overlong_prompts=True)
+    assert (len(left_out), left_out.num_too_long) == (1, 1)
+    assert "1 rows do not fit" in caplog.text
+    (kept,) = opened(rows, max_length=40, truncation="left")[0]
+    assert len(kept.ids) == 40
+    assert trained_text("qwen2.5", kept) == "short<|im_end|>"
+    # Cut at the right, nothing of the answer is left: such a row would train nothing.
+    with pytest.raises(DataError, match="no token of the assistant is left"):
+        opened(rows, max_length=40, truncation="right")
+
+
+def test_a_batch_is_padded_on_the_right_and_masks_fit_the_ids(tmp_path: Path) -> None:
+    file = write_rows([{"messages": TALK}, {"messages": TALK[1:3]}], tmp_path / "talks.jsonl")
+    tokenizer = family_tokenizer("qwen3")
+    data = ConversationDataset([str(file)], tokenizer, ChatRenderer(tokenizer), DataConfig(), SFTConfig())
+    batch = data.batch([0, 1]).tensors
+    rows = [*data[0], *data[1]]
+    assert len(rows) == 3, "the first conversation is two rows with this template"
+    for number, row in enumerate(rows):
+        length = len(row.ids)
+        assert batch["input_ids"][number, :length].tolist() == row.ids
+        assert batch["attention_mask"][number].tolist() == [1] * length + [0] * (batch["input_ids"].shape[1] - length)
+        assert batch["loss_mask"][number, :length].tolist() == row.mask
+        assert batch["loss_mask"][number, length:].sum() == 0
+        assert batch["position_ids"][number, :length].tolist() == list(range(length))

@@ -1,0 +1,153 @@
+"""Whole fine-tuning runs on a tiny model: they learn, resume exactly, export, and name what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.cli.main import main
+from dovetail.config import load_config
+from dovetail.config.root import DovetailConfig
+from dovetail.data.files import write_rows
+from dovetail.trainer import fsdp_sft_trainer, main_ppo
+from tests.trainer.toy_run import Toy, repeatable, save_toy_model, train, with_quick_workers
+
+ACTOR = "actor_rollout_ref.actor"
+TALKS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"number {index}"},
+            {"role": "assistant", "content": "abc" * (1 + index % 3)},
+            {"role": "user", "content": "again"},
+            {"role": "assistant", "content": "abc"},
+        ]
+    }
+    for index in range(12)
+]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    folder = tmp_path_factory.mktemp("sft")
+    write_rows(TALKS[:10], folder / "train.parquet")
+    write_rows(TALKS[10:], folder / "val.jsonl")
+    return Toy(save_toy_model(folder / "model"), folder)
+
+
+def keys(toy: Toy, **changes: Any) -> dict[str, Any]:
+    return {
+        "trainer.method": "sft",
+        "custom_reward_function.path": None,
+        "data.train_files": str(toy.data / "train.parquet"),
+        "data.val_files": str(toy.data / "val.jsonl"),
+        "data.max_length": 256,
+        "trainer.total_training_steps": 6,
+        "trainer.val_before_train": True,
+        f"{ACTOR}.optim.lr": 1e-2,
+        **changes,
+    }
+
+
+def config(toy: Toy, run: Path, **changes: Any) -> DovetailConfig:
+    return toy.config(run, keys(toy, **changes))
+
+
+def test_a_run_learns_what_the_assistant_says_and_its_export_is_the_trained_model(toy: Toy, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    result, rows = train(config(toy, tmp_path / "run", **{"trainer.save_freq": 6}))
+    assert result.steps == 6
+    assert rows[-1]["train/loss"] < 0.5 * rows[1]["train/loss"]
+    assert result.validation["val/loss"] < 0.5 * rows[0]["val/loss"]
+    assert rows[1]["train/trained_tokens"] > 0
+    assert rows[1]["actor/lr"] == pytest.approx(1e-2)
+    out = tmp_path / "exported"
+    assert main(["export", str(tmp_path / "run" / "global_step_6"), str(out)]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    before = AutoModelForCausalLM.from_pretrained(toy.model, dtype=torch.float32).state_dict()
+    assert max(float((exported[name] - before[name]).abs().max()) for name in before) > 1e-3
+
+
+def test_a_resumed_run_repeats_the_curve_to_the_bit(toy: Toy, tmp_path: Path) -> None:
+    """10 rows in batches of 4: the stop is inside the second epoch."""
+    _, whole = train(config(toy, tmp_path / "whole"))
+    saving = {"trainer.save_freq": 4, "trainer.total_training_steps": 4}
+    schedule = {f"{ACTOR}.optim.total_training_steps": 6}
+    train(config(toy, tmp_path / "parts", **saving, **schedule))
+    result, parts = train(config(toy, tmp_path / "parts"))
+    assert result.steps == 6
+    # The first part validated at its own last step, too.
+    parts = [{name: value for name, value in row.items() if not name.startswith("val/")} for row in repeatable(parts)]
+    whole = [{name: value for name, value in row.items() if not name.startswith("val/")} for row in repeatable(whole)]
+    assert [row for row in parts if row["step"]] == [row for row in whole if row["step"]]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_on_two_processes_of_ray_is_that_of_one(toy: Toy, tmp_path: Path) -> None:
+    """Driver, layout with padding (7 rows on 2 ranks), FSDP2 and checkpoints together; units show the parts."""
+    batches = {"data.train_batch_size": 7, "trainer.total_training_steps": 3}
+    _, one = train(config(toy, tmp_path / "one", **batches))
+    two_ranks = with_quick_workers({**batches, "trainer.n_gpus_per_node": 2, "trainer.save_freq": 3})
+    _, two = train(config(toy, tmp_path / "two", **two_ranks), use_ray=True)
+    for first, second in zip(one, two, strict=True):
+        for name in ("train/loss", "val/loss", "actor/grad_norm"):
+            if name in first:
+                assert second[name] == pytest.approx(first[name], rel=1e-4), (first["step"], name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.max_length": 20}, "more than data.max_length=20"),
+        ({"sft.messages_key": "talk"}, "neither 'talk' nor both of 'prompt' and 'response'"),
+        ({"data.truncation": "middle"}, "use error, left or right"),
+        ({"data.train_batch_size": 11}, "fewer than one batch of 11"),
+        ({"data.custom_cls.path": "mine.py"}, "data.custom_cls.path=mine.py makes prompts"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_the_command_says_in_one_line_what_is_wrong(
+    toy: Toy, tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [word for word in toy.arguments(tmp_path / "run", keys(toy, **changes)) if "trainer.method" not in word]
+    assert main(["sft", "--local", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_keys_that_only_generation_reads_are_noticed() -> None:
+    loaded = load_config(overrides=["trainer.method=sft", "algorithm.gamma=0.5"])
+    assert any(
+        "algorithm.gamma=0.5" in str(notice) and "samples no responses" in str(notice) for notice in loaded.notices
+    )
+
+
+def test_verls_entry_fills_in_what_its_lists_leave_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def remember(config: DovetailConfig, **_: Any) -> Any:
+        asked.append(config)
+        raise FileNotFoundError("enough")
+
+    monkeypatch.setattr(main_ppo, "run_ppo", remember)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    lists = [
+        "model.partial_pretrain=m",
+        "data.train_files=t.parquet",
+        "optim.lr_warmup_steps_ratio=0.2",
+        "optim.lr=3e-5",
+    ]
+    assert fsdp_sft_trainer.main(lists) == 2
+    (config,) = asked
+    optim = config.actor_rollout_ref.actor.optim
+    assert (config.trainer.method, config.trainer.world_size, config.data.max_length) == ("sft", 4, 1024)
+    assert (optim.lr, optim.lr_warmup_steps_ratio, optim.lr_scheduler_type) == (3e-5, 0.2, "cosine")
+    assert (config.data.prompt_key, config.sft.response_key) == ("question", "answer")
+    monkeypatch.setenv("RANK", "1")
+    assert fsdp_sft_trainer.main(lists) == 0
+    assert len(asked) == 1
