@@ -155,7 +155,10 @@ def read_rows(path: str) -> Rows:
     else:
         source = Path(path).expanduser()
     if not source.exists():
-        raise DataError(f"there is no file {path} (looked at {source.absolute()}); `dovetail data --help` makes some.")
+        raise DataError(
+            f"there is no file {path} (looked at {source.absolute()}); `dovetail data` writes prompt files, its --help "
+            "says which."
+        )
     if source.is_dir():
         return TableRows(path, _digest(sorted(source.glob("*.arrow"))), _read_dataset_folder(source))
     if source.suffix == ".parquet":

@@ -89,8 +89,8 @@ def _folders(config: DovetailConfig) -> Iterator[Problem]:
         if not (Path(folder) / "config.json").is_file():
             yield Problem(
                 key,
-                f"{key}={folder} has no config.json (looked at {Path(folder).absolute()}); give a folder in Hugging "
-                "Face layout.",
+                f"{key}={folder} has no config.json (looked at {Path(folder).absolute()}); give a model folder of Hugging "
+                "Face's layout, or a name on the hub (org/name).",
             )
 
 

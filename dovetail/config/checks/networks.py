@@ -14,7 +14,7 @@ LOW_ADAPTER_LR = 3e-6
 def _policy(run: Examined) -> Iterator[Problem]:
     model, actor = run.config.actor_rollout_ref.model, run.config.actor_rollout_ref.actor
     if not model.path:
-        yield run.error("@model.path is not set; give the Hugging Face folder of the policy.")
+        yield run.error("@model.path is not set; give a model on the Hugging Face hub (org/name) or the folder of one.")
     if model.uses_lora and actor.strategy == "megatron":
         yield run.error(
             "<model.lora_rank> trains adapters, which <actor.strategy> does not support; use @actor.strategy=fsdp2, or "
