@@ -89,7 +89,7 @@ def _folders(config: DovetailConfig) -> Iterator[Problem]:
         if not (Path(folder) / "config.json").is_file():
             yield Problem(
                 key,
-                f"{key}={folder} has no config.json (looked at {Path(folder).absolute()}); give a model folder of Hugging "
+                f"{key}={folder} has no config.json (looked at {Path(folder).absolute()}); give a folder of Hugging "
                 "Face's layout, or a name on the hub (org/name).",
             )
 
