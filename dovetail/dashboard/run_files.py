@@ -238,6 +238,9 @@ def _mark(event: dict[str, Any]) -> dict[str, Any]:
         name: value for name, value in event.items() if name.startswith("val-core/") and "@" in name.rpartition("/")[2]
     }
     facts = [f"{name} {value:.4g}" for name, value in named.items() if _number(value)]
+    changed = event.get("changed")
+    if isinstance(changed, dict):  # of a resume: settings that are others than before
+        facts += [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
     return {"kind": str(event.get("kind", "event")), "step": event["step"], "text": ", ".join(facts[:4])}
 
 

@@ -13,7 +13,7 @@ from dovetail.dashboard.charts import OVERVIEW, binned_means, names_of, points, 
 from dovetail.dashboard.config_view import config_rows, read_config
 from dovetail.dashboard.response_file import ResponseFile, parse_head
 from dovetail.dashboard.responses import Filter, Order, ResponseFolder, Wish
-from dovetail.dashboard.run_files import DashboardError, MetricsTable, parse_object
+from dovetail.dashboard.run_files import DashboardError, EventLog, MetricsTable, parse_object
 from dovetail.dashboard.runs import Runs
 from dovetail.dashboard.step_times import Timelines, phases, what_it_waits_for
 from dovetail.dashboard.trajectories import time_of_trajectories
@@ -331,3 +331,15 @@ def test_a_broken_config_is_a_message(tmp_path: Path, text: str) -> None:
 
 def test_synthetic_rows_have_the_names_of_real_ones() -> None:
     assert {"critic/score/mean", "response_length/clip_ratio", "timing_s/gen"} <= set(metrics_row(1))
+
+
+def test_the_mark_of_a_resume_says_which_settings_changed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.log_event("resume", 4, changed={"actor.lr": (1e-6, 2e-6)})
+    folder.log_event("checkpoint", 5)
+    log = EventLog(tmp_path / "events.jsonl")
+    log.refresh()
+    assert [(mark["kind"], mark["text"]) for mark in log.marks()] == [
+        ("resume", "actor.lr 1e-06 -> 2e-06"),
+        ("checkpoint", ""),
+    ]

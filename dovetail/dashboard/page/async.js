@@ -87,7 +87,7 @@ export async function asynchronous(box, state) {
     const panel = charts.get(chart.key);
     const lines = Object.entries(chart.lines).map(([name, points]) => ({ name, ...points }));
     panel.legend(legend(lines, false).map((one) => [one.name, one.colour]));
-    drawWhenSeen(panel.plot, () => draw(panel.plot, lineTraces(lines, { smoothing: 0, manyRuns: false }), lineLayout({ log: false, events: [], range: null, share: chart.share })));
+    drawWhenSeen(panel.plot, () => draw(panel.plot, lineTraces(lines, { smoothing: 0, manyRuns: false }), lineLayout({ log: false, events: [], range: null, share: chart.share, lines })));
   }
 
   await load();

@@ -77,7 +77,7 @@ export async function overview(box, state) {
     sketch(made.plot, lines, { manyRuns, log: options.log });
     drawWhenSeen(made.plot, async () => {
       await draw(made.plot, [...lineTraces(lines, { smoothing: options.smoothing, manyRuns }), ...eventTraces(events)],
-        lineLayout({ log: options.log, events, range: options.range, share: chart.share }));
+        lineLayout({ log: options.log, events, range: options.range, share: chart.share, lines }));
       if (!made.plot.dataset.wired && made.plot.on) wire(made.plot);
     });
   }

@@ -155,16 +155,18 @@ export function eventTraces(events) {
     return [{
       x: shown.map((event) => event.step), y: shown.map(() => 0.03), yaxis: "y2", mode: "markers", name: look.name,
       marker: { symbol: look.symbol, size: 7, color: look.colour, opacity: 0.85 },
-      hovertemplate: `${look.name}<extra></extra>`, cliponaxis: false,
+      text: shown.map((event) => plain(event.text)), hovertemplate: `${look.name} %{text}<extra></extra>`, cliponaxis: false,
     }];
   });
 }
 
-export function lineLayout({ log, events, range, share }) {
+export function lineLayout({ log, events, range, share, lines }) {
+  // Of a few steps Plotly would label halves, which read as the same step twice.
+  const [first, last] = range ?? [Math.min(...lines.map((line) => line.x[0])), Math.max(...lines.map((line) => line.x.at(-1)))];
   const strong = events.filter((event) => event.kind === "skipped_step" || event.kind === "resume");
   return baseLayout({
     xaxis: { title: { text: "step", font: { size: 11 }, standoff: 4 }, range: range ?? undefined, autorange: !range,
-      hoverformat: "d", tickformat: "~d", unifiedhovertitle: { text: "step %{x}" } },
+      dtick: last - first < 8 ? 1 : undefined, hoverformat: "d", tickformat: "~d", unifiedhovertitle: { text: "step %{x}" } },
     yaxis: { type: log ? "log" : "linear", rangemode: share && !log ? "tozero" : "normal", tickformat: log ? ".1e" : "~g" },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     shapes: strong.slice(-200).map((event) => ({

@@ -87,7 +87,7 @@ export async function time(box, state) {
       card.card.hidden = !lines.length;
       if (!lines.length) continue;
       if (lines.length > 1) card.legend(legend(lines, false).map((one) => [one.name.replace("perf/mfu/", "").replaceAll("_", " "), one.colour]));
-      const layout = lineLayout({ log: false, events: [], range: null, share: true });
+      const layout = lineLayout({ log: false, events: [], range: null, share: true, lines });
       layout.yaxis.tickformat = tickformat;
       drawWhenSeen(card.plot, () => draw(card.plot, lineTraces(lines, { smoothing: 0, manyRuns: false }), layout));
     }
