@@ -71,6 +71,8 @@ def start_ray(
         "num_gpus": num_gpus,
         "object_store_memory": object_store_memory or default_object_store_bytes(),
     }
+    # It tells everyone who starts a local Ray about tokens for clusters.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     _start_reaper()
     _start_with_retry(partial(ray.init, **settings), ray.shutdown, attempts)
 
