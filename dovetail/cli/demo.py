@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -120,6 +121,8 @@ def show(folder: Path, last_step: int, seconds: float) -> None:
         say(f"    after   {_short(new['response'])}   (right: {old['ground_truth']})")
     say("")
     say(f"run folder: {folder}  (metrics.jsonl, rollouts/, validation/, global_step_N/, config.yaml, plan.json)")
+    if shutil.which("dovetail") is None:
+        say(f"first, for the command:   source {Path(sys.executable).parent / 'activate'}")
     say(f"look at it in a browser:  dovetail dashboard {folder}")
     say(f'ask the trained model:    dovetail generate {folder} --system {SYSTEM} "{before[0]["prompt"]}"')
     say(f"take it with you:         dovetail export {folder} addition-model   (a Hugging Face folder)")
