@@ -7,9 +7,12 @@ processes of a machine may ask for the same name: huggingface_hub's file locks l
 from __future__ import annotations
 
 import re
+import socket
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 Kind = Literal["model", "dataset"]
 DATA_PREFIX = "hf://"
@@ -48,6 +51,7 @@ def fetch_model(name: str, *, weights: bool) -> Path:
                 allow_patterns=None if weights else _READERS,
                 ignore_patterns=_NOT_READ,
                 etag_timeout=_SECONDS_FOR_AN_ANSWER,
+                local_files_only=not _can_be_asked(),
             )
         )
     except _errors() as error:
@@ -65,11 +69,29 @@ def fetch_file(name: str, filename: str, *, kind: Kind = "model") -> Path:
     try:
         return Path(
             hf_hub_download(
-                repository, filename, revision=revision, repo_type=kind, etag_timeout=_SECONDS_FOR_AN_ANSWER
+                repository,
+                filename,
+                revision=revision,
+                repo_type=kind,
+                etag_timeout=_SECONDS_FOR_AN_ANSWER,
+                local_files_only=not _can_be_asked(),
             )
         )
     except _errors() as error:
         raise HubError(_explain(name, repository, kind, error, filename)) from error
+
+
+def _can_be_asked() -> bool:
+    """False without a network: huggingface_hub would try for half a minute, with a line for each attempt."""
+    from huggingface_hub import constants
+
+    if getproxies():
+        return True  # which resolve names themselves
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        return False
+    return True
 
 
 def _parts(name: str) -> tuple[str, str | None]:

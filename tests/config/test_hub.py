@@ -145,3 +145,17 @@ def test_two_processes_download_each_file_once_and_weights_only_when_they_are_wa
     out, err = unreachable.communicate(timeout=120)
     assert f"{hub.url} cannot be reached" in out, err
     assert str(tmp_path / "empty" / "models--org--tiny") in out
+
+
+def test_without_a_network_nobody_waits_for_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://no-such-host.invalid")
+    monkeypatch.setattr("dovetail.config.hub.getproxies", dict)
+
+    def asked(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", asked)
+    for fetch in (lambda: fetch_file("org/name", "config.json"), lambda: fetch_model("org/name", weights=False)):
+        with pytest.raises(HubError, match="no-such-host.invalid cannot be reached"):
+            fetch()
