@@ -1,5 +1,7 @@
 """Export: `dovetail export CHECKPOINT_FOLDER OUT`. Writes the policy as a folder that transformers and vLLM load.
 
+Of a run of `dovetail reward` it writes the reward model, for `reward_model.model.path`.
+
 CHECKPOINT_FOLDER is a `global_step_N` folder, or a run folder (its newest checkpoint is taken; --list names all of
 them). One process on the CPU does it, whatever number of processes saved the checkpoint. LoRA adapters are merged in;
 with --adapter they are written alone, as a folder that peft and vLLM load on top of the model.
@@ -12,13 +14,15 @@ import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dovetail.config import ConfigError, DovetailConfig, load_config
 from dovetail.trainer.saved_model import checkpoint_folder, override, run_config_file
 
 if TYPE_CHECKING:
     from dovetail.backends.base import TrainBackend
+    from dovetail.config.actor import ActorConfig
+    from dovetail.config.critic import CriticConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,22 +56,26 @@ def run(args: argparse.Namespace) -> int:
     except (ConfigError, BrokenCheckpoint, FileNotFoundError, FileExistsError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write(f"the {'adapter' if args.adapter else 'policy'} of {folder} is in {args.out}\n")
+    trained = "reward model" if config.trainer.method == "reward" else "policy"
+    sys.stdout.write(f"the {'adapter' if args.adapter else trained} of {folder} is in {args.out}\n")
     return 0
 
 
 def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype: str | None = None) -> None:
-    """Load `folder/actor` into the run's model and write it; `out` appears when it is whole."""
+    """Load what the run trained, its policy or its reward model, and write it; `out` appears when it is whole."""
     import torch
 
     from dovetail.backends.export import export_hf_folder
     from dovetail.models.load import load_tokenizer, model_folder
 
-    policy = config.actor_rollout_ref
-    backend = (_megatron_policy if policy.actor.strategy == "megatron" else _plain_policy)(config, folder / "actor")
-    tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
+    is_reward = config.trainer.method == "reward"
+    model = config.critic.model if is_reward else config.actor_rollout_ref.model
+    build = _megatron_backend if _section(config).strategy == "megatron" else _plain_backend
+    backend = build(config, folder / ("critic" if is_reward else "actor"))
+    tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
     wanted = None if dtype is None else getattr(torch, dtype)
-    export_hf_folder(backend, out, tokenizer=tokenizer, dtype=wanted, source=model_folder(policy.model.path))
+    source = None if is_reward else model_folder(model.path)
+    export_hf_folder(backend, out, tokenizer=tokenizer, dtype=wanted, source=source)
 
 
 def export_adapter(config: DovetailConfig, folder: Path, out: Path) -> None:
@@ -80,42 +88,50 @@ def export_adapter(config: DovetailConfig, folder: Path, out: Path) -> None:
     if not policy.model.uses_lora or policy.actor.strategy == "megatron":
         why = f"model.lora_rank={policy.model.lora_rank}, actor.strategy={policy.actor.strategy}"
         raise FileNotFoundError(f"the run of {folder} trained no LoRA adapter ({why}); export it without --adapter.")
-    backend = _plain_policy(config, folder / "actor")
+    backend = _plain_backend(config, folder / "actor")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
         write_peft_folder(adapter_of(backend, policy.model), Path(work) / out.name, base_model=policy.model.path)
         publish_folder(Path(work) / out.name, out)
 
 
-def _plain_policy(config: DovetailConfig, folder: Path) -> TrainBackend:
+def _build(config: DovetailConfig, **options: Any) -> TrainBackend:
     import torch
 
-    from dovetail.config.fsdp import FSDPConfig
-    from dovetail.workers.build import build_policy
+    from dovetail.workers.build import build_policy, build_value
 
-    policy = config.actor_rollout_ref
-    backend = build_policy(
-        policy.model,
+    device = torch.device("cpu")
+    if config.trainer.method == "reward":
+        return build_value(config.critic.model, role="reward", device=device, **options)
+    return build_policy(config.actor_rollout_ref.model, device=device, **options)
+
+
+def _section(config: DovetailConfig) -> ActorConfig | CriticConfig:
+    return config.critic if config.trainer.method == "reward" else config.actor_rollout_ref.actor
+
+
+def _plain_backend(config: DovetailConfig, folder: Path) -> TrainBackend:
+    from dovetail.config.fsdp import FSDPConfig
+
+    section = _section(config)
+    backend = _build(
+        config,
         strategy="single",
         # The dtype of the weights matters here, nothing that belongs to sharding or to a device does.
-        fsdp=FSDPConfig(model_dtype=policy.actor.fsdp_config.model_dtype),
+        fsdp=FSDPConfig(model_dtype=section.fsdp_config.model_dtype),
         # Adapters are part of a model that trains; the optimizer itself is not loaded.
-        optim=policy.actor.optim.model_copy(update={"total_training_steps": 1}),
-        device=torch.device("cpu"),
+        optim=section.optim.model_copy(update={"total_training_steps": 1}),
     )
     backend.load_state(folder, contents=("model",))
     return backend
 
 
-def _megatron_policy(config: DovetailConfig, folder: Path) -> TrainBackend:
+def _megatron_backend(config: DovetailConfig, folder: Path) -> TrainBackend:
     """On a layout of one process: Megatron's checkpoints fit every layout."""
-    import torch
-
     from dovetail.config.megatron import MegatronConfig
-    from dovetail.workers.build import build_policy
 
-    policy = config.actor_rollout_ref
-    used = policy.actor.megatron
+    section = _section(config)
+    used = section.megatron
     overrides = {name: value for name, value in used.override_transformer_config.items() if "pipeline" not in name}
     alone = MegatronConfig(
         dtype=used.dtype,
@@ -124,14 +140,7 @@ def _megatron_policy(config: DovetailConfig, folder: Path) -> TrainBackend:
         override_transformer_config=overrides,
         override_mcore_model_config=used.override_mcore_model_config,
     )
-    return build_policy(
-        policy.model,
-        strategy="megatron",
-        fsdp=policy.actor.fsdp_config,
-        megatron=alone,
-        optim=None,
-        device=torch.device("cpu"),
-    )
+    return _build(config, strategy="megatron", fsdp=section.fsdp_config, megatron=alone, optim=None)
 
 
 def _run_config(folder: Path, model: str | None) -> DovetailConfig:

@@ -71,6 +71,11 @@ class CriticConfig(Section):
         return self.forward_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu
 
     @property
+    def compute_dtype(self) -> str:
+        """Dtype of weights and activations in forward and backward."""
+        return self.megatron.dtype if self.strategy == "megatron" else self.fsdp_config.mixed_precision.param_dtype
+
+    @property
     def offloading(self) -> FSDPConfig | MegatronConfig:
         """The section whose `param_offload` and `optimizer_offload` count."""
         return self.megatron if self.strategy == "megatron" else self.fsdp_config

@@ -15,6 +15,7 @@ from dovetail.config.data import DataConfig
 from dovetail.config.inherit import fill_inherited, fill_old_policy
 from dovetail.config.model import ModelConfig
 from dovetail.config.names import unknown_names
+from dovetail.config.preferences import DPOConfig, RewardTrainingConfig
 from dovetail.config.profiler import ProfilerConfig
 from dovetail.config.ray_init import RayInitConfig
 from dovetail.config.ref import RefConfig
@@ -54,6 +55,10 @@ class DovetailConfig(Section):
     )
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and rewards.", rules=_SAMPLES)
     trainer: TrainerConfig = section(TrainerConfig, "The driver's loop.")
+    dpo: DPOConfig = section(DPOConfig, "Training a policy on preferences.", rules=read_with("trainer.method", "dpo"))
+    reward_training: RewardTrainingConfig = section(
+        RewardTrainingConfig, "Training a reward model on preferences.", rules=read_with("trainer.method", "reward")
+    )
     sft: SFTConfig = section(SFTConfig, "Fine-tuning on conversations.", rules=read_with("trainer.method", "sft"))
     async_training: AsyncTrainingConfig = section(
         AsyncTrainingConfig, "Training while other devices generate.", rules=_SAMPLES
@@ -100,9 +105,9 @@ class DovetailConfig(Section):
 
     @property
     def uses_critic(self) -> bool:
-        """Whether a value network is trained."""
+        """Whether the network of the section `critic` is trained: a value network, or a reward model."""
         if self.trainer.method != "rl":
-            return False
+            return self.trainer.method == "reward"
         enable = self.critic.enable
         return self.algorithm.adv_estimator in ESTIMATORS_WITH_CRITIC if enable is None else enable
 

@@ -80,7 +80,7 @@ class ConversationDataset(ExampleDataset[Conversation]):
             rows = [self._plain_text(messages)]
         else:
             try:
-                rows = list(conversation_rows(self._renderer, messages, _tools(row.get(self._sft.tools_key))))
+                rows = list(conversation_rows(self._renderer, messages, checked_tools(row.get(self._sft.tools_key))))
             except DataError:
                 raise
             except ValueError as error:  # ChatTemplateError: says what the template refuses
@@ -201,7 +201,8 @@ def _inside(row: Mapping[str, Any], key: str, inner: Iterable[str]) -> Any:
     return value
 
 
-def _tools(value: Any) -> Any:
+def checked_tools(value: Any) -> Any:
+    """Schemas of tools, which files have as a list or as JSON; None without any."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

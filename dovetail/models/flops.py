@@ -43,7 +43,8 @@ class StepUtilisation:
     def ask_peaks(self, trains: WorkerGroup, generates: WorkerGroup | None = None) -> None:
         """The peak of all devices together: configured, published for a GPU, measured on a CPU."""
         policy = self._config.actor_rollout_ref
-        dtype = full_dtype(policy.actor.compute_dtype)
+        trained = self._config.critic if self._config.trainer.method == "reward" else policy.actor
+        dtype = full_dtype(trained.compute_dtype)
         self._peaks = {"training": self._peak(trains, dtype)}
         if generates is not None:
             self._peaks["generation"] = self._peak(generates, full_dtype(policy.rollout.dtype))

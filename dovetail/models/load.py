@@ -145,6 +145,8 @@ def build_meta_model(
             f"{_first_line(error)}"
         ) from error
     model.tie_weights()
+    if role != "policy":
+        config.architectures = [type(model).__name__]  # an exported folder says what it holds
     if role == "policy" and not isinstance(source, PreTrainedConfig):
         # An engine that shares the weights asks the model for the tokens that end an answer.
         with contextlib.suppress(OSError):  # a folder without generation_config.json

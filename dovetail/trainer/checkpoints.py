@@ -67,6 +67,12 @@ class TrainerCheckpoints:
         self._store = CheckpointStore(config.trainer.run_dir, max_to_keep=config.trainer.max_actor_ckpt_to_keep)
         self._open: _OpenSave | None = None
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from a checkpoint, if it can be read."""
+        mode = self._config.trainer.resume_mode
+        return mode == "resume_path" or (mode == "auto" and bool(self._store.steps()))
+
     def save(
         self, step: int, groups: TrainedGroups, state: dict[str, Any], *, carried: Mapping[str, DataProto] | None = None
     ) -> list[int]:

@@ -19,7 +19,12 @@ from dovetail.trainer.stopping import StopRequest
 if TYPE_CHECKING:
     from dovetail.trainer.ppo import RayPPOTrainer
 
-_METHODS = {"rl": "dovetail.trainer.rl:RLMethod", "sft": "dovetail.trainer.sft:SFTMethod"}
+_METHODS = {
+    "rl": "dovetail.trainer.rl:RLMethod",
+    "sft": "dovetail.trainer.sft:SFTMethod",
+    "dpo": "dovetail.trainer.preferences:DPOMethod",
+    "reward": "dovetail.trainer.preferences:RewardMethod",
+}
 """Imported when it is chosen: one method does not pay for the modules of another."""
 
 

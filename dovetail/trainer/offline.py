@@ -85,15 +85,15 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
         metrics: Metrics = {"training/global_step": self.global_step, "training/epoch": self.train_loader.epoch}
         with self.timers("step"):
             with self.timers("data"):
-                batch = self._prepared(self.train_loader.next_batch())
+                batch = self._prepared(self.train_loader.next_batch(), "train")
             with self.timers(self._phase):
                 reported = update_metrics(self.groups.group.update(self._laid_out(batch)))
         metrics |= {name if name.startswith(_OWN_AREAS) else f"train/{name}": reported[name] for name in reported}
         self._report(batch, metrics)
         return metrics
 
-    def _prepared(self, batch: DataProto) -> DataProto:
-        """A batch with what the loss reads beside its rows."""
+    def _prepared(self, batch: DataProto, name: str) -> DataProto:
+        """A batch of the data set `train` or `val`, with what the loss reads beside its rows."""
         return batch
 
     def _validate(self) -> Metrics:
@@ -103,7 +103,7 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
         sums: dict[str, float] = defaultdict(float)
         total = 0.0
         for batch in self.val_loader:
-            batch = self._prepared(batch)
+            batch = self._prepared(batch, "val")
             answer = self.groups.group.evaluate(self._laid_out(batch)).meta_info
             # A mean over tokens where the loss is one, else over examples: batches may differ in size.
             weight = _first(answer["totals"]).get("tokens", len(batch) / self._rows_per_example)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -133,22 +133,23 @@ def build_value(
     strategy: Strategy,
     fsdp: FSDPConfig,
     megatron: MegatronConfig | None = None,
-    optim: OptimConfig,
+    optim: OptimConfig | None,
     grad_clip: float = 1.0,
     sp_size: int = 1,
     world_size: int = 1,
+    role: Literal["value", "reward"] = "value",
     device: torch.device,
 ) -> TrainBackend:
-    """The critic: the folder's network with a value head, fresh where the folder has none."""
+    """The critic, or a reward model in training: the folder's network with a scalar head, fresh where it has none."""
     _import_external(model.external_lib)
     if strategy == "megatron":
         return _on_megatron(
-            model, "value", megatron, optim=optim, grad_clip=grad_clip, recompute=model.enable_gradient_checkpointing,
+            model, role, megatron, optim=optim, grad_clip=grad_clip, recompute=model.enable_gradient_checkpointing,
             device=device,
         )  # fmt: skip
     hf_model = build_meta_model(
         model.path,
-        "value",
+        role,
         dtype=precision_of(fsdp, trains=True).master,
         override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
@@ -157,7 +158,7 @@ def build_value(
         enable_gradient_checkpointing(hf_model)
     return build_backend(
         strategy_for(strategy, world_size, fsdp),
-        ValueModel(hf_model, use_remove_padding=model.use_remove_padding),
+        (ValueModel if role == "value" else RewardModel)(hf_model, use_remove_padding=model.use_remove_padding),
         weights=model_folder(model.path),
         fsdp=fsdp,
         optim=optim,

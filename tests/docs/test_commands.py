@@ -24,8 +24,7 @@ from dovetail.config import load_config
 from dovetail.observability.run_folder import RunFolder
 from tests.config.plan.known_models import DEEPSEEK_V3
 from tests.dashboard.synthetic import write_run
-from tests.docs.blocks import blocks_of
-from tests.docs.commands import PAGES, REST_OF_KEYS, ROOT, Command, commands_in_text, page_commands
+from tests.docs.commands import REST_OF_KEYS, ROOT, Command, commands_in_text, page_commands
 from tests.trainer.toy_run import Toy, save_toy_data, save_toy_model, train
 
 pytestmark = pytest.mark.e2e
@@ -49,6 +48,7 @@ INSTEAD = {
     "~/models/Qwen3-8B": "model",
     "model.path=Qwen/Qwen2.5-1.5B-Instruct": "model.path=model",
     "data.train_batch_size=64": "data.train_batch_size=4",
+    "--train 320 --test 64": "--train 20 --test 4",
     "ppo_mini_batch_size=64": "ppo_mini_batch_size=4",
     "rollout.n=8": "rollout.n=2",
     "trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node=1",
@@ -77,6 +77,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "raw" / "gsm8k" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in RAW))
     raw, prepared = str(folder / "raw" / "gsm8k"), str(folder / "data" / "gsm8k")
     assert main(["data", "gsm8k", raw, "--out", prepared]) == 0
+    pairs = ["--out", str(folder / "data" / "pairs"), "--pairs", "--levels", "2", "--train", "20", "--test", "4"]
+    assert main(["data", "addition", *pairs]) == 0
     labels = [{"question": f"Which is number {n}?", "label": str(n)} for n in range(20)]
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labels))
     toy = Toy(folder / "model", folder / "toy")
@@ -92,8 +94,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(folder / name, steps=3, rollouts_per_step=8)
     (folder / "DeepSeek-V3").mkdir()
     (folder / "DeepSeek-V3" / "config.json").write_text(json.dumps(DEEPSEEK_V3))
-    for block in (block for page in PAGES for block in blocks_of(page) if block.title is not None):
-        (folder / str(block.title)).write_text(block.text)
     for launch_list in (ROOT / "tests" / "config" / "compat").glob("*.txt"):
         (folder / launch_list.name).symlink_to(launch_list)
     return folder
@@ -128,6 +128,9 @@ def test_the_command_does_what_the_page_says(
     elif words[1] == "train":
         [last] = RunFolder(reader / "run").read_metrics()[-1:]
         assert last["critic/score/mean"] >= 0
+    elif words[1] in ("dpo", "reward"):
+        [last] = RunFolder(reader / "run").read_metrics()[-1:]
+        assert 0 < last["val/loss"] < 2
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS_OF_PAGES if c not in HERE], ids=str)
@@ -188,15 +191,16 @@ def replaced(command: Command) -> Command:
 
 def _complete(words: list[str], command: Command, reader: Path) -> list[str]:
     """A training command in this process, with what makes its run small; `...` gives way to the keys of a run."""
-    if words[1] != "train" and REST_OF_KEYS not in words:
+    trains = words[1] in ("train", "sft", "dpo", "reward")
+    if not trains and REST_OF_KEYS not in words:
         return words
     toy = Toy(reader / "model", reader / "toy")
     # Prompts of a tokenizer of bytes are long.
-    changes = {"data.max_prompt_length": 256, "trainer.total_training_steps": 2, **command.keys}
+    changes = {"data.max_prompt_length": 256, "trainer.total_training_steps": 1, **command.keys}
     keys = toy.arguments(reader / "run", changes)
     if "data.train_files" in command.keys:  # its own rule scores
         keys = [key for key in keys if not key.startswith("custom_reward_function.")]
-    return [*words[:2], *keys, *(["--local"] if words[1] == "train" else [])]
+    return [*words[:2], *keys, *(["--local"] if trains else [])]
 
 
 def _ask_dashboard(words: list[str], reader: Path) -> None:

@@ -154,5 +154,4 @@ def _event(value: Mapping[str, Any]) -> str:
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """For Anthropic's clients, too: they want the outer `type`."""
-    return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

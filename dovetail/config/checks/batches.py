@@ -117,7 +117,7 @@ def _cuts(run: Examined) -> Iterator[Problem]:
     """Without a token budget a pass needs a number of sequences."""
     actor = run.config.actor_rollout_ref.actor
     for role, dynamic, micro, _ in _CUTS:
-        if role in run.layouts and not run.value(dynamic) and run.value(micro) is None:
+        if _computes(run, role) and not run.value(dynamic) and run.value(micro) is None:
             yield run.error(
                 f"@{micro} is not set and <{dynamic}>, so nothing says how much one device computes at a time; set "
                 f"@{micro}=4 (sequences), or @{dynamic}=True (by tokens)."
@@ -132,12 +132,17 @@ def _cuts(run: Examined) -> Iterator[Problem]:
         )
 
 
+def _computes(run: Examined, role: str) -> bool:
+    """Whether the run has this role; `dovetail reward` trains the network of the section `critic` alone."""
+    return role in run.layouts and (run.config.trainer.method != "reward" or role == "critic")
+
+
 def _token_budgets(run: Examined) -> Iterator[Problem]:
     forward = ("critic", "critic.use_dynamic_bsz", "", "critic.forward_max_token_len_per_gpu")
     seen: set[tuple[int, int]] = set()
     for role, dynamic, _, key in (*_CUTS, forward):
         layout, budget = run.layouts.get(role), run.value(key)
-        if layout is None or budget is None or not run.value(dynamic) or not layout.divides:
+        if layout is None or budget is None or not _computes(run, role) or not run.value(dynamic) or not layout.divides:
             continue
         ranks = layout.ranks_per_sequence
         # Keys that inherit the same number would repeat the same message.

@@ -1,0 +1,67 @@
+"""`trainer.method=dpo` and `trainer.method=reward`: preferences, made into a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dovetail.algorithms.offline.registry import REF_LOG_PROB
+from dovetail.data.conversations import Renderer
+from dovetail.data.preferences import PreferenceDataset
+from dovetail.protocol import DataProto
+from dovetail.trainer.offline import OfflineGroups, OfflineTrainer
+from dovetail.trainer.offline_method import OfflineMethod
+from dovetail.trainer.reference import ReferenceLogProbs
+from dovetail.workers.preferences import PreferenceWorker, RewardTrainingWorker, policy_loss
+
+
+class PreferenceTrainer(OfflineTrainer):
+    """Adds the reference's log-probs, where the loss reads them, to every batch."""
+
+    def _init_models(self, groups: OfflineGroups) -> None:
+        super()._init_models(groups)
+        self._reference: ReferenceLogProbs | None = None
+        if not policy_loss(self.config).needs_reference:
+            return
+        # Before a checkpoint is loaded: the weights are those that the run began with.
+        datasets: dict[str, PreferenceDataset] = {}
+        for name, loader in (("train", self.train_loader), ("val", self.val_loader)):
+            if loader is not None and isinstance(loader.dataset, PreferenceDataset):
+                datasets[name] = loader.dataset
+        model = self.config.actor_rollout_ref.model.path
+        self._reference = ReferenceLogProbs(self.tracker.folder.path, datasets, model)
+        with self.timers("reference"):
+            self._reference.prepare(
+                lambda batch: groups.group.compute_log_prob_sums(batch).tensors[REF_LOG_PROB],
+                resumes=self.checkpoints.resumes,
+            )
+
+    def _prepared(self, batch: DataProto, name: str) -> DataProto:
+        return batch if self._reference is None else self._reference.add_to(batch, name)
+
+
+class DPOMethod(OfflineMethod):
+    """Preferences for a policy."""
+
+    worker, trainer = PreferenceWorker, PreferenceTrainer
+    rows_per_example = 2
+
+    def _read(
+        self, files: tuple[str, ...], tokenizer: Any, renderer: Renderer | None, *, max_samples: int, seed: int
+    ) -> PreferenceDataset:
+        data, labelled = self._config.data, self._config.dpo.loss_type == "kto"
+        return PreferenceDataset(
+            files, tokenizer, renderer, data, labelled=labelled, max_samples=max_samples, seed=seed
+        )
+
+
+class RewardMethod(OfflineMethod):
+    """Preferences for a reward model."""
+
+    worker = RewardTrainingWorker
+    rows_per_example = 2
+    folder, phase = "critic", "update_critic"
+
+    def _read(
+        self, files: tuple[str, ...], tokenizer: Any, renderer: Renderer | None, *, max_samples: int, seed: int
+    ) -> PreferenceDataset:
+        return PreferenceDataset(files, tokenizer, renderer, self._config.data, max_samples=max_samples, seed=seed)

@@ -1,0 +1,60 @@
+"""Who is trained on preferences: a policy, or a reward model. Knows no data format."""
+
+from __future__ import annotations
+
+from dovetail.algorithms.offline.registry import OfflineLoss, preference_loss, reward_model_loss
+from dovetail.backends.base import TrainBackend
+from dovetail.config.critic import CriticConfig
+from dovetail.config.model import ModelConfig
+from dovetail.config.root import DovetailConfig
+from dovetail.workers.build import build_value
+from dovetail.workers.offline import OfflineWorker
+
+
+def policy_loss(config: DovetailConfig) -> OfflineLoss:
+    """The loss that the section `dpo` describes."""
+    settings = config.dpo.model_dump()
+    return preference_loss(settings.pop("loss_type"), **settings)
+
+
+class PreferenceWorker(OfflineWorker):
+    """A policy that learns which of two responses is preferred."""
+
+    def _build_loss(self) -> OfflineLoss:
+        return policy_loss(self.config)
+
+
+class RewardTrainingWorker(OfflineWorker):
+    """A network that learns to score the preferred response higher, as the section `critic` says."""
+
+    _area = "critic"
+    _exports_source = False
+
+    def _build_backend(self, total_training_steps: int) -> TrainBackend:
+        config = self.config.critic
+        optim = config.optim
+        if optim.total_training_steps <= 0:
+            optim = optim.model_copy(update={"total_training_steps": total_training_steps})
+        return build_value(
+            config.model,
+            strategy=config.strategy,
+            fsdp=config.fsdp_config,
+            megatron=config.megatron,
+            optim=optim,
+            grad_clip=config.grad_clip,
+            sp_size=config.ulysses_sequence_parallel_size,
+            world_size=self.world_size,
+            role="reward",
+            device=self.device,
+        )
+
+    def _build_loss(self) -> OfflineLoss:
+        return reward_model_loss(center_coefficient=self.config.reward_training.center_coefficient)
+
+    @property
+    def _section(self) -> CriticConfig:
+        return self.config.critic
+
+    @property
+    def _model(self) -> ModelConfig:
+        return self.config.critic.model
