@@ -73,10 +73,9 @@ def uses_gpu(config: DovetailConfig) -> bool:
 def warn_of_slow_bfloat16(config: DovetailConfig) -> None:
     """Many CPUs have no units for it, and torch then computes it one number at a time. Timed, not looked up."""
     policy = config.actor_rollout_ref
-    keys = {
-        "actor_rollout_ref.rollout.dtype": policy.rollout.dtype,
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": policy.actor.compute_dtype,
-    }
+    keys = {"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": policy.actor.compute_dtype}
+    if config.generates:
+        keys["actor_rollout_ref.rollout.dtype"] = policy.rollout.dtype
     asked = [key for key, dtype in keys.items() if full_dtype(dtype) == "bfloat16"]
     if not asked or (ratio := _bfloat16_against_float32()) < _SLOW:
         return

@@ -35,6 +35,7 @@ NOT_HERE = {
     "make demo": "installs from the network, then trains for minutes",
     "make test": "is what runs this",
     "dovetail data math --out data/math": "reads from the hub",
+    "python -m dovetail.trainer.fsdp_sft_trainer": "a run on eight devices; test_sft_runs has the entry",
 }
 """Commands (or how they begin) that a machine without network cannot carry out."""
 ELSEWHERE = {
@@ -81,6 +82,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["data", "addition", *pairs]) == 0
     labels = [{"question": f"Which is number {n}?", "label": str(n)} for n in range(20)]
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labels))
+    chats = [{"prompt": f"{n} + {n}?", "response": str(2 * n)} for n in range(8)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     toy = Toy(folder / "model", folder / "toy")
     keys = {
         "data.train_files": str(folder / "data" / "gsm8k" / "train.parquet"),
@@ -125,6 +128,8 @@ def test_the_command_does_what_the_page_says(
         assert {"report.html", "report.png"} <= {file.name for file in Path(words[2]).iterdir()}
     elif words[1] == "eval":
         assert "eval.json" in said.out
+    elif words[1] == "sft":
+        assert RunFolder(reader / "run").read_metrics()[-1]["train/loss"] > 0
     elif words[1] == "train":
         [last] = RunFolder(reader / "run").read_metrics()[-1:]
         assert last["critic/score/mean"] >= 0
