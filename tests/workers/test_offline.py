@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ from tests.workers.tiny_run import TOLERANCE, Updated, as_numpy, largest_differe
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
+
+@dataclass(frozen=True)
+class AnyLayout(Layout):
+    """Also Megatron's sizes."""
+
+    megatron: dict[str, Any] = field(default_factory=dict)
+
+
 LAYOUTS = {
     "reference": Layout(1),
     "micro-batches of 1": Layout(1, micro_batch=1),
@@ -32,6 +41,8 @@ LAYOUTS = {
     "fsdp2 x2, dynamic, padded": Layout(2, tokens=40, model=PADDED),
     "ulysses 2, dynamic": Layout(2, sp_size=2, tokens=20),
     "lora, fsdp2 x2": Layout(2, model=LORA, like="lora"),
+    "megatron, TP2": AnyLayout(2, "megatron", megatron={"tensor_model_parallel_size": 2}),
+    "megatron, PP2, dynamic": AnyLayout(2, "megatron", tokens=40, megatron={"pipeline_model_parallel_size": 2}),
     "fsdp2 x4": Layout(4, micro_batch=2),
 }
 LOSSES = {
@@ -57,6 +68,8 @@ def rows(count: int = 8) -> DataProto:
 def build_learner(folder: Path, layout: Layout, loss: OfflineLoss, like: OfflineLearner | None = None) -> Any:
     changes = {**layout.keys(ACTOR, MODEL), f"{ACTOR}.strategy": layout.strategy}
     changes[f"{ACTOR}.ulysses_sequence_parallel_size"] = layout.sp_size
+    if isinstance(layout, AnyLayout):
+        changes[f"{ACTOR}.megatron"] = {"dtype": "float32", **layout.megatron}
     actor = run_config(folder, changes).actor_rollout_ref
     backend = like.backend if like else build_actor(
         actor, 10, world_size=layout.world_size, device=torch.device("cpu")
@@ -77,6 +90,10 @@ def train(folder: Path, layout: Layout, batch: DataProto) -> BySetting:
         # The loss of an update is that of the weights before it.
         assert metrics["loss"] == pytest.approx(before["loss"], abs=TOLERANCE)
         trained[name] = Updated(metrics, as_numpy(learner.backend.named_weights()))
+    if layout.strategy == "megatron":
+        from dovetail.backends.megatron.layout import destroy_layout
+
+        destroy_layout()
     return trained
 
 
