@@ -1,7 +1,8 @@
 """Train a real model on this machine: SmolLM2-135M-Instruct learns two-digit addition with GRPO, on a CPU, on Ray.
 
-Takes a few minutes on two cores, and says after the first step how long it will take here. Prints accuracy on held-out
-problems, and some answers, before and after.
+With `--agent` it learns to use a calculator instead, in conversations of two turns. Takes a few minutes on two cores,
+and says after the first step how long it will take here. Prints accuracy on held-out problems, and some answers, before
+and after.
 """
 
 from __future__ import annotations
@@ -12,19 +13,38 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dovetail.config import load_config
 
-NUM_TEST = 96
 NUM_TRAIN = 1000
 SYSTEM = "Calculate."
 
 
+@dataclass(frozen=True)
+class Demo:
+    """What differs between the two."""
+
+    learns: str
+    experiment: str
+    folder: str
+    steps: int
+    num_test: int
+    prompts_per_step: int
+    prompt_length: int
+    response_length: int
+
+
+ADDITION = Demo("learns two-digit addition", "addition", "runs/demo", 20, 96, 8, 64, 16)
+AGENT = Demo("learns to ask a calculator", "calculator", "runs/demo-agent", 7, 64, 4, 80, 32)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="run folder (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
+    parser.add_argument("--agent", action="store_true", help="learn to use a tool, a calculator, for products")
+    parser.add_argument("--out", type=Path, help=f"run folder (default: {ADDITION.folder}, or {AGENT.folder})")
+    parser.add_argument("--steps", type=int, help=f"training steps (default: {ADDITION.steps}, or {AGENT.steps})")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, sampling and order (default: %(default)s)")
     parser.add_argument("--local", action="store_true", help="one process, without Ray")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the demo's configuration")
@@ -34,26 +54,26 @@ def run(args: argparse.Namespace) -> int:
     # Before torch is imported: worker processes inherit it, and more threads than cores only wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     os.environ.setdefault("DOVETAIL_LOGGING_LEVEL", "WARNING")
+    demo = AGENT if args.agent else ADDITION
+    args.out, args.steps = args.out or Path(demo.folder), args.steps or demo.steps
     say(
-        f"SmolLM2-135M-Instruct learns two-digit addition: {args.steps} steps of GRPO on the CPU of this machine "
+        f"SmolLM2-135M-Instruct {demo.learns}: {args.steps} steps of GRPO on the CPU of this machine "
         f"({os.cpu_count()} cores)."
     )
     say("The first step is timed; after it you are told how long the others will take here.")
     from dovetail.trainer.run import USER_ERRORS
 
     try:
-        return _train(args)
+        return _train(demo, args)
     except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         return 2
 
 
-def _train(args: argparse.Namespace) -> int:
+def _train(demo: Demo, args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
-    from dovetail.data.files import write_rows
     from dovetail.demo.smollm2 import smollm2_folder
-    from dovetail.demo.tasks import generate_task
     from dovetail.trainer.run import run_training
 
     began = time.perf_counter()
@@ -61,32 +81,46 @@ def _train(args: argparse.Namespace) -> int:
     model = smollm2_folder()
     say(f"the model is in {model} ({time.perf_counter() - began:.0f} s; converted on the first run only)")
     data = args.out / "data"
-    problems = generate_task(
-        "addition", levels=[2], num_train=NUM_TRAIN, num_test=NUM_TEST, seed=args.seed, system=SYSTEM
-    )
-    write_rows(problems.train, data / "train.parquet")
-    write_rows(problems.test, data / "test.parquet")
-    overrides = [*demo_overrides(model, data, args.out, args.steps, args.seed), *args.overrides]
+    write_problems(demo, data, args.seed)
+    overrides = [*demo_overrides(demo, model, data, args.out, args.steps, args.seed), *args.overrides]
     started = time.perf_counter()
     say("starting up, and answering the test problems before training ...")
     result = run_training(load_config(overrides=overrides).config, use_ray=not args.local)
-    show(result.folder, result.steps, time.perf_counter() - started)
+    if result.stopped_by is not None:
+        say(f"stopped after step {result.steps}; the run folder is {result.folder}")
+        return 128 + result.stopped_by
+    show(demo, result.folder, result.steps, time.perf_counter() - started)
     return 0
 
 
-def demo_overrides(model: Path, data: Path, out: Path, steps: int, seed: int) -> list[str]:
+def write_problems(demo: Demo, folder: Path, seed: int) -> None:
+    """`train.parquet` and `test.parquet`."""
+    from dovetail.data.files import write_rows
+    from dovetail.demo.calculator import generate_products
+    from dovetail.demo.tasks import generate_task
+
+    sizes = {"num_train": NUM_TRAIN, "num_test": demo.num_test, "seed": seed}
+    if demo is AGENT:
+        problems = generate_products(**sizes)
+    else:
+        problems = generate_task("addition", levels=[2], system=SYSTEM, **sizes)
+    write_rows(problems.train, folder / "train.parquet")
+    write_rows(problems.test, folder / "test.parquet")
+
+
+def demo_overrides(demo: Demo, model: Path, data: Path, out: Path, steps: int, seed: int) -> list[str]:
     """The demo as a launch list: what you would type for your own run."""
     return [
         f"data.train_files={data / 'train.parquet'}",
         f"data.val_files={data / 'test.parquet'}",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=64",
-        "data.max_response_length=16",
+        f"data.train_batch_size={demo.prompts_per_step}",
+        f"data.max_prompt_length={demo.prompt_length}",
+        f"data.max_response_length={demo.response_length}",
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.rollout.dtype=float32",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={demo.prompts_per_step}",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
         "actor_rollout_ref.actor.optim.lr=2e-5",
@@ -100,14 +134,15 @@ def demo_overrides(model: Path, data: Path, out: Path, steps: int, seed: int) ->
         f"trainer.save_freq={steps}",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
         "trainer.project_name=demo",
-        "trainer.experiment_name=addition",
+        f"trainer.experiment_name={demo.experiment}",
         f"trainer.default_local_dir={out}",
         "trainer.resume_mode=disable",
         f"trainer.seed={seed}",
+        *(["actor_rollout_ref.rollout.agent.environment=dovetail.demo.calculator.Calculator"] if demo is AGENT else []),
     ]
 
 
-def show(folder: Path, last_step: int, seconds: float) -> None:
+def show(demo: Demo, folder: Path, last_step: int, seconds: float) -> None:
     """Before and after, side by side."""
     before, after = _answers(folder, 0), _answers(folder, last_step)
     say("")
@@ -117,15 +152,16 @@ def show(folder: Path, last_step: int, seconds: float) -> None:
     say("")
     for old, new in list(zip(before, after, strict=True))[:3]:
         say(f"  {old['prompt']}")
-        say(f"    before  {_short(old['response'])}")
-        say(f"    after   {_short(new['response'])}   (right: {old['ground_truth']})")
+        say(f"    before  {_short(_said(old))}")
+        say(f"    after   {_short(_said(new))}   (right: {old['ground_truth']})")
     say("")
     say(f"run folder: {folder}  (metrics.jsonl, rollouts/, validation/, global_step_N/, config.yaml, plan.json)")
     if shutil.which("dovetail") is None:
         say(f"first, for the command:   source {Path(sys.executable).parent / 'activate'}")
     say(f"look at it in a browser:  dovetail dashboard {folder}")
-    say(f'ask the trained model:    dovetail generate {folder} --system {SYSTEM} "{before[0]["prompt"]}"')
-    say(f"take it with you:         dovetail export {folder} addition-model   (a Hugging Face folder)")
+    if demo is ADDITION:  # an agent is no use without its calculator
+        say(f'ask the trained model:    dovetail generate {folder} --system {SYSTEM} "{before[0]["prompt"]}"')
+    say(f"take it with you:         dovetail export {folder} {demo.experiment}-model   (a Hugging Face folder)")
     say(f"the same run by hand:     dovetail train {folder / 'config.yaml'}")
 
 
@@ -135,7 +171,14 @@ def _answers(folder: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> float:
-    return sum(row["values"]["acc"] for row in rows) / len(rows)
+    return sum(row["values"].get("acc", row["values"]["reward"]) for row in rows) / len(rows)
+
+
+def _said(row: dict[str, Any]) -> str:
+    """The answer; of an agent, its last turns and what it was told in between."""
+    if "messages" not in row:
+        return row["response"]
+    return " -> ".join(message["content"] for message in row["messages"][1 - 2 * row["num_turns"] :])
 
 
 def _short(text: str, width: int = 60) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.cli.demo import demo_overrides
+from dovetail.cli.demo import ADDITION, AGENT, Demo, demo_overrides
 from dovetail.cli.main import main
 from dovetail.config import installed
 from tests.config.plan import known_models as known
@@ -194,9 +194,12 @@ def test_an_unknown_command_suggests_the_nearest(options: list[str], capsys: pyt
     assert "did you mean check?" in capsys.readouterr().err
 
 
-def test_the_demos_launch_list_is_valid_without_a_warning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("demo", [ADDITION, AGENT], ids=["addition", "agent"])
+def test_the_demos_launch_list_is_valid_without_a_warning(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, demo: Demo
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(known.SMOLLM2_135M))
-    overrides = demo_overrides(tmp_path, tmp_path / "data", tmp_path / "run", steps=12, seed=0)
+    overrides = demo_overrides(demo, tmp_path, tmp_path / "data", tmp_path / "run", steps=12, seed=0)
     assert main(["check", "--no-files", *overrides]) == 0
     out = capsys.readouterr().out
     assert "Warnings" not in out

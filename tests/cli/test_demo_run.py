@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.agents import Task
 from dovetail.cli.main import main
+from dovetail.demo import smollm2
+from dovetail.demo.calculator import Calculator
+from tests.trainer.toy_run import save_toy_model
 
 pytestmark = pytest.mark.e2e
 
@@ -52,3 +56,49 @@ def test_the_demo_trains_two_steps_on_ray_and_says_how_long_it_will_take(
     [command] = [line.partition(": ")[2].strip() for line in lines if "dovetail generate" in line]
     assert main([*shlex.split(command)[1:], "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith("> ")
+
+
+def test_the_demo_of_an_agent_trains_two_steps_and_shows_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a random model of bytes, which calls nothing: that SmolLM2 learns to is a run of minutes (docs/results.md)."""
+    model = save_toy_model(tmp_path / "model")
+    monkeypatch.setattr(smollm2, "smollm2_folder", lambda: model)
+    small = [
+        "data.train_batch_size=2",
+        "data.val_max_samples=4",
+        "data.max_prompt_length=320",
+        "data.max_response_length=16",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.logger=[file]",
+    ]
+    out = tmp_path / "run"
+    assert main(["demo", "--agent", "--local", "--steps", "2", "--out", str(out), *small]) == 0
+    said = capsys.readouterr().out
+    assert "learns to ask a calculator: 2 steps of GRPO" in said
+    assert "held-out accuracy on 4 problems" in said
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["num_turns/mean"] for row in steps if "actor/grad_norm" in row] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("turns", "told", "reward"),
+    [
+        (["12 * 34 =", "408"], "408", 1.0),
+        (["12*34=", "It is 408."], "408", 1.0),
+        (["12*34=", "12*34="], "408", 0.0),
+        (["12*=", "408"], "Error", 1.0),
+        (["12*34=407"], "", 0.0),
+        (["408"], "", 1.0),
+    ],
+)
+def test_the_calculator_of_the_agents_demo_is_asked_once_and_the_answer_is_scored(
+    turns: list[str], told: str, reward: float
+) -> None:
+    game = Calculator()
+    game.reset(Task([], {"reward_model": {"ground_truth": "408"}}))
+    steps = [game.step(turn) for turn in turns]
+    assert told in steps[0].observation
+    assert [step.done for step in steps] == [False] * (len(turns) - 1) + [True]
+    assert steps[-1].reward == reward
