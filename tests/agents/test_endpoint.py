@@ -183,6 +183,83 @@ def test_a_stream_has_the_same_completion() -> None:
     asyncio.run(run())
 
 
+MESSAGES_TOOL = {"name": "look_up", "description": "", "input_schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_messages_are_the_same_turns_in_one_row(stream: bool) -> None:
+    async def run() -> None:
+        engine = ScriptedEngine(f"Let me see.\n{CALL}", "It is a tree.")
+        async with Endpoint.of_loop().open(engine.session()) as opened, aiohttp.ClientSession() as client:
+
+            async def ask(messages: list[Any]) -> dict[str, Any]:
+                body = {"model": "any", "max_tokens": 100, "system": "Be brief.", "messages": messages}
+                body |= {"tools": [MESSAGES_TOOL], "stream": stream}
+                headers = {"x-api-key": opened.api_key}
+                async with client.post(f"{opened.url}/v1/messages", json=body, headers=headers) as reply:
+                    assert reply.status == 200, await reply.text()
+                    return _from_events(await reply.text()) if stream else await reply.json()
+
+            first = await ask(HELLO)
+            text, call = first["content"]
+            assert (first["stop_reason"], text) == ("tool_use", {"type": "text", "text": "Let me see."})
+            assert (call["name"], call["input"]) == ("look_up", {"word": "oak", "deep": True})
+            results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "A tree.<|im_end|>"}]
+            asked = [*HELLO, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": results}]
+            second = await ask(asked)
+            assert (second["content"][0]["text"], second["stop_reason"]) == ("It is a tree.", "end_turn")
+            assert second["usage"]["input_tokens"] == len(engine.requests[1].prompt_token_ids)
+        assert len(opened.session.segments()) == 1
+        check_rows(opened.session, engine)
+
+    asyncio.run(run())
+
+
+def _from_events(text: str) -> dict[str, Any]:
+    """The message that a client puts together."""
+    whole: dict[str, Any] = {}
+    for line in text.split("\n"):
+        event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {"type": ""}
+        if event["type"] == "message_start":
+            whole = event["message"]
+        elif event["type"] == "content_block_start":
+            whole["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            delta, block = event["delta"], whole["content"][event["index"]]
+            if delta["type"] == "text_delta":
+                block["text"] += delta["text"]
+            else:
+                block["input"] = json.loads(delta["partial_json"])
+        elif event["type"] == "message_delta":
+            whole |= {**event["delta"], "usage": event["usage"]}
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "of type text or tool_result"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "it has no 'tool_use_id'"),
+        ({"messages": "hi"}, "must be a list"),
+        ({"tools": [{"type": "web_search"}]}, "needs an input_schema"),
+        ({"tool_choice": {"type": "any"}}, "use 'auto' or 'none'"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
+    ],
+)
+def test_what_is_not_served_of_anthropics_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    async def run() -> None:
+        async with (
+            Endpoint.of_loop().open(ScriptedEngine().session()) as opened,
+            aiohttp.ClientSession() as client,
+            post(opened, client, {"messages": HELLO, **fields}, "/v1/messages") as reply,
+        ):
+            whole = await reply.json()
+        assert (reply.status, whole["type"]) == (400, "error")
+        assert words in whole["error"]["message"]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

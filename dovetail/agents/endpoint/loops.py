@@ -30,7 +30,8 @@ def black_box(run: BlackBox, *, idle_timeout_s: float = 600.0) -> AgentLoop:
 
 
 def command_agent(command: str, *, idle_timeout_s: float = 600.0) -> AgentLoop:
-    """A loop from a program. It finds OPENAI_BASE_URL, OPENAI_API_KEY and DOVETAIL_TASK (JSON) in its environment.
+    """A loop from a program. In its environment it finds OPENAI_BASE_URL and OPENAI_API_KEY, the same two of ANTHROPIC,
+    and DOVETAIL_TASK (JSON).
 
     It may post its reward to DOVETAIL_FINISH_URL. Code 0 is a good end; another one is an error of the agent. What it
     started in its process group is killed when it ends.
@@ -72,6 +73,8 @@ async def _run_program(command: str, task: Task, opened: OpenSession) -> float |
         **os.environ,
         "OPENAI_BASE_URL": opened.base_url,
         "OPENAI_API_KEY": opened.api_key,
+        "ANTHROPIC_BASE_URL": opened.url,
+        "ANTHROPIC_API_KEY": opened.api_key,
         "DOVETAIL_TASK": json.dumps({**row, "seed": task.seed, "validate": task.validate}, default=str),
         "DOVETAIL_FINISH_URL": f"{opened.url}/finish",
     }

@@ -154,4 +154,5 @@ def _event(value: Mapping[str, Any]) -> str:
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """For Anthropic's clients, too: they want the outer `type`."""
+    return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,7 +1,8 @@
 """An HTTP server on this machine with one address and one key for each trajectory. Drives nothing: clients do.
 
-`POST /sessions/<id>/v1/chat/completions` is a turn, `POST /sessions/<id>/finish` the end. The same request again, by a
-client that did not get its answer, gets the answer that was given: a turn is sampled once.
+`POST /sessions/<id>/v1/chat/completions` is a turn, and so is `/v1/messages` in Anthropic's form; `POST
+/sessions/<id>/finish` is the end. The same request again, by a client that did not get its answer, gets the answer that
+was given: a turn is sampled once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from dovetail.agents.chat import ChatTemplateError
+from dovetail.agents.endpoint.anthropic import chat_body, message_events, message_of
 from dovetail.agents.endpoint.openai import (
     MODEL,
     BadRequestError,
@@ -136,6 +138,7 @@ class Endpoint:
         if self._runner is None:
             app = web.Application(client_max_size=_MAX_BODY)
             app.router.add_post("/sessions/{name}/v1/chat/completions", self._chat)
+            app.router.add_post("/sessions/{name}/v1/messages", self._chat)
             app.router.add_get("/sessions/{name}/v1/models", self._models)
             app.router.add_post("/sessions/{name}/finish", self._finish)
             # Clients keep connections open; those of a session that is over need not be waited for.
@@ -154,7 +157,7 @@ class Endpoint:
 
     def _opened(self, request: web.Request) -> OpenSession:
         opened = self._sessions.get(request.match_info["name"])
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if opened is None or not secrets.compare_digest(key.encode(), opened.api_key.encode()):
             raise web.HTTPUnauthorized(
                 text=json.dumps(error_body("no such session, or another key than its own", kind="invalid_api_key")),
@@ -188,8 +191,10 @@ class Endpoint:
             opened.watch(-1)
 
     async def _answered(self, request: web.Request, opened: OpenSession) -> web.StreamResponse:
+        is_anthropic = request.path.endswith("/messages")
         try:
-            chat = read_request(await request.json())
+            body = await request.json()
+            chat = read_request(chat_body(body) if is_anthropic else body)
         except BadRequestError as error:
             return _refusal(400, str(error), param=error.param)
         except ValueError as error:
@@ -212,9 +217,11 @@ class Endpoint:
         except Exception as error:  # noqa: BLE001 - the loop that waits for the end raises it
             opened.end(error)
             return _refusal(400, f"the engine failed: {type(error).__name__}: {error}", code="trajectory_over")
-        response = web.StreamResponse() if chat.stream else web.json_response(whole)
+        sent = message_of(whole) if is_anthropic else whole
+        response = web.StreamResponse() if chat.stream else web.json_response(sent)
+        events = message_events(sent) if is_anthropic else chunks(whole, usage=chat.stream_usage)
         with contextlib.suppress(ConnectionError):  # the client will ask again
-            await _send(request, response, chunks(whole, usage=chat.stream_usage) if chat.stream else ())
+            await _send(request, response, events if chat.stream else ())
             answer.delivered_to = request.get_extra_info("peername")
         return response
 
