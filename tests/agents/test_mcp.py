@@ -161,3 +161,37 @@ def test_servers_are_read_from_their_json(tmp_path: Path) -> None:
 def test_without_the_package_it_is_named() -> None:
     with pytest.raises(ToolError, match=r"pip install 'dovetail\[mcp\]'"):
         McpToolbox(COMMAND)
+
+
+SERVER = """
+import os
+from mcp.server.fastmcp import FastMCP
+
+server = FastMCP("weather", log_level="ERROR")
+
+
+@server.tool()
+def tell(city: str) -> str:
+    if city == "nowhere":
+        raise ValueError("no such city")
+    if city == "closed":
+        os._exit(3)
+    return f"sun in {city}"
+
+
+server.run()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the optional package mcp is not installed")
+def test_a_server_of_the_official_package_is_called_lost_and_found_again(tmp_path: Path) -> None:
+    """In a process of its own, over its standard input and output."""
+    (tmp_path / "server.py").write_text(SERVER)
+    toolbox = McpToolbox({"weather": {"command": sys.executable, "args": [str(tmp_path / "server.py")]}})
+    schemas, first, refused, lost, again = call(toolbox, "Oslo", "nowhere", "closed", "Bonn")
+    assert [schema["function"]["name"] for schema in schemas] == ["tell"]
+    assert schemas[0]["function"]["parameters"]["required"] == ["city"]
+    assert (first, again) == ("sun in Oslo", "sun in Bonn")
+    assert refused.startswith("Error: ")
+    assert "no such city" in refused
+    assert isinstance(lost, InfrastructureError)

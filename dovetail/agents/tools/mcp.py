@@ -134,7 +134,7 @@ class _Server:
                     self._session = await asyncio.wait_for(ready, self._timeout_s)
                 except Exception as error:
                     self._holder.cancel()
-                    what = str(error) or type(error).__name__
+                    what = _why(error)
                     raise InfrastructureError(f"no connection to the MCP server {self._name}: {what}") from error
             return self._session
 
@@ -173,6 +173,13 @@ def _transport(settings: Mapping[str, Any]) -> Any:
     from mcp.client.streamable_http import streamablehttp_client
 
     return streamablehttp_client(settings["url"], headers=headers)
+
+
+def _why(error: BaseException) -> str:
+    """The library's task groups hide what happened."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__
 
 
 def _schema(tool: Any) -> dict[str, Any]:
