@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from dovetail.agents.calls import CallSettings
-from dovetail.agents.chat import ChatRenderer
-from dovetail.agents.loops import agent_loop, load_loops
+from dovetail.agents.chat import RESPONSE_CASE, RESULT_CASE, ChatRenderer, ChatTemplateError, TemplateAudit
+from dovetail.agents.environments import Environment
+from dovetail.agents.loops import agent_loop, find_object, load_loops
 from dovetail.agents.parsers import turn_parser
 from dovetail.agents.session import SessionSettings
 from dovetail.agents.stream import Agents
@@ -16,6 +18,45 @@ from dovetail.config.multi_turn import MultiTurnConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules
 
+logger = logging.getLogger(__name__)
+
+
+def audit_template(config: DovetailConfig, tokenizer: Any) -> TemplateAudit:
+    """What the chat template does with conversations, before a run.
+
+    Raises `ChatTemplateError` where it refuses what the run's tools or its environment need: otherwise every trajectory
+    would end as `tool_error`.
+    """
+    audit = _renderer(config, tokenizer).audit
+    tools, responds = _kinds_of_tools(config) if audit.refused or not audit.shows_tools else (False, False)
+    for case, is_needed in ((RESULT_CASE, tools), (RESPONSE_CASE, responds)):
+        if is_needed and case in audit.refused:
+            raise ChatTemplateError(
+                f"the model's chat template does not take {case}, which the run needs: {audit.refused[case]}. Give one "
+                "that does in actor_rollout_ref.model.custom_chat_template, or write the tools as an Environment, "
+                "which speaks as the user. `dovetail doctor --agents` shows what a template takes."
+            )
+    for case, why in audit.refused.items():
+        logger.warning("the chat template does not take %s: such a trajectory is a tool_error (%s)", case, why)
+    if tools and not audit.shows_tools:
+        logger.warning("the chat template shows no tools: the prompts must say which there are and how they are called")
+    return audit
+
+
+def _kinds_of_tools(config: DovetailConfig) -> tuple[bool, bool]:
+    """Whether the run has tools to call, and whether something responds in the user's place."""
+    turns, environment = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent.environment
+    found = None if environment is None else find_object(environment, key="agent.environment")
+    plays = isinstance(found, type) and issubclass(found, Environment)
+    tools = turns.tool_config_path or turns.function_tool_path or turns.mcp_servers or (found is not None and not plays)
+    return bool(tools), plays or turns.interaction_config_path is not None
+
+
+def _renderer(config: DovetailConfig, tokenizer: Any) -> ChatRenderer:
+    if (template := config.actor_rollout_ref.model.custom_chat_template) is not None:
+        tokenizer.chat_template = template
+    return ChatRenderer(tokenizer, **config.data.apply_chat_template_kwargs)
+
 
 def build_agents(config: DovetailConfig, tokenizer: Any) -> Agents:
     """Imports the user's code: call it where a run is about to start."""
@@ -24,7 +65,7 @@ def build_agents(config: DovetailConfig, tokenizer: Any) -> Agents:
     import_user_modules(config.trainer.import_modules)
     if agent.agent_loop_config_path is not None:
         load_loops(agent.agent_loop_config_path)
-    renderer = ChatRenderer(tokenizer, **config.data.apply_chat_template_kwargs)
+    renderer = _renderer(config, tokenizer)
     toolbox = load_toolbox(
         tool_config_path=turns.tool_config_path,
         function_tool_path=turns.function_tool_path,

@@ -67,6 +67,15 @@ class CheckedTools:
     def schemas(self) -> list[dict[str, Any]]:
         return self._tools.schemas
 
+    def after(self, prompt: list[Message]) -> list[Message]:
+        """The prompt and what the environment adds to it. Many templates refuse two messages of the user in a row, so
+        the first observation joins a prompt that ends with one."""
+        if prompt and self.opening and prompt[-1]["role"] == self.opening[0]["role"] == "user":
+            last, first = prompt[-1]["content"], self.opening[0]["content"]
+            if isinstance(last, str) and isinstance(first, str):
+                return [*prompt[:-1], {**prompt[-1], "content": f"{last}\n\n{first}"}, *self.opening[1:]]
+        return [*prompt, *self.opening]
+
     @property
     def responds(self) -> bool:
         """Whether a simulated user or an environment answers turns without calls."""

@@ -12,7 +12,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,8 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _PROBES = ("zebra", "quartz")
 _PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
 _TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": _PARAMETERS}}
+RESPONSE_CASE, RESULT_CASE = "a user's message after an answer", "a result after a call"
+"""Names of cases without which neither an environment nor a tool is of use."""
 
 
 class ChatTemplateError(ValueError):
@@ -78,6 +80,15 @@ class TemplateAudit:
     def append_only(self) -> bool:
         """No kind of conversation is rewritten."""
         return all(case.rewrite is None for case in self.cases)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a file of the run."""
+        return {"append_only": self.append_only, **asdict(self)}
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The kinds of conversations that the template does not take, and what it says."""
+        return {case.name: case.rewrite.example for case in self.failures("accepted") if case.rewrite is not None}
 
     def failures(self, name: Property) -> tuple[AuditCase, ...]:
         """The cases that break this property."""
@@ -201,6 +212,8 @@ class ChatRenderer:
                 return Rewrite("accepted", str(error))
             if isinstance(tail, Rewrite):
                 return tail
+            if any(message["content"] not in tail.text for message in new):
+                return Rewrite("accepted", f"the template leaves out a message of role {new[0]['role']}")
             if self._encode(before + tail.text) != self._encode(before) + tail.ids:
                 return Rewrite("boundary", f"{before!r} and {tail.text!r} are not encoded apart")
             tails.append(tail.text)
@@ -342,9 +355,9 @@ def _cases() -> dict[str, list[tuple[list[Message], list[Message]]]]:
     one, two = [_result("found")], [_result("found"), _result("found", 1)]
     called = [ask, _calling("", "word"), *one]
     return {
-        "a user's message after an answer": [([ask, _answer(word)], more) for word in _PROBES],
+        RESPONSE_CASE: [([ask, _answer(word)], more) for word in _PROBES],
         "a user's message after an answer with thinking": [([ask, _answer(thought + word)], more) for word in _PROBES],
-        "a result after a call": [([ask, _calling("", word)], one) for word in _PROBES],
+        RESULT_CASE: [([ask, _calling("", word)], one) for word in _PROBES],
         "a result after text and a call": [([ask, _calling("So.", word)], one) for word in _PROBES],
         "a result after a call with thinking": [([ask, _calling(thought, word)], one) for word in _PROBES],
         "results of two calls": [([ask, _calling("", word, word)], two) for word in _PROBES],

@@ -101,7 +101,7 @@ def as_loop(loop: Callable[..., Any]) -> AgentLoop:
 @agent_loop("single_turn_agent", replays=True)
 async def single_turn_agent(task: Task, session: Session) -> float | None:
     """One turn; tools are not called."""
-    turn = await session.chat([*task.messages, *session.tools.opening], tools=session.tools.schemas)
+    turn = await session.chat(session.tools.after(task.messages), tools=session.tools.schemas)
     if turn.finish_reason == "length":
         raise TrajectoryEnd("length")
     return None
@@ -114,7 +114,7 @@ async def tool_agent(task: Task, session: Session) -> float | None:
     The calls of the last turn that is allowed still run: they may be what the environment grades.
     """
     tools: CheckedTools = session.tools
-    messages = [*task.messages, *tools.opening]
+    messages = tools.after(task.messages)
     num_observed = 0
     while True:
         turn = await session.chat(messages, tools=tools.schemas)

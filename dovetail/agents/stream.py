@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dovetail.agents.calls import CallSettings
+from dovetail.agents.calls import CallSettings, within
 from dovetail.agents.loops import get_loop, replays
 from dovetail.agents.rows import rows_of, trajectory_from_json, trajectory_to_json
 from dovetail.agents.runner import Deadline, run_trajectory
@@ -64,6 +64,13 @@ class Agents:
     default_loop: str = "tool_agent"
     trajectory_timeout_s: float = 1800.0
     thread: EventLoopThread = field(default_factory=EventLoopThread)
+
+    def close(self) -> None:
+        """The run is over: give back what the tools hold."""
+        try:
+            self.thread.call(within(self.calls.tool_timeout_s, self.toolbox.close()))
+        except Exception as error:  # noqa: BLE001 - nothing is left to be done that it could spoil
+            logger.warning("the tools did not close: %s: %s", type(error).__name__, error)
 
     def generate(
         self, engine: RolloutEngine, rollout: RolloutConfig, prompts: DataProto, *, pad_token_id: int

@@ -38,9 +38,13 @@ class DrawLedger:
         """These draws were given to engines that hold the weights of `version`."""
         self._note("started", draws=list(draws), version=version)
 
-    def finished(self, draw: int, versions: VersionRuns, outcome: str = "finished") -> None:
-        """All responses of a draw are there; `versions` counts the sampled tokens of the group."""
-        self._note("finished", draw=draw, versions=[list(run) for run in versions], outcome=outcome)
+    def finished(self, draw: int, versions: VersionRuns, outcome: str = "finished", restarted: int = 0) -> None:
+        """All responses of a draw are there; `versions` counts the sampled tokens of the group.
+
+        `restarted`: trajectories of agents that a resume could not continue, and so began again.
+        """
+        facts = {"restarted": restarted} if restarted else {}
+        self._note("finished", draw=draw, versions=[list(run) for run in versions], outcome=outcome, **facts)
 
     def trained(self, draws: Iterable[int], step: int) -> None:
         self._note("trained", step=step, draws=list(draws))
@@ -74,6 +78,8 @@ class DrawRecord:
     """Steps."""
     dropped: list[str] = field(default_factory=list)
     """Reasons."""
+    restarted: int = 0
+    """Trajectories that began again after a resume."""
 
     @property
     def state(self) -> str:
@@ -126,6 +132,7 @@ def read_ledger(folder: Path) -> Ledger | None:
                 record.starts.append(line["version"])
             elif event == "finished":
                 record.finishes.append(line["versions"])
+                record.restarted += line.get("restarted", 0)
             elif event == "trained":
                 record.trained.append(line["step"])
             elif event == "dropped":

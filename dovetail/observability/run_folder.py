@@ -2,6 +2,7 @@
 
     config.yaml            the resolved configuration
     plan.json              placement, batch arithmetic, memory
+    chat_template.json     with agents: what the chat template does with conversations
     metrics.jsonl          one flat JSON object per step, with `step`
     events.jsonl           validation, checkpoint, skipped step, failed rewards, resume
     rollouts/step_N.jsonl  prompt, response, scores, advantages, log-prob gap
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 METRICS, EVENTS, TIMELINE, NOW = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "now.json"
 DRAWS, RECORD = "draws.jsonl", "record"
-CONFIG, PLAN = "config.yaml", "plan.json"
+CONFIG, PLAN, TEMPLATE_AUDIT = "config.yaml", "plan.json", "chat_template.json"
 _BEFORE, _UNTIL = "before_", "config_until_step_"
 AnswerKind = Literal["rollouts", "validation"]
 _STEP_FILE = re.compile(r"step_(\d+)\.")
@@ -100,6 +101,10 @@ class RunFolder:
     def write_plan(self, plan: Mapping[str, Any]) -> None:
         """The plan as JSON; give `plan.to_dict()`."""
         self._write_anew(PLAN, json.dumps(_finite(dict(plan)), indent=1) + "\n")
+
+    def write_template_audit(self, audit: Mapping[str, Any]) -> None:
+        """What the chat template does with conversations, of a run with agents."""
+        self._write_anew(TEMPLATE_AUDIT, json.dumps(dict(audit), indent=1, ensure_ascii=False) + "\n")
 
     def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line. NaN and infinity become null: JSON has no words for them."""

@@ -96,6 +96,10 @@ class RoleGroups(TrainedGroups):
         if self.engines is not None:
             self.engines.freeze_gc()
 
+    def close_agents(self) -> None:
+        """The run is over: what the agents' tools hold is given back before the processes end."""
+        (self.actor_rollout if self.engines is None else self.engines.group).close_agents()
+
     def shutdown(self) -> None:
         if self.engines is not None:
             self.engines.shutdown()

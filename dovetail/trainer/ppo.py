@@ -417,6 +417,8 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
 
     def _close(self) -> None:
         self._answer_files.close()
+        if self.config.actor_rollout_ref.rollout.uses_agents:
+            self.groups.close_agents()
 
     def _checkpoint_parts(
         self, state: dict[str, Any], carried: dict[str, DataProto]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from dovetail.agents.build import audit_template
 from dovetail.config.root import DovetailConfig
 from dovetail.data.build import PromptLoader, build_train_loader, build_val_loader
 from dovetail.data.errors import DataError
@@ -42,10 +43,12 @@ class RLMethod(Method):
         if self._knows_devices:
             self._refuse_unread_images(on_cuda=on_gpu)
         refuse_unmet_names(config, train_loader.dataset[0])
+        uses_agents = config.actor_rollout_ref.rollout.uses_agents
+        self._audit = audit_template(config, self._tokenizer) if uses_agents else None
         self._rewards = open_things.enter_context(build_reward_runner(config, self._tokenizer))
         for dataset in self._datasets():
             # An agent's environment may score; a source without a rule is then met, and named, when a row needs it.
-            if isinstance(dataset, PromptDataset) and not config.actor_rollout_ref.rollout.uses_agents:
+            if isinstance(dataset, PromptDataset) and not uses_agents:
                 self._rewards.check_data_sources(dataset.data_sources())
         self.total_steps = total_training_steps(config, len(train_loader))
 
@@ -67,6 +70,8 @@ class RLMethod(Method):
         on_phase: Callable[[str | None], None],
         stop: StopRequest,
     ) -> RayPPOTrainer:
+        if self._audit is not None:
+            tracker.folder.write_template_audit(self._audit.to_dict())
         filters = self._config.algorithm.filter_groups.enable
         trainer_class = self._options.trainer_class or (RayDAPOTrainer if filters else RayPPOTrainer)
         return trainer_class(

@@ -284,7 +284,7 @@ class RolloutStream:
         draw.rows = join_answers(draw.prompt, rows, n=self._rollout.n)
         draw.version, draw.newest = _versions(rows, draw.version)
         self._ready[draw.number] = draw
-        self.ledger.finished(draw.number, _version_runs(rows))
+        self.ledger.finished(draw.number, _version_runs(rows), restarted=_num_restarted(rows))
         self.scores.start(draw.number, draw.rows)
 
     def _watch(self, must_finish: Sequence[int], wait_began: float) -> None:
@@ -348,6 +348,15 @@ def _versions(rows: DataProto, without_tokens: int) -> tuple[int, int]:
     versions = rows.tensors["weight_version"]
     sampled = versions[versions >= 0]
     return (int(sampled.min()), int(sampled.max())) if len(sampled) else (without_tokens, without_tokens)
+
+
+def _num_restarted(rows: DataProto) -> int:
+    """Trajectories of agents that began again after a resume."""
+    columns = rows.non_tensor_batch
+    if "events" not in columns:
+        return 0
+    places = zip(columns["trajectory"], columns["events"], strict=True)
+    return len({int(number) for number, events in places if any(event["kind"] == "restart" for event in events)})
 
 
 def _version_runs(rows: DataProto) -> list[list[int]]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.agents.chat import ChatTemplateError
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
@@ -48,6 +49,7 @@ USER_ERRORS = (
     TrainingStalled,
     RewardError,
     UserCodeError,
+    ChatTemplateError,
     FileNotFoundError,
     DiskFullError,
     BrokenCheckpoint,

@@ -151,6 +151,12 @@ class ActorRolloutRefWorker(CheckpointedRole):
         self._need(self.hybrid, "rollout").abort_groups(uids)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_agents(self) -> None:
+        """The run is over: give back what the agents' tools hold."""
+        if self.hybrid is not None:
+            self.hybrid.close_agents()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check_parity(self) -> ParityReport:
         """Send the weights to the engine and hold its greedy answers against the trainer's forward."""
         return self._need(self.hybrid, "rollout").verify()

@@ -192,6 +192,11 @@ class HybridEngine:
         if self._groups is not None:
             self._groups.abort(uids)
 
+    def close_agents(self) -> None:
+        """The run is over: give back what its tools hold."""
+        if self._agents is not None:
+            self._agents.close()
+
     def verify(self) -> ParityReport:
         """Send the weights and compare both sides: tensors by checksum, a few greedy answers by log-prob.
 

@@ -177,6 +177,12 @@ class RolloutWorker(TrainingRole):
         if self._groups is not None:
             self._groups.abort(uids)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_agents(self) -> None:
+        """The run is over: give back what the agents' tools hold."""
+        if self._agents is not None:
+            self._agents.close()
+
     def _pass_on(self, take: Callable[[Iterator[tuple[str, Tensor]], int], None], version: int) -> None:
         if self._receiver is None:
             raise EngineError("this worker has not joined a weight group; call join_weight_group first.")

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from dovetail.agents.build import build_agents
+from dovetail.agents.build import audit_template, build_agents
+from dovetail.agents.chat import ChatTemplateError
 from dovetail.agents.loops import get_loop
 from dovetail.config import load_config
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import UserCodeError
+from tests.agents.tokenizers import family_tokenizer
 from tests.models.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.unit
@@ -85,3 +87,48 @@ def test_a_program_is_a_loop() -> None:
     agents = build_agents(config_of(f"{R}.agent.command=python agent.py"), tiny_tokenizer())
     assert agents.default_loop == "command"
     assert callable(get_loop("command"))
+
+
+ENVIRONMENT = """
+from dovetail.agents import Environment
+
+
+class Game(Environment):
+    pass
+
+
+class Desk:
+    def look(self, x: int) -> str:
+        \"\"\"Look at a place.\"\"\"
+        return str(x)
+"""
+NO_TOOL_ROLE = "{% for m in messages if m.role != 'tool' %}{{ m.role }}: {{ m.content }}</s>{% endfor %}assistant: "
+
+
+@pytest.mark.parametrize("name", ["tools.py", "env.py:Desk"])
+def test_a_template_that_refuses_results_of_tools_is_refused_at_the_start(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    key = "agent.environment" if ":" in name else "multi_turn.function_tool_path"
+    keys = [f"{R}.multi_turn.enable=True", f"{R}.{key}={tmp_path / name}"]
+    with pytest.raises(ChatTemplateError, match=r"does not take a result after a call.*custom_chat_template"):
+        audit_template(config_of(*keys), family_tokenizer("gemma"))
+    with pytest.raises(ChatTemplateError, match="leaves out a message of role tool"):
+        audit_template(
+            config_of(*keys, f"actor_rollout_ref.model.custom_chat_template={NO_TOOL_ROLE!r}"), tiny_tokenizer()
+        )
+    assert audit_template(config_of(*keys), family_tokenizer("llama3")).to_dict()["append_only"] is False
+
+
+def test_a_template_need_not_know_what_the_run_does_not_use(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    config = config_of(f"{R}.agent.environment={tmp_path / 'env.py'}:Game")
+    assert "a result after a call" in audit_template(config, family_tokenizer("gemma")).refused
+
+
+def test_conversations_are_written_in_the_template_of_the_configuration() -> None:
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}[assistant] "
+    config = config_of(f"{R}.multi_turn.enable=True", f"actor_rollout_ref.model.custom_chat_template={template!r}")
+    tokenizer = tiny_tokenizer()
+    ids = build_agents(config, tokenizer).session.renderer.start([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(ids) == "[user] hi</s>[assistant] "

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.agents.calls import CallSettings
+from dovetail.agents.calls import CallSettings, CheckedTools
 from dovetail.agents.loops import agent_loop, get_loop, load_loops, replays, tool_agent
 from dovetail.agents.runner import Deadline, run_trajectory
 from dovetail.agents.session import Session
@@ -341,3 +341,25 @@ def test_a_users_loop_by_name_and_by_file(tmp_path: Any) -> None:
     (tmp_path / "bad.yaml").write_text("- {name: x}\n")
     with pytest.raises(UserCodeError, match="_target_"):
         load_loops(str(tmp_path / "bad.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opening", "expected"),
+    [
+        ([("user", "go")], [("user", "Room 1.")], [("user", "go\n\nRoom 1.")]),
+        ([("user", "go")], [("user", "a"), ("assistant", "b")], [("user", "go\n\na"), ("assistant", "b")]),
+        ([("system", "s")], [("user", "a")], [("system", "s"), ("user", "a")]),
+        ([], [("user", "a")], [("user", "a")]),
+        ([("user", "go")], [], [("user", "go")]),
+    ],
+)
+def test_the_first_observation_joins_a_prompt_that_ends_with_the_user(
+    prompt: list[tuple[str, str]], opening: list[tuple[str, str]], expected: list[tuple[str, str]]
+) -> None:
+    def messages(pairs: list[tuple[str, str]]) -> list[Message]:
+        return [{"role": role, "content": text} for role, text in pairs]
+
+    given = messages(prompt)
+    tools = CheckedTools(ScriptedTools(str), messages(opening), session_over(FakeEngine()), CallSettings())
+    assert tools.after(given) == messages(expected)
+    assert given == messages(prompt)

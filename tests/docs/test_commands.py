@@ -24,7 +24,8 @@ from dovetail.config import load_config
 from dovetail.observability.run_folder import RunFolder
 from tests.config.plan.known_models import DEEPSEEK_V3
 from tests.dashboard.synthetic import write_run
-from tests.docs.commands import REST_OF_KEYS, ROOT, Command, commands_in_text, page_commands
+from tests.docs.blocks import blocks_of
+from tests.docs.commands import PAGES, REST_OF_KEYS, ROOT, Command, commands_in_text, page_commands
 from tests.trainer.toy_run import Toy, save_toy_data, save_toy_model, train
 
 pytestmark = pytest.mark.e2e
@@ -97,6 +98,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(folder / name, steps=3, rollouts_per_step=8)
     (folder / "DeepSeek-V3").mkdir()
     (folder / "DeepSeek-V3" / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    for block in (block for page in PAGES for block in blocks_of(page) if block.title is not None):
+        (folder / str(block.title)).write_text(block.text)
     for launch_list in (ROOT / "tests" / "config" / "compat").glob("*.txt"):
         (folder / launch_list.name).symlink_to(launch_list)
     return folder
@@ -201,7 +204,7 @@ def _complete(words: list[str], command: Command, reader: Path) -> list[str]:
         return words
     toy = Toy(reader / "model", reader / "toy")
     # Prompts of a tokenizer of bytes are long.
-    changes = {"data.max_prompt_length": 256, "trainer.total_training_steps": 1, **command.keys}
+    changes = {"data.max_prompt_length": 256, "trainer.total_training_steps": 2, **command.keys}
     keys = toy.arguments(reader / "run", changes)
     if "data.train_files" in command.keys:  # its own rule scores
         keys = [key for key in keys if not key.startswith("custom_reward_function.")]

@@ -33,13 +33,14 @@ def test_each_draw_is_trained_dropped_or_open(tmp_path: Path) -> None:
     ledger.started(range(4), version=0)
     ledger.finished(0, [[0, 7]])
     ledger.finished(1, [[0, 3], [1, 4]])
-    ledger.finished(2, [[0, 5]])
+    ledger.finished(2, [[0, 5]], restarted=3)
     ledger.trained([0, 1], step=1)
     ledger.dropped(2, "no signal", step=1)
     read = written(tmp_path, ledger)
     assert [read.draws[draw].state for draw in range(4)] == ["trained", "trained", "dropped", "open"]
     assert read.counts() == {"trained": 2, "dropped (no signal)": 1, "open": 1}
     assert read.num_drawn_at == {1: 4}
+    assert [read.draws[draw].restarted for draw in range(4)] == [0, 0, 3, 0]
 
 
 def test_staleness_counts_updates_since_the_oldest_sampled_token(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
-from tests.trainer.test_async_engines import ONE_STEP_OFF
+from dovetail.trainer.ppo import RayPPOTrainer
+from tests.trainer.test_async_engines import APART
 from tests.trainer.test_async_runs import checked_ledger
 from tests.trainer.test_learning import LEARNING, mean_of
 from tests.trainer.toy_run import Toy, train, train_apart
@@ -100,13 +102,23 @@ def test_a_run_of_conversations(toy: Toy, tmp_path: Path, agent_keys: dict[str, 
         assert 0 < row["critic/score/mean"] < 3
     rows = rows_of(result.folder)
     assert {row["outcome"] for row in rows} == {"finished"}
+    assert json.loads((result.folder / "chat_template.json").read_text())["append_only"]
     if mode:
         assert checked_ledger(result.folder, bound=1).counts()["trained"] == 12
     assert any(name.startswith("val-") for name in RunFolder(result.folder).read_metrics()[-1])
 
 
-def test_conversations_go_on_after_a_resume(toy: Toy, tmp_path: Path, agent_keys: dict[str, Any]) -> None:
-    """Checkpoints hold conversations that have begun: no turn and no step of the environment happens again."""
+@pytest.mark.parametrize("replays", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_conversations_go_on_after_a_resume(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent_keys: dict[str, Any], replays: bool
+) -> None:
+    """Checkpoints hold conversations that have begun: no turn and no step of the environment happens again.
+
+    A loop that cannot be replayed begins again, and the ledger says so.
+    """
+    if not replays:
+        loops = Path(agent_keys["actor_rollout_ref.rollout.agent.agent_loop_config_path"])
+        loops.write_text(loops.read_text().replace("replays: true", "replays: false"))
     changes = {
         **agent_keys,
         "async_training.mode": "fully_async",
@@ -114,23 +126,38 @@ def test_conversations_go_on_after_a_resume(toy: Toy, tmp_path: Path, agent_keys
         "async_training.max_in_flight": 8,
         "actor_rollout_ref.rollout.max_num_seqs": 6,
         "trainer.save_freq": 2,
+        "trainer.total_training_steps": 5,
     }
-    train(toy.config(tmp_path / "run", {**changes, "trainer.total_training_steps": 2}))
-    result, metrics = train(toy.config(tmp_path / "run", {**changes, "trainer.total_training_steps": 5}))
+    config, learn = toy.config(tmp_path / "run", changes), RayPPOTrainer.learn
+
+    def killed(self: RayPPOTrainer, rollout: Any) -> Any:
+        if self.global_step == 3:
+            raise RuntimeError("killed")
+        return learn(self, rollout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RayPPOTrainer, "learn", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(config)
+    result, metrics = train(config)
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5]
-    assert checked_ledger(result.folder, bound=2).counts()["trained"] == 20
+    ledger = checked_ledger(result.folder, bound=2)
+    assert ledger.counts()["trained"] == 20
     assert [row["num_turns/mean"] for row in metrics] == [pytest.approx(7 / 4)] * 5
     rows = rows_of(result.folder)
     assert len(rows) == 20 * 5
-    assert not [event for row in rows for event in row.get("events", ()) if event["kind"] == "restart"]
+    restarted = [event for row in rows for event in row.get("events", ()) if event["kind"] == "restart"]
+    assert len(restarted) == sum(record.restarted for record in ledger.draws.values())
+    assert bool(restarted) != replays
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_engines_of_their_own(tmp_path: Path, agent_keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_engines_of_their_own(tmp_path: Path, agent_keys: dict[str, Any], mode: str) -> None:
     """On Ray: only there are engines elsewhere, and conversations run on while weights arrive."""
-    folder = train_apart(tmp_path / "run", {**ONE_STEP_OFF, **agent_keys}, use_ray=True)
+    folder = train_apart(tmp_path / "run", {**APART, **agent_keys, "async_training.mode": mode}, use_ray=True)
     metrics = RunFolder(folder).read_metrics()
     assert [row["num_turns/mean"] for row in metrics] == [pytest.approx(7 / 4)] * 4
     assert checked_ledger(folder, bound=1).counts()["trained"] == 16
@@ -149,3 +176,60 @@ def test_turns_over_several_rows_learn(toy: Toy, tmp_path: Path, agent_keys: dic
     first, last = mean_of(rows[:3], "critic/score/mean"), mean_of(rows[-3:], "critic/score/mean")
     assert last > first + 0.5
     assert {row["num_turns/mean"] for row in rows} == {3.0}
+
+
+PROGRAM = """
+import json, os, urllib.request
+
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=60))
+
+task = json.loads(os.environ["DOVETAIL_TASK"])
+messages, said = task["messages"], ""
+for turn in range(2):
+    body = {"model": "policy", "messages": messages, "max_tokens": 4}
+    message = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)["choices"][0]["message"]
+    messages += [message, {"role": "user", "content": "more"}]
+    said += message["content"]
+share = sum(ord(letter) < 128 for letter in said) / max(1, len(said))
+post(os.environ["DOVETAIL_FINISH_URL"], {"reward": 10 + share})
+"""
+TOOLBOX = """
+from dovetail.agents.tools.functions import FunctionToolbox
+
+
+class Service(FunctionToolbox):
+    def __init__(self, file: str) -> None:
+        super().__init__([])
+        self.file = file
+
+    async def close(self) -> None:
+        open(self.file, "a").write("closed")
+"""
+
+
+def test_a_program_is_trained_over_its_endpoint(toy: Toy, tmp_path: Path) -> None:
+    """A whole run, because here alone a program, the endpoint, the engine's stream and the trainer meet.
+
+    Tools are closed when the run is over.
+    """
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    (tmp_path / "service.py").write_text(TOOLBOX)
+    (tmp_path / "tools.yaml").write_text(
+        f"tools: [{{class_name: '{tmp_path}/service.py:Service', config: {{file: {tmp_path}/log}}}}]"
+    )
+    keys = {
+        "actor_rollout_ref.rollout.agent.command": f"{sys.executable} {tmp_path / 'agent.py'}",
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path": str(tmp_path / "tools.yaml"),
+        "actor_rollout_ref.rollout.n": 2,
+        "data.train_batch_size": 2,
+        "data.max_response_length": 48,
+        "trainer.total_training_steps": 2,
+    }
+    result, metrics = train(toy.config(tmp_path / "run", keys))
+    assert [row["num_turns/mean"] for row in metrics] == [2.0, 2.0]
+    assert all(10 < row["critic/score/mean"] < 11 and row["actor/grad_norm"] > 0 for row in metrics)
+    assert {row["outcome"] for row in rows_of(result.folder)} == {"finished"}
+    assert (tmp_path / "log").read_text() == "closed"
