@@ -1,5 +1,6 @@
 """Resolve a configuration without starting anything: notices, the plan, and a verdict.
 
+  dovetail check model=models/policy data=prompts.jsonl reward=gsm8k
   dovetail check recipe.yaml trainer.nnodes=2
   dovetail check --overrides-file launch.txt actor_rollout_ref.model.path=~/models/Qwen2.5-7B
   dovetail check recipe.yaml async_training.mode=fully_async --like runs/synchronous
@@ -25,6 +26,7 @@ from dovetail.config.load import load_config
 from dovetail.config.plan import Plan, Shapes, make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.trainer.async_plan import AsyncPlan, RecordsError, make_async_plan
+from dovetail.trainer.choose import choose_open_keys
 from dovetail.trainer.inputs import missing_inputs
 
 if TYPE_CHECKING:
@@ -70,6 +72,13 @@ def run(args: argparse.Namespace) -> int:
     files, overrides = split_arguments(args.items)
     try:
         loaded = load_config(files, overrides, overrides_files=args.overrides_file)
+        loaded = choose_open_keys(
+            loaded,
+            look_at_files=not args.no_files,
+            # In full keys a plan is for any machine, and is made without torch.
+            look_at_machine=loaded.uses_short_names and not args.no_files,
+            device_memory_gib=args.device_memory_gib,
+        )
     except ConfigError as error:
         return _report(args.format, None, [], error.problems)
     shapes = read_shapes(loaded.config)
@@ -83,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         look_for_files=not args.no_files,
         like=args.like,
         lengths=args.lengths,
+        choices=loaded.choices,
     )
 
 
@@ -96,6 +106,7 @@ def report(
     look_for_files: bool = True,
     like: Path | None = None,
     lengths: tuple[float, float] | None = None,
+    choices: Sequence[Notice] = (),
 ) -> int:
     """Check a loaded configuration and print what came out."""
     findings = [*(missing_inputs(config) if look_for_files else []), *check_config(config, shapes.policy)]
@@ -109,7 +120,7 @@ def report(
             schedule = make_async_plan(config, None if like is None else _records(config, like, lengths))
         except RecordsError as error:
             findings.append(Problem("--like", str(error)))
-    return _report(output, plan, notices, findings, schedule)
+    return _report(output, plan, notices, findings, schedule, choices)
 
 
 def _records(config: DovetailConfig, like: Path, lengths: tuple[float, float] | None) -> RunRecords:
@@ -139,14 +150,15 @@ def _report(
     notices: Sequence[Notice],
     problems: Sequence[Problem],
     schedule: AsyncPlan | None = None,
+    choices: Sequence[Notice] = (),
 ) -> int:
     valid = all(problem.severity != "error" for problem in problems)
     if output == "json":
-        sys.stdout.write(json.dumps(_as_json(valid, plan, notices, problems, schedule), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_as_json(valid, plan, notices, problems, schedule, choices), indent=2) + "\n")
     else:
         from dovetail.cli.show_plan import show
 
-        show(plan, notices, problems, schedule)
+        show(plan, notices, problems, schedule, choices=choices)
     if not valid:
         return INVALID
     return TOO_BIG if plan is not None and plan.memory is not None and not plan.memory.fits else VALID
@@ -158,9 +170,11 @@ def _as_json(
     notices: Sequence[Notice],
     problems: Sequence[Problem],
     schedule: AsyncPlan | None,
+    choices: Sequence[Notice],
 ) -> dict[str, Any]:
     return {
         "valid": valid,
+        "chosen": [{"key": choice.key, "message": choice.message} for choice in choices],
         "problems": [{"severity": f.severity, "key": f.key, "message": f.message} for f in problems],
         "notices": [{"key": notice.key, "message": notice.message} for notice in notices],
         "plan": plan.to_dict() if plan else None,

@@ -45,20 +45,28 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.out is None:
             raise FileNotFoundError("OUT is missing: name the folder to write, or ask for --list.")
-        if args.out.exists():
-            raise FileExistsError(f"{args.out} exists already; give a name that is free, or remove it.")
-        folder = checkpoint_folder(args.checkpoint)
-        config = _run_config(folder, args.model)
-        if args.adapter:
-            export_adapter(config, folder, args.out)
-        else:
-            export_checkpoint(config, folder, args.out, dtype=args.dtype)
+        folder = export_run(args.checkpoint, args.out, dtype=args.dtype, model=args.model, adapter=args.adapter)
     except (ConfigError, BrokenCheckpoint, FileNotFoundError, FileExistsError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     trained = "reward model" if config.trainer.method == "reward" else "policy"
     sys.stdout.write(f"the {'adapter' if args.adapter else trained} of {folder} is in {args.out}\n")
     return 0
+
+
+def export_run(
+    given: Path, out: Path, *, dtype: str | None = None, model: str | None = None, adapter: bool = False
+) -> Path:
+    """Export a checkpoint folder, or the newest checkpoint of a run folder; returns the checkpoint's folder."""
+    if out.exists():
+        raise FileExistsError(f"{out} exists already; give a name that is free, or remove it.")
+    folder = checkpoint_folder(given)
+    config = _run_config(folder, model)
+    if adapter:
+        export_adapter(config, folder, out)
+    else:
+        export_checkpoint(config, folder, out, dtype=dtype)
+    return folder
 
 
 def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype: str | None = None) -> None:

@@ -30,19 +30,20 @@ def show(
     findings: Sequence[Problem],
     schedule: AsyncPlan | None = None,
     console: Console | None = None,
+    choices: Sequence[Notice] = (),
 ) -> None:
-    """Print notices, the plan (when there is one), problems and the verdict."""
+    """Print notices, what was chosen, the plan (when there is one), problems and the verdict."""
     if console is not None:
-        _draw(console, plan, notices, findings, schedule)
+        _draw(console, plan, notices, findings, schedule, choices)
         return
     console = Console(highlight=False)
     if console.is_terminal:
-        _draw(console, plan, notices, findings, schedule)
+        _draw(console, plan, notices, findings, schedule, choices)
         return
     # Rich fills every line up to the width; in a log or a file only the text should remain.
     console = Console(highlight=False, width=WIDTH, no_color=True)
     with console.capture() as captured:
-        _draw(console, plan, notices, findings, schedule)
+        _draw(console, plan, notices, findings, schedule, choices)
     sys.stdout.write(_without_padding(captured.get()))
 
 
@@ -52,8 +53,10 @@ def _draw(
     notices: Sequence[Notice],
     findings: Sequence[Problem],
     schedule: AsyncPlan | None,
+    choices: Sequence[Notice],
 ) -> None:
     _bullets(console, "Notices", "cyan", [str(notice) for notice in notices])
+    _bullets(console, "Chosen", "cyan", [choice.message for choice in choices])
     if plan is not None:
         if plan.model is not None:
             _heading(console, "Model")

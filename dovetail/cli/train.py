@@ -1,5 +1,8 @@
 """Train: `dovetail train [FILE.yaml ...] key=value ...`. Runs on the GPUs of this machine, or on its CPU.
 
+  dovetail train model=Qwen/Qwen2.5-0.5B-Instruct data=prompts.jsonl reward=my_reward.py:score
+
+Three things are enough; the rest is chosen to fit, and `dovetail check` with the same words shows what and why.
 With `algorithm.filter_groups.enable=True` groups without signal are generated anew (DAPO).
 """
 
@@ -14,6 +17,7 @@ from pathlib import Path
 
 from dovetail.config import ConfigError, load_config
 from dovetail.config.arguments import split_arguments
+from dovetail.trainer.choose import choose_open_keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +38,14 @@ def run(args: argparse.Namespace, method: str | None = None) -> int:
         overrides = [*overrides, f"trainer.method={method}"]
     try:
         loaded = load_config(files, overrides, overrides_files=args.overrides_file)
+        loaded = choose_open_keys(loaded, one_process=args.local)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     for notice in loaded.notices:
         sys.stderr.write(f"notice: {notice.key}: {notice.message}\n")
+    for choice in loaded.choices:
+        sys.stderr.write(f"chosen: {choice.message}\n")
     # Heavy imports come after the configuration is known to be right.
     from dovetail.controller import WorkerError
     from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError

@@ -6,7 +6,7 @@ Order, later wins: YAML files, launch lists, overrides. Checks that relate sever
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from dovetail.config.files import read_yaml, resolve_interpolations
 from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.overrides import Override, parse_overrides, read_overrides_file
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate import foreign_key, translate
+from dovetail.config.translate import expand, foreign_key, translate
 from dovetail.config.tree import Tree, leaves, merge, put, remove
 from dovetail.config.validate import build, default_tree, suggestion, unknown_keys
 
@@ -33,6 +33,10 @@ class LoadedConfig:
     """What was set, in today's spelling, without defaults."""
     sources: dict[str, str]
     """Where each set key comes from: a file, or `override`."""
+    uses_short_names: bool = False
+    """Whether a short name (`model=`, `data=`, `reward=`) was used, so that `trainer.choose` fits open keys."""
+    choices: tuple[Notice, ...] = ()
+    """What was chosen for open keys, and why."""
 
 
 def load_config(
@@ -40,14 +44,19 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     overrides_files: Sequence[Path | str] = (),
+    values: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """Build the configuration. Raises `ConfigError` with every problem found."""
+    """Build the configuration. Raises `ConfigError` with every problem found.
+
+    `values` are Python's own: sections in sections, dotted keys, or both. They come last.
+    """
     draft = _Draft()
     for file in files:
         draft.add_file(Path(file))
     for file in overrides_files:
         draft.add_overrides_file(Path(file))
     draft.add_overrides(overrides)
+    draft.add_values(values or {})
     return draft.finish()
 
 
@@ -61,6 +70,7 @@ class _Draft:
         self.notices: list[Notice] = []
         self.unset: dict[str, str] = {}
         """Keys that a file leaves open (`???`), with the file."""
+        self.uses_short_names = False
 
     def add_file(self, path: Path) -> None:
         path = Path(os.path.expanduser(path))
@@ -69,8 +79,9 @@ class _Draft:
         except ValueError as error:
             self.problems.append(Problem(str(path), f"{error}."))
             return
-        merge(self.tree, loaded)
+        merge(self.tree, {name: value for name, value in loaded.items() if expand(name, value) is None})
         self.sources |= {key: str(path) for key, _ in leaves(loaded)}
+        self._add([Override(name, value, str(path)) for name, value in loaded.items() if expand(name, value)])
 
     def add_overrides_file(self, path: Path) -> None:
         path = Path(os.path.expanduser(path))
@@ -92,6 +103,9 @@ class _Draft:
         self.problems += parsed.problems
         self.notices += parsed.notices
 
+    def add_values(self, values: Mapping[str, Any]) -> None:
+        self._add([Override(name, value, "Python") for name, value in values.items()])
+
     def finish(self) -> LoadedConfig:
         values = self._resolved()
         translated = translate(values)
@@ -110,7 +124,7 @@ class _Draft:
         for key, value in kept.items():
             put(tree, key, value)
         sources = {key: self._source(translated.spelling.get(key, key)) for key in kept}
-        return LoadedConfig(config, tuple(dict.fromkeys(self.notices)), tree, sources)
+        return LoadedConfig(config, tuple(dict.fromkeys(self.notices)), tree, sources, self.uses_short_names)
 
     def _left_open(self, config: DovetailConfig | None) -> list[Problem]:
         """A key that is `???` must be set, unless this run does not read it."""
@@ -129,11 +143,14 @@ class _Draft:
             if override.delete:
                 self._delete(override.key)
                 continue
-            try:
-                put(self.tree, override.key, override.value)
-            except ValueError as error:
-                self.problems.append(Problem(override.key, f"{override.key}: {error}."))
-            self.sources[override.key] = override.source
+            keys = expand(override.key, override.value)
+            self.uses_short_names |= keys is not None
+            for key, value in ({override.key: override.value} if keys is None else keys).items():
+                try:
+                    put(self.tree, key, value)
+                except ValueError as error:
+                    self.problems.append(Problem(key, f"{key}: {error}."))
+                self.sources[key] = override.source
 
     def _delete(self, key: str) -> None:
         known = find_key(DovetailConfig, key) is not None or key in sections(DovetailConfig)

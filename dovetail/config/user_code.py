@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE_PREFIX = "pkg://"
+PICKLED = ".pkl"
+"""A function that was given to the Python API and that no module has by name, such as one of a notebook."""
 
 
 class UserCodeError(ValueError):
@@ -21,10 +23,12 @@ class UserCodeError(ValueError):
 
 
 def load_user_object(path: str, name: str, *, key: str) -> Any:
-    """The object `name` of a Python file, or of a module given as `pkg://package.module`.
+    """The object `name` of a Python file, or of a module given as `pkg://package.module`; a `.pkl` file is one object.
 
     `key` is the configuration key that holds the path, for the messages: `custom_reward_function.path`.
     """
+    if path.endswith(PICKLED):
+        return _unpickle(path, key)
     module = _import_module(path.removeprefix(PACKAGE_PREFIX), key) if _is_module(path) else _import_file(path, key)
     if not hasattr(module, name):
         public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
@@ -58,6 +62,16 @@ def _import_module(name: str, key: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise UserCodeError(f"{key}={PACKAGE_PREFIX}{name} cannot be imported: {error}") from error
+
+
+def _unpickle(path: str, key: str) -> Any:
+    """Runs code, as importing a file does: it is the user's own, and named in the configuration."""
+    import cloudpickle
+
+    try:
+        return cloudpickle.loads(Path(path).expanduser().read_bytes())
+    except Exception as error:  # unpickling imports what the function uses, and that may raise anything
+        raise UserCodeError(f"{key}={path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _import_file(path: str, key: str) -> ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,8 +28,10 @@ class Tracker:
         experiment: str,
         config: Mapping[str, Any],
         console: StepConsole | None = None,
+        on_step: Callable[[int, dict[str, float]], None] | None = None,
     ) -> None:
         check_logger_names(names)
+        self._on_step = on_step
         self.folder = folder
         self._console = console if "console" in names else None
         facts = RunFacts(project, experiment, config, folder.path)
@@ -43,6 +45,8 @@ class Tracker:
             self._console.end_step(step, numbers)
         for sink in self._sinks:
             sink.log(step, numbers)
+        if self._on_step is not None and step > 0:  # 0 is a validation before the first step
+            self._on_step(step, numbers)
 
     def event(self, kind: str, step: int, **facts: Any) -> None:
         """Record something that happened beside the numbers."""

@@ -1,8 +1,7 @@
 """How a reward function is named, found and called. Torch-free: it runs inside the scoring processes.
 
-A function takes `(data_source, solution_str, ground_truth, extra_info)` by name, plus its own keyword arguments, and
-returns a number or a dict with `score` and further columns; it may be `async`. A batch function takes the plural names
-and lists, and returns a list.
+A function takes arguments by name (`dovetail.rewards.signatures`), plus its own keyword arguments, and returns a number
+or a dict with `score` and further columns; it may be `async`. A batch function takes lists and returns one.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from typing import Any
 from dovetail.config.user_code import load_user_object
 from dovetail.rewards.decoding import DecoderSource
 from dovetail.rewards.errors import RewardError
-
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+from dovetail.rewards.signatures import ARGUMENTS, BATCH_ARGUMENTS, adapt_function
 
 
 @dataclass(frozen=True)
@@ -55,21 +52,16 @@ class StartMessage:
 
 
 def load_function(spec: FunctionSpec, arguments: Sequence[str] = ARGUMENTS) -> Callable[..., Any]:
-    """Import the function and check that it takes the arguments it will be given."""
+    """Import the function, and make it one that takes the arguments it will be given."""
     importlib.invalidate_caches()
     function = load_user_object(spec.path, spec.name, key=spec.key)
     if not callable(function):
         raise RewardError(f"{spec.name} of {spec.path} is a {type(function).__name__}, not a function.")
     try:
-        inspect.signature(function).bind(**dict.fromkeys(arguments), **spec.kwargs)
+        return adapt_function(function, arguments, spec.kwargs)
     except TypeError as error:
-        raise RewardError(
-            f"{spec.name} of {spec.path} cannot be called with ({', '.join([*arguments, *spec.kwargs])}): {error}. "
-            f"A reward function takes ({', '.join(arguments)}, **kwargs)."
-        ) from None
-    except ValueError:
-        pass  # Built-in callables without a signature are taken at their word.
-    return function
+        shown = ", ".join([*arguments, *spec.kwargs])
+        raise RewardError(f"{spec.name} of {spec.path} cannot be called with ({shown}): {error}") from None
 
 
 def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> Any:

@@ -14,7 +14,7 @@ from dovetail.config.errors import Problem, name_some
 from dovetail.config.hub import is_hub_name
 from dovetail.config.installed import missing_libraries
 from dovetail.config.root import DovetailConfig
-from dovetail.config.user_code import PACKAGE_PREFIX
+from dovetail.config.user_code import PACKAGE_PREFIX, PICKLED
 from dovetail.data.errors import DataError
 
 
@@ -126,6 +126,8 @@ def _why_not_there(path: str, name: str) -> str | None:
     file = Path(path).expanduser()
     if not file.is_file():
         return f"there is no file {file.absolute()}; give a Python file or {PACKAGE_PREFIX}module."
+    if file.suffix == PICKLED:
+        return None
     try:
         defined = _defined(ast.parse(file.read_bytes(), str(file)).body)
     except (SyntaxError, ValueError) as problem:

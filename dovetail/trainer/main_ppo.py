@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dovetail.config import load_config
 from dovetail.config.arguments import split_arguments
 from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
+from dovetail.trainer.choose import choose_open_keys
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.run import USER_ERRORS, run_training, stopped_message
 
@@ -25,8 +26,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[RayPPOTrainer] |
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     files, overrides = split_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        loaded = load_config(files, overrides)
-        for notice in loaded.notices:
+        loaded = choose_open_keys(load_config(files, overrides))
+        for notice in (*loaded.notices, *loaded.choices):
             logging.getLogger(__name__).info("%s: %s", notice.key, notice.message)
         result = run_ppo(loaded.config, trainer_class=trainer_class)
     except USER_ERRORS as error:

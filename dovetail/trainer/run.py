@@ -58,6 +58,10 @@ USER_ERRORS = (
 """Errors that a user can fix: commands print only the message and exit with 2. All others keep their traceback."""
 
 
+OnStep = Callable[[int, dict[str, float]], str | None]
+"""`(step, metrics)`; the run ends after this step, with a checkpoint, when it returns "stop"."""
+
+
 @dataclass(frozen=True)
 class RunResult:
     """The outcome of a run."""
@@ -76,10 +80,11 @@ def run_training(
     use_ray: bool = True,
     console: Callable[[str, int], StepConsole] = make_console,
     recording: Recording | None = None,
+    on_step: OnStep | None = None,
 ) -> RunResult:
     """Train as the configuration says. `use_ray=False` runs everything in this process, for a debugger.
 
-    With a `recording` nothing is generated: its batches are trained on.
+    With a `recording` nothing is generated: its batches are trained on. `on_step` is called after every step.
 
     Errors in keys, files, columns and reward functions are raised before a process is started.
     """
@@ -109,6 +114,7 @@ def run_training(
         if config.generates:  # the plan is made of the phases of RL
             folder.write_plan(make_plan(config, shapes).to_dict())
         view = console(f"{settings.project_name}/{settings.experiment_name}", method.total_steps)
+        stop = StopRequest()
         tracker = open_things.enter_context(
             Tracker(
                 settings.loggers,
@@ -117,6 +123,7 @@ def run_training(
                 experiment=settings.experiment_name,
                 config=config.model_dump(mode="json"),
                 console=view,
+                on_step=None if on_step is None else _watched(on_step, stop),
             )
         )
         if use_ray:
@@ -125,7 +132,6 @@ def run_training(
         if not use_gpu:
             warn_of_slow_bfloat16(config)
         method.cluster_started(use_gpu=use_gpu)
-        stop = StopRequest()
         open_things.enter_context(stop.listening())  # after Ray's start, which sets a handler of its own
         trainer = method.create_trainer(
             tracker, lambda: _create_groups(method, folder.path, use_gpu=use_gpu), on_phase=view.phase, stop=stop
@@ -150,6 +156,14 @@ def stopped_message(result: RunResult, config: DovetailConfig) -> str:
     has = f"its checkpoint is {result.folder}/global_step_{result.steps}" if result.steps else "nothing was trained yet"
     line = resume_line(resume_mode=config.trainer.resume_mode)
     return f"{name}: stopped after step {result.steps}; {has}. Go on with:\n  {line}\n"
+
+
+def _watched(on_step: OnStep, stop: StopRequest) -> Callable[[int, dict[str, float]], None]:
+    def call(step: int, metrics: dict[str, float]) -> None:
+        if on_step(step, metrics) == "stop":
+            stop.asked_by = "on_step"
+
+    return call
 
 
 def _create_groups(method: Method, folder: Path, *, use_gpu: bool) -> TrainedGroups:

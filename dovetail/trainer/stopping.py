@@ -38,6 +38,8 @@ class StopRequest:
         self.is_training = False
         self.phase: str | None = None
         """The last phase that has ended."""
+        self.asked_by: str | None = None
+        """Who asked the run to end after the current step, other than a signal."""
         self._can_give_up = False
 
     @contextmanager
@@ -64,8 +66,8 @@ class StopRequest:
 
     @property
     def name(self) -> str | None:
-        """The signal that was sent; None: go on."""
-        return None if self.signum is None else signal.Signals(self.signum).name
+        """The signal that was sent, or who else asked to stop; None: go on."""
+        return self.asked_by if self.signum is None else signal.Signals(self.signum).name
 
     def begin_step(self) -> None:
         self._can_give_up = True

@@ -1,0 +1,9 @@
+"""Training from Python: `dovetail.GRPO(model=..., data=..., reward=...).train()`. See docs/python.md.
+
+Builds the configuration that `dovetail train` builds, and calls the same `run_training`.
+"""
+
+from dovetail.api.run import Run
+from dovetail.api.trainers import DAPO, GRPO, PPO, RLOO
+
+__all__ = ["DAPO", "GRPO", "PPO", "RLOO", "Run"]

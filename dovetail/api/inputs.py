@@ -1,0 +1,93 @@
+"""Data and rewards given as Python objects, as files that the processes of a run can read. Starts nothing."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.config.errors import ConfigError, Problem
+
+Data = str | Path | Iterable[Any]
+"""Files by path, or rows: a list of dicts, a `datasets.Dataset`, a `pandas.DataFrame`."""
+Reward = str | Path | Callable[..., Any] | Sequence[Any]
+"""A function, `file.py:function`, the name of a built-in rule, a reward model's path; or several of them, summed."""
+
+
+def data_files(data: Data, folder: Path, name: str) -> str | list[str]:
+    """The paths of `data`. Rows are written to `folder`, one JSON object per line."""
+    if isinstance(data, str | Path):
+        return str(data)
+    to_dict = getattr(data, "to_dict", None)
+    if hasattr(data, "iterrows") and callable(to_dict):  # pandas
+        data = to_dict("records")
+    entries = list(data)
+    if entries and all(isinstance(entry, str | Path) for entry in entries):
+        return [str(entry) for entry in entries]
+    wrong = next((entry for entry in entries if not isinstance(entry, Mapping)), None)
+    if not entries or wrong is not None:
+        shown = "it is empty" if not entries else f"it holds a {type(wrong).__name__}, {str(wrong)[:60]!r}"
+        raise ConfigError(
+            [
+                Problem(
+                    name,
+                    f"{name}: {shown}; give a path, a list of paths, or rows such as {{'prompt': 'What is 1+1?'}}.",
+                )
+            ]
+        )
+    return str(_write(entries, folder / "data" / f"{name}.jsonl", name))
+
+
+def reward_text(reward: Reward, folder: Path) -> str | list[str]:
+    """`reward` as the short name takes it: functions by their address."""
+    if isinstance(reward, str | Path):
+        return str(reward)
+    if callable(reward):
+        return _address(reward, folder / "reward.pkl")
+    return [
+        _address(each, folder / f"reward_{number}.pkl") if callable(each) else str(each)
+        for number, each in enumerate(reward)
+    ]
+
+
+def parameters(reward: Reward) -> list[str]:
+    """The parameters of a reward function; of anything else none."""
+    if not callable(reward):
+        return []
+    try:
+        return list(inspect.signature(reward).parameters)
+    except ValueError:
+        return []
+
+
+def _address(function: Callable[..., Any], file: Path) -> str:
+    """Where a scoring process finds the function: its module, or a file with the pickled function.
+
+    Functions of `__main__` (a notebook, a script), local functions and lambdas are pickled by value.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
+    if module not in (None, "__main__") and getattr(sys.modules.get(str(module)), name, None) is function:
+        return f"pkg://{module}:{name}"
+    import cloudpickle
+
+    try:
+        pickled = cloudpickle.dumps(function)
+    except Exception as error:  # a function may hold anything, and pickling it may raise anything
+        words = f"{name or function!r} cannot be sent to the scoring processes ({type(error).__name__}: {error})"
+        fix = "open files, locks and models inside the function, or put it into a module of its own"
+        raise ConfigError([Problem("reward", f"reward: {words}; {fix}.")]) from error
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(pickled)
+    return f"{file}:{name or type(function).__name__}"
+
+
+def _write(rows: list[Mapping[str, Any]], file: Path, name: str) -> Path:
+    from dovetail.data.files import write_rows
+
+    try:
+        return write_rows(rows, file)
+    except TypeError as error:
+        words = f"{name}: a row holds what JSON cannot ({error}); write a parquet file and give its path"
+        raise ConfigError([Problem(name, f"{words}.")]) from error

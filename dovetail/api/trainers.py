@@ -1,0 +1,205 @@
+"""`GRPO`, `PPO`, `DAPO`, `RLOO`: a training run as a Python object. Each is a preset of the same configuration."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from dovetail.api.inputs import Data, Reward, data_files, parameters, reward_text
+from dovetail.api.run import Run
+from dovetail.config import DovetailConfig, LoadedConfig, Notice, load_config
+from dovetail.config.tree import leaves
+from dovetail.rewards.signatures import takes_lists
+
+OnStep = Callable[[int, dict[str, float]], Literal["stop"] | None]
+"""`(step, metrics)`, called after every step; the run ends there, with a checkpoint, when it returns `"stop"`."""
+
+
+class Trainer:
+    """What every method shares: the configuration, the run folder, `train`. Use `GRPO` or one of the others.
+
+    Args:
+        model: Folder of the model, or its name on the hub (`Qwen/Qwen2.5-0.5B-Instruct`).
+        data: Prompts: a path (parquet, JSON lines, `hf://datasets/...`), a list of dicts, a `datasets.Dataset` or a
+            `pandas.DataFrame`. A row has `prompt`, text or chat messages, and any other columns.
+        val_data: Prompts that are answered before, and after, training.
+        engine: What generates: `native`, `vllm` or `sglang`.
+        output: Run folder. A run that was stopped there continues. Default: a new folder below `runs/`.
+        steps: Training steps. Default: every prompt once.
+        lr: Learning rate.
+        config: Any other key of docs/configuration.md: sections in sections, dotted keys, or both.
+        ray: True: workers are Ray actors, here or on the cluster of `ray_init.address`. False: everything in this
+            process, on one device. Default: Ray where there is more than one device.
+        on_step: Called with `(step, metrics)` after every step; return `"stop"` to end the run.
+        **overrides: Dotted keys too, as in `**{"trainer.seed": 1}`.
+    """
+
+    preset: ClassVar[Mapping[str, Any]] = {}
+    """The keys that make this method what it is. Keys that the caller sets win."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        data: Data,
+        *,
+        val_data: Data | None = None,
+        engine: str | None = None,
+        output: str | Path | None = None,
+        steps: int | None = None,
+        lr: float | None = None,
+        config: Mapping[str, Any] | None = None,
+        ray: bool | None = None,
+        on_step: OnStep | None = None,
+        **overrides: Any,
+    ) -> None:
+        self._data, self._val_data = data, val_data
+        self._ray, self._on_step = ray, on_step
+        short = {"model": str(model), "engine": engine, "steps": steps, "lr": lr}
+        self._short = {name: value for name, value in short.items() if value is not None}
+        self._keys = {**dict(leaves(config or {})), **overrides}
+        folder = output or self._keys.get("trainer.default_local_dir") or self._keys.get("output")
+        self._folder = Path(folder).expanduser() if folder else _new_folder(type(self).__name__.lower())
+        self._loaded: LoadedConfig | None = None
+
+    @property
+    def config(self) -> DovetailConfig:
+        """The whole configuration of the run, with what was chosen for open keys."""
+        return self._load().config
+
+    @property
+    def choices(self) -> tuple[Notice, ...]:
+        """What was chosen for open keys, and why."""
+        return self._load().choices
+
+    def check(self) -> bool:
+        """Print what `dovetail check` prints: choices, plan and problems. True when the run can start."""
+        from dovetail.cli.check import report
+        from dovetail.config.plan import read_shapes
+
+        loaded = self._load()
+        return report(loaded.config, read_shapes(loaded.config), loaded.notices, choices=loaded.choices) == 0
+
+    def train(self) -> Run:
+        """Train to the last step, and return the run. Called again, it continues from the newest checkpoint."""
+        from dovetail.trainer.run import run_training
+
+        config = self._load().config
+        run_training(config, use_ray=self._uses_ray(config), on_step=self._on_step)
+        return Run(config.trainer.run_dir)
+
+    def _load(self) -> LoadedConfig:
+        if self._loaded is None:
+            from dovetail.trainer.choose import choose_open_keys
+
+            loaded = load_config(values=self._values())
+            self._loaded = choose_open_keys(loaded, one_process=self._ray is False)
+        return self._loaded
+
+    def _values(self) -> dict[str, Any]:
+        """Later entries win."""
+        data: dict[str, Any] = {"data": data_files(self._data, self._folder, "data")}
+        if self._val_data is not None:
+            data["val_data"] = data_files(self._val_data, self._folder, "val_data")
+        return {**self.preset, **self._short, **data, **self._keys, "output": str(self._folder)}
+
+    def _uses_ray(self, config: DovetailConfig) -> bool:
+        if self._ray is not None:
+            return self._ray
+        devices = config.trainer.world_size + config.actor_rollout_ref.rollout.own_devices
+        return devices > 1 or config.ray_init.address is not None
+
+
+class _RL(Trainer):
+    """Trainers that learn from a reward."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        data: Data,
+        reward: Reward | None = None,
+        *,
+        val_data: Data | None = None,
+        engine: str | None = None,
+        output: str | Path | None = None,
+        steps: int | None = None,
+        lr: float | None = None,
+        config: Mapping[str, Any] | None = None,
+        ray: bool | None = None,
+        on_step: OnStep | None = None,
+        **overrides: Any,
+    ) -> None:
+        super().__init__(
+            model, data, val_data=val_data, engine=engine, output=output, steps=steps, lr=lr, config=config, ray=ray,
+            on_step=on_step, **overrides,
+        )  # fmt: skip
+        self._reward = reward
+
+    def _values(self) -> dict[str, Any]:
+        values = super()._values()
+        if self._reward is None:
+            return values
+        if takes_lists(parameters(self._reward)):
+            values.setdefault("reward_model.reward_manager", "batch")
+        return {"reward": reward_text(self._reward, self._folder), **values}
+
+
+class GRPO(_RL):
+    """Group relative policy optimisation: each response against the others to its prompt.
+
+        def score(response, answer):
+            return float(answer in response)
+
+        rows = [{"prompt": "What is 2+3?", "answer": "5"}, ...]
+        run = dovetail.GRPO("Qwen/Qwen2.5-0.5B-Instruct", rows, reward=score).train()
+
+    `reward` is a function, `file.py:function`, the name of a built-in rule (`gsm8k`), a reward model's path, or a list
+    of functions whose scores are added. A function takes what it names: `response`, `prompt` and columns of the row; or
+    verl's `(data_source, solution_str, ground_truth, extra_info)`; or TRL's lists, `(prompts, completions, **columns)`.
+    It returns a number, or a dict with `score`. It runs in processes of its own, one of a notebook too. Without a
+    reward, the column `data_source` of a row names the built-in rule.
+
+    The other arguments are those of `Trainer`.
+    """
+
+    preset: ClassVar[Mapping[str, Any]] = {"algorithm.adv_estimator": "grpo"}
+
+
+class RLOO(_RL):
+    """REINFORCE with the mean of the other responses to the prompt as its baseline. Arguments as for `GRPO`."""
+
+    preset: ClassVar[Mapping[str, Any]] = {"algorithm.adv_estimator": "rloo"}
+
+
+class PPO(_RL):
+    """Proximal policy optimisation with a value network. Arguments as for `GRPO`."""
+
+    preset: ClassVar[Mapping[str, Any]] = {"algorithm.adv_estimator": "gae"}
+
+
+class DAPO(_RL):
+    """GRPO with a wider upper clip and dynamic sampling: groups that all score the same are generated anew.
+
+    Arguments as for `GRPO`.
+    """
+
+    preset: ClassVar[Mapping[str, Any]] = {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.metric": "seq_reward",
+        "algorithm.filter_groups.max_num_gen_batches": 10,
+        "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+        "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+    }
+
+
+def _new_folder(name: str) -> Path:
+    """A folder that no run has; the time tells them apart."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder, number = Path("runs") / f"{name}-{stamp}", 1
+    while folder.exists():
+        number += 1
+        folder = Path("runs") / f"{name}-{stamp}-{number}"
+    return folder.absolute()

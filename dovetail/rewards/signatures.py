@@ -1,0 +1,120 @@
+"""Call a reward function with the arguments that its signature names. Torch-free: it runs in the scoring processes.
+
+    f(data_source, solution_str, ground_truth, extra_info)    verl's form; plural names take a batch
+    f(response, answer)                                       by name: the response, and columns of the prompt's row
+    f(prompts, completions, answer, **kwargs)                 TRL's form: lists, and one score for each response
+
+`response`, `completion` and `solution_str` are the same text. Columns of the row are looked up in `extra_info`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_RESPONSE = ("response", "completion", "solution_str")
+_LISTS = ("completions", "solution_strs")
+
+
+def takes_lists(names: Iterable[str]) -> bool:
+    """Whether a function with these parameters scores many responses at once."""
+    return not set(_LISTS).isdisjoint(names)
+
+
+def adapt_function(
+    function: Callable[..., Any], arguments: Sequence[str], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """`function` as one that takes `arguments` (of a row or a batch) and `kwargs` by name. TypeError if it cannot."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return function  # built-in callables without a signature are taken at their word
+    try:
+        signature.bind(**dict.fromkeys(arguments), **kwargs)
+    except TypeError as error:
+        names = _names(signature)
+        is_batch = tuple(arguments) == BATCH_ARGUMENTS
+        if "completions" in names:
+            return _with_lists(function, signature) if is_batch else _with_lists_of_one(function, signature)
+        if is_batch or set(_RESPONSE).isdisjoint(names):
+            raise TypeError(
+                f"{error}. A reward function takes ({', '.join(arguments)}, **kwargs)"
+                + ("" if is_batch else ", or `response` and any columns of the row by name")
+                + ", or lists as TRL gives them (completions, **kwargs)."
+            ) from None
+        return _by_name(function, signature)
+    return function
+
+
+def _by_name(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    def score(
+        *, data_source: Any, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None, **kwargs: Any
+    ) -> Any:
+        info = extra_info or {}
+        given = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": info}
+        values = {**info, **given, **dict.fromkeys(_RESPONSE, solution_str), **kwargs}
+        return function(**_wanted(signature, values, info))
+
+    return score
+
+
+def _with_lists(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    def score(
+        *, data_sources: Any, solution_strs: Sequence[str], ground_truths: Any, extra_infos: Any, **kwargs: Any
+    ) -> Any:
+        infos = [info or {} for info in extra_infos]
+        columns = {name: [info.get(name) for info in infos] for name in dict.fromkeys(n for i in infos for n in i)}
+        prompts = columns.pop("prompt", [None] * len(infos))
+        completions = [_completion(text, prompt) for text, prompt in zip(solution_strs, prompts, strict=True)]
+        given = {"data_source": data_sources, "ground_truth": ground_truths}
+        values = {**columns, **given, "prompts": prompts, "completions": completions, **kwargs}
+        return function(**_wanted(signature, values, columns))
+
+    return score
+
+
+def _with_lists_of_one(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    batch = _with_lists(function, signature)
+
+    def score(*, data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any) -> Any:
+        row = dict(zip(BATCH_ARGUMENTS, ([data_source], [solution_str], [ground_truth], [extra_info]), strict=True))
+        results = batch(**row, **kwargs)
+        return _only_when_done(results) if inspect.isawaitable(results) else _only(results)
+
+    return score
+
+
+def _only(results: Iterable[Any]) -> Any:
+    (result,) = results
+    return result
+
+
+async def _only_when_done(results: Any) -> Any:
+    return _only(await results)
+
+
+def _completion(text: str, prompt: Any) -> Any:
+    """As TRL gives it: a message when the prompt is a conversation, text when it is text."""
+    return text if prompt is None or isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def _wanted(signature: inspect.Signature, values: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
+    parameters = signature.parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(values)
+    names = _names(signature)
+    missing = [
+        name for name in names if name not in values and signature.parameters[name].default is inspect.Parameter.empty
+    ]
+    if missing:
+        known = ", ".join(sorted(map(str, columns))) or "no other columns"
+        raise TypeError(f"the reward function asks for {', '.join(missing)}; the row has {known}.")
+    return {name: values[name] for name in names if name in values}
+
+
+def _names(signature: inspect.Signature) -> list[str]:
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, parameter in signature.parameters.items() if parameter.kind in by_name]

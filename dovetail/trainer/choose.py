@@ -1,0 +1,312 @@
+"""Choose what a run leaves open, and say why: device, precision, lengths, batch sizes, steps, micro-batches.
+
+A run that uses a short name (`model=`, `data=`, `reward=`) has every open key fitted to the model, the data and the
+machine. A run in full keys keeps their defaults; only a missing micro-batch size, which has none, is chosen. What is
+set is never changed. Torch and transformers are imported where the machine or the prompts are looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dovetail.config.actor import ActorConfig
+from dovetail.config.errors import ConfigError, Notice
+from dovetail.config.load import LoadedConfig
+from dovetail.config.plan import Shapes, make_plan, read_shapes
+from dovetail.config.plan.layout import GIB, make_layouts
+from dovetail.config.root import DovetailConfig
+from dovetail.config.tree import Tree, leaves, put
+from dovetail.config.validate import build
+
+_ARR = "actor_rollout_ref"
+_ACTOR, _ROLLOUT = f"{_ARR}.actor", f"{_ARR}.rollout"
+_CUTS = (f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
+_MOST_TOKENS = int(ActorConfig.model_fields["ppo_max_token_len_per_gpu"].default)
+_MOST_ON_CPU = 4096
+_SPARE = 0.1
+"""Share of the memory that the estimate leaves free."""
+_MOST_ROWS_READ = 10_000
+_PROMPT_COLUMNS = ("question", "problem", "instruction", "query")
+
+
+@dataclass(frozen=True)
+class _Machine:
+    num_gpus: int
+    gib: float | None
+    """Memory of one GPU."""
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """What the training files hold. `longest` is None when the prompts could not be measured."""
+
+    num_rows: int
+    longest: int | None = None
+    num_read: int = 0
+
+
+def choose_open_keys(
+    loaded: LoadedConfig,
+    *,
+    look_at_files: bool = True,
+    look_at_machine: bool = True,
+    one_process: bool = False,
+    device_memory_gib: float | None = None,
+) -> LoadedConfig:
+    """`loaded` with its open keys filled in, and `choices` that say how.
+
+    For a plan of another machine: without `look_at_files` no data is read, without `look_at_machine` no GPU is looked
+    for.
+    """
+    choices = _Choices(loaded)
+    if not loaded.uses_short_names and not choices.is_open(*_CUTS):
+        return loaded
+    on_cluster = bool(loaded.config.ray_init.address or os.environ.get("RAY_ADDRESS"))
+    machine = _machine() if look_at_machine and not on_cluster else None
+    if machine is not None:
+        device_memory_gib = device_memory_gib or machine.gib
+    if loaded.uses_short_names:
+        if machine is not None:
+            _choose_devices(choices, machine, one_process=one_process)
+        _choose_algorithm(choices)
+        shapes = read_shapes(choices.config)
+        context = None if shapes.policy is None else shapes.policy.context_length
+        _choose_lengths(choices, prompts := _prompts(choices) if look_at_files else _Prompts(0), context)
+        _choose_batches(choices, prompts)
+        _choose_run(choices)
+    _choose_micro_batches(choices, device_memory_gib)
+    return replace(loaded, config=choices.config, tree=choices.tree(), choices=tuple(choices.made))
+
+
+class _Choices:
+    """The keys that are set, and what was chosen for others. `config` is what they come to."""
+
+    def __init__(self, loaded: LoadedConfig) -> None:
+        self._set = dict(leaves(loaded.tree))
+        self.made: list[Notice] = []
+        self.config: DovetailConfig = loaded.config
+
+    def is_open(self, *keys: str) -> bool:
+        """Whether none of these keys is set; null leaves a key open."""
+        return all(self._set.get(key) is None for key in keys)
+
+    def choose(self, why: str, **values: Any) -> None:
+        """Set those of `values` that are open (`data__seed` is `data.seed`), for one reason."""
+        self.choose_all(why, {name.replace("__", "."): value for name, value in values.items()})
+
+    def choose_all(self, why: str, values: Mapping[str, Any]) -> None:
+        chosen = {key: value for key, value in values.items() if self.is_open(key)}
+        if not chosen:
+            return
+        self._set |= chosen
+        config, problems = build(self._set)
+        if config is None:
+            raise ConfigError(problems)
+        self.config = config
+        shown = " ".join(f"{key}={value}" for key, value in chosen.items())
+        self.made.append(Notice(next(iter(chosen)), f"{shown}: {why}."))
+
+    def tree(self) -> Tree:
+        tree: Tree = {}
+        for key, value in self._set.items():
+            put(tree, key, value)
+        return tree
+
+
+def _machine() -> _Machine:
+    import torch
+
+    if not torch.cuda.is_available():
+        return _Machine(0, None)
+    return _Machine(torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory / GIB)
+
+
+def _choose_devices(choices: _Choices, machine: _Machine, *, one_process: bool) -> None:
+    device = choices.config.trainer.device
+    if device == "auto" and not machine.num_gpus:
+        choices.choose("this machine shows no GPU", trainer__device="cpu")
+    on_gpu = choices.config.trainer.device != "cpu"
+    if one_process or not on_gpu:
+        why = "one process uses one device" if on_gpu else "one process uses all cores of a CPU"
+        choices.choose(why, trainer__n_gpus_per_node=1)
+    else:
+        choices.choose("the GPUs of this machine", trainer__n_gpus_per_node=machine.num_gpus)
+    if on_gpu:
+        if choices.config.actor_rollout_ref.actor.strategy != "megatron":
+            key = f"{_ARR}.model.use_fused_kernels"
+            choices.choose_all("log-probs without holding the logits of a whole micro-batch", {key: True})
+        return
+    config = choices.config
+    roles = {f"{_ROLLOUT}.dtype": True, f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype": True}
+    roles[f"{_ARR}.ref.fsdp_config.mixed_precision.param_dtype"] = config.uses_reference
+    roles["critic.fsdp_config.mixed_precision.param_dtype"] = config.uses_critic
+    roles["reward_model.model.fsdp_config.mixed_precision.param_dtype"] = config.reward_model.enable
+    why = "many CPUs compute bfloat16 hundreds of times slower"
+    choices.choose_all(why, {key: "float32" for key, used in roles.items() if used})
+
+
+def _choose_algorithm(choices: _Choices) -> None:
+    choices.choose("it needs no value network", algorithm__adv_estimator="grpo")
+    if choices.config.algorithm.adv_estimator != "gae":
+        choices.choose_all("responses to a prompt are compared with each other", {f"{_ROLLOUT}.n": 8})
+    reward = choices.config.custom_reward_function
+    if reward.path is not None and _takes_lists(reward.path, reward.name):
+        choices.choose(f"{reward.name} takes lists of responses", reward_model__reward_manager="batch")
+
+
+def _choose_lengths(choices: _Choices, prompts: _Prompts, context: int | None) -> None:
+    if prompts.longest is not None and choices.is_open("data.max_prompt_length"):
+        length = math.ceil(prompts.longest / 32) * 32
+        sampled = prompts.num_read < prompts.num_rows
+        if sampled:
+            why = f"the longest of {prompts.num_read:,} of {prompts.num_rows:,} prompts has {prompts.longest} tokens"
+            choices.choose("only some prompts were measured", data__filter_overlong_prompts=True)
+        else:
+            why = f"the longest prompt has {prompts.longest} tokens"
+        choices.choose(why, data__max_prompt_length=length)
+    longest = 128 if choices.config.trainer.device == "cpu" else 1024
+    why = "a CPU generates slowly" if longest == 128 else "room for a worked solution"
+    room = None if context is None else context - choices.config.data.max_prompt_length
+    if room is not None and 0 < room < longest:
+        longest, why = room, f"the model's context of {context:,} tokens leaves no more"
+    choices.choose(why, data__max_response_length=longest)
+
+
+def _choose_batches(choices: _Choices, prompts: _Prompts) -> None:
+    config = choices.config
+    most = 8 if config.trainer.device == "cpu" else 64
+    parallel, n = make_layouts(config)["actor"].data_parallel, config.actor_rollout_ref.rollout.n
+    round_size = parallel // math.gcd(parallel, n)
+    if prompts.num_rows:
+        size = 2 ** int(math.log2(max(1, min(most, prompts.num_rows // 8))))
+        why = f"{prompts.num_rows:,} prompts"
+        why += " make at least 8 steps" if size < most else f" make {prompts.num_rows // size:,} steps"
+    else:
+        size, why = most, "a usual size"
+    size = math.ceil(size / round_size) * round_size
+    if prompts.num_rows:
+        # Fewer prompts than one round of all devices: the checks of the run say so.
+        size = min(size, prompts.num_rows)
+    choices.choose(why, data__train_batch_size=size)
+    key = f"{_ACTOR}.ppo_mini_batch_size"
+    choices.choose_all("one update for each batch", {key: choices.config.data.train_batch_size})
+
+
+def _choose_run(choices: _Choices) -> None:
+    if choices.is_open("trainer.total_training_steps"):
+        choices.choose("every prompt once", trainer__total_epochs=1)
+    choices.choose("a checkpoint every 50 steps and at the end", trainer__save_freq=50)
+    if choices.config.trainer.save_freq == 50:
+        choices.choose("older checkpoints are deleted", trainer__max_actor_ckpt_to_keep=1)
+    if choices.is_open("trainer.default_local_dir", "trainer.experiment_name"):
+        config = choices.config
+        parts = [config.actor_rollout_ref.model.path, *config.data.train_paths[:1]]
+        stems = [Path(part.rstrip("/")).name.removesuffix(".parquet").removesuffix(".jsonl") for part in parts if part]
+        name = re.sub(r"[^\w.-]+", "-", "-".join(stems)) or "run"
+        choices.choose("the model and the data", trainer__experiment_name=name)
+
+
+def _choose_micro_batches(choices: _Choices, device_memory_gib: float | None) -> None:
+    """Cut by tokens where neither sequences nor tokens say how much a device computes at a time."""
+    if not choices.is_open(*_CUTS):
+        return
+    choices.choose_all("micro-batches are cut by tokens, whatever the lengths", {_CUTS[0]: True})
+    budget = f"{_ACTOR}.ppo_max_token_len_per_gpu"
+    if choices.is_open(budget):
+        tokens, why = _token_budget(choices, read_shapes(choices.config), device_memory_gib)
+        choices.choose_all(why, {budget: tokens})
+
+
+def _token_budget(choices: _Choices, shapes: Shapes, device_memory_gib: float | None) -> tuple[int, str]:
+    """The most tokens of a micro-batch that the plan's memory estimate has room for in every pass."""
+    config, key = choices.config, f"{_ACTOR}.ppo_max_token_len_per_gpu"
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    most, limit = _MOST_TOKENS, "more tokens are no faster"
+    if config.trainer.device == "cpu":
+        most, limit = _MOST_ON_CPU, "more tokens are no faster on a CPU"
+    trial = _Choices(LoadedConfig(config, (), choices.tree(), {}))
+    trial.choose_all("a trial", {key: longest})
+    plan = make_plan(trial.config, shapes, device_memory_gib=device_memory_gib)
+    least = math.ceil(longest / plan.layouts[0].ranks_per_sequence)
+    if plan.memory is None:
+        return max(least, most), "the model's config.json was not read, so its memory is not known"
+    phases = {phase.name: phase for phase in plan.memory.phases}
+    room = math.inf
+    for batch in plan.batches.passes:
+        if (phase := phases.get(batch.name)) is None:
+            continue
+        flexible = phase.items["activations"] + phase.items["logits"]
+        free = phase.device_bytes * (1 - _SPARE) - (phase.total - flexible)
+        room = min(room, batch.tokens_per_device * max(0.0, free) / max(1.0, flexible))
+    gib = plan.memory.device_bytes / GIB
+    if room < least:
+        return least, f"one longest sequence; the memory plan has room for less in {gib:.0f} GiB"
+    if room < most:
+        return max(least, int(room) // 256 * 256), f"what the memory plan has room for in {gib:.0f} GiB"
+    return max(least, most), limit
+
+
+def _prompts(choices: _Choices) -> _Prompts:
+    """Count the rows of the training files and measure their prompts, some evenly spaced ones of large files."""
+    config = choices.config
+    data, model = config.data, config.actor_rollout_ref.model
+    if data.custom_cls.path is not None or not data.train_paths or not model.path:
+        return _Prompts(0)
+    from dovetail.data.encode import PromptEncoder
+    from dovetail.data.errors import DataError
+    from dovetail.data.files import read_rows
+    from dovetail.models.errors import ModelError
+    from dovetail.models.load import load_tokenizer
+
+    try:
+        files = [read_rows(path) for path in data.train_paths]
+        columns = files[0].columns
+        if data.prompt_key not in columns:
+            column = next((name for name in _PROMPT_COLUMNS if name in columns), data.prompt_key)
+            choices.choose(f"there is no column {data.prompt_key!r}", data__prompt_key=column)
+        num_rows = sum(len(file) for file in files)
+        if 0 <= data.train_max_samples < num_rows:
+            num_rows = data.train_max_samples
+        if not choices.is_open("data.max_prompt_length") or any(
+            key in columns for key in (data.image_key, data.video_key)
+        ):
+            return _Prompts(num_rows)
+        tokenizer = load_tokenizer(data.tokenizer or model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+        if model.custom_chat_template is not None:
+            tokenizer.chat_template = model.custom_chat_template
+        encoder = PromptEncoder(tokenizer, dict(data.apply_chat_template_kwargs))
+        stride = math.ceil(sum(len(file) for file in files) / _MOST_ROWS_READ)
+        key, longest, num_read = choices.config.data.prompt_key, 0, 0
+        for file in files:
+            prompts = [file[row].get(key) for row in range(0, len(file), max(1, stride))]
+            num_read += len(prompts)
+            longest = max([longest, *(len(encoder.encode(prompt, file.path)) for prompt in prompts)])
+    except (DataError, ModelError, FileNotFoundError):
+        return _Prompts(0)  # the checks of the run name what is missing or wrong
+    return _Prompts(num_rows, longest, min(num_read, num_rows))
+
+
+def _takes_lists(path: str, name: str) -> bool:
+    """Whether a function of a file takes lists of responses. Read, not run; other functions are asked by the caller."""
+    from dovetail.rewards.signatures import takes_lists
+
+    file = Path(path).expanduser()
+    if file.suffix != ".py" or not file.is_file():
+        return False
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return False  # the checks of the run say so
+    functions = [
+        node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+    ]
+    arguments = [argument.arg for node in functions for argument in (*node.args.args, *node.args.kwonlyargs)]
+    return takes_lists(arguments)
