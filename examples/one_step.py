@@ -11,29 +11,17 @@ from dovetail.algorithms import get_adv_estimator_fn
 from dovetail.config import load_config
 from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
+from dovetail.trainer.choose import choose_open_keys
 from dovetail.trainer.groups import create_groups
 
-# ---- 1. A configuration. Every key has a default; `dovetail check` says what it comes to. ----
+# ---- 1. A configuration: what is not set is chosen to fit; `dovetail check` says what it comes to. ----
 model = sys.argv[1]
-config = load_config(
-    overrides=[
-        "data.train_files=none",
-        "data.train_batch_size=2",
-        "data.max_prompt_length=64",
-        "data.max_response_length=8",
-        f"actor_rollout_ref.model.path={model}",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.actor.optim.lr=1e-4",
-        "algorithm.adv_estimator=grpo",
-        "trainer.n_gpus_per_node=1",
-        "trainer.device=cpu",
-    ]
-).config
+keys = {"data.max_prompt_length": 64, "data.max_response_length": 8, "actor_rollout_ref.rollout.n": 4}
+loaded = load_config(values={"model": model, "lr": 1e-4, "data.train_batch_size": 2, **keys})
+config = choose_open_keys(loaded, one_process=True).config
 
 # ---- 2. The workers: actor, engine and reference in this process. On a cluster the same calls go to Ray actors. ----
-groups = create_groups(config, use_ray=False, use_gpu=False)
+groups = create_groups(config, use_ray=False, use_gpu=config.trainer.device != "cpu")
 policy = groups.actor_rollout
 policy.init_model(1)
 

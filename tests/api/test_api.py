@@ -1,0 +1,177 @@
+"""`dovetail.GRPO(...).train()` and its kin: whole runs in this process, on a tiny model, and one on Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dovetail
+from dovetail.config import ConfigError
+from tests.ray_workers import quick_workers
+from tests.trainer.toy_run import save_toy_model
+
+pytestmark = pytest.mark.e2e
+
+ROWS = [{"prompt": f"say {n}", "answer": "abc"[n % 3]} for n in range(16)]
+SMALL = {
+    "data.max_response_length": 8,
+    "data.train_batch_size": 2,
+    "actor_rollout_ref.rollout.n": 4,
+    "reward_model.num_workers": 1,
+    "trainer.logger": ["file"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_toy_model(tmp_path_factory.mktemp("api") / "model"))
+
+
+def ascii_share(response: str, answer: str) -> dict[str, Any]:
+    return {"score": sum(ord(letter) < 128 for letter in response) / max(1, len(response)), "has": answer in response}
+
+
+def test_the_package_is_light_until_a_name_is_used() -> None:
+    program = (
+        "import dovetail, sys; print(dir(dovetail), [m for m in ('torch', 'ray', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip().endswith("[]")
+    assert "GRPO" in done.stdout
+    with pytest.raises(AttributeError, match="from Python there are DAPO, GRPO"):
+        dovetail.Grpo  # noqa: B018
+
+
+def test_a_run_of_rows_and_a_function_learns_and_leaves_everything_behind(model: str, tmp_path: Path) -> None:
+    """20 s: training is what is tested. A local function: nothing in its module has it by name."""
+    best = "e"
+
+    def score(response: str) -> float:
+        return sum(letter <= best for letter in response) / max(1, len(response))
+
+    seen: list[int] = []
+    run = dovetail.GRPO(
+        model,
+        ROWS,
+        reward=score,
+        val_data=ROWS[:2],
+        output=tmp_path / "run",
+        steps=6,
+        lr=3e-3,
+        config={"actor_rollout_ref": {"rollout": {"n": 8}}},
+        on_step=lambda step, metrics: seen.append(step),
+        **{name: value for name, value in SMALL.items() if not name.endswith(".n")},
+    ).train()
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert run.steps == 6
+    scores = [row["critic/score/mean"] for row in run.metrics if row["step"] > 0]
+    assert scores[-1] > scores[0] + 0.05
+    assert len(run.samples) == 16
+    assert all("response" in sample and "score" in sample for sample in run.samples)
+    assert run.samples_of(1) != run.samples
+    assert any(name.startswith("val") for name in run.validation)
+    assert run.checkpoint is not None
+    assert run.checkpoint.name == "global_step_6"
+    exported = run.export(tmp_path / "exported")
+    assert (exported / "model.safetensors").exists()
+    with pytest.raises(FileExistsError):
+        run.export(exported)
+    again = dovetail.Run(tmp_path / "run")
+    assert again.metrics == run.metrics
+    # What was given as objects is in the folder: the shell continues the run without this process.
+    assert {"reward.pkl", "data", "config.yaml"} <= {file.name for file in run.folder.iterdir()}
+
+
+def test_a_callback_stops_the_run_with_a_checkpoint_and_train_continues_it(model: str, tmp_path: Path) -> None:
+    def stop(step: int, metrics: dict[str, float]) -> str | None:
+        assert metrics["critic/score/mean"] >= 0
+        return "stop" if step == 1 else None
+
+    def trainer(on_step: Any) -> dovetail.RLOO:
+        return dovetail.RLOO(
+            model, ROWS, ascii_share, output=tmp_path / "run", steps=2, on_step=on_step, config=SMALL, ray=False
+        )
+
+    stopped = trainer(stop).train()
+    assert stopped.steps == 1
+    assert stopped.checkpoint is not None
+    assert stopped.checkpoint.name == "global_step_1"
+    run = trainer(None).train()
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert "reward/has" in run.metrics[-1] or any("has" in name for name in run.metrics[-1])
+
+
+def test_ppo_and_dapo_are_presets_of_the_same_configuration(model: str, tmp_path: Path) -> None:
+    ppo = dovetail.PPO(model, ROWS, ascii_share, output=tmp_path / "ppo", config=SMALL).config
+    assert ppo.uses_critic
+    dapo = dovetail.DAPO(model, ROWS, ascii_share, output=tmp_path / "dapo", config=SMALL)
+    assert dapo.config.algorithm.filter_groups.enable
+    assert dapo.check()
+    own = dovetail.DAPO(model, ROWS, output=tmp_path / "own", **{"actor_rollout_ref.actor.clip_ratio_high": 0.4}).config
+    assert own.actor_rollout_ref.actor.clip_high == 0.4
+    assert own.custom_reward_function.path is None
+
+
+def test_functions_are_found_by_module_and_others_are_pickled(model: str, tmp_path: Path) -> None:
+    config = dovetail.GRPO(model, ROWS, ascii_share, output=tmp_path / "a").config
+    assert config.custom_reward_function.path == f"pkg://{__name__}"
+    config = dovetail.GRPO(model, ROWS, lambda response: 1.0, output=tmp_path / "b").config
+    assert config.custom_reward_function.path == str(tmp_path / "b" / "reward.pkl")
+    config = dovetail.GRPO(model, ROWS, [ascii_share, "gsm8k"], output=tmp_path / "c").config
+    listed = [{"path": f"pkg://{__name__}", "name": "ascii_share"}, {"rule": "gsm8k"}]
+    assert config.reward_model.reward_kwargs["rewards"] == listed
+    config = dovetail.GRPO(model, ROWS, lambda completions, **columns: [], output=tmp_path / "d").config
+    assert config.reward_model.reward_manager == "batch"
+
+
+class Table:
+    """As much of `datasets.Dataset` as is used: iterates over rows."""
+
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+@pytest.mark.parametrize("data", [ROWS, tuple(ROWS), Table()], ids=["list", "tuple", "dataset"])
+def test_rows_of_any_kind_are_written_to_the_run_folder(model: str, tmp_path: Path, data: Any) -> None:
+    config = dovetail.GRPO(model, data, ascii_share, output=tmp_path).config
+    assert config.data.train_paths == (str(tmp_path / "data" / "data.jsonl"),)
+    assert len((tmp_path / "data" / "data.jsonl").read_text().splitlines()) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("data", "reward", "message"),
+    [
+        ([], ascii_share, "data: it is empty"),
+        ([1, 2], ascii_share, "data: it holds a int, '1'"),
+        ([{"prompt": b"bytes"}], ascii_share, "what JSON cannot"),
+        (ROWS, lambda response, lock=sys.stdout: 0.0, "cannot be sent to the scoring processes"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_way_out(
+    model: str, tmp_path: Path, data: Any, reward: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dovetail.GRPO(model, data, reward, output=tmp_path).config  # noqa: B018
+
+
+def test_the_same_lines_run_on_ray(model: str, tmp_path: Path) -> None:
+    """Two workers on Ray, and a function that only this process has."""
+    prefix = "say"
+    run = dovetail.GRPO(
+        model,
+        ROWS,
+        reward=lambda prompt, response: float(prompt.startswith(prefix)),
+        output=tmp_path / "run",
+        steps=1,
+        config={**SMALL, "trainer.n_gpus_per_node": 2, "ray_init.runtime_env": quick_workers()},
+    ).train()
+    assert run.metrics[-1]["critic/score/mean"] == 1.0
+
+
+def test_a_run_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="gone is no folder"):
+        dovetail.Run(tmp_path / "gone")

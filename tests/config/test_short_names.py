@@ -1,0 +1,70 @@
+"""`model=`, `data=`, `reward=`: what they set, from a launch line, a file and Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.config import ConfigError, load_config
+
+pytestmark = pytest.mark.unit
+
+REWARDS = "reward_model.reward_kwargs.rewards"
+
+
+def flat(**values: Any) -> dict[str, Any]:
+    return {name.replace("__", "."): value for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("reward", "keys"),
+    [
+        ("my.py:score", flat(custom_reward_function__path="my.py", custom_reward_function__name="score")),
+        ("my.py", flat(custom_reward_function__path="my.py", custom_reward_function__name="compute_score")),
+        ("pkg://a.b:f", flat(custom_reward_function__path="pkg://a.b", custom_reward_function__name="f")),
+        ("pkg://a.b", flat(custom_reward_function__path="pkg://a.b", custom_reward_function__name="compute_score")),
+        ("gsm8k", {REWARDS: [{"rule": "gsm8k"}]}),
+        ("org/reward-7b", flat(reward_model__enable=True, reward_model__model__path="org/reward-7b")),
+        ("./reward", flat(reward_model__enable=True, reward_model__model__path="./reward")),
+        ("[gsm8k,my.py:f]", {REWARDS: [{"rule": "gsm8k"}, {"path": "my.py", "name": "f"}]}),
+    ],
+)
+def test_a_reward_is_a_function_a_rule_or_a_model(reward: str, keys: dict[str, Any]) -> None:
+    config = load_config(overrides=[f"reward={reward}"]).config
+    for key, value in keys.items():
+        place: Any = config
+        for part in key.split("."):
+            place = place[part] if isinstance(place, dict) else getattr(place, part)
+        assert place == value, key
+
+
+def test_files_launch_lines_and_python_mean_the_same(tmp_path: Path) -> None:
+    words = ["model=m", "data=[a.jsonl,b.jsonl]", "reward=f.py", "steps=3", "lr=1e-5", "data.seed=4"]
+    (tmp_path / "run.yaml").write_text("model: m\ndata: [a.jsonl, b.jsonl]\nreward: f.py\nsteps: 3\nlr: 1.0e-5\n")
+    values = {"model": "m", "data": ["a.jsonl", "b.jsonl"], "reward": "f.py", "steps": 3, "lr": 1e-5}
+    line = load_config(overrides=words)
+    file = load_config([tmp_path / "run.yaml"], ["data.seed=4"])
+    python = load_config(values={**values, "data.seed": 4})
+    sections = load_config(values={**values, "trainer": {"seed": 42}, "data.seed": 4})
+    assert line.config == file.config == python.config == sections.config
+    assert line.config.data.train_paths == ("a.jsonl", "b.jsonl")
+    assert line.config.actor_rollout_ref.model.path == "m"
+    assert line.config.trainer.total_training_steps == 3
+    assert line.uses_short_names
+    assert file.uses_short_names
+    assert not line.notices
+
+
+def test_a_section_is_no_short_name_and_full_keys_win_when_they_come_later() -> None:
+    loaded = load_config(values={"data": {"seed": 3}, "reward": {"num_workers": 1}})
+    assert not loaded.uses_short_names
+    assert loaded.config.data.seed == 3
+    later = load_config(overrides=["model=a", "actor_rollout_ref.model.path=b"])
+    assert later.config.actor_rollout_ref.model.path == "b"
+
+
+def test_a_wrong_value_names_the_key_it_is_for() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.total_training_steps='many' is not accepted"):
+        load_config(overrides=["steps=many"])

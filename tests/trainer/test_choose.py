@@ -1,0 +1,161 @@
+"""Open keys are fitted to the model, the data and the machine; what is set is never changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.cli.main import main
+from dovetail.config import LoadedConfig, load_config
+from dovetail.config.checks import check_config
+from dovetail.config.plan import make_plan, read_shapes
+from dovetail.trainer import choose
+from dovetail.trainer.choose import choose_open_keys
+from tests.config.plan.known_models import QWEN2_5_7B
+from tests.trainer.toy_run import Toy
+
+pytestmark = pytest.mark.unit
+
+REWARD = """
+def score(response, answer):
+    return float(answer in response)
+
+
+def many(completions, **columns):
+    return [0.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def words(toy: Toy, tmp_path: Path) -> list[str]:
+    rows = [{"prompt": f"say {'x' * (n % 7)}", "answer": str(n)} for n in range(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    return [f"model={toy.model}", f"data={tmp_path}/rows.jsonl", f"reward={tmp_path}/reward.py:score"]
+
+
+def chosen(words: list[str], *more: str, **options: Any) -> LoadedConfig:
+    return choose_open_keys(load_config(overrides=[*words, *more]), **options)
+
+
+def test_three_things_make_a_configuration_without_a_finding(words: list[str]) -> None:
+    loaded = chosen(words)
+    config = loaded.config
+    assert check_config(config, read_shapes(config).policy) == []
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("cpu", 1)
+    assert (rollout.dtype, actor.compute_dtype) == ("float32", "float32")
+    assert (config.algorithm.adv_estimator, rollout.n) == ("grpo", 8)
+    # Bytes, in a chat template: the longest prompt of the toy is 10 letters and what the template adds.
+    assert config.data.max_prompt_length == 32
+    assert config.data.max_response_length == 128
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (8, 8)
+    assert (config.trainer.total_epochs, config.trainer.save_freq) == (1, 50)
+    assert actor.use_dynamic_bsz
+    assert rollout.log_prob_use_dynamic_bsz
+    said = " ".join(choice.message for choice in loaded.choices)
+    assert "trainer.device=cpu: this machine shows no GPU" in said
+    assert "data.train_batch_size=8: 100 prompts make 12 steps" in said
+
+
+def test_what_is_set_stays(words: list[str]) -> None:
+    keys = {
+        "data.max_prompt_length": 64,
+        "data.train_batch_size": 20,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 10,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2,
+        "actor_rollout_ref.rollout.n": 4,
+        "algorithm.adv_estimator": "rloo",
+        "trainer.total_epochs": 7,
+    }
+    loaded = chosen(words, *(f"{key}={value}" for key, value in keys.items()))
+    assert not {choice.key for choice in loaded.choices} & set(keys)
+    assert loaded.config.data.train_batch_size == 20
+    assert not loaded.config.actor_rollout_ref.actor.use_dynamic_bsz
+    assert loaded.config.trainer.total_epochs == 7
+
+
+def test_a_run_in_full_keys_keeps_its_defaults_and_gets_only_a_micro_batch() -> None:
+    loaded = load_config(overrides=["data.train_files=x.parquet", "actor_rollout_ref.model.path=nowhere"])
+    fitted = choose_open_keys(loaded, look_at_machine=False)
+    assert [choice.key.rpartition(".")[2] for choice in fitted.choices] == [
+        "use_dynamic_bsz",
+        "ppo_max_token_len_per_gpu",
+    ]
+    assert fitted.config.data == loaded.config.data
+    assert fitted.config.trainer == loaded.config.trainer
+    given = load_config(overrides=["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"])
+    assert choose_open_keys(given) is given
+
+
+@pytest.mark.parametrize("gib", [24.0, 40.0, 80.0])
+def test_the_token_budget_fits_the_memory_of_the_device(tmp_path: Path, gib: float) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_7B))
+    words = [f"model={tmp_path}", "trainer.n_gpus_per_node=8", "trainer.device=cuda", "data.max_response_length=2048"]
+    loaded = chosen(words, look_at_files=False, look_at_machine=False, device_memory_gib=gib)
+    plan = make_plan(loaded.config, read_shapes(loaded.config), device_memory_gib=gib)
+    assert plan.memory is not None
+    update = next(phase for phase in plan.memory.phases if phase.name == "update actor")
+    budget = loaded.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    longest = plan.batches.max_sequence_length
+    assert budget >= longest
+    assert update.fits or budget == longest
+    # With more room the budget grows, up to what is worth while.
+    assert budget <= 16384
+    if gib == 80.0:
+        assert budget > 2 * longest
+
+
+def test_several_gpus_are_used_unless_one_process_is_asked_for(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "_machine", lambda: choose._Machine(4, 80.0))
+    config = chosen(words).config
+    assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("auto", 4)
+    assert config.actor_rollout_ref.rollout.dtype == "bfloat16"
+    assert config.actor_rollout_ref.model.use_fused_kernels
+    assert chosen(words, one_process=True).config.trainer.n_gpus_per_node == 1
+
+
+def test_few_rows_make_small_batches(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "say", "answer": "1"}) + "\n")
+    assert chosen(words).config.data.train_batch_size == 1
+
+
+def test_a_large_file_is_measured_in_part_and_longer_prompts_are_left_out(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "_MOST_ROWS_READ", 10)
+    loaded = chosen(words)
+    assert loaded.config.data.filter_overlong_prompts
+    assert "the longest of 10 of 100 prompts" in " ".join(choice.message for choice in loaded.choices)
+
+
+def test_a_function_of_lists_gets_the_batch_and_another_prompt_column_is_found(
+    words: list[str], tmp_path: Path
+) -> None:
+    rows = [{"question": "say it", "answer": "4"}] * 8
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = chosen([*words[:2], f"reward={tmp_path}/reward.py:many"]).config
+    assert config.reward_model.reward_manager == "batch"
+    assert config.data.prompt_key == "question"
+
+
+def test_check_says_what_was_chosen_and_why(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *words]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Chosen (" in out
+    assert "algorithm.adv_estimator=grpo: it needs no value network." in out
+    assert main(["check", "--format", "json", *words]) == 0
+    chosen_keys = [choice["key"] for choice in json.loads(capsys.readouterr().out)["chosen"]]
+    assert "data.max_prompt_length" in chosen_keys
+
+
+def test_a_missing_file_is_reported_by_the_checks_and_not_here(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", words[0], f"data={tmp_path}/gone.jsonl", words[2]]) == 2
+    assert "there is no file" in " ".join(capsys.readouterr().out.split())
