@@ -23,6 +23,7 @@ from dovetail.config.translate import (
     FOREIGN_KEYS,
     GLOBAL_MICRO_BATCHES,
     GROUP_SPELLINGS,
+    SHORT_NAMES,
     TRANSLATIONS,
     VALUE_SPELLINGS,
 )
@@ -50,11 +51,19 @@ in the driver (`dataloader_num_workers` 0), the fused head picks its kernel (`im
 
 def document() -> str:
     """The whole document."""
-    parts = [_INTRODUCTION]
+    parts = [_INTRODUCTION, _short_names()]
     for name, section in sections(DovetailConfig).items():
         parts.append(_section(name, section))
     parts += [_translated(), _respelled_values(), _unused(), _unsupported(), _foreign()]
     return "\n".join(parts)
+
+
+def _short_names() -> str:
+    rows = "".join(f"| `{name}` | `{key}` | {words} |\n" for name, (key, words) in SHORT_NAMES.items())
+    return (
+        "## Short names\n\nA run that uses one of these has every key that it does not set fitted to the model, the "
+        "data and the machine; `dovetail check` says how, and why.\n\n| name | key | value |\n|---|---|---|\n" + rows
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

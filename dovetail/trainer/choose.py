@@ -73,9 +73,9 @@ def choose_open_keys(
     if machine is not None:
         device_memory_gib = device_memory_gib or machine.gib
     if loaded.uses_short_names:
+        _choose_algorithm(choices)
         if machine is not None:
             _choose_devices(choices, machine, one_process=one_process)
-        _choose_algorithm(choices)
         shapes = read_shapes(choices.config)
         context = None if shapes.policy is None else shapes.policy.context_length
         _choose_lengths(choices, prompts := _prompts(choices) if look_at_files else _Prompts(0), context)

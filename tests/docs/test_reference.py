@@ -101,7 +101,7 @@ batch = answers("4", "x", truth="4", source="dovetail/addition")
 SMALLER = {
     "path/to/model": "model",
     "Qwen/Qwen2.5-0.5B-Instruct": "model",
-    ".GRPO(\"model\", rows, reward=score).train()": ".GRPO(\"model\", rows, reward=score, steps=1).train()",
+    '.GRPO("model", rows, reward=score).train()': '.GRPO("model", rows, reward=score, steps=1).train()',
     "max_new_tokens=512": "max_new_tokens=8",
     "RayResourcePool([4]": "RayResourcePool([2]",
 }
