@@ -153,7 +153,7 @@ class PromptDataset:
         own = {name: value for name, value in row.items() if name not in (*self._taken, *_FROM_THE_FILE)}
         example["data_source"] = str(row.get(config.reward_fn_key, UNNAMED_SOURCE))
         example["reward_model"] = self._ground_truth(row, where)
-        example["extra_info"] = own | (row.get("extra_info") or {})
+        example["extra_info"] = {"prompt": row.get(config.prompt_key)} | own | (row.get("extra_info") or {})
         example["index"] = int(index)
         if config.return_raw_chat:
             example["raw_prompt"] = messages
@@ -203,8 +203,9 @@ class PromptDataset:
 
     def _ground_truth(self, row: Mapping[str, Any], where: str) -> Any:
         reward_model = row.get("reward_model")
-        if reward_model is None and "ground_truth" in row:
-            reward_model = {"ground_truth": row["ground_truth"]}
+        truth = next((row[name] for name in ("ground_truth", "answer") if row.get(name) is not None), None)
+        if reward_model is None and truth is not None:
+            reward_model = {"ground_truth": truth}
         if self._requires_ground_truth and (problem := ground_truth_problem(reward_model)) is not None:
             raise DataError(f"{where}: {problem}")
         return reward_model

@@ -122,8 +122,8 @@ def test_functions_are_found_by_module_and_others_are_pickled(model: str, tmp_pa
     config = dovetail.GRPO(model, ROWS, lambda response: 1.0, output=tmp_path / "b").config
     assert config.custom_reward_function.path == str(tmp_path / "b" / "reward.pkl")
     config = dovetail.GRPO(model, ROWS, [ascii_share, "gsm8k"], output=tmp_path / "c").config
-    listed = [{"path": f"pkg://{__name__}", "name": "ascii_share"}, {"rule": "gsm8k"}]
-    assert config.reward_model.reward_kwargs["rewards"] == listed
+    listed = config.reward_model.reward_kwargs["rewards"]
+    assert [entry["name"] for entry in listed] == ["ascii_share", "score_by_rule"]
     config = dovetail.GRPO(model, ROWS, lambda completions, **columns: [], output=tmp_path / "d").config
     assert config.reward_model.reward_manager == "batch"
 

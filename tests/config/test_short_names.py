@@ -12,6 +12,7 @@ from dovetail.config import ConfigError, load_config
 pytestmark = pytest.mark.unit
 
 REWARDS = "reward_model.reward_kwargs.rewards"
+RULE = {"path": "pkg://dovetail.rewards.registry", "name": "score_by_rule", "kwargs": {"rule": "gsm8k"}}
 
 
 def flat(**values: Any) -> dict[str, Any]:
@@ -25,10 +26,11 @@ def flat(**values: Any) -> dict[str, Any]:
         ("my.py", flat(custom_reward_function__path="my.py", custom_reward_function__name="compute_score")),
         ("pkg://a.b:f", flat(custom_reward_function__path="pkg://a.b", custom_reward_function__name="f")),
         ("pkg://a.b", flat(custom_reward_function__path="pkg://a.b", custom_reward_function__name="compute_score")),
-        ("gsm8k", {REWARDS: [{"rule": "gsm8k"}]}),
+        ("gsm8k", {f"custom_reward_function.{name}": RULE[name] for name in ("path", "name")}),
+        ("gsm8k", flat(custom_reward_function__reward_kwargs={"rule": "gsm8k"})),
         ("org/reward-7b", flat(reward_model__enable=True, reward_model__model__path="org/reward-7b")),
         ("./reward", flat(reward_model__enable=True, reward_model__model__path="./reward")),
-        ("[gsm8k,my.py:f]", {REWARDS: [{"rule": "gsm8k"}, {"path": "my.py", "name": "f"}]}),
+        ("[gsm8k,my.py:f]", {REWARDS: [RULE, {"path": "my.py", "name": "f"}]}),
     ],
 )
 def test_a_reward_is_a_function_a_rule_or_a_model(reward: str, keys: dict[str, Any]) -> None:

@@ -34,23 +34,23 @@ def expand(name: str, value: Any) -> dict[str, Any] | None:
     return _reward_keys(value) if name == "reward" else {SHORT_NAMES[name][0]: value}
 
 
-def reward_entry(text: str) -> dict[str, str]:
-    """One entry of `reward_model.reward_kwargs.rewards`: a function by path and name, or a built-in rule."""
+def reward_entry(text: str) -> dict[str, Any]:
+    """One entry of `reward_model.reward_kwargs.rewards`. A built-in rule is a function too: it then needs no
+    `data_source` in the rows."""
     path, _, name = text.rpartition(":")
-    is_function = path.endswith((".py", ".pkl")) or (path.startswith("pkg://") and "/" not in name)
-    if is_function:
+    if path.endswith((".py", ".pkl")) or (path.startswith("pkg://") and "/" not in name):
         return {"path": path, "name": name}
     if text.endswith((".py", ".pkl")) or text.startswith("pkg://"):
         return {"path": text, "name": "compute_score"}
-    return {"rule": text}
+    return {"path": "pkg://dovetail.rewards.registry", "name": "score_by_rule", "kwargs": {"rule": text}}
 
 
 def _reward_keys(value: Any) -> dict[str, Any]:
     if isinstance(value, list | tuple):
         return {"reward_model.reward_kwargs.rewards": [reward_entry(str(each)) for each in value]}
-    entry = reward_entry(str(value))
-    if "path" in entry:
-        return {"custom_reward_function.path": entry["path"], "custom_reward_function.name": entry["name"]}
-    if "/" in entry["rule"] or entry["rule"].startswith(("~", ".")):
-        return {"reward_model.enable": True, "reward_model.model.path": entry["rule"]}
-    return {"reward_model.reward_kwargs.rewards": [entry]}
+    text = str(value)
+    if not text.startswith("pkg://") and ".py" not in text and ".pkl" not in text and "/" in text:
+        return {"reward_model.enable": True, "reward_model.model.path": text}
+    entry = reward_entry(text)
+    keys = {"path": entry["path"], "name": entry["name"], "reward_kwargs": entry.get("kwargs")}
+    return {f"custom_reward_function.{name}": setting for name, setting in keys.items() if setting is not None}
