@@ -80,7 +80,7 @@ def choose_open_keys(
         context = None if shapes.policy is None else shapes.policy.context_length
         _choose_lengths(choices, prompts := _prompts(choices) if look_at_files else _Prompts(0), context)
         _choose_batches(choices, prompts)
-        _choose_run(choices)
+        _choose_run(choices, prompts)
     _choose_micro_batches(choices, device_memory_gib)
     return replace(loaded, config=choices.config, tree=choices.tree(), choices=tuple(choices.made))
 
@@ -199,11 +199,15 @@ def _choose_batches(choices: _Choices, prompts: _Prompts) -> None:
     choices.choose_all("one update for each batch", {key: choices.config.data.train_batch_size})
 
 
-def _choose_run(choices: _Choices) -> None:
+def _choose_run(choices: _Choices, prompts: _Prompts) -> None:
     if choices.is_open("trainer.total_training_steps"):
         choices.choose("every prompt once", trainer__total_epochs=1)
-    choices.choose("a checkpoint every 50 steps and at the end", trainer__save_freq=50)
-    if choices.config.trainer.save_freq == 50:
+    if choices.is_open("trainer.save_freq"):
+        trainer, size = choices.config.trainer, choices.config.data.train_batch_size
+        steps = trainer.total_training_steps or prompts.num_rows // size * trainer.total_epochs
+        freq = steps if 0 < steps < 50 else 50
+        why = "a checkpoint at the end" if freq == steps else "a checkpoint every 50 steps and at the end"
+        choices.choose(why, trainer__save_freq=freq)
         choices.choose("older checkpoints are deleted", trainer__max_actor_ckpt_to_keep=1)
     if choices.is_open("trainer.default_local_dir", "trainer.experiment_name"):
         config = choices.config

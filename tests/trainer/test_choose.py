@@ -53,7 +53,7 @@ def test_three_things_make_a_configuration_without_a_finding(words: list[str]) -
     assert config.data.max_prompt_length == 32
     assert config.data.max_response_length == 128
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (8, 8)
-    assert (config.trainer.total_epochs, config.trainer.save_freq) == (1, 50)
+    assert (config.trainer.total_epochs, config.trainer.save_freq) == (1, 12)
     assert actor.use_dynamic_bsz
     assert rollout.log_prob_use_dynamic_bsz
     said = " ".join(choice.message for choice in loaded.choices)
