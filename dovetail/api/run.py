@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,24 @@ class Run:
 
         export_run(self.folder, Path(path), dtype=dtype)
         return Path(path)
+
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+    ) -> list[str]:
+        """Responses of the newest checkpoint, `n` to each prompt (text or chat messages), side by side.
+
+        Greedy and as long as in the run's validation, unless `temperature` and `max_tokens` say otherwise.
+        """
+        from dovetail.cli.generate import generate
+
+        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        responses = generate(str(self.folder), asked, n=n, temperature=temperature, max_tokens=max_tokens)
+        return [sample.text for samples in responses for sample in samples]
 
     @property
     def _files(self) -> Any:

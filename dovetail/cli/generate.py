@@ -51,18 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     set_logging(args.verbose)
-    from dovetail.trainer.generate import generate_responses
     from dovetail.trainer.run import USER_ERRORS
-    from dovetail.trainer.saved_model import find_model, sampling_overrides
+    from dovetail.trainer.saved_model import find_model
 
     try:
-        model = find_model(args.model)
-        config = model.config(overrides=[*args.set, *_FORCED]).config
+        config = find_model(args.model).config(overrides=[*args.set, *_FORCED]).config
         prompts = _prompts(args, config.data.prompt_key)
-        asked = sampling_overrides(config, n=args.n, temperature=args.temperature, max_tokens=args.max_tokens)
-        config = model.config(overrides=[*args.set, *_FORCED, *asked]).config
-        checkpoint = Path(model.folder) if model.is_checkpoint else None
-        responses = generate_responses(config, prompts, checkpoint)
+        sampling = {"n": args.n, "temperature": args.temperature, "max_tokens": args.max_tokens}
+        responses = generate(args.model, prompts, overrides=args.set, **sampling)
     except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -83,6 +79,26 @@ def run(args: argparse.Namespace) -> int:
         ]
         write_json_lines(args.jsonl, rows)
     return 0
+
+
+def generate(
+    given: str,
+    prompts: Sequence[Any],
+    *,
+    n: int | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    overrides: Sequence[str] = (),
+) -> list[list[Response]]:
+    """Responses of a checkpoint, a run's newest checkpoint or a model to each prompt."""
+    from dovetail.trainer.generate import generate_responses
+    from dovetail.trainer.saved_model import find_model, sampling_overrides
+
+    model = find_model(given)
+    config = model.config(overrides=[*overrides, *_FORCED]).config
+    asked = sampling_overrides(config, n=n, temperature=temperature, max_tokens=max_tokens)
+    config = model.config(overrides=[*overrides, *_FORCED, *asked]).config
+    return generate_responses(config, prompts, Path(model.folder) if model.is_checkpoint else None)
 
 
 def _prompts(args: argparse.Namespace, column: str) -> list[Any]:

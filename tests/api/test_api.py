@@ -72,6 +72,7 @@ def test_a_run_of_rows_and_a_function_learns_and_leaves_everything_behind(model:
     assert any(name.startswith("val") for name in run.validation)
     assert run.checkpoint is not None
     assert run.checkpoint.name == "global_step_12"
+    assert len(run.generate(["say 1", "say 2"], n=2, temperature=1.0, max_tokens=4)) == 4
     exported = run.export(tmp_path / "exported")
     assert (exported / "model.safetensors").exists()
     with pytest.raises(FileExistsError):
