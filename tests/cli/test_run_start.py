@@ -25,7 +25,8 @@ def test_a_run_refuses_what_no_part_of_it_can_do(tmp_path: Path) -> None:
     }
     with pytest.raises(ConfigError) as caught:
         run_training(run_config(small_model(tmp_path), keys), use_ray=False)
-    assert [problem.key.rpartition(".")[2] for problem in caught.value.problems] == ["mode"]
+    # All at once: the prompts are not there either.
+    assert [problem.key.rpartition(".")[2] for problem in caught.value.problems] == ["mode", "train_files"]
     assert "cannot be run in this version" in str(caught.value)
 
 
