@@ -132,7 +132,8 @@ def test_columns_with_names_of_the_batch_are_found_in_extra_info(
     assert "the columns uid, responses, index have names of the batch's own" in caplog.text
     assert "uid" not in made[0]
     assert (made[0]["index"], made[0]["mine"]) == (0, "m")
-    assert made[0]["extra_info"] == {"uid": 5, "responses": "r", "index": 9, "mine": "m"}
+    expected = {"prompt": rows[0]["prompt"], "uid": 5, "responses": "r", "index": 9, "mine": "m"}
+    assert made[0]["extra_info"] == expected
     assert made[1]["extra_info"]["uid"] == "the row's own"
 
 
