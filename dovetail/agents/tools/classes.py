@@ -23,9 +23,10 @@ _CONTRACT = frozenset({"reset", "get_reward", "state", "restore", "close"})
 def row_of(task: Task) -> dict[str, Any]:
     """What `reset(**row)` gets: the columns of the row, those of its extra_info, and ground_truth, prompt and seed."""
     extra, reward_model = task.row.get("extra_info"), task.row.get("reward_model")
-    row: dict[str, Any] = {"prompt": task.messages, "seed": task.seed}
+    row: dict[str, Any] = {"seed": task.seed}
     if isinstance(extra, Mapping):
         row |= extra
+    row["prompt"] = task.messages  # extra_info has it as the file wrote it
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         row["ground_truth"] = reward_model["ground_truth"]
     return row | dict(task.row)
