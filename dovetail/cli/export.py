@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     except (ConfigError, BrokenCheckpoint, FileNotFoundError, FileExistsError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    trained = "reward model" if config.trainer.method == "reward" else "policy"
+    trained = "reward model" if _run_config(folder, args.model).trainer.method == "reward" else "policy"
     sys.stdout.write(f"the {'adapter' if args.adapter else trained} of {folder} is in {args.out}\n")
     return 0
 

@@ -70,6 +70,11 @@ def choose_open_keys(
         return loaded
     on_cluster = bool(loaded.config.ray_init.address or os.environ.get("RAY_ADDRESS"))
     machine = _machine() if look_at_machine and not on_cluster else None
+    if not loaded.config.generates:
+        # Batches, lengths and steps of the methods that train on a data set have defaults of their own.
+        if machine is not None and loaded.uses_short_names:
+            _choose_devices(choices, machine, one_process=one_process)
+        return replace(loaded, config=choices.config, tree=choices.tree(), choices=tuple(choices.made))
     if machine is not None:
         device_memory_gib = device_memory_gib or machine.gib
     if loaded.uses_short_names:
