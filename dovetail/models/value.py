@@ -65,5 +65,6 @@ class RewardModel(_ScalarHeadModel):
     def _read(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
         """`[B]`."""
         positions = torch.arange(attention_mask.size(1), device=attention_mask.device)
-        last = (positions * attention_mask.bool()).argmax(dim=1, keepdim=True)
-        return scores.gather(1, last).squeeze(1)
+        last = (positions * attention_mask.bool()).argmax(dim=1)
+        # Not a view of `scores`: FSDP2 hangs its backward hook on what is returned.
+        return scores[torch.arange(len(scores), device=scores.device), last]
