@@ -142,7 +142,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
         return batch
 
     def snapshot(self) -> DataProto | None:
-        """What the unfinished groups have so far, a row for each trajectory; they go on."""
+        """What the groups that were not taken have so far, a row for each trajectory; they go on."""
         partial = {result.request_id: result for result in self._stream.partial()}
         with self._changed:
             self._receive()  # the event loop answers them before it takes the snapshot
@@ -282,9 +282,11 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
                 change(deadline)
 
     async def _snapshot(self, partial: Mapping[str, GenerationResult]) -> DataProto | None:
+        with self._changed:
+            groups = [*self._groups.values(), *self._finished]
         rows = [
             (group.uid, index, self._state(group, index, partial))
-            for group in list(self._groups.values())
+            for group in groups
             for index in range(len(group.tasks))
         ]
         return _as_rows(rows)

@@ -130,6 +130,24 @@ def test_what_is_unfinished_goes_on_elsewhere_from_its_tokens(folder: Path, tmp_
     equal_rows(finished(resumed, 3), wanted)
 
 
+def test_what_has_finished_and_was_not_taken_is_not_sampled_again(folder: Path) -> None:
+    engine, rollout = NativeEngine(folder), rollout_config()
+    stream = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
+    stream.start(task_prompts(2))
+    stream.run(2)
+    snapshot, wanted = stream.snapshot(), stream.take()
+    assert snapshot is not None
+    assert wanted is not None
+    resumed = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
+    generated = engine.stats.decode_tokens
+    resumed.start(task_prompts(2), snapshot)
+    rows = finished(resumed, 2)
+    assert engine.stats.decode_tokens == generated
+    assert sorted(map(tuple, rows.tensors["responses"].tolist())) == sorted(
+        map(tuple, wanted.tensors["responses"].tolist())
+    )
+
+
 def test_faults_of_one_trajectory_touch_no_other_and_are_named(folder: Path) -> None:
     """An engine's refusal, a tool's infrastructure, an exception of a loop: the rows say which."""
 
