@@ -35,6 +35,11 @@ class TokenOutput:
     entropy: Tensor | None = None
     best: Tensor | None = None
     sum_squares: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_log_probs: Tensor | None = None
+    """``[rows, seq_len, k]``: the most likely tokens in place of the token at ``t``."""
+    listed: Tensor | None = None
+    """``[rows, seq_len, k]``: log-probs of the tokens that the column ``teacher_top_ids`` lists."""
     values: Tensor | None = None
     scores: Tensor | None = None
 
@@ -57,6 +62,12 @@ class ForwardOptions:
     """Also the log-prob of the most likely token. Holds all logits of the tokens asked for: ask for few."""
     sum_squares: bool = False
     """Also the sum of squared probabilities; it has no gradient."""
+    top_k: int = 0
+    """Also so many of the most likely tokens, without a gradient."""
+    top_vocab_size: int | None = None
+    """Of ``top_k``: tokens below this id only. None: all."""
+    listed: bool = False
+    """Also the log-probs of the tokens in the column ``teacher_top_ids``."""
     last_tokens: int | None = None
     """Log-probs of the last so many columns only (the responses); the others are 0 and cost no head. None: all."""
     only_column: str | None = None

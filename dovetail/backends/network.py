@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dovetail.backends.base import ForwardOptions, TokenOutput
 from dovetail.models.backbone import concat_multi_modal_inputs
+from dovetail.models.head import TokenLists
 from dovetail.models.multimodal import prompt_token_types
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import RewardModel, ValueModel
@@ -39,8 +40,29 @@ def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOpti
         need_entropy=options.entropy,
         need_best=options.best,
         need_sum_squares=options.sum_squares,
+        lists=_lists(micro_batch, options),
     )
-    return TokenOutput(log_probs=out.log_probs, entropy=out.entropy, best=out.best, sum_squares=out.sum_squares)
+    top_ids, top_log_probs = (None, None) if out.top is None else out.top
+    return TokenOutput(
+        log_probs=out.log_probs,
+        entropy=out.entropy,
+        best=out.best,
+        sum_squares=out.sum_squares,
+        top_ids=top_ids,
+        top_log_probs=top_log_probs,
+        listed=out.listed,
+    )
+
+
+def _lists(micro_batch: DataProto, options: ForwardOptions) -> TokenLists | None:
+    if not options.top_k and not options.listed:
+        return None
+    ids = None
+    if options.listed:
+        of_responses = micro_batch.tensors["teacher_top_ids"]
+        prompt = micro_batch.tensors["input_ids"].size(1) - of_responses.size(1)
+        ids = nn.functional.pad(of_responses, (0, 0, prompt, 0))
+    return TokenLists(options.top_k, options.top_vocab_size, ids)
 
 
 def _call_value(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:

@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sft": ("dovetail.cli.sft", "fine-tune a model on conversations"),
     "dpo": ("dovetail.cli.dpo", "train a policy on preferences: DPO, IPO, KTO, ORPO, SimPO"),
     "reward": ("dovetail.cli.reward", "train a reward model on preferences"),
+    "distill": ("dovetail.cli.distill", "train a student on its own samples, judged by a teacher"),
     "eval": ("dovetail.cli.eval", "score a checkpoint or a model folder: accuracy, pass@k, best@N, by data source"),
     "generate": ("dovetail.cli.generate", "print what a checkpoint or a model folder responds to prompts"),
     "export": ("dovetail.cli.export", "write the policy of a checkpoint as a Hugging Face folder"),

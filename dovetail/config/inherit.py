@@ -55,6 +55,13 @@ def fill_old_policy(tree: dict[str, Any]) -> None:
         put(tree, "async_training.prox", "recompute")
 
 
+def fill_distillation(tree: dict[str, Any]) -> None:
+    """An estimator that needs no critic, where a run distills and names none."""
+    estimator = "algorithm.adv_estimator"
+    if _get(tree, "trainer.method") == "distill" and _get(tree, estimator) is None and not _blocked(tree, estimator):
+        put(tree, estimator, "grpo")
+
+
 @cache
 def inheritance(root: type[BaseModel]) -> dict[str, str]:
     """Every inheriting key of `root` with the key that it inherits from."""

@@ -12,7 +12,8 @@ from dovetail.config.async_training import AsyncTrainingConfig
 from dovetail.config.base import Section, key, read_with, section, unused, when_is
 from dovetail.config.critic import CriticConfig
 from dovetail.config.data import DataConfig
-from dovetail.config.inherit import fill_inherited, fill_old_policy
+from dovetail.config.distill import DistillConfig
+from dovetail.config.inherit import fill_distillation, fill_inherited, fill_old_policy
 from dovetail.config.model import ModelConfig
 from dovetail.config.names import unknown_names
 from dovetail.config.preferences import DPOConfig, RewardTrainingConfig
@@ -63,6 +64,7 @@ class DovetailConfig(Section):
     async_training: AsyncTrainingConfig = section(
         AsyncTrainingConfig, "Training while other devices generate.", rules=_SAMPLES
     )
+    distill: DistillConfig = section(DistillConfig, "On-policy distillation.")
     global_profiler: ProfilerConfig = section(ProfilerConfig, "Traces of chosen steps.")
     ray_init: RayInitConfig = section(RayInitConfig, "Ray.")
 
@@ -73,6 +75,7 @@ class DovetailConfig(Section):
             return values
         filled = fill_inherited(cls, values)
         fill_old_policy(filled)
+        fill_distillation(filled)
         return filled
 
     @model_validator(mode="after")
@@ -113,8 +116,33 @@ class DovetailConfig(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the reference policy is computed."""
-        return self.generates and (self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
+        """Whether the reference policy, or the teacher in its place, is computed."""
+        asked = self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+        return self.distills or (self.generates and asked)
+
+    @property
+    def distills(self) -> bool:
+        """Whether the run learns from a teacher, which takes the place of the reference."""
+        return self.trainer.method == "distill"
+
+    @property
+    def scores_training(self) -> bool:
+        """Whether training responses get a reward: always, but for distillation without `distill.reward_coef`."""
+        return not self.distills or self.distill.reward_coef > 0
+
+    @property
+    def lists_teacher_tokens(self) -> bool:
+        """Whether the teacher lists its most likely tokens for the update."""
+        return self.distills and self.distill.kl == "top_k"
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """The network of the reference: the policy's own, or the teacher's."""
+        model, teacher = self.actor_rollout_ref.model, self.distill.teacher
+        if not self.distills:
+            return model
+        own = {**teacher.model_dump(), "path": teacher.path or "", "hf_config_path": None, "tokenizer_path": None}
+        return model.model_copy(update={**own, "lora_rank": 0})
 
     @property
     def generation_batch_size(self) -> int:
@@ -134,6 +162,7 @@ class DovetailConfig(Section):
         fresh = self.staleness_bound == 0
         one_step = fresh and actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
         reads = algorithm.use_kl_in_reward or algorithm.rollout_correction.active or self.needs_sum_pi_squared
+        reads = reads or (self.distills and self.distill.kl == "sampled")
         return not one_step or reads
 
     @property

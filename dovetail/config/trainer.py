@@ -18,7 +18,6 @@ class TrainerConfig(Section):
         "rl",
         "What the run does: reinforcement learning, fine-tuning on conversations, preference pairs (a policy or a "
         "reward model), or distillation. Each command sets its own.",
-        rules=unsupported("no trainer of this version does it; use rl, sft, dpo or reward", "distill"),
     )
     project_name: str = key("dovetail", "Project, for the trackers and the run folder.")
     experiment_name: str = key("run", "Run, for the trackers and the run folder.")

@@ -216,7 +216,7 @@ def needs_ground_truth(config: DovetailConfig) -> bool:
     scored_elsewhere = config.reward_model.enable or config.actor_rollout_ref.rollout.agent.environment is not None
     listed = config.reward_model.reward_kwargs.get("rewards")
     scored_elsewhere |= bool(listed) and all("path" in entry for entry in listed)
-    return config.custom_reward_function.path is None and not scored_elsewhere
+    return config.scores_training and config.custom_reward_function.path is None and not scored_elsewhere
 
 
 def _read_parquet(source: Path) -> pa.Table:

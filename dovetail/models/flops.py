@@ -74,6 +74,7 @@ class StepUtilisation:
                 batch,
                 policy=shapes.policy,
                 critic=shapes.critic,
+                teacher=shapes.teacher,
                 actor_epochs=config.actor_rollout_ref.actor.ppo_epochs,
                 critic_epochs=config.critic.ppo_epochs,
                 adapters_only=config.actor_rollout_ref.model.uses_lora,
@@ -128,6 +129,7 @@ def pass_flops(
     *,
     policy: ModelShape,
     critic: ModelShape | None,
+    teacher: ModelShape | None = None,
     actor_epochs: int,
     critic_epochs: int,
     adapters_only: bool,
@@ -141,7 +143,7 @@ def pass_flops(
     forward = forward_flops(policy, lengths, num_responses)
     flops = {
         "old_log_prob": forward,
-        "ref": forward,
+        "ref": forward if teacher is None else forward_flops(teacher, lengths, num_responses),
         "update_actor": forward * (2 if adapters_only else 3) * actor_epochs,
     }
     if critic is not None:

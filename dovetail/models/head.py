@@ -58,6 +58,23 @@ def add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
         total.add_(d_logits.t() @ hidden)
 
 
+class TopTokens(NamedTuple):
+    """The k most likely labels of each row: `[N, k]` ids, and float32 log-probs."""
+
+    ids: Tensor
+    log_probs: Tensor
+
+
+class TokenLists(NamedTuple):
+    """What is wanted beside the label of each row: its `top_k` most likely labels, and log p of given ones."""
+
+    top_k: int = 0
+    vocab_size: int | None = None
+    """Of `top_k`: only labels below it, whose probabilities then add up to 1. None: all."""
+    ids: Tensor | None = None
+    """`[N, k]`: labels whose log-probs are wanted."""
+
+
 class LogProbs(NamedTuple):
     log_probs: Tensor
     """`[N]` float32: log p(label)."""
@@ -67,6 +84,10 @@ class LogProbs(NamedTuple):
     """`[N]` float32: log p of the most likely label, `None` when it was not asked for."""
     sum_squares: Tensor | None = None
     """`[N]` float32: sum of p^2 over all labels, without a gradient; `None` when it was not asked for."""
+    top: TopTokens | None = None
+    """The most likely labels, without a gradient; `None` when they were not asked for."""
+    listed: Tensor | None = None
+    """`[N, k]` float32: log p of the `k` labels listed for each row; `None` when none were."""
 
 
 class EntropyMemory(NamedTuple):
@@ -115,6 +136,50 @@ def _entropy_in_parts(log_p: Tensor, memory: EntropyMemory) -> Tensor:
 def _entropy(log_p: Tensor) -> Tensor:
     # Not logsumexp - mean logit: that difference of large numbers loses digits when the entropy is small.
     return -(log_p.exp() * log_p).sum(-1)
+
+
+def listed_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lists: TokenLists,
+    *,
+    temperature: float,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+) -> tuple[TopTokens | None, Tensor | None]:
+    """The most likely labels and the log-probs of listed ones, by a second pass of the head over chunks of rows.
+
+    Logits of a chunk are computed again in backward, so that no more than one chunk of them is held.
+    """
+
+    def log_p(part: Tensor) -> Tensor:
+        logits = _logits(part.to(dtype), weight.to(dtype), bias)
+        if softcap:
+            logits = torch.tanh(logits / softcap) * softcap
+        return logits.div(temperature).log_softmax(-1)
+
+    def listed(part: Tensor, ids: Tensor) -> Tensor:
+        return log_p(part).gather(-1, ids)
+
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    rows = chunk_size or default_chunk_size(weight)
+    top, of_ids = None, None
+    with torch.autocast(device, enabled=False):
+        if lists.top_k:
+            size = min(lists.vocab_size or weight.size(0), weight.size(0))
+            with torch.no_grad():
+                parts = [
+                    log_p(part)[:, :size].log_softmax(-1).topk(min(lists.top_k, size)) for part in hidden.split(rows)
+                ]
+            top = TopTokens(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
+        if lists.ids is not None:
+            pairs = zip(hidden.split(rows), lists.ids.split(rows), strict=True)
+            of_ids = torch.cat(
+                [checkpoint(listed, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+            )
+    return top, of_ids
 
 
 def fused_linear_log_prob(

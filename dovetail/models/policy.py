@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.models.backbone import TransformerBackbone, align_to_tokens, checked_layer, predicting_positions
-from dovetail.models.head import EntropyMemory, LogProbs, chunk_rows, fused_linear_log_prob, plain_log_prob_entropy
+from dovetail.models.head import (
+    EntropyMemory,
+    LogProbs,
+    TokenLists,
+    TopTokens,
+    chunk_rows,
+    fused_linear_log_prob,
+    listed_log_probs,
+    plain_log_prob_entropy,
+)
 
 
 class PolicyOutput(NamedTuple):
@@ -27,6 +36,10 @@ class PolicyOutput(NamedTuple):
     """`[B, T]` float32: log p of the most likely token in place of token t; `None` when not asked for."""
     sum_squares: Tensor | None = None
     """`[B, T]` float32: sum of p^2 over the vocabulary at token t, without a gradient; `None` when not asked for."""
+    top: TopTokens | None = None
+    """`[B, T, k]`: the most likely tokens in place of token t, without a gradient; `None` when not asked for."""
+    listed: Tensor | None = None
+    """`[B, T, k]` float32: log p of the tokens listed for token t; `None` when none were."""
 
 
 class PolicyModel(TransformerBackbone):
@@ -76,22 +89,49 @@ class PolicyModel(TransformerBackbone):
         need_entropy: bool = False,
         need_best: bool = False,
         need_sum_squares: bool = False,
+        lists: TokenLists | None = None,
         multi_modal_inputs: Mapping[str, Tensor] | None = None,
     ) -> PolicyOutput:
-        """All inputs are padded `[B, T]`; `token_mask` marks the tokens whose log-prob is wanted (default: all)."""
+        """All inputs are padded `[B, T]`; `token_mask` marks the tokens whose log-prob is wanted (default: all).
+
+        The ids of `lists` are `[B, T, k]`, those of token t in place t.
+        """
         hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
         rows = layout.pack(predicting_positions(attention_mask, token_mask)).nonzero().squeeze(1)
         labels = layout.pack(input_ids.roll(-1, dims=1))
         head = self._head(hidden[rows], labels[rows], temperature, need_entropy, need_best, need_sum_squares)
+        if lists is not None:
+            ids = None if lists.ids is None else layout.pack(lists.ids.roll(-1, dims=1))[rows]
+            top, listed = self._lists(hidden[rows], lists._replace(ids=ids), temperature)
+            head = head._replace(top=top, listed=listed)
 
         def spread(values: Tensor) -> Tensor:
-            flat = values.new_zeros(hidden.size(0)).index_copy(0, rows, values)
+            flat = values.new_zeros(hidden.size(0), *values.shape[1:]).index_copy(0, rows, values)
             return align_to_tokens(layout.unpack(flat))
 
         entropy = spread(head.entropy) if head.entropy is not None else None
         best = spread(head.best) if head.best is not None else None
         squares = spread(head.sum_squares) if head.sum_squares is not None else None
-        return PolicyOutput(spread(head.log_probs), entropy, best, squares)
+        top = None if head.top is None else TopTokens(*map(spread, head.top))
+        listed = spread(head.listed) if head.listed is not None else None
+        return PolicyOutput(spread(head.log_probs), entropy, best, squares, top, listed)
+
+    def _lists(self, hidden: Tensor, lists: TokenLists, temperature: float) -> tuple[TopTokens | None, Tensor | None]:
+        layer = checked_layer(self.hf_model.get_output_embeddings())
+        if type(layer) is not nn.Linear:
+            raise ValueError(
+                f"tokens are listed from a plain linear head, this model has {type(layer).__name__}; keep the head out "
+                "of the LoRA targets, or use distill.kl=sampled."
+            )
+        return listed_log_probs(
+            hidden,
+            layer.weight,
+            layer.bias,
+            lists,
+            temperature=temperature / self._logit_scale,
+            softcap=self._softcap,
+            chunk_size=self.head_chunk_size,
+        )
 
     def _head(
         self,

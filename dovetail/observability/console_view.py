@@ -28,6 +28,7 @@ _SHOWN = {
     "actor/entropy": "entropy",
     "actor/ppo_kl": "ppo kl",
     "actor/kl_loss": "kl loss",
+    "distill/kl": "kl to the teacher",
     "actor/pg_clipfrac": "clip fraction",
     "actor/grad_norm": "grad norm",
     "actor/lr": "learning rate",
@@ -35,7 +36,13 @@ _SHOWN = {
     "rollout_corr/kl": "engine mismatch (kl)",
     "reward/failed": "failed rewards",
 }
-_LINE = {"response_length/mean": "len", "actor/entropy": "entropy", "actor/ppo_kl": "kl", "actor/grad_norm": "grad"}
+_LINE = {
+    "response_length/mean": "len",
+    "distill/kl": "teacher kl",
+    "actor/entropy": "entropy",
+    "actor/ppo_kl": "kl",
+    "actor/grad_norm": "grad",
+}
 # Phases that contain others: their bar would hide the rest.
 _WHOLE = ("step",)
 _LABEL = 12

@@ -27,6 +27,7 @@ OBJECT = ("object", "str")
 PROMPT = ("rows", "prompt_len")
 RESPONSE = ("rows", "response_len")
 SEQUENCE = ("rows", "seq_len")
+LISTED = ("rows", "response_len", "channels")
 
 
 class SchemaError(ValueError):
@@ -108,6 +109,10 @@ _SPECS = (
     _column("entropys", RESPONSE, FLOAT, "compute_log_prob", "entropy of the policy at each response token"),
     _column("sum_pi_squared", RESPONSE, FLOAT, "compute_log_prob", "sum of squared probabilities over the vocabulary"),
     _column("ref_log_prob", RESPONSE, FLOAT, "compute_ref_log_prob", "log-probs by the reference model"),
+    _column(
+        "teacher_top_ids", LISTED, INT, "compute_ref_log_prob", "the teacher's most likely tokens (distill.kl=top_k)"
+    ),
+    _column("teacher_top_log_probs", LISTED, FLOAT, "compute_ref_log_prob", "their log-probs by the teacher"),
     _column("values", RESPONSE, FLOAT, "compute_values", "critic's value before each response token"),
     _column(
         "rollout_is_weights",
@@ -205,6 +210,7 @@ class Stage:
 
 _TOKENS = ("input_ids", "attention_mask", "position_ids")
 _MODEL = (*_TOKENS, "responses")
+_TEACHER = ("teacher_top_ids", "teacher_top_log_probs")
 _KNOWN_TO_DATASET = ("raw_prompt", "raw_prompt_ids", "extra_info", "multi_modal_data", "multi_modal_inputs")
 
 _STAGES = (
@@ -235,7 +241,13 @@ _STAGES = (
         may_read=("multi_modal_inputs",),
         may_write=("sum_pi_squared",),
     ),
-    Stage("compute_ref_log_prob", (*_MODEL, "response_mask"), ("ref_log_prob",), may_read=("multi_modal_inputs",)),
+    Stage(
+        "compute_ref_log_prob",
+        (*_MODEL, "response_mask"),
+        ("ref_log_prob",),
+        may_read=("multi_modal_inputs",),
+        may_write=_TEACHER,
+    ),
     Stage("compute_values", (*_MODEL, "response_mask"), ("values",), may_read=("multi_modal_inputs",)),
     Stage(
         "rollout_correction",
@@ -278,6 +290,7 @@ _STAGES = (
             "interpolation_weights",
             "multi_modal_inputs",
             "loss_weight",
+            *_TEACHER,
         ),
     ),
 )

@@ -77,6 +77,8 @@ def _folders(config: DovetailConfig) -> Iterator[Problem]:
         folders["critic.model.path"] = config.critic.model.path
     if config.reward_model.enable and config.reward_model.model.path:
         folders["reward_model.model.path"] = config.reward_model.model.path
+    if config.distills and config.distill.teacher.path:
+        folders["distill.teacher.path"] = config.distill.teacher.path
     if config.data.tokenizer:
         folders["data.tokenizer"] = config.data.tokenizer
     elif model.tokenizer_path:

@@ -24,6 +24,7 @@ _METHODS = {
     "sft": "dovetail.trainer.sft:SFTMethod",
     "dpo": "dovetail.trainer.preferences:DPOMethod",
     "reward": "dovetail.trainer.preferences:RewardMethod",
+    "distill": "dovetail.trainer.distill:DistillMethod",
 }
 """Imported when it is chosen: one method does not pay for the modules of another."""
 

@@ -36,6 +36,8 @@ def fetch_models(config: DovetailConfig) -> None:
         paths["critic.model.path"] = config.critic.model.path
     if config.reward_model.enable and config.reward_model.model.path:
         paths["reward_model.model.path"] = config.reward_model.model.path
+    if config.distills and config.distill.teacher.path:
+        paths["distill.teacher.path"] = config.distill.teacher.path
     for key, path in paths.items():
         try:
             model_folder(path)
@@ -51,6 +53,8 @@ def refuse_broken_models(config: DovetailConfig) -> None:
         folders[config.critic.model.path, "value"] = config.critic.model.trust_remote_code
     if reward.enable and reward.model.path:
         folders[reward.model.path, "reward"] = reward.model.trust_remote_code
+    if config.distills and config.distill.teacher.path and config.distill.teacher.external_lib is None:
+        folders[config.distill.teacher.path, "policy"] = config.distill.teacher.trust_remote_code
     # Only workers import the module that may register the architecture.
     if policy.external_lib is None:
         for (path, role), trust_remote_code in folders.items():

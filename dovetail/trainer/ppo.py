@@ -312,10 +312,14 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
 
     def _start_rewards(
         self, batch: DataProto, *, shaped: bool = True, started: list[Future[Any]] | None = None
-    ) -> PendingRewards:
+    ) -> PendingRewards | RewardResult:
         if self.groups.reward_model is not None:
             batch = batch.union(self.groups.reward_model.compute_rm_score(stage_columns(batch, "compute_rm_score")))
         return self.rewards.submit(batch, shaped=shaped, started=started)
+
+    def _score_validation(self, batch: DataProto) -> RewardResult:
+        rewards = self._start_rewards(batch, shaped=False)
+        return rewards if isinstance(rewards, RewardResult) else rewards.result()
 
     def _finish_rewards(self, rewards: PendingRewards | RewardResult) -> RewardResult:
         if isinstance(rewards, RewardResult):
@@ -375,7 +379,7 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
             self.config,
             self.val_loader,
             lambda prompts, **meta: self._answers(prompts, **meta),
-            lambda batch: self._start_rewards(batch, shaped=False).result(),
+            self._score_validation,
             self._answer_files.validation_dump(self.global_step),
         )
         self._answer_files.write_validation(self.global_step, validation)

@@ -46,7 +46,7 @@ class RLMethod(Method):
         uses_agents = config.actor_rollout_ref.rollout.uses_agents
         self._audit = audit_template(config, self._tokenizer) if uses_agents else None
         self._rewards = open_things.enter_context(build_reward_runner(config, self._tokenizer))
-        for dataset in self._datasets():
+        for dataset in self._datasets() if config.scores_training else ():
             # An agent's environment may score; a source without a rule is then met, and named, when a row needs it.
             if isinstance(dataset, PromptDataset) and not uses_agents:
                 self._rewards.check_data_sources(dataset.data_sources())
@@ -72,9 +72,7 @@ class RLMethod(Method):
     ) -> RayPPOTrainer:
         if self._audit is not None:
             tracker.folder.write_template_audit(self._audit.to_dict())
-        filters = self._config.algorithm.filter_groups.enable
-        trainer_class = self._options.trainer_class or (RayDAPOTrainer if filters else RayPPOTrainer)
-        return trainer_class(
+        return (self._options.trainer_class or self._trainer_class)(
             self._config,
             tokenizer=self._tokenizer,
             train_loader=self._train_loader,
@@ -86,6 +84,10 @@ class RLMethod(Method):
             stop=stop,
             recording=self._options.recording,
         )
+
+    @property
+    def _trainer_class(self) -> type[RayPPOTrainer]:
+        return RayDAPOTrainer if self._config.algorithm.filter_groups.enable else RayPPOTrainer
 
     def _datasets(self) -> list[Any]:
         loaders: tuple[PromptLoader | None, ...] = (self._train_loader, self._val_loader)

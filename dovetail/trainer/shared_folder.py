@@ -27,6 +27,9 @@ def with_absolute_folders(config: DovetailConfig) -> DovetailConfig:
         section = getattr(config, role)
         if folders := _existing_folders(section.model):
             updated[role] = section.model_copy(update={"model": section.model.model_copy(update=folders)})
+    teacher = config.distill.teacher
+    if folders := _existing_folders(teacher):
+        updated["distill"] = config.distill.model_copy(update={"teacher": teacher.model_copy(update=folders)})
     return config.model_copy(update=updated)
 
 

@@ -19,6 +19,7 @@ from dovetail.algorithms import (
     kl_penalty,
 )
 from dovetail.algorithms.aggregate import token_share
+from dovetail.algorithms.distillation import listed_reverse_kl
 from dovetail.algorithms.kl import k3_kl
 from dovetail.algorithms.plugin_calls import as_policy_loss
 from dovetail.algorithms.rollout_correction import MAX_LOG_WEIGHT, interpolate_old_log_prob
@@ -41,6 +42,7 @@ from dovetail.workers.update_correction import correction_terms
 
 _RATIO, _RATIO_SQUARE = "rollout_corr/ratio_mean", "rollout_corr/ratio_square_mean"
 """Moments of the update's policy / engine over tokens."""
+TEACHER_COLUMNS = ("teacher_top_ids", "teacher_top_log_probs")
 INTERPOLATION = "interpolation_weights"
 """Column: where each token's old log-prob is between the engine's (0) and the update's (1)."""
 
@@ -51,7 +53,8 @@ class DataParallelPPOActor:
     `mini_batch_rows` is what this rank holds of one mini-batch, in sequences; `loss_scale_factor` divides
     `seq-mean-token-sum-norm`. The reference policy is the same class over a backend without optimizer, or over the
     actor's own with `adapters=False` (LoRA switched off). `correction`: what the update itself corrects, where the old
-    log-probs are the engine's (`bypass_mode`) or interpolated.
+    log-probs are the engine's (`bypass_mode`) or interpolated. `distill_coef` weighs the divergence from the tokens
+    that a teacher has listed, where the batch has them.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class DataParallelPPOActor:
         seed: int = 0,
         adapters: bool = True,
         correction: RolloutCorrectionConfig | None = None,
+        distill_coef: float = 0.0,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -77,6 +81,7 @@ class DataParallelPPOActor:
             config.min_num_micro_batch,
         )
         self._loss_scale_factor = loss_scale_factor
+        self._distill_coef = distill_coef
         self._correction = correction
         self._bypass = correction is not None and correction.bypass_mode
         reinforce = self._bypass and correction is not None and correction.loss_type == "reinforce"
@@ -113,6 +118,19 @@ class DataParallelPPOActor:
             joined("sum_squares") if sum_squares else None,
         )
 
+    def top_tokens(self, data: DataProto, *, top_k: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of the responses, and in place of each token the `top_k` most likely ones below `vocab_size`."""
+        batch = take_columns(data, MODEL_INPUTS)
+        options = replace(self._options(data, entropy=False), top_k=top_k, top_vocab_size=vocab_size)
+        plan = plan_micro_batches(batch, self._log_prob_limit, self.backend)
+        outputs = self.backend.forward(cut(batch, plan), options)
+        width = response_width(batch)
+        log_probs, ids, top = (
+            restore([at_responses(getattr(output, name), width) for output in outputs], plan).cpu()
+            for name in ("log_probs", "top_ids", "top_log_probs")
+        )
+        return log_probs.float(), ids.int(), top
+
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """PPO epochs over mini-batches, one optimizer step each; metrics over all data-parallel ranks.
 
@@ -121,6 +139,7 @@ class DataParallelPPOActor:
         """
         batch = self._training_columns(data)
         options = self._options(data, entropy=self.config.needs_entropy)
+        options = replace(options, listed=TEACHER_COLUMNS[0] in batch)
         log = StepLog("actor")
         steps = list(self._optimizer_steps(batch))
         for index, mini_batch in enumerate(steps):
@@ -172,7 +191,7 @@ class DataParallelPPOActor:
             names.append("rollout_log_probs")
         if self.config.use_kl_loss:
             names.append("ref_log_prob")
-        names += [name for name in ("rollout_is_weights", LOSS_WEIGHT) if name in data]
+        names += [name for name in ("rollout_is_weights", LOSS_WEIGHT, *TEACHER_COLUMNS) if name in data]
         return take_columns(data, [*names, *self._loss_columns])
 
     def _loss_fn(self, mini_batch_counts: BatchCounts) -> LossFn:
@@ -219,6 +238,11 @@ class DataParallelPPOActor:
                 kl = agg_loss(token_kl, mask, mode, counts=counts, loss_scale_factor=scale)
                 loss = loss + config.kl_loss_coef * kl
                 metrics["actor/kl_loss"] = kl.detach()
+            if output.listed is not None:
+                token_kl = listed_reverse_kl(at_responses(output.listed, width), columns["teacher_top_log_probs"])
+                kl = agg_loss(token_kl, mask, mode, counts=counts, loss_scale_factor=scale)
+                loss = loss + self._distill_coef * kl
+                metrics["distill/kl"] = token_share(token_kl.detach(), mask, counts)
             return loss, metrics
 
         return loss_fn

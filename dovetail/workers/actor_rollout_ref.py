@@ -11,7 +11,7 @@ from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
-from dovetail.models.load import load_tokenizer
+from dovetail.models.load import load_config, load_tokenizer
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import GenerationResult
 from dovetail.weight_sync import GroupAddress
@@ -94,11 +94,16 @@ class ActorRolloutRefWorker(CheckpointedRole):
 
     @register(dispatch_mode=Dispatch.mesh("ref", pad=True))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob`: log-probs of the frozen reference."""
-        ref = self._need(self.ref, "ref")
+        """`ref_log_prob`: log-probs of the frozen reference, or of the teacher in its place."""
+        ref, distill = self._need(self.ref, "ref"), self.config.distill
         with loaded(ref.backend, self._ref_offloading):
-            log_probs, _ = ref.compute_log_prob(data)
-        return DataProto.from_dict({"ref_log_prob": log_probs})
+            if not self.config.lists_teacher_tokens:
+                log_probs, _ = ref.compute_log_prob(data)
+                return DataProto.from_dict({"ref_log_prob": log_probs})
+            student = load_config(self._model.path, trust_remote_code=self._model.trust_remote_code)
+            vocab_size = student.get_text_config().vocab_size
+            log_probs, ids, top = ref.top_tokens(data, top_k=distill.top_k, vocab_size=vocab_size)
+        return DataProto.from_dict({"ref_log_prob": log_probs, "teacher_top_ids": ids, "teacher_top_log_probs": top})
 
     @register(dispatch_mode=Dispatch.mesh("actor"))
     def update_actor(self, data: DataProto) -> DataProto:
@@ -219,11 +224,11 @@ class ActorRolloutRefWorker(CheckpointedRole):
         return self.config.actor_rollout_ref.model
 
     def _build_ref(self, actor_backend: TrainBackend | None) -> DataParallelPPOActor:
-        policy = self.config.actor_rollout_ref
-        if actor_backend is not None and policy.model.uses_lora:
+        policy, model = self.config.actor_rollout_ref, self.config.reference_model
+        if actor_backend is not None and policy.model.uses_lora and model is policy.model:
             return self._actor_of(actor_backend, is_ref=True, adapters=False)
         backend = build_policy(
-            policy.model,
+            model,
             strategy=policy.ref.strategy,
             fsdp=policy.ref.fsdp_config,
             megatron=policy.ref.megatron,
@@ -261,6 +266,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
             seed=self.config.trainer.seed,
             adapters=adapters,
             correction=correction if in_update and not is_ref else None,
+            distill_coef=self.config.distill.kl_coef,
         )
 
     def _need(self, part: T | None, name: str) -> T:

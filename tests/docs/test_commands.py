@@ -48,6 +48,7 @@ ELSEWHERE = {
 INSTEAD = {
     "--port 7000": "--port 0",
     "~/models/Qwen3-8B": "model",
+    "~/models/Qwen3-0.6B": "model",
     "model.path=Qwen/Qwen2.5-1.5B-Instruct": "model.path=model",
     "model=Qwen/Qwen2.5-0.5B-Instruct": "model=model",
     "data=rows.jsonl": "data=toy/train.parquet",
@@ -202,7 +203,7 @@ def replaced(command: Command) -> Command:
 
 def _complete(words: list[str], command: Command, reader: Path) -> list[str]:
     """A training command in this process, with what makes its run small; `...` gives way to the keys of a run."""
-    trains = words[1] in ("train", "sft", "dpo", "reward")
+    trains = words[1] in ("train", "sft", "dpo", "reward", "distill")
     if not trains and REST_OF_KEYS not in words:
         return words
     toy = Toy(reader / "model", reader / "toy")

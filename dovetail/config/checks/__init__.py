@@ -5,6 +5,7 @@ from __future__ import annotations
 from dovetail.config.checks.algorithm import ALGORITHM
 from dovetail.config.checks.async_training import ASYNC_TRAINING
 from dovetail.config.checks.batches import BATCHES, CUTS
+from dovetail.config.checks.distill import DISTILL
 from dovetail.config.checks.examined import Examined
 from dovetail.config.checks.networks import NETWORKS
 from dovetail.config.checks.offline import OFFLINE
@@ -15,7 +16,7 @@ from dovetail.config.errors import ConfigError, Problem
 from dovetail.config.plan.model_shape import ModelShape
 from dovetail.config.root import DovetailConfig
 
-CHECKS = (*PARALLELISM, *BATCHES, *ALGORITHM, *ASYNC_TRAINING, *ROLLOUT, *NETWORKS, *SCHEDULE)
+CHECKS = (*PARALLELISM, *BATCHES, *ALGORITHM, *ASYNC_TRAINING, *ROLLOUT, *NETWORKS, *DISTILL, *SCHEDULE)
 OFFLINE_CHECKS = (*PARALLELISM, *CUTS, *NETWORKS, *SCHEDULE, *OFFLINE)
 """Of methods that train on a data set: there is no engine, no reward and one optimizer step in a batch."""
 

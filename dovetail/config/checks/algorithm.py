@@ -52,7 +52,7 @@ def _groups(run: Examined) -> Iterator[Problem]:
                 "<rollout.n> makes every group uniform, so <algorithm.filter_groups.enable> drops every prompt; "
                 "use @rollout.n=8, or algorithm.filter_groups.enable=False."
             )
-        elif algorithm.adv_estimator in GROUP_ESTIMATORS:
+        elif algorithm.adv_estimator in GROUP_ESTIMATORS and run.config.scores_training:
             yield run.warning(
                 "<rollout.n> leaves <algorithm.adv_estimator> nothing to compare a response with (it needs groups of "
                 "2 or more), so the score itself is the advantage; use @rollout.n=8, or "

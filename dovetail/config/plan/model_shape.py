@@ -120,6 +120,8 @@ class Shapes:
     policy: ModelShape | None = None
     critic: ModelShape | None = None
     reward: ModelShape | None = None
+    teacher: ModelShape | None = None
+    """Of distillation, where it is the reference."""
     notices: tuple[str, ...] = ()
 
 
@@ -144,7 +146,11 @@ def read_shapes(config: DovetailConfig) -> Shapes:
         value = policy if same else read("critic.model.path", critic.config_path, critic.override_config)
     if reward.enable and reward.model.path:
         score = read("reward_model.model.path", reward.model.path, reward.model.override_config)
-    return Shapes(policy, value, score, tuple(notices))
+    teacher = None
+    if config.distills:
+        reference = config.reference_model
+        teacher = read("distill.teacher.path", reference.path, reference.override_config)
+    return Shapes(policy, value, score, teacher, tuple(notices))
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:

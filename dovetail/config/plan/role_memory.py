@@ -139,8 +139,9 @@ def role_memories(
         compiled = actor.use_torch_compile and device.is_accelerator and not layout.is_megatron
         roles["actor"] = replace(memory, fused_head=fused, needs_entropy=actor.needs_entropy, compiled=compiled)
         # With LoRA the reference is the actor with its adapters switched off: no second copy.
-        if "ref" in layouts and not policy.model.uses_lora:
-            memory = _role_memory(ref, layouts["ref"], shapes.policy, ref.fsdp_config)
+        reference = shapes.teacher if config.distills else None if policy.model.uses_lora else shapes.policy
+        if "ref" in layouts and reference is not None:
+            memory = _role_memory(ref, layouts["ref"], reference, ref.fsdp_config)
             roles["ref"] = replace(memory, fused_head=fused)
     if "critic" in layouts and shapes.critic is not None:
         shape = _with_value_head(shapes.critic)

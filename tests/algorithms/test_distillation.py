@@ -1,0 +1,82 @@
+"""Distillation signals against the divergence they stand for, on a vocabulary small enough to sum over."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dovetail.algorithms import compute_policy_loss_vanilla
+from dovetail.algorithms.distillation import distillation_advantages, listed_reverse_kl
+
+pytestmark = pytest.mark.unit
+
+VOCABULARY = 6
+
+
+def logits(seed: int, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def full_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def test_the_advantage_is_what_the_teacher_adds_to_the_log_prob() -> None:
+    student, teacher = torch.tensor([[0.5, 0.25, 0.9]]).log(), torch.tensor([[0.25, 0.5, 0.1]]).log()
+    found = distillation_advantages(student, teacher, torch.tensor([[1, 1, 0]]))
+    torch.testing.assert_close(found, torch.tensor([[-math.log(2), math.log(2), 0.0]]))
+
+
+def test_the_expected_gradient_of_sampled_tokens_is_that_of_the_reverse_kl() -> None:
+    student, teacher = logits(0).requires_grad_(), logits(1)
+    (expected,) = torch.autograd.grad(full_kl(student, teacher).sum(), student)
+    # Every token once, weighted by how often the student samples it: the expectation, not a sample of it.
+    total = torch.zeros_like(student)
+    for token in range(VOCABULARY):
+        log_prob = student.log_softmax(-1)[:, token : token + 1]
+        judged = teacher.log_softmax(-1)[:, token : token + 1]
+        mask = torch.ones(1, 1)
+        loss, _ = compute_policy_loss_vanilla(
+            old_log_prob=log_prob.detach(),
+            log_prob=log_prob,
+            advantages=distillation_advantages(log_prob, judged, mask),
+            response_mask=mask,
+        )
+        (gradient,) = torch.autograd.grad(loss, student)
+        total += log_prob.exp().item() * gradient
+    torch.testing.assert_close(total, expected, atol=1e-12, rtol=1e-9)
+
+
+def test_a_teacher_that_agrees_teaches_nothing() -> None:
+    student = logits(2, rows=3).requires_grad_()
+    log_prob = student.log_softmax(-1)
+    assert not distillation_advantages(log_prob, log_prob, torch.ones(3, VOCABULARY)).any()
+    kl = listed_reverse_kl(log_prob[:, :2], log_prob[:, :2].detach())
+    (gradient,) = torch.autograd.grad(kl.sum(), student)
+    torch.testing.assert_close(kl, torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-12, rtol=0)
+
+
+def test_all_tokens_listed_give_the_full_divergence_and_its_gradient() -> None:
+    student, teacher = logits(3, rows=4).requires_grad_(), logits(4, rows=4)
+    found = listed_reverse_kl(student.log_softmax(-1), teacher.log_softmax(-1))
+    torch.testing.assert_close(found, full_kl(student, teacher), atol=1e-6, rtol=0)
+    (mine,) = torch.autograd.grad(found.sum(), student)
+    (expected,) = torch.autograd.grad(full_kl(student, teacher).sum(), student)
+    torch.testing.assert_close(mine, expected, atol=1e-6, rtol=0)
+
+
+def test_fewer_tokens_give_a_lower_bound_that_grows_with_them() -> None:
+    student, teacher = logits(5, rows=8), logits(6, rows=8)
+    order = teacher.argsort(-1, descending=True)
+    log_p, log_q = (values.log_softmax(-1).gather(-1, order) for values in (student, teacher))
+    bounds = [listed_reverse_kl(log_p[:, :k], log_q[:, :k]) for k in range(1, VOCABULARY)]
+    for fewer, more in zip(bounds, [*bounds[1:], full_kl(student, teacher)], strict=True):
+        assert (fewer <= more + 1e-9).all()
+    # By hand: one token of probability 1/2 against 1/4, the rest 1/2 against 3/4.
+    half, quarter = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+    expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert listed_reverse_kl(half, quarter).item() == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,165 @@
+"""On-policy distillation: whole runs of a toy student and a toy teacher in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dovetail.cli.main import main
+from dovetail.config import ConfigError
+from dovetail.trainer.distill import refuse_other_vocabulary
+from dovetail.trainer.run import run_training
+from tests.trainer.toy_run import Toy, repeatable, save_toy_model, train, train_apart
+
+pytestmark = pytest.mark.e2e
+
+A = "actor_rollout_ref.actor"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another random model with the student's tokenizer."""
+    return save_toy_model(tmp_path_factory.mktemp("teacher") / "model", seed=1)
+
+
+def keys(teacher: Path, **distill: Any) -> dict[str, Any]:
+    own = {f"distill.{name}": value for name, value in distill.items()}
+    return {"trainer.method": "distill", "distill.teacher.path": str(teacher), f"{A}.ppo_mini_batch_size": 4, **own}
+
+
+def token_advantages(run: Path, step: int = 1) -> np.ndarray:
+    rows = [json.loads(line) for line in (run / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+    return np.concatenate([row["token_advantages"] for row in rows])
+
+
+@pytest.mark.parametrize("kl", ["sampled", "top_k"])
+def test_the_student_comes_closer_to_its_teacher(toy: Toy, teacher: Path, tmp_path: Path, kl: str) -> None:
+    """Twelve steps, because one cannot show that it learns. The rows have a prompt and nothing else."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(16)))
+    changes = keys(teacher, kl=kl) | {
+        "data.train_files": str(prompts),
+        "custom_reward_function.path": None,
+        "trainer.total_training_steps": 12,
+        f"{A}.optim.lr": 5e-3,
+    }
+    _, rows = train(toy.config(tmp_path / "run", changes))
+    found = [row["distill/kl"] for row in rows]
+    assert found[0] > 0.1
+    assert np.mean(found[-3:]) < 0.5 * np.mean(found[:3])
+    assert all("critic/score/mean" not in row or row["critic/score/mean"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize("kl", ["sampled", "top_k"])
+def test_a_teacher_that_is_the_student_gives_no_signal(toy: Toy, tmp_path: Path, kl: str) -> None:
+    _, rows = train(toy.config(tmp_path, keys(toy.model, kl=kl) | {"trainer.total_training_steps": 1}))
+    assert abs(rows[0]["distill/kl"]) < 1e-6
+    assert rows[0]["actor/grad_norm"] < 1e-5
+
+
+def test_the_task_reward_is_added_to_the_teachers_signal(toy: Toy, teacher: Path, tmp_path: Path) -> None:
+    one = {"trainer.total_training_steps": 1, f"{A}.ppo_mini_batch_size": 4}
+    train(toy.config(tmp_path / "rl", one))
+    train(toy.config(tmp_path / "alone", keys(teacher, kl_coef=2.0) | one))
+    _, rows = train(toy.config(tmp_path / "both", keys(teacher, kl_coef=2.0, reward_coef=0.5) | one))
+    task, alone, both = (token_advantages(tmp_path / name) for name in ("rl", "alone", "both"))
+    np.testing.assert_allclose(both, 0.5 * task + alone, atol=2e-5)
+    assert np.abs(task).max() > 0.1
+    assert rows[0]["critic/score/mean"] > 0
+    # Minus the mean of the signal is the estimate of the divergence.
+    assert rows[0]["distill/kl"] == pytest.approx(-alone.mean() / 2.0, abs=1e-4)
+
+
+def test_all_tokens_of_the_vocabulary_give_the_gradient_that_sampling_estimates(
+    toy: Toy, teacher: Path, tmp_path: Path
+) -> None:
+    """Many samples of one step: the averages of the two divergences agree, the exact one with less noise."""
+    many = {"trainer.total_training_steps": 1, "actor_rollout_ref.rollout.n": 128}
+    values = {}
+    for kl in ("sampled", "top_k"):
+        _, rows = train(toy.config(tmp_path / kl, keys(teacher, kl=kl, top_k=100000) | many))
+        values[kl] = rows[0]["distill/kl"], rows[0]["actor/grad_norm"]
+    assert values["sampled"][0] == pytest.approx(values["top_k"][0], rel=0.15)
+    assert values["top_k"][1] < values["sampled"][1]
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(toy: Toy, teacher: Path, tmp_path: Path) -> None:
+    changes = keys(teacher) | {
+        "trainer.save_freq": 2,
+        "trainer.total_training_steps": 4,
+        f"{A}.optim.lr_warmup_steps": 1,
+    }
+    _, whole = train(toy.config(tmp_path / "whole", changes))
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "global_step_4")
+    (tmp_path / "resumed" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    _, resumed = train(toy.config(tmp_path / "resumed", changes))
+    assert repeatable(resumed) == repeatable(whole)
+    assert main(["export", str(tmp_path / "resumed"), str(tmp_path / "out")]) == 0
+    assert not np.array_equal(
+        load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"],
+        load_file(toy.model / "model.safetensors")["model.norm.weight"],
+    )
+
+
+@pytest.mark.distributed
+# The update of sampled tokens is that of RL, which has such a test of its own.
+@pytest.mark.parametrize("kl", [pytest.param("sampled", marks=pytest.mark.slow), "top_k"])
+def test_two_ranks_train_what_one_trains(toy: Toy, teacher: Path, tmp_path: Path, kl: str) -> None:
+    """FSDP2 on Ray, teacher offloaded between its turns: no cheaper test has both models sharded in one process."""
+    changes = keys(teacher, kl=kl) | {
+        "trainer.total_training_steps": 2,
+        f"{A}.optim.eps": 1e-3,
+        "actor_rollout_ref.ref.fsdp_config.param_offload": True,
+    }
+    _, one = train(toy.config(tmp_path / "one", changes))
+    sharded = {**changes, f"{A}.strategy": "fsdp2", "trainer.n_gpus_per_node": 2}
+    run = train_apart(tmp_path / "two", sharded, use_ray=True)
+    two = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for left, right in zip(one, two, strict=True):
+        for name in ("distill/kl", "actor/grad_norm", "actor/pg_loss"):
+            assert right[name] == pytest.approx(left[name], rel=1e-4, abs=1e-6), name
+
+
+def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
+    toy: Toy, teacher: Path, tmp_path: Path
+) -> None:
+    config = toy.config(tmp_path, keys(teacher))
+    refuse_other_vocabulary({"a": 0, "b": 1}, {"b": 1, "a": 0}, config)
+    with pytest.raises(
+        ConfigError, match=r"'b' has id 2 in the teacher's and id 1 in the student's \(2 entries differ\)"
+    ):
+        refuse_other_vocabulary({"a": 0, "b": 1}, {"a": 0, "b": 2}, config)
+    other = shutil.copytree(teacher, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="have different tokenizers"):
+        run_training(toy.config(tmp_path / "run", keys(other)), use_ray=False)
+    assert not (tmp_path / "run").exists(), "found before anything was started"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"distill.teacher.path": None}, "distill.teacher.path is not set"),
+        ({"distill.teacher.path": "nowhere"}, "distill.teacher.path=nowhere"),
+        ({f"{A}.use_kl_loss": True}, "the teacher is in its place"),
+        ({"algorithm.filter_groups.enable": True}, "learns from every token"),
+        ({"async_training.mode": "one_step_off"}, "cannot be combined"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_distillation_cannot_do_is_said_before_it_starts(
+    toy: Toy, teacher: Path, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run_training(toy.config(tmp_path / "run", keys(teacher) | change), use_ray=False)
