@@ -19,6 +19,8 @@ from dovetail.workers.offline import IS_PADDING, OfflineLearner
 from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, slow_on_four, train_layouts
 from tests.workers.tiny_run import TOLERANCE, Updated, as_numpy, largest_difference, run_config, small_model
 
+pytestmark = pytest.mark.timeout(900)
+
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
