@@ -209,6 +209,7 @@ def _complete(words: list[str], command: Command, reader: Path) -> list[str]:
     toy = Toy(reader / "model", reader / "toy")
     # Prompts of a tokenizer of bytes are long.
     changes = {"data.max_prompt_length": 256, "trainer.total_training_steps": 2, **command.keys}
+    changes.setdefault("trainer.resume_mode", "disable")  # commands share a folder, and some save a checkpoint
     keys = toy.arguments(reader / "run", changes)
     if "data.train_files" in command.keys:  # its own rule scores
         keys = [key for key in keys if not key.startswith("custom_reward_function.")]
