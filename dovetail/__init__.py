@@ -5,9 +5,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dovetail.api import DAPO, GRPO, PPO, RLOO, Run
+    from dovetail.api import DAPO, DPO, GRPO, PPO, RLOO, SFT, Distill, RewardModel, Run
 
-__all__ = ["DAPO", "GRPO", "PPO", "RLOO", "Run"]
+__all__ = ["DAPO", "DPO", "GRPO", "PPO", "RLOO", "SFT", "Distill", "RewardModel", "Run"]
 __version__ = "0.1.0"
 
 # Ask PyTorch to back large CPU tensors with huge pages: a batch column of 128 MiB is otherwise paid for in 32,768 page

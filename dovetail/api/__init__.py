@@ -4,6 +4,6 @@ Builds the configuration that `dovetail train` builds, and calls the same `run_t
 """
 
 from dovetail.api.run import Run
-from dovetail.api.trainers import DAPO, GRPO, PPO, RLOO
+from dovetail.api.trainers import DAPO, DPO, GRPO, PPO, RLOO, SFT, Distill, RewardModel
 
-__all__ = ["DAPO", "GRPO", "PPO", "RLOO", "Run"]
+__all__ = ["DAPO", "DPO", "GRPO", "PPO", "RLOO", "SFT", "Distill", "RewardModel", "Run"]

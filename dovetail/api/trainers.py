@@ -1,4 +1,4 @@
-"""`GRPO`, `PPO`, `DAPO`, `RLOO`: a training run as a Python object. Each is a preset of the same configuration."""
+"""`GRPO`, `SFT`, `DPO` and the others: a training run as a Python object. Each is a preset of one configuration."""
 
 from __future__ import annotations
 
@@ -193,6 +193,49 @@ class DAPO(_RL):
         "actor_rollout_ref.actor.clip_ratio_high": 0.28,
         "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
     }
+
+
+class Distill(_RL):
+    """On-policy distillation: the model samples, and a teacher's log-probs of its tokens are the signal.
+
+    `teacher` is a folder or a name on the hub, with the same tokenizer. Without a `reward` rows need a prompt only. The
+    other arguments are those of `GRPO`.
+    """
+
+    preset: ClassVar[Mapping[str, Any]] = {"trainer.method": "distill"}
+
+    def __init__(self, model: str | Path, data: Data, teacher: str | Path, reward: Reward | None = None, **more: Any):
+        super().__init__(model, data, reward, **more)
+        self._keys = {"distill.teacher.path": str(teacher), **self._keys}
+
+
+class SFT(Trainer):
+    """Fine-tuning on conversations: the loss is on the assistant's tokens. Rows have `messages`, or `prompt` and
+    `response`.
+
+        rows = [{"messages": [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]}, ...]
+        run = dovetail.SFT("Qwen/Qwen2.5-0.5B-Instruct", rows).train()
+
+    The arguments are those of `Trainer`.
+    """
+
+    preset: ClassVar[Mapping[str, Any]] = {"trainer.method": "sft"}
+
+
+class DPO(Trainer):
+    """Direct preference optimisation: rows have `prompt`, `chosen` and `rejected`. IPO, KTO, ORPO and SimPO are
+    `config={"dpo.loss_type": ...}`. The arguments are those of `Trainer`."""
+
+    preset: ClassVar[Mapping[str, Any]] = {"trainer.method": "dpo"}
+
+
+class RewardModel(Trainer):
+    """A reward model from preferences: rows as for `DPO`. What `Run.export` writes is a `reward=` of `GRPO`.
+
+    The arguments are those of `Trainer`.
+    """
+
+    preset: ClassVar[Mapping[str, Any]] = {"trainer.method": "reward"}
 
 
 def _new_folder(name: str) -> Path:

@@ -71,9 +71,10 @@ def choose_open_keys(
     on_cluster = bool(loaded.config.ray_init.address or os.environ.get("RAY_ADDRESS"))
     machine = _machine() if look_at_machine and not on_cluster else None
     if not loaded.config.generates:
-        # Batches, lengths and steps of the methods that train on a data set have defaults of their own.
-        if machine is not None and loaded.uses_short_names:
-            _choose_devices(choices, machine, one_process=one_process)
+        if loaded.uses_short_names:
+            if machine is not None:
+                _choose_devices(choices, machine, one_process=one_process)
+            _choose_for_examples(choices, _Prompts(_count_rows(choices.config) if look_at_files else 0))
         return replace(loaded, config=choices.config, tree=choices.tree(), choices=tuple(choices.made))
     if machine is not None:
         device_memory_gib = device_memory_gib or machine.gib
@@ -222,6 +223,27 @@ def _choose_run(choices: _Choices, prompts: _Prompts) -> None:
         choices.choose("the model and the data", trainer__experiment_name=name)
 
 
+def _choose_for_examples(choices: _Choices, examples: _Prompts) -> None:
+    """Methods that train on a data set: rate, batch, steps, micro-batches."""
+    method, on_cpu = choices.config.trainer.method, choices.config.trainer.device == "cpu"
+    section = "critic" if method == "reward" else _ACTOR
+    rate, why = (1e-6, "preferences move a policy fast") if method == "dpo" else (1e-5, "a usual rate for fine-tuning")
+    if method == "reward" and not choices.is_open(f"{_ACTOR}.optim.lr"):
+        rate, why = choices.config.actor_rollout_ref.actor.optim.lr, "the rate that was given"
+    choices.choose_all(why, {f"{section}.optim.lr": rate})
+    most, num_rows = 8 if on_cpu else 64, examples.num_rows
+    size = 2 ** int(math.log2(max(1, min(most, num_rows // 8)))) if num_rows else most
+    choices.choose(f"{num_rows:,} rows" if num_rows else "a usual size", data__train_batch_size=size)
+    _choose_run(choices, examples)
+    if choices.is_open(f"{section}.use_dynamic_bsz", f"{section}.ppo_micro_batch_size_per_gpu"):
+        why = "micro-batches are cut by tokens, whatever the lengths"
+        choices.choose_all(why, {f"{section}.use_dynamic_bsz": True})
+        data = choices.config.data
+        longest = max(data.longest, data.max_prompt_length + data.max_response_length)
+        tokens = max(longest, _MOST_ON_CPU if on_cpu else _MOST_TOKENS)
+        choices.choose_all("more tokens are no faster", {f"{section}.ppo_max_token_len_per_gpu": tokens})
+
+
 def _choose_micro_batches(choices: _Choices, device_memory_gib: float | None) -> None:
     """Cut by tokens where neither sequences nor tokens say how much a device computes at a time."""
     if not choices.is_open(*_CUTS):
@@ -301,6 +323,17 @@ def _prompts(choices: _Choices) -> _Prompts:
     except (DataError, ModelError, FileNotFoundError):
         return _Prompts(0)  # the checks of the run name what is missing or wrong
     return _Prompts(num_rows, longest, min(num_read, num_rows))
+
+
+def _count_rows(config: DovetailConfig) -> int:
+    """Rows of the training files; 0 where they cannot be read, which the checks of the run report."""
+    from dovetail.data.errors import DataError
+    from dovetail.data.files import read_rows
+
+    try:
+        return sum(len(read_rows(path)) for path in config.data.train_paths)
+    except (DataError, FileNotFoundError):
+        return 0
 
 
 def _takes_lists(path: str, name: str) -> bool:

@@ -38,7 +38,7 @@ def test_the_package_is_light_until_a_name_is_used() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip().endswith("[]")
     assert "GRPO" in done.stdout
-    with pytest.raises(AttributeError, match="from Python there are DAPO, GRPO"):
+    with pytest.raises(AttributeError, match="from Python there are DAPO, DPO, GRPO"):
         dovetail.Grpo  # noqa: B018
 
 
@@ -172,3 +172,24 @@ def test_the_same_lines_run_on_ray(model: str, tmp_path: Path) -> None:
 def test_a_run_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gone is no folder"):
         dovetail.Run(tmp_path / "gone")
+
+
+def test_fine_tuning_from_python_learns_and_its_export_goes_on(model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"say {n}", "response": "abab"} for n in range(16)]
+    config = {"data.train_batch_size": 8, "trainer.logger": ["file"]}
+    run = dovetail.SFT(model, rows, output=tmp_path / "sft", steps=6, lr=1e-2, config=config).train()
+    losses = [row["train/loss"] for row in run.metrics]
+    assert losses[-1] < losses[0] - 0.3
+    tuned = run.export(tmp_path / "tuned")
+    pairs = [{"prompt": row["prompt"], "chosen": "abab", "rejected": "xyxy"} for row in rows]
+    preferred = dovetail.DPO(tuned, pairs, output=tmp_path / "dpo", steps=2, config=config)
+    assert preferred.config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert preferred.train().metrics[-1]["train/rewards/accuracies"] > 0.5
+    scorer = dovetail.RewardModel(tuned, pairs, output=tmp_path / "reward", steps=2, lr=1e-3, config=config)
+    assert scorer.config.critic.optim.lr == 1e-3
+    assert scorer.train().steps == 2
+
+
+def test_distillation_from_python_names_its_teacher(model: str, tmp_path: Path) -> None:
+    trainer = dovetail.Distill(model, [{"prompt": "say 1"}] * 8, teacher=model, output=tmp_path / "run")
+    assert (trainer.config.trainer.method, trainer.config.distill.teacher.path) == ("distill", model)
