@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 _MODEL = re.compile(r"\bmodels/[\w.-]+")
-_IMPORTS_TORCH = ("train", "export", "doctor")
+_IMPORTS_TORCH = ("train", "sft", "export", "eval", "generate", "doctor")
 ENVIRONMENT = dict(os.environ)
 """As pytest has it, whatever earlier tests have changed."""
 
