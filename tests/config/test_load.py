@@ -30,7 +30,7 @@ def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
         ("trainer.lr=1", f"{ACTOR}.optim.lr"),
         ("data.train_batchsize=1", "data.train_batch_size"),
         ("actor_rollout_ref.rolout.n=4", "actor_rollout_ref.rollout.n"),
-        ("model.path=x", "actor_rollout_ref.model.path"),
+        ("policy.model.path=x", "actor_rollout_ref.model.path"),
     ],
 )
 def test_the_nearest_key_is_found_by_its_last_word_or_by_its_path(wrong: str, right: str) -> None:
