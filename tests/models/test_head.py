@@ -153,3 +153,17 @@ def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"hidden must be \[N, H\]"):
         fused_linear_log_prob(torch.zeros(2, 3, 4), torch.zeros(5, 4), torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("need_entropy", [False, True])
+def test_a_large_vocabulary_is_added_up_to_the_last_digits(need_entropy: bool) -> None:
+    """Qwen's 152 k tokens: thousands of small probabilities are lost where each is added to a sum near 1."""
+    torch.manual_seed(0)
+    logits = torch.randn(8, 151_936) * 2.5
+    logits[:, 7] += 16
+    labels = torch.full((8,), 7)
+    true = logits.double().log_softmax(-1)[:, 7]
+    plain = plain_log_prob_entropy(logits, labels, need_entropy=need_entropy)
+    fused = fused_linear_log_prob(torch.eye(8), logits.t().contiguous(), labels, need_entropy=need_entropy)
+    for head in (plain, fused):
+        torch.testing.assert_close(head.log_probs.double(), true, atol=5e-6, rtol=0)
