@@ -178,9 +178,7 @@ def listed_log_probs(
         if lists.top_k:
             size = min(lists.vocab_size or weight.size(0), weight.size(0))
             with torch.no_grad():
-                parts = [
-                    log_softmax(log_p(part)[:, :size]).topk(min(lists.top_k, size)) for part in hidden.split(rows)
-                ]
+                parts = [log_softmax(log_p(part)[:, :size]).topk(min(lists.top_k, size)) for part in hidden.split(rows)]
             top = TopTokens(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
         if lists.ids is not None:
             pairs = zip(hidden.split(rows), lists.ids.split(rows), strict=True)
