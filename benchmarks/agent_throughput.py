@@ -1,6 +1,6 @@
 """256 trajectories with slow tools: the stream of trajectories against the same loop in lock step, in one run, on CPU.
 
-Four turns of 8 tokens each, then of 32; after each of them an environment takes a log-normal time (median 0.2 s, 99th
+Few long turns and many short ones; after each of them an environment takes a log-normal time (median 0.2 s, 99th
 percentile 2 s) and 1 % of its calls fail as infrastructure does, and are tried again. In lock step all trajectories
 wait for the slowest call of a turn, as loops over a batch do. The model is tiny and random: what is measured is who
 waits for whom. Busy is the share of time in which the engine has something to generate, of the time until the last
@@ -34,7 +34,8 @@ from dovetail.protocol import DataProto
 from dovetail.rollout.native.engine import NativeEngine
 
 GROUPS, GROUP_SIZE = 32, 8
-TURNS, TURN_TOKENS = 4, (8, 32)
+SHAPES = ((4, 8), (4, 32), (16, 4))
+"""Turns of a trajectory, and tokens of a turn."""
 MEDIAN_S, P99_S, FAULT_SHARE = 0.2, 2.0, 0.01
 MAX_NUM_SEQS = 64
 GOAL = ">= 3x, busy >= 85 %"
@@ -53,7 +54,7 @@ class SlowTool(Environment):
         if self._random.random() < FAULT_SHARE:
             raise InfrastructureError("the sandbox is not there")
         self._turns += 1
-        return Step("go on", done=self._turns == TURNS)
+        return Step("go on", done=self._turns == TALK.turns)
 
 
 @dataclass
@@ -71,19 +72,20 @@ class LockStep:
 
 @dataclass
 class Talk:
-    """How long a turn is."""
+    """How many turns a trajectory has, and how long one is."""
 
+    turns: int
     max_new_tokens: int
 
 
-LOCK_STEP, TALK = LockStep(0), Talk(0)
+LOCK_STEP, TALK = LockStep(0), Talk(0, 0)
 
 
 @agent_loop("throughput")
 async def talk(task: Task, session: Session) -> float:
     """Turns of a fixed length; a trajectory whose tool stays away still comes to the barriers."""
     messages, gone = list(task.messages), False
-    for _ in range(TURNS):
+    for _ in range(TALK.turns):
         turn = await session.chat(messages, max_new_tokens=TALK.max_new_tokens)
         await LOCK_STEP.wait()
         try:
@@ -99,15 +101,16 @@ def run() -> list[dict]:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     tokenizer = load_tokenizer(smollm2_folder())
     rows = []
-    for turn_tokens in TURN_TOKENS:
+    for TALK.turns, TALK.max_new_tokens in SHAPES:
         seconds, busy = {}, {}
         for name, count in (("stream", 0), ("lock step", GROUPS * GROUP_SIZE)):
             LOCK_STEP.count, LOCK_STEP._barrier = count, None
-            seconds[name], busy[name] = _measure(tokenizer, turn_tokens)
+            seconds[name], busy[name] = _measure(tokenizer)
         shares = f"busy {busy['stream']:.0%} against {busy['lock step']:.0%}"
+        turns = f"{TALK.turns} turns of {TALK.max_new_tokens} tokens"
         rows.append(
             {
-                "name": f"{GROUPS * GROUP_SIZE} trajectories, slow tools, turns of {turn_tokens}: lock step, {shares}",
+                "name": f"{GROUPS * GROUP_SIZE} trajectories, slow tools, {turns}: lock step, {shares}",
                 "ours_s": seconds["stream"],
                 "other_s": seconds["lock step"],
                 "ratio": seconds["lock step"] / seconds["stream"],
@@ -117,9 +120,8 @@ def run() -> list[dict]:
     return rows
 
 
-def _measure(tokenizer, turn_tokens: int) -> tuple[float, float]:
+def _measure(tokenizer) -> tuple[float, float]:
     """Seconds until all trajectories have ended, and the share of them in which the engine was busy."""
-    TALK.max_new_tokens = turn_tokens
     keys = {"prompt_length": 64, "response_length": 512, "ignore_eos": True}
     rollout = DovetailConfig(actor_rollout_ref={"rollout": keys}).actor_rollout_ref.rollout
     settings = SessionSettings(

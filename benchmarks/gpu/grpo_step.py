@@ -152,6 +152,7 @@ class StepClock:
 def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, use_ray: bool) -> dict[str, Any]:
     """The trainer itself: data, generation, rewards, advantages, update, run folder. One process unless `use_ray`."""
     from dovetail.config import load_config
+    from dovetail.observability.run_folder import TIMELINE, read_json_lines
     from dovetail.trainer.run import run_training
 
     policy = "actor_rollout_ref"
@@ -188,8 +189,12 @@ def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, use_ray: b
         ]
     ).config
     clock = StepClock()
-    run_training(config, use_ray=use_ray, console=lambda title, total: clock)
-    parts = {}
+    run = run_training(config, use_ray=use_ray, console=lambda title, total: clock)
+    # Where the time to the end of the first step goes: the phases before it, and its own.
+    (started,) = (row for row in read_json_lines(run.folder / TIMELINE) if row["step"] == 0)
+    first = {f"{who}: {phase}": round(end - start, 1) for who, phase, start, end, _ in started["spans"]}
+    first |= {name: round(value, 1) for name, value in clock.metrics[0].items() if name.startswith("timing_s/")}
+    parts: dict[str, Any] = {"start_s": first}
     for name in ("timing_s/gen", "timing_s/update_actor", "timing_s/reward", "timing_s/adv"):
         values = [metrics[name] for metrics in clock.metrics[1:] if name in metrics]
         if values:

@@ -28,8 +28,6 @@ from benchmarks.gpu.workload import spare_flashinfer
 PROMPTS, SAMPLES, MINI_BATCH, RESPONSE = 128, 8, 64, 320
 LEARNING_RATE, CLIP_LOW, CLIP_HIGH = 3e-6, 0.2, 0.28
 ENGINE_MEMORY = 0.4
-TRL_MICRO_BATCH = 16
-"""Without gradient checkpointing: TRL's fastest in `benchmarks.gpu.grpo_step`."""
 DOVETAIL: dict[str, list[str]] = {
     "dovetail": [],
     "dovetail-partial": [
@@ -40,6 +38,7 @@ DOVETAIL: dict[str, list[str]] = {
     "dovetail-vllm": ["actor_rollout_ref.rollout.name=vllm"],
 }
 SIDES = (*DOVETAIL, "trl")
+STARTED = time.perf_counter()
 ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
 
 
@@ -55,6 +54,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/dovetail-accuracy"))
+    parser.add_argument("--trl-micro-batch", type=int, default=16, help="without gradient checkpointing")
     parser.add_argument("--set", nargs="*", default=[], help="more keys of dovetail's sides")
     parser.add_argument("--run", choices=(*SIDES, "accuracy"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -76,7 +76,7 @@ def main() -> None:
                     shutil.rmtree(folder)
         with (args.folder / "curves.jsonl").open("a") as lines:
             lines.write(json.dumps({"side": side, "seed": args.seed, **curve}) + "\n")
-        print(side, f"seed {args.seed}, {curve['step_s']:.2f} s a step (median)")
+        print(side, f"seed {args.seed}, {curve['step_s']:.2f} s a step (median), start {curve['start_s']:.0f} s")
         for step, minutes, accuracy in curve["points"]:
             print(f"  step {step:3}  {minutes:6.2f} min  {accuracy:6.2%}", flush=True)
 
@@ -161,7 +161,8 @@ def run_dovetail(args: argparse.Namespace) -> dict[str, Any]:
         minutes += seconds[-1] / 60
         if ACCURACY in metrics:
             points.append((step, minutes, metrics[ACCURACY]))
-    return {"points": points, "step_s": sorted(seconds)[len(seconds) // 2]}
+    start = clock.ends[0] - STARTED  # with the first validation
+    return {"points": points, "step_s": sorted(seconds)[len(seconds) // 2], "steps_s": seconds, "start_s": start}
 
 
 def run_trl(args: argparse.Namespace) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     spare_flashinfer()
     import pandas
     import torch
-    from datasets import Dataset
+    from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -184,12 +185,12 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
 
     updates = PROMPTS // MINI_BATCH  # optimizer steps of TRL for one step of dovetail
     frame = pandas.read_parquet(write_data(args) / "train.parquet")
-    rows = Dataset.from_dict(
-        {
-            "prompt": [[dict(message) for message in prompt] for prompt in frame["prompt"]],
-            "truth": [reward["ground_truth"] for reward in frame["reward_model"]],
-        }
-    )
+    prompts = args.folder / "prompts.jsonl"
+    with prompts.open("w") as lines:
+        for prompt, rule in zip(frame["prompt"], frame["reward_model"], strict=True):
+            row = {"prompt": [dict(message) for message in prompt], "truth": rule["ground_truth"]}
+            lines.write(json.dumps(row) + "\n")
+    rows = load_dataset("json", data_files=str(prompts), split="train")
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     ends: list[float] = []
     spent = [0.0]  # saving weights, off the clock
@@ -203,6 +204,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
         def on_step_end(self, arguments: Any, state: Any, control: Any, model: Any = None, **unused: Any) -> None:
             torch.cuda.synchronize() if torch.cuda.is_available() else None
             ends.append(time.perf_counter() - spent[0])
+            print(f"optimizer step {state.global_step}: {ends[-1] - ends[0]:.1f} s since the first began", flush=True)
             if state.global_step % (args.every * updates) == 0:
                 step = state.global_step // updates
                 saved.append((step, (ends[-1] - ends[0]) / 60))
@@ -221,9 +223,9 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
         output_dir=str(args.folder / "trl"),
         max_steps=args.steps * updates,
         num_generations=SAMPLES,
-        per_device_train_batch_size=TRL_MICRO_BATCH,
-        gradient_accumulation_steps=MINI_BATCH * SAMPLES // TRL_MICRO_BATCH,
-        steps_per_generation=PROMPTS * SAMPLES // TRL_MICRO_BATCH,
+        per_device_train_batch_size=args.trl_micro_batch,
+        gradient_accumulation_steps=MINI_BATCH * SAMPLES // args.trl_micro_batch,
+        steps_per_generation=PROMPTS * SAMPLES // args.trl_micro_batch,
         max_completion_length=RESPONSE,
         temperature=1.0,
         beta=0.0,
@@ -255,7 +257,8 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     trainer.train()
     seconds = [end - start for start, end in zip(ends, ends[updates:], strict=False)][::updates]
     points = [(0, 0.0, str(args.model)), *((step, minutes, f"{args.folder}/trl-{step}") for step, minutes in saved)]
-    return {"points": points, "step_s": sorted(seconds)[len(seconds) // 2]}
+    start = ends[0] - STARTED
+    return {"points": points, "step_s": sorted(seconds)[len(seconds) // 2], "steps_s": seconds, "start_s": start}
 
 
 def run_accuracy(args: argparse.Namespace) -> dict[str, Any]:

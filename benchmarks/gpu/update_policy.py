@@ -2,7 +2,8 @@
 
 512 sequences of 120 + 512 tokens (GRPO on 64 prompts x 8 answers), micro-batches of 20 k tokens, random weights, fp32
 master weights with bf16 compute. Rows differ in head, packing, recomputation and compilation; the first is what the
-others are compared with. Run on a CUDA machine: ``python -m benchmarks.gpu.update_policy``.
+others are compared with. Run on a CUDA machine: ``python -m benchmarks.gpu.update_policy``. With ``--fp8`` the rows are
+compiled layers in bf16 and with each fp8 recipe, and the errors of log-probs and gradients come with them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.gpu import fp8
 from benchmarks.gpu.shapes import SHAPES, VOCABULARY, qwen2_config
 from dovetail.backends.build import build_backend
 from dovetail.config.actor import ActorConfig
@@ -24,6 +26,7 @@ from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.models.activations import enable_gradient_checkpointing
 from dovetail.models.compile import compile_layers
+from dovetail.models.fp8 import Recipe, use_fp8_projections
 from dovetail.models.policy import PolicyModel
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
@@ -39,6 +42,7 @@ class Variant:
     compile: bool = False
     lengths: str = "fixed"  # fixed | log-uniform
     micro_batch_rows: int | None = None
+    fp8: Recipe | None = None
 
 
 VARIANTS = (
@@ -49,6 +53,11 @@ VARIANTS = (
     Variant("lengths 64..2048, packed", lengths="log-uniform"),
     Variant("lengths 64..2048, padded", lengths="log-uniform", packed=False, micro_batch_rows=8),
 )
+FP8_VARIANTS = (
+    Variant("packed, fused head, compiled layers", compile=True),
+    Variant("the same, fp8 rowwise", compile=True, fp8="rowwise"),
+    Variant("the same, fp8 rowwise_with_gw_hp", compile=True, fp8="rowwise_with_gw_hp"),
+)
 
 
 def main() -> None:
@@ -58,20 +67,32 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=20_480)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", type=int, help="indices of the variants to run")
+    parser.add_argument("--fp8", action="store_true", help="bf16 against the fp8 recipes, with their errors")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one update, longest first")
     args = parser.parse_args()
     rate = matrix_rate()
     print(f"measured bf16 matrix rate: {rate / 1e12:.0f} TFLOP/s")
-    chosen = VARIANTS if args.only is None else [VARIANTS[i] for i in args.only]
-    for variant in chosen:
-        print(json.dumps(measure(variant, args.shape, args.rows, args.max_tokens, args.repeats, rate)), flush=True)
+    variants = FP8_VARIANTS if args.fp8 else VARIANTS
+    for variant in variants if args.only is None else [variants[i] for i in args.only]:
+        row = measure(variant, args.shape, args.rows, args.max_tokens, args.repeats, rate, args.profile)
+        print(json.dumps(row), flush=True)
+    if args.fp8:
+        one_micro_batch = make_batch(args.max_tokens // 632, "fixed")
+        for row in (*fp8.errors(args.shape, one_micro_batch), *fp8.products(args.shape, args.max_tokens)):
+            print(json.dumps(row), flush=True)
 
 
-def measure(variant: Variant, shape: str, rows: int, max_tokens: int, repeats: int, rate: float) -> dict:
+def measure(
+    variant: Variant, shape: str, rows: int, max_tokens: int, repeats: int, rate: float, profiled: bool = False
+) -> dict:
+    torch._dynamo.reset()  # no variant may use up the recompilations of another
     config = qwen2_config(shape)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     if variant.recompute:
         enable_gradient_checkpointing(model)
+    if variant.fp8 is not None:
+        use_fp8_projections(model, variant.fp8, torch.device("cuda"))
     if variant.compile:
         compile_layers(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -100,6 +121,11 @@ def measure(variant: Variant, shape: str, rows: int, max_tokens: int, repeats: i
         actor.update_policy(batch)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
+    if profiled:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            actor.update_policy(batch)
+            torch.cuda.synchronize()
+        print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=80))
     seconds = statistics.median(times)
     flops = 6 * num_parameters * tokens + attention_flops(config, batch)
     peak = torch.cuda.max_memory_allocated() / 2**30
