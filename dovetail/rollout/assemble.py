@@ -59,15 +59,6 @@ class Response:
             self.finish_reason,
         )
 
-    def truncated(self, length: int) -> Response:
-        """At most `length` tokens; a response that loses any counts as finished by length."""
-        if len(self.token_ids) <= length:
-            return self
-        cut = slice(length)
-        return Response(
-            self.token_ids[cut], self.sampled[cut], self.log_probs[cut], self.weight_versions[cut], "length"
-        )
-
 
 def assemble(
     prompts: Sequence[Sequence[int]],
@@ -91,15 +82,10 @@ def assemble(
     # At least one column: a slice of the last 0 columns is a slice of all.
     response_width = max(1, _width("response", [r.token_ids for r in rows], response_length))
 
-    prompt_ids = _pad_left(prompts, prompt_width, pad_token_id)
-    response_ids = _pad_right([r.token_ids for r in rows], response_width, pad_token_id, np.int32)
-    attention_mask = torch.cat(
-        [
-            _filled([len(p) for p in prompts], np.arange(prompt_width)[::-1]),
-            _filled([len(r.token_ids) for r in rows], np.arange(response_width)),
-        ],
-        dim=1,
-    )
+    prompt_ids = _padded(prompts, prompt_width, pad_token_id, np.int32, left=True)
+    response_ids = _padded([r.token_ids for r in rows], response_width, pad_token_id, np.int32)
+    real = [_is_real(prompts, prompt_width, left=True), _is_real([r.token_ids for r in rows], response_width)]
+    attention_mask = torch.from_numpy(np.concatenate(real, axis=1).astype(np.int8))
     return DataProto.from_dict(
         tensors={
             "prompts": prompt_ids,
@@ -107,9 +93,9 @@ def assemble(
             "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
             "attention_mask": attention_mask,
             "position_ids": attention_mask.cumsum(dim=1, dtype=torch.int32).sub_(1).clamp_(min=0),
-            "response_mask": _pad_right([r.sampled for r in rows], response_width, 0, np.int8),
-            "rollout_log_probs": _pad_right([r.log_probs for r in rows], response_width, 0.0, np.float32),
-            "weight_version": _pad_right([r.weight_versions for r in rows], response_width, NO_VERSION, np.int32),
+            "response_mask": _padded([r.sampled for r in rows], response_width, 0, np.int8),
+            "rollout_log_probs": _padded([r.log_probs for r in rows], response_width, 0.0, np.float32),
+            "weight_version": _padded([r.weight_versions for r in rows], response_width, NO_VERSION, np.int32),
         },
         non_tensors={"finish_reason": [r.finish_reason for r in rows]},
         meta_info={PAD_TOKEN_ID: pad_token_id},
@@ -125,22 +111,13 @@ def _width(what: str, rows: Sequence[Sequence[int]], wanted: int | None) -> int:
     return wanted
 
 
-def _pad_left(rows: Sequence[Sequence[int]], width: int, value: int) -> torch.Tensor:
-    return _padded(rows, np.arange(width)[::-1], value, np.int32)
-
-
-def _pad_right(rows: Rows, width: int, value: float, dtype: type[np.number]) -> torch.Tensor:
-    return _padded(rows, np.arange(width), value, dtype)
-
-
-def _padded(rows: Rows, distances: np.ndarray, value: float, dtype: type[np.number]) -> torch.Tensor:
-    """`distances` of the columns from the side where the rows begin to be filled."""
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    out = np.full((len(rows), len(distances)), value, dtype=dtype)
-    out[distances < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), dtype, lengths.sum())
+def _padded(rows: Rows, width: int, value: float, dtype: type[np.number], *, left: bool = False) -> torch.Tensor:
+    out = np.full((len(rows), width), value, dtype=dtype)
+    out[_is_real(rows, width, left=left)] = np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows)))
     return torch.from_numpy(out)
 
 
-def _filled(lengths: Sequence[int], distances: np.ndarray) -> torch.Tensor:
-    """1 where a row of that length has a token."""
-    return torch.from_numpy((distances < np.asarray(lengths, np.int64)[:, None]).astype(np.int8))
+def _is_real(rows: Rows, width: int, *, left: bool = False) -> np.ndarray:
+    """Where rows that are padded to this width, on the right or on the left, have an entry of their own."""
+    columns = np.arange(width)[::-1] if left else np.arange(width)
+    return columns < np.fromiter(map(len, rows), np.int64, len(rows))[:, None]

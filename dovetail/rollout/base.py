@@ -12,17 +12,20 @@ really sampled from) or `"raw"` (temperature 1, unfiltered). The first is what a
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias, TypedDict, Unpack
 
 import torch
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.stream import EngineStream, FailedRequest
 from dovetail.weight_sync import GroupAddress, LoraAdapter
+
+logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "abort", "running"]
 """`running` is for what `partial` shows of a response that is not finished."""
@@ -134,6 +137,15 @@ class GenerationResult:
 Deliver: TypeAlias = Callable[[GenerationResult | FailedRequest], None]
 
 
+class ModelArgs(TypedDict, total=False):
+    """How the folder of a model is read: as the trainer reads it. Servers that run already have their own."""
+
+    trust_remote_code: bool
+    """Whether code that comes with the model may run."""
+    override_config: Mapping[str, Any] | None
+    """Fields that the trainer changed in the model's config."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
     ok: bool
@@ -161,6 +173,8 @@ class RolloutEngine(ABC):
     """Set by the owner of the weights: called with an engine that was restarted, to bring it up to date."""
     num_restarts: int = 0
     """How often the engine has died and been started again."""
+    restarts_left: int = 0
+    """How often it may be. An engine in the trainer's process ends with it."""
     _staged: tuple[int, Mapping[str, torch.Tensor]] | None = None
     _closed: bool = False
     _asleep: frozenset[MemoryTag] = frozenset()
@@ -176,20 +190,11 @@ class RolloutEngine(ABC):
     @classmethod
     @abstractmethod
     def from_config(
-        cls,
-        config: RolloutConfig,
-        folder: str,
-        *,
-        device: torch.device,
-        shared: torch.nn.Module | None = None,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
+        cls, config: RolloutConfig, folder: str, *, device: torch.device, shared: Any = None, **model: Unpack[ModelArgs]
     ) -> RolloutEngine:
         """The engine that the section `rollout` describes, for the model in `folder`.
 
-        `shared` is the trainer's own model when its weights may be read in place; only the embedded engine can.
-        `trust_remote_code` lets the engine run code that comes with the model, as the trainer does; `override_config`
-        are the fields that the trainer changed in the model's config. Servers that run already have their own.
+        `shared` is the trainer's own module when its weights may be read in place; only the embedded engine can.
         """
 
     @property
@@ -307,7 +312,8 @@ class RolloutEngine(ABC):
         """Go on after `pause`."""
 
     @abstractmethod
-    def health(self) -> EngineHealth: ...
+    def health(self) -> EngineHealth:
+        """Whether the engine can generate, and what it is doing."""
 
     @abstractmethod
     def close(self) -> None:
@@ -318,6 +324,28 @@ class RolloutEngine(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def restart(self, error: EngineDiedError) -> None:
+        """Start a dead engine again, without the weights that it was sent, where `restarts_left` allows it."""
+        raise error
+
+    def _take_restart(self, error: EngineDiedError) -> None:
+        """Count a restart; raises the error where none is left."""
+        if self.restarts_left <= 0:
+            raise error
+        self.restarts_left -= 1
+        self.num_restarts += 1
+        logger.warning("%s Starting it again; %d restarts are left.", error, self.restarts_left)
+
+    @property
+    def _needs_weights(self) -> bool:
+        """Whether a new process would not load the weights that this engine has."""
+        return False
+
+    @property
+    def _brings_weights_back(self) -> bool:
+        """Whether this engine can be restarted without help: it may, and finds the weights it had."""
+        return self.restarts_left > 0 and (not self._needs_weights or self.reload_weights is not None)
 
     def _check_open(self) -> None:
         if self._closed:

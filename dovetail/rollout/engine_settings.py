@@ -11,7 +11,7 @@ import torch
 
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.rollout import RolloutConfig
-from dovetail.rollout.base import LogprobsMode
+from dovetail.rollout.base import LogprobsMode, ModelArgs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,10 @@ class EngineSettings:
     override_config: Mapping[str, Any] = field(default_factory=dict)
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def model_args(self) -> ModelArgs:
+        return {"trust_remote_code": self.trust_remote_code, "override_config": self.override_config}
+
     def refuse_fixed(self, library: str, reasons: Mapping[str, str]) -> None:
         """ValueError where `engine_kwargs` has an argument that dovetail decides; `reasons` by its name."""
         for name, reason in reasons.items():
@@ -63,7 +67,11 @@ _SAME_KEYS = (
 
 
 def shared_settings(
-    rollout: RolloutConfig, model: str | Path, trust_remote_code: bool, override_config: Mapping[str, Any] | None
+    rollout: RolloutConfig,
+    model: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fields of `EngineSettings` that `actor_rollout_ref.rollout` and the model set, whatever the library."""
     return {name: getattr(rollout, name) for name in _SAME_KEYS} | {

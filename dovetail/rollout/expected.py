@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 
 from dovetail.models.weights import to_checkpoint_tensors
-from dovetail.rollout.base import WeightUpdateError
+from dovetail.rollout.base import ModelArgs, WeightUpdateError
 from dovetail.weight_sync import ExpectedWeights, GatheredWeights, NamedTensors, WeightAccount
 
 _SHAPE_FIELDS = (
@@ -19,14 +19,9 @@ _SHAPE_FIELDS = (
 )
 
 
-def expected_weights(
-    model: str | Path, override_config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
-) -> ExpectedWeights:
-    """Names and shapes that `update_weights` must bring: those of transformers' model with this config.
-
-    `override_config` are the fields that the trainer has changed in it: they may change which weights there are.
-    """
-    empty = _empty_model(model, override_config, trust_remote_code)
+def expected_weights(model: str | Path, **args: Unpack[ModelArgs]) -> ExpectedWeights:
+    """Names and shapes that `update_weights` must bring: those of transformers' model with this config."""
+    empty = _empty_model(model, **args)
     first_name: dict[int, str] = {}
     ties: dict[str, str] = {}
     tied_shapes: dict[str, tuple[int, ...]] = {}
@@ -74,14 +69,19 @@ class CheckedWeights:
             self._weights.drain()
 
 
-def stop_token_ids(model: str | Path, *, trust_remote_code: bool = False) -> frozenset[int]:
+def stop_token_ids(model: str | Path, **args: Unpack[ModelArgs]) -> frozenset[int]:
     """The model's end-of-sequence ids: of its generation config, else of its config."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     sources: list[Any] = []
     with contextlib.suppress(OSError):  # a folder without generation_config.json
         sources.append(GenerationConfig.from_pretrained(model))
-    sources.append(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
+    sources.append(read_config(model, **args))
+    return eos_ids_of(*sources)
+
+
+def eos_ids_of(*sources: Any) -> frozenset[int]:
+    """Of the first of these configs that names any."""
     for source in sources:
         eos = getattr(source, "eos_token_id", None)
         if eos is not None:
@@ -89,7 +89,9 @@ def stop_token_ids(model: str | Path, *, trust_remote_code: bool = False) -> fro
     return frozenset()
 
 
-def read_config(model: str | Path, override_config: Mapping[str, Any] | None, *, trust_remote_code: bool) -> Any:
+def read_config(
+    model: str | Path, *, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None
+) -> Any:
     """The model's config as the trainer has it."""
     from transformers import AutoConfig
 
@@ -108,11 +110,11 @@ def model_shape(config: Any) -> dict[str, Any]:
     return {name: value for name, value in sizes.items() if value is not None}
 
 
-def _empty_model(model: str | Path, override_config: Mapping[str, Any] | None, trust_remote_code: bool) -> Any:
+def _empty_model(model: str | Path, **args: Unpack[ModelArgs]) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = read_config(model, override_config, trust_remote_code=trust_remote_code)
+    config = read_config(model, **args)
     images = hasattr(config, "vision_config")
     auto = AutoModelForImageTextToText if images else AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(config, trust_remote_code=trust_remote_code)
+        return auto.from_config(config, trust_remote_code=args.get("trust_remote_code", False))

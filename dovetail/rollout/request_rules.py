@@ -33,10 +33,20 @@ def base_seed(sampling: SamplingParams) -> int:
     return secrets.randbits(63) if sampling.seed is None else sampling.seed
 
 
-def same_meaning(sampling: SamplingParams, engine_mode: LogprobsMode) -> bool:
-    """Whether the log-probs a request asks for are what an engine of this mode gives, under this sampling."""
+def check_logprobs(sampling: SamplingParams, given: LogprobsMode, engine: str) -> None:
+    """ValueError where a request asks for other log-probs than this engine gives: it has one meaning of them."""
+    if not _same_meaning(sampling, given):
+        raise ValueError(
+            f"logprobs={sampling.logprobs!r} with temperature={sampling.temperature}, top_k={sampling.top_k}, "
+            f"top_p={sampling.top_p}, min_p={sampling.min_p} cannot be had from {engine}, which gives {given!r} "
+            f"log-probs. Ask for {given!r}, or start it for others: a vLLM server with the worker extension gives "
+            "those under the temperature."
+        )
+
+
+def _same_meaning(sampling: SamplingParams, given: LogprobsMode) -> bool:
     unscaled = sampling.greedy or sampling.temperature == 1
-    pair = {sampling.logprobs, engine_mode}
+    pair = {sampling.logprobs, given}
     if len(pair) == 1:
         return True
     if pair == {"temperature", "processed"}:

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from dovetail.rollout.base import FinishReason, GenerationRequest, GenerationResult
+
+S = TypeVar("S", bound="GrowingResponse")
+
+
+def of_requests(samples: Iterable[S], request_ids: Collection[str] | None) -> list[S]:
+    """The samples of these requests; None: of all."""
+    return [sample for sample in samples if request_ids is None or sample.request.request_id in request_ids]
 
 
 @dataclass(slots=True, eq=False)
 class GrowingResponse:
-    """Sample `index` of a request. The three lists grow together, one entry per token."""
+    """Sample `index` of a request. `sequence` is the prompt and all that was generated; `log_probs` and `versions` have
+    one entry per generated token."""
 
     request: GenerationRequest
     index: int
-    token_ids: list[int] = field(default_factory=list, kw_only=True)
-    log_probs: list[float] = field(default_factory=list, kw_only=True)
-    versions: list[int] = field(default_factory=list, kw_only=True)
-    finish_reason: FinishReason | None = field(default=None, kw_only=True)
-    num_prompt_tokens: int | None = field(default=None, kw_only=True)
+    sequence: list[int] = field(init=False)
+    log_probs: list[float] = field(default_factory=list, init=False)
+    versions: list[int] = field(default_factory=list, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    num_prompt_tokens: int | None = field(default=None, init=False)
+    """Of `GenerationResult`."""
+
+    def __post_init__(self) -> None:
+        self.sequence = list(self.request.prompt_token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What was generated."""
+        return self.sequence[self.num_prompt :]
 
     def extend(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
         """Add tokens that were generated under `version`."""
-        self.token_ids += token_ids
+        self.sequence += token_ids
         self.log_probs += log_probs
         self.versions += [version] * len(token_ids)
 
@@ -31,7 +54,7 @@ class GrowingResponse:
         return GenerationResult(
             request_id=self.request.request_id,
             sample_index=self.index,
-            token_ids=self.token_ids[:count],
+            token_ids=self.sequence[self.num_prompt : self.num_prompt + count],
             log_probs=self.log_probs[:count],
             finish_reason=self.finish_reason or "running",
             weight_versions=self.versions[:count],

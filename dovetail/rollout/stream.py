@@ -20,6 +20,13 @@ class FailedRequest:
     error: BaseException
 
 
+def check_new_ids(new: Collection[str], running: Collection[str]) -> None:
+    """ValueError for a request id that comes twice, or that a running request has."""
+    repeated = [name for name, count in Counter(new).items() if count > 1 or name in running]
+    if repeated:
+        raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
+
+
 class EngineStream:
     """Requests of one consumer. `submit` and `results` may be called from different threads.
 
@@ -45,11 +52,9 @@ class EngineStream:
         """Join the running batch at the next step. All requests are checked before any is added."""
         if self._closed:
             raise ValueError("this stream is closed; open a new one.")
-        ids = Counter(request.request_id for request in requests)
+        ids = [request.request_id for request in requests]
         with self._lock:
-            repeated = [name for name, count in ids.items() if count > 1 or name in self._left]
-            if repeated:
-                raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
+            check_new_ids(ids, self._left)
             self._left.update((request.request_id, request.sampling.n) for request in requests)
         try:
             self._engine.enqueue(requests, self._deliver)

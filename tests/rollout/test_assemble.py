@@ -61,13 +61,9 @@ def test_tokens_the_model_did_not_write_are_attended_to_but_masked_out() -> None
     assert batch.batch["rollout_log_probs"].tolist() == [[-0.5, -1.0, 0.0, 0.0, -3.0]]
 
 
-def test_too_long_a_response_is_refused_unless_truncated() -> None:
-    response = Response().with_result(_result([1, 2, 3]))
+def test_too_long_a_response_is_refused() -> None:
     with pytest.raises(ValueError, match="3 tokens, more than response_length=2"):
-        assemble([[9]], [response], pad_token_id=0, response_length=2)
-    cut = response.truncated(2)
-    assert (cut.token_ids, cut.finish_reason) == ((1, 2), "length")
-    assert response.truncated(3) is response
+        assemble([[9]], [_result([1, 2, 3])], pad_token_id=0, response_length=2)
 
 
 def test_every_response_needs_its_prompt() -> None:

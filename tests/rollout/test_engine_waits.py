@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dovetail.controller.cluster import _forbid_network
 from dovetail.observability.waits import WaitTimeout
-from dovetail.rollout.base import EngineDiedError
+from dovetail.rollout.base import EngineDiedError, GenerationRequest, SamplingParams
 from dovetail.rollout.remote import calls as remote_calls
 from dovetail.rollout.remote.client import ServerGoneError
 from dovetail.rollout.remote.pool import ServerPool
+from dovetail.rollout.remote.samples import samples_of
 
 pytestmark = pytest.mark.unit
 
@@ -33,9 +35,9 @@ def test_a_look_that_fails_does_not_end_the_watch_over_the_servers() -> None:
         client: Any = Client()
         pool = ServerPool(["http://a"], client, interval_s=0.001)
         pool.start()
-        await _until(lambda: bool(pool.router.down()))
+        await _until(lambda: bool(pool.down()))
         await pool.close()
-        return pool.router.down()
+        return pool.down()
 
     assert "nobody is there" in asyncio.run(watch())["http://a"]
 
@@ -53,6 +55,19 @@ def test_responses_that_do_not_end_after_a_failed_update_are_counted_and_given_u
 
     with pytest.raises(WaitTimeout, match=r"the engine waits for responses to end after a failure.*1 are left"):
         asyncio.run(fail())
+
+
+def test_the_id_of_an_aborted_request_is_free_when_abort_returns() -> None:
+    async def abort() -> tuple[int, int, list[str | None]]:
+        nothing: Any = None
+        calls = remote_calls.SampleCalls(nothing, nothing, nothing)
+        calls.is_open = False
+        ended: list[str | None] = []
+        samples = samples_of(GenerationRequest("a", [5], SamplingParams(n=2)), eos_ids=frozenset(), max_model_len=9)
+        await calls.start(samples, lambda sample, error: ended.append(sample.finish_reason))
+        return await calls.abort({"a"}), calls.num_live, ended
+
+    assert asyncio.run(abort()) == (2, 0, ["abort", "abort"])
 
 
 def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +94,71 @@ def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(monkeypat
     with pytest.raises(EngineDiedError, match="the vLLM engine hangs: this worker waits for 1 requests"):
         engine.wait(lambda: False)
     assert num_looks > 200, "as long as it is paused it owes no token"
+
+
+def test_a_request_that_comes_while_a_dead_vllm_actor_is_replaced_runs_once_on_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _forbid_network()
+    from ray.exceptions import RayActorError
+
+    from dovetail.rollout.vllm import ray_engine
+
+    late_done, starting = threading.Event(), threading.Event()
+
+    class Actor:
+        """Calls are made when their result is asked for; one that is not alive lets Ray's error out."""
+
+        def __init__(self, *args: Any, alive: bool) -> None:
+            self.alive, self.started, self.taken = alive, False, []
+
+        def __getattr__(self, name: str) -> Any:
+            return SimpleNamespace(remote=lambda *args: lambda: self._run(name, *args))
+
+        def _run(self, name: str, *args: Any) -> Any:
+            if not self.alive:
+                raise RayActorError
+            if name == "start":
+                starting.set()
+                late_done.wait(0.5)  # a caller that does not wait for the new engine finds it without one
+                self.started = True
+            else:
+                assert self.started, "an engine that is starting takes no requests"
+                self.taken += [request.request_id for request in args[0]]
+
+    fake_ray = SimpleNamespace(get=lambda call, timeout: call(), kill=lambda actor: None)
+    fresh = Actor(alive=True)
+    monkeypatch.setattr(ray_engine, "actor_class", lambda: SimpleNamespace(remote=lambda *args: fresh))
+    engine = ray_engine.RayVLLMEngine.__new__(ray_engine.RayVLLMEngine)
+    vars(engine).update(_ray=fake_ray, settings=SimpleNamespace(load_format="auto"), _bucket_bytes=1, _on_device={})
+    vars(engine).update(_version=0, _running={}, restarts_left=1, _replacing=threading.RLock())
+    engine.actor = Actor(alive=False)
+    engine.enqueue([GenerationRequest("early", [5])], print)  # it is sent again with the new engine
+    replacing = threading.Thread(target=engine._replace, args=(EngineDiedError("killed"),))
+    replacing.start()
+    assert starting.wait(30)
+    engine.enqueue([GenerationRequest("late", [5])], print)
+    late_done.set()
+    replacing.join(30)
+    assert fresh.taken == ["early", "late"]
+
+
+def test_a_vllm_actor_that_does_not_close_is_killed() -> None:
+    _forbid_network()
+    from dovetail.rollout.vllm import ray_engine
+
+    def get(call: Any, timeout: float) -> None:
+        assert timeout <= 60
+        raise RuntimeError("vLLM fails to close")
+
+    killed: list[Any] = []
+    engine = ray_engine.RayVLLMEngine.__new__(ray_engine.RayVLLMEngine)
+    engine.actor = SimpleNamespace(call=SimpleNamespace(remote=lambda method: method))
+    vars(engine).update(_ray=SimpleNamespace(get=get, kill=killed.append), _replacing=threading.RLock())
+    with pytest.raises(RuntimeError, match="vLLM fails to close"):
+        engine.close()
+    assert killed == [engine.actor]
+    engine.close()
 
 
 async def _until(true: Callable[[], bool]) -> None:

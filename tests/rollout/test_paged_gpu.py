@@ -110,6 +110,14 @@ def test_float32_samples_are_those_of_the_cpu() -> None:
     assert tokens(on_cuda) == tokens(on_cpu)
 
 
+def test_raw_log_probs_are_those_at_temperature_1() -> None:
+    asked = requests(prompts(3), SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=8, logprobs="raw"))
+    on_cuda, on_cpu = (NativeEngine(model).generate(asked) for model in (cuda_model("llama"), tiny_model("llama")))
+    assert tokens(on_cuda) == tokens(on_cpu)
+    for a, b in zip(on_cuda, on_cpu, strict=True):
+        assert a.log_probs == pytest.approx(b.log_probs, abs=1e-4)
+
+
 @pytest.mark.parametrize("is_few", [False, True])
 def test_bfloat16_log_probs_are_as_near_to_float32_as_those_of_a_plain_forward(is_few: bool) -> None:
     """bfloat16 rounds both; what must not happen is that the engine adds to it."""

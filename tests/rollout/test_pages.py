@@ -154,14 +154,14 @@ class Device:
         self.check(row.pages, sample.sequence[:-1])
         self.write(row.pages, row.num_cached, sample.sequence[-1])
         row.num_cached += 1
-        sample.append(sum(sample.sequence) % 3, -1.0, self.version)
+        sample.extend([sum(sample.sequence) % 3], [-1.0], self.version)
         if sample.finish_reason is not None:
             self.scheduler.leave(row)
 
 
 def samples(group: int, prompt: list[int], n: int = 1, max_new: int = 4) -> list[Sample]:
     request = GenerationRequest(f"r{group}", prompt, SamplingParams(n=n, max_new_tokens=max_new))
-    return [Sample(request, i, 0, frozenset(), len(prompt) + max_new, group, sequence=prompt.copy()) for i in range(n)]
+    return [Sample(request, i, 0, frozenset(), len(prompt) + max_new, group) for i in range(n)]
 
 
 def finish(device: Device, added: list[Sample]) -> int:

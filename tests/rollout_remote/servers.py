@@ -52,7 +52,7 @@ class VLLMServer:
         if self.process.poll() is not None:
             raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2):
+            with urllib.request.urlopen(f"{self.url}/health", timeout=20):
                 return True
         except OSError:
             return False
@@ -63,7 +63,7 @@ class VLLMServer:
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(20)
+        self.process.wait(60)
 
     def stop(self) -> None:
         if self.is_alive:

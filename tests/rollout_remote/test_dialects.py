@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 from aiohttp import web
 
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, UnsupportedPromptError
+from dovetail.rollout.remote import pool
 from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.rollout.remote.loop import LoopThread
-from dovetail.rollout.request_rules import same_meaning
 from tests.models.tiny import save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.unit
@@ -218,25 +219,6 @@ def test_an_sglang_server_that_does_not_take_the_weights_says_why(fake: _Fake, f
         engine.update_weights(tiny_model("llama_tied").named_parameters(), 3)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "has", "sampling", "ok"),
-    [
-        ("temperature", "temperature", {"temperature": 0.7, "top_p": 0.9}, True),
-        ("processed", "temperature", {"temperature": 0.7}, True),
-        ("processed", "temperature", {"top_p": 0.9}, False),
-        ("raw", "temperature", {"top_p": 0.9}, True),
-        ("raw", "temperature", {"temperature": 0.7}, False),
-        ("raw", "temperature", {"temperature": 0.0, "top_k": 3}, True),
-        ("temperature", "raw", {"top_k": 5}, True),
-        ("temperature", "raw", {"temperature": 0.5}, False),
-        ("processed", "raw", {}, True),
-        ("processed", "raw", {"min_p": 0.1}, False),
-    ],
-)
-def test_log_probs_that_a_server_cannot_give_are_refused(wanted: Any, has: Any, sampling: dict, ok: bool) -> None:
-    assert same_meaning(SamplingParams(**sampling, logprobs=wanted), has) is ok
-
-
 def test_min_p_is_kept_from_the_seeded_sampler_that_dies_of_it(fake: _Fake, folder: Path) -> None:
     _SGLang(fake)
     fake.routes["GET /server_info"] = {"tp_size": 1, "enable_deterministic_inference": True}
@@ -264,3 +246,72 @@ def test_an_aborted_answer_of_sglang_that_ends_with_a_stop_token_is_complete(fak
     with RemoteRollout([fake.url], str(folder), dialect="sglang") as engine:
         (result,) = engine.generate([GenerationRequest("a", [5], SamplingParams(max_new_tokens=9))])
     assert (result.finish_reason, result.token_ids, result.weight_versions) == ("stop", [7, 2], [0, 0])
+
+
+def test_a_server_that_does_not_go_on_after_a_pause_is_taken_out_and_the_engine_closes(
+    fake: _Fake, folder: Path
+) -> None:
+    other = _Fake()
+    for server in (fake, other):
+        _SGLang(server)
+    try:
+        with RemoteRollout([fake.url, other.url], str(folder), dialect="sglang") as engine:
+            engine.pause()
+            other.routes["POST /continue_generation"] = 500
+            engine.continue_()
+            assert f"{other.url}: POST {other.url}/continue_generation answered HTTP 500" in engine.health().reason
+            assert len(engine.generate([GenerationRequest("a", [5], PLAIN)])) == 1
+            engine.pause()
+            fake.routes["POST /continue_generation"] = 500
+    finally:
+        other.close()
+    assert engine.health().reason == "the engine is closed"
+
+
+def test_a_request_that_waits_for_room_begins_no_call_while_the_engine_pauses(
+    fake: _Fake, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "MAX_IN_FLIGHT", 1)
+    sglang, begun, aborted = _SGLang(fake), threading.Event(), asyncio.Event()
+
+    async def generate(body: Any) -> Any:
+        if begun.is_set():
+            return sglang._generate(body)
+        begun.set()
+        await aborted.wait()
+        return {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": [[-0.5, 7, None]]}}
+
+    fake.routes |= {"POST /generate": generate, "POST /abort_request": lambda body: aborted.set()}
+    with RemoteRollout([fake.url], str(folder), dialect="sglang") as engine, engine.open_stream() as stream:
+        stream.submit(*(GenerationRequest(str(number), [5], PLAIN) for number in range(3)))
+        assert begun.wait(30)
+        engine.pause()
+        assert len(fake.bodies("POST /generate")) == 1
+        engine.continue_()
+        results = {result.request_id: result.token_ids for result in stream.drain(timeout=30)}
+    assert results == {"0": [7, 10, 11, 12], "1": [10, 11, 12, 13], "2": [10, 11, 12, 13]}
+
+
+def test_requests_that_run_when_no_server_answers_an_update_fail_instead_of_waiting(
+    fake: _Fake, folder: Path, tmp_path: Path
+) -> None:
+    _SGLang(fake)
+    begun, aborted = threading.Event(), asyncio.Event()
+
+    async def generate(body: Any) -> Any:
+        begun.set()
+        await aborted.wait()
+        return {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": [[-0.5, 7, None]]}}
+
+    fake.routes |= {"POST /generate": generate, "POST /abort_request": lambda body: aborted.set()}
+    with (
+        RemoteRollout([fake.url], str(folder), dialect="sglang", weights_folder=str(tmp_path)) as engine,
+        engine.open_stream() as stream,
+    ):
+        stream.submit(GenerationRequest("a", [5], PLAIN))
+        assert begun.wait(30)
+        fake.routes["GET /model_info"] = 500
+        with pytest.raises(EngineError, match=r"no server answers: .*/model_info answered HTTP 500"):
+            engine.update_weights(tiny_model("llama_tied").named_parameters(), 3)
+        with pytest.raises(EngineError, match="'a' cannot be finished: the weight update to version 3 did not finish"):
+            stream.drain(timeout=20)

@@ -14,5 +14,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_gr
 
 def test_turns_tools_branches_and_an_update(engine: SGLangRollout) -> None:
     old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=1)
+
+    def update() -> None:
+        engine.update_weights(new.named_parameters(), 1)
+
     engine.update_weights(old.named_parameters(), 0)
-    check_engine(engine, {0: old, 1: new}, lambda: engine.update_weights(new.named_parameters(), 1))
+    check_engine(engine, {0: old, 1: new}, update, temperature=0.7, top_p=0.9)

@@ -122,9 +122,9 @@ def test_abort_ends_one_request_and_keeps_what_it_wrote(engine: SGLangRollout, m
 
 def test_no_request_is_lost_however_often_it_is_interrupted_and_aborted(engine: SGLangRollout, model: Any) -> None:
     """SGLang echoes some aborts late. Under one name for all calls of a request this hung within five rounds."""
-    expected = greedy(model, [8], ENDLESS.max_new_tokens)
-    for _ in range(10):
-        running = Running(engine, [GenerationRequest("cut", [7], ENDLESS), GenerationRequest("kept", [8], ENDLESS)])
+    expected = greedy(model, [8], LONG.max_new_tokens)
+    for _ in range(6):
+        running = Running(engine, [GenerationRequest("cut", [7], ENDLESS), GenerationRequest("kept", [8], LONG)])
         running.paused_after(5)
         engine.continue_()
         assert engine.abort(["cut"]) == 1  # it was running

@@ -98,6 +98,7 @@ def _send_twice(rank: int, world_size: int, num_receivers: int, told: Any) -> No
                 pass
 
 
+@pytest.mark.slow
 def test_two_fsdp2_ranks_feed_servers_elsewhere_by_broadcast(engine: SGLangRollout) -> None:
     model = tiny_model("llama_tied")
     ours, theirs = multiprocessing.Pipe()

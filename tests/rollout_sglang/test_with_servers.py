@@ -64,7 +64,7 @@ def test_both_servers_work_and_the_samples_of_a_request_stay_together(
     complete = engine._sglang.complete
 
     async def watched(server: str, sample: Any) -> Any:
-        seen.setdefault(str(sample.prompt[:3]), set()).add(server)
+        seen.setdefault(str(sample.sequence[:3]), set()).add(server)
         return await complete(server, sample)
 
     monkeypatch.setattr(engine._sglang, "complete", watched)
@@ -85,6 +85,7 @@ def test_servers_listen_on_loopback_but_for_the_store_of_torch(engine: SGLangRol
         assert server.url.removeprefix("http://127.0.0.1:") in [str(one.laddr.port) for one in heard]
 
 
+@pytest.mark.slow  # the pool that replaces servers is the one of vLLM's, whose servers die in rollout_remote
 @pytest.mark.kills
 def test_killed_servers_are_replaced_by_others_then_by_new_ones_then_reported(
     engine: SGLangRollout, model: Any

@@ -14,8 +14,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 def test_turns_tools_branches_and_an_update(engines: dict[str, VLLMEngine]) -> None:
     engine = engines["llama_tied"]
     old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=1)
+
+    def update() -> None:
+        engine.update_weights(new.named_parameters(), 1)
+
     engine.update_weights(old.named_parameters(), 0)
     try:
-        check_engine(engine, {0: old, 1: new}, lambda: engine.update_weights(new.named_parameters(), 1))
+        check_engine(engine, {0: old, 1: new}, update, temperature=0.7, top_p=0.9)
     finally:
         engine.update_weights(old.named_parameters(), 0)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow  # pictures reach the trainer in trainer/test_image_runs, with the embedded engine
 def test_vllm_and_trainer_see_the_same_pictures_at_every_step_of_a_run(tmp_path: Path) -> None:
     vision = os.environ.get("DOVETAIL_VISION_PATH")
     if not vision:

@@ -59,4 +59,5 @@ def test_an_allocator_that_cannot_share_leaves_weights_to_shared_memory(monkeypa
 def _engine(read_shared: Any, num_workers: int) -> Any:
     """A `RayVLLMEngine` whose actor answers at once."""
     actor = SimpleNamespace(read_shared=SimpleNamespace(remote=read_shared))
-    return SimpleNamespace(num_workers=num_workers, actor=actor, _get=lambda answer: answer)
+    settings = SimpleNamespace(tensor_parallel_size=num_workers)
+    return SimpleNamespace(settings=settings, actor=actor, _get=lambda answer: answer)

@@ -4,22 +4,53 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.models.load import build_meta_model
 from dovetail.rollout.base import EngineError, SamplingParams
 from dovetail.rollout.expected import expected_weights, stop_token_ids
 from dovetail.rollout.registry import get_engine_class
-from dovetail.rollout.vllm import VLLMEngine, VLLMSettings, vLLMRollout
+from dovetail.rollout.request_rules import check_logprobs
+from dovetail.rollout.vllm import VLLMEngine, VLLMSettings, lifetime, vLLMRollout
 from dovetail.rollout.vllm.environment import check_version, environment, prepare
-from dovetail.rollout.vllm.requests import check_logprobs
 from tests.models.tiny import save_tiny_model, tiny_config
 
 pytestmark = pytest.mark.unit
+VLLM_MODULES = (
+    *("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.llm_engine"),
+    "vllm.v1.executor",
+)
+
+
+def test_a_start_that_fails_leaves_the_trainer_its_random_state_precision_and_process_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def engine_args(**arguments: Any) -> None:
+        random.seed(0)
+        np.random.seed(0)
+        torch.set_float32_matmul_precision("medium")
+        raise RuntimeError("no memory for the KV cache")
+
+    modules: dict[str, Any] = {name: ModuleType(name) for name in VLLM_MODULES}
+    modules["vllm.engine.arg_utils"].EngineArgs = engine_args
+    modules["vllm.v1.engine.llm_engine"].LLMEngine = modules["vllm.v1.executor"].Executor = None
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(lifetime, "_process", lifetime._Process())  # engines of other tests may run in this process
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_float32_matmul_precision()
+    with pytest.raises(RuntimeError, match="no memory"):
+        lifetime.start_engine(VLLMSettings(model="m"), cpu=True)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_float32_matmul_precision()) == before
+    assert not lifetime._process.groups_are_vllms, "a process group that is made from now on is the trainer's"
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.29.1+cu130"])
@@ -72,6 +103,7 @@ def test_flashinfer_samples_on_cuda_only_where_it_is_installed(
         ("temperature", "processed", {"temperature": 0.7}, True),
         ("temperature", "processed", {"top_k": 5}, False),
         ("temperature", "raw", {"top_k": 5}, True),
+        ("temperature", "raw", {"temperature": 0.5}, False),
         ("processed", "raw", {}, True),
         ("processed", "raw", {"min_p": 0.1}, False),
     ],
@@ -79,10 +111,10 @@ def test_flashinfer_samples_on_cuda_only_where_it_is_installed(
 def test_log_probs_that_the_engine_cannot_give_are_refused(wanted: str, has: str, sampling: dict, ok: bool) -> None:
     params = SamplingParams(**sampling, logprobs=wanted)
     if ok:
-        check_logprobs(params, has)
+        check_logprobs(params, has, "this engine")
         return
     with pytest.raises(ValueError, match=f"logprobs='{wanted}'.*gives '{has}'"):
-        check_logprobs(params, has)
+        check_logprobs(params, has, "this engine")
 
 
 def test_engine_kwargs_reach_vllm_and_win() -> None:
@@ -201,7 +233,7 @@ def test_the_expected_weights_are_those_of_the_model_that_the_trainer_builds(
 ) -> None:
     folder = save_tiny_model("llama", tmp_path)
     trained = build_meta_model(folder, "policy", override_config=changed)
-    found = expected_weights(folder, changed)
+    found = expected_weights(folder, override_config=changed)
     names = {name: tuple(weight.shape) for name, weight in trained.named_parameters(remove_duplicate=False)}
     assert found.shapes == names
     assert found != expected_weights(folder), "the field matters"

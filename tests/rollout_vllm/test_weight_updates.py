@@ -15,7 +15,7 @@ from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.registry import get_engine_class
 from dovetail.rollout.vllm import VLLMEngine, weight_calls
 from dovetail.rollout.vllm_worker import extension
-from dovetail.weight_sync import DiskWeights, WeightSender, tensor_checksum, weight_checksum
+from dovetail.weight_sync import DiskWeights, tensor_checksum, weight_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import check_versions, greedy, log_probs, mean_gap
@@ -38,15 +38,6 @@ def _shared_memory(engine: VLLMEngine, model: Any, version: int, folder: Path) -
     engine._update(loads, version)
 
 
-def _broadcast(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
-    sender = WeightSender(engine.num_workers, timeout_s=60)
-    thread = threading.Thread(target=sender.send, args=(model.named_parameters(), 1 << 16))
-    thread.start()
-    engine.join_weight_group(sender.address)
-    engine.receive_weights(version)
-    thread.join(60)
-
-
 def _disk(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
     weights = DiskWeights(folder, bucket_bytes=1 << 16)
     weights.write(model.named_parameters(), version)
@@ -58,7 +49,6 @@ def _disk(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
 PATHS: dict[str, Callable[[VLLMEngine, Any, int, Path], None]] = {
     "in place": _in_place,
     "shared memory": _shared_memory,
-    "gloo broadcast": _broadcast,
     "disk": _disk,
 }
 

@@ -1,18 +1,18 @@
-"""The running batch: turns the scheduler's decisions into model steps and books their tokens. One thread at a time."""
+"""The running batch on CPU: turns the scheduler's decisions into model steps and books their tokens. One thread at a
+time."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 
+from dovetail.rollout.native.attention import DecodeStep, PrefillStep, plan_spans
 from dovetail.rollout.native.images import prefill_images, prefill_positions
 from dovetail.rollout.native.kv_cache import SlotKVCache
-from dovetail.rollout.native.runner import ModelRunner
-from dovetail.rollout.native.sampler import SamplingRows
+from dovetail.rollout.native.sampler import SamplingRows, sample
 from dovetail.rollout.native.scheduler import Sample, Scheduler
 
 # Room given to a sequence before its real length is known; short responses never pay for a long limit.
@@ -29,51 +29,30 @@ class BatchStats:
     decode_tokens: int = 0
 
 
-class Batch(Protocol):
-    """What the engine asks of a running batch. Every call but the counts waits for no step and is made between two."""
-
-    stats: BatchStats
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def kv_cache_bytes(self) -> int: ...
-
-    def add(self, samples: Iterable[Sample]) -> None: ...
-
-    def abort(self, request_ids: Collection[str] | None) -> int: ...
-
-    def drain(self) -> None:
-        """Return once the device has nothing left to do and every generated token is booked."""
-
-    def forget_cache(self, *, keep_decoding: bool = False) -> None:
-        """Old entries must not be read again; running samples are prefilled anew before their next token, short ones
-        first. With `keep_decoding` those that decode already go on with their old entries, which no others read."""
-
-    def free_cache(self) -> None:
-        """Forget the cache and give its memory back."""
-
-    def step(self, version: int) -> bool:
-        """Some progress on every running sample; True if a response was finished."""
-        ...
-
-
 class RunningBatch:
-    """A batch over dense slots, for CPU."""
+    """A batch over dense slots; sessions keep at most `max_kept_tokens` between two turns.
+
+    `PagedBatch` has the same methods; all but the counts are called between two steps.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, device: torch.device, max_num_seqs: int, max_prefill_tokens: int
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        *,
+        max_kept_tokens: int = 0,
     ) -> None:
-        self.cache = SlotKVCache()
-        self.scheduler = Scheduler(max_num_seqs, max_prefill_tokens, self.cache.copy)
+        self.cache = SlotKVCache(max_kept_tokens)
+        self.scheduler = Scheduler(max_num_seqs, max_prefill_tokens, self.cache)
         self.stats = BatchStats()
-        self._runner = ModelRunner(model, self.cache, device)
+        self._model = model
         self._device = device
         self._rows_changed = True
+        # Of the rows, until they change: all grow together, so the spans stay right.
+        self._sampling: SamplingRows | None = None
+        self._spans: list[tuple[int, int]] = []
         self._shifts: list[int] = []
 
     @property
@@ -95,20 +74,27 @@ class RunningBatch:
         return self.scheduler.abort(request_ids)
 
     def drain(self) -> None:
-        """Every step is booked before it returns."""
+        """Return once every generated token is booked: here every step is, before it returns."""
 
     def free_cache(self) -> None:
+        """Forget the cache and give its memory back."""
         self.forget_cache()
         self.cache.free()
 
     def forget_cache(self, *, keep_decoding: bool = False) -> None:
+        """Old entries must not be read again; running samples are prefilled anew before their next token, short ones
+        first. With `keep_decoding` those that decode already go on with their old entries, which no others read."""
         self.scheduler.forget_cache(keep_decoding=keep_decoding)
-        if not keep_decoding:
+        if keep_decoding:
+            self.cache.forget_sessions()
+        else:
             self.cache.clear()
         self._rows_changed = True
 
+    @torch.inference_mode()
     def step(self, version: int) -> bool:
         """One prefill step if any row needs it, else one token for every row; True if a response was finished."""
+        self._reserve()
         if self.scheduler.refill():
             self._rows_changed = True
         if self._prefill():
@@ -116,16 +102,18 @@ class RunningBatch:
         return self._decode(version)
 
     def _prefill(self) -> bool:
+        """Segments of several sequences end to end, without padding."""
         plan = self.scheduler.plan_prefill()
         if not plan:
             return False
-        self._reserve()
         tokens = [token for row, segment in plan for token in row.sequence[segment.start : segment.end]]
-        self._runner.prefill(
-            [segment for _, segment in plan],
-            tokens,
-            prefill_positions(plan, self._device),
-            prefill_images(plan, self._device),
+        # The module under the head: no logits, and so no (tokens, vocabulary) matrix, for prompts.
+        self._model.base_model(
+            input_ids=torch.tensor([tokens], device=self._device),
+            position_ids=prefill_positions(plan, self._device),
+            use_cache=False,
+            kv_step=PrefillStep(self.cache, [segment for _, segment in plan], self._device),
+            **prefill_images(plan, self._device),
         )
         for row, segment in plan:
             row.num_cached = segment.end
@@ -137,31 +125,36 @@ class RunningBatch:
         rows = self.scheduler.rows
         if not rows:
             return False
-        self._reserve()
         lengths = [row.num_cached for row in rows]
-        if self._rows_changed:
-            sampling = SamplingRows.build(
+        if self._rows_changed or self._sampling is None:
+            self._sampling = SamplingRows.build(
                 [row.request.sampling for row in rows],
                 [row.seed for row in rows],
                 [row.index for row in rows],
                 self._device,
             )
-            self._runner.set_rows(sampling, lengths)
+            self._spans = plan_spans(lengths, self._device)
             self._shifts = [row.position_shift for row in rows]
             self._rows_changed = False
-        tokens, log_probs = self._runner.decode([row.sequence[-1] for row in rows], lengths, self._shifts)
+        places = torch.tensor(lengths, device=self._device)
+        positions = places + torch.tensor(self._shifts, device=self._device) if any(self._shifts) else places
+        output = self._model(
+            input_ids=torch.tensor([[row.sequence[-1] for row in rows]], device=self._device),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            kv_step=DecodeStep(self.cache, places, [length + 1 for length in lengths], self._spans),
+        )
+        tokens, log_probs = sample(output.logits[0], self._sampling, places + 1)
         any_finished = False
-        for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
+        for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
             row.num_cached += 1
-            row.append(token, log_prob, version)
+            row.extend([token], [log_prob], version)
             any_finished |= row.finish_reason is not None
         self.stats.decode_steps += 1
         self.stats.decode_tokens += len(rows)
         return any_finished
 
     def _reserve(self) -> None:
-        rows = self.scheduler.rows
-        needed = max(row.num_needed for row in rows) + 1
-        if needed > self.cache.capacity or len(rows) > self.cache.num_slots:
-            room = max(needed, min(max(row.max_length for row in rows), max(_FIRST_ROOM, needed + needed // 2)))
-            self.cache.reserve(len(rows), room)
+        slots, needed, longest = self.scheduler.demand
+        if needed > self.cache.capacity or slots > self.cache.num_slots:
+            self.cache.reserve(slots, max(needed, min(longest, max(_FIRST_ROOM, needed + needed // 2))))

@@ -5,12 +5,11 @@ Reads the trainer's weights in place when given its module. Reads no text, and n
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -26,19 +25,26 @@ from dovetail.rollout.base import (
     GenerationRequest,
     GenerationResult,
     MemoryTag,
+    ModelArgs,
     RolloutEngine,
     UnsupportedPromptError,
     check_tags,
 )
+from dovetail.rollout.expected import eos_ids_of
 from dovetail.rollout.gate import StepGate
-from dovetail.rollout.native.batch import Batch, BatchStats, RunningBatch
+from dovetail.rollout.native.batch import BatchStats, RunningBatch
 from dovetail.rollout.native.images import check_images, prompt_positions
-from dovetail.rollout.native.model import load_model, num_embeddings, share_model, stop_ids_of
+from dovetail.rollout.native.model import load_model, num_embeddings, share_model
 from dovetail.rollout.native.packed_linear import pack_linears
 from dovetail.rollout.native.scheduler import Sample
 from dovetail.rollout.native.weights import WeightLoader
 from dovetail.rollout.request_rules import base_seed, check_prompt, stop_tokens
+from dovetail.rollout.response import of_requests
+from dovetail.rollout.stream import check_new_ids
 from dovetail.weight_sync import tensor_checksum
+
+if TYPE_CHECKING:
+    from dovetail.rollout.native.cuda.batch import PagedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +56,9 @@ class NativeEngine(RolloutEngine):
     `max_model_len` prompt plus response (default: what the model's positions allow). `device` and `dtype` are for
     weights the engine owns; shared weights stay as they are. On CUDA, `gpu_memory_utilization` bounds the KV cache by a
     share of the device's memory, `kv_cache_dtype="fp8"` halves what a token takes of it, and `enforce_eager` turns CUDA
-    graphs off. `paged` picks the batch: None means pages and Triton kernels on CUDA, dense slots on CPU. With pages,
-    `enable_prefix_caching` keeps those of finished sequences until the weights change or others need them.
+    graphs off. `paged` picks the batch: None means pages and Triton kernels on CUDA, dense slots on CPU.
+    `enable_prefix_caching` keeps the cache of finished sequences, on a CPU of those with a session, until the weights
+    change or others need the room.
 
     `kv_on_update` says what becomes of the KV cache of running requests when the weights change: `recompute` runs them
     through the new weights, `keep` goes on with what the old weights computed, and then the log-probs of the tokens
@@ -75,8 +82,7 @@ class NativeEngine(RolloutEngine):
         enable_prefix_caching: bool = True,
         kv_on_update: Literal["recompute", "keep"] = "recompute",
         paged: bool | None = None,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
+        **model_args: Unpack[ModelArgs],
     ) -> None:
         if isinstance(model, nn.Module):
             self._folder = None
@@ -85,20 +91,14 @@ class NativeEngine(RolloutEngine):
         else:
             self._folder = Path(model)
             self._device = torch.device(device)
-            self._load = partial(
-                load_model,
-                self._folder,
-                self._device,
-                trust_remote_code=trust_remote_code,
-                override_config=override_config,
-            )
+            self._load = partial(load_model, self._folder, self._device, **model_args)
             self._model = self._load(dtype)
         self._packed = pack_linears(self._model, self._device)
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)
-        self._eos_ids = stop_ids_of(self._model)
+        self._eos_ids = eos_ids_of(self._model.generation_config, self._model.config)
         self._shapes = [parameter.shape for parameter in self._model.parameters()]
-        self._batch: Batch
+        self._batch: RunningBatch | PagedBatch
         self._paged = self._device.type == "cuda" if paged is None else paged
         if self._paged:
             from dovetail.rollout.native.cuda.batch import PagedBatch
@@ -118,7 +118,10 @@ class NativeEngine(RolloutEngine):
         elif kv_cache_dtype == "fp8":
             raise ValueError("kv_cache_dtype=fp8 is for CUDA; on a CPU leave rollout.kv_cache_dtype at auto.")
         else:
-            self._batch = RunningBatch(self._model, self._device, max_num_seqs, max_prefill_tokens)
+            kept = max_num_seqs * self._max_model_len if enable_prefix_caching else 0
+            self._batch = RunningBatch(
+                self._model, self._device, max_num_seqs, max_prefill_tokens, max_kept_tokens=kept
+            )
         self._keeps_cache = kv_on_update == "keep"
         if self._keeps_cache:
             logger.warning(
@@ -131,18 +134,10 @@ class NativeEngine(RolloutEngine):
         self._loader: WeightLoader | None = None  # for an update that is staged
         self._running: dict[Sample, Callable[[GenerationResult], None]] = {}
         """Unfinished samples, and who wants their results."""
-        self._group_numbers = itertools.count()
 
     @classmethod
     def from_config(
-        cls,
-        config: RolloutConfig,
-        folder: str,
-        *,
-        device: torch.device,
-        shared: nn.Module | None = None,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
+        cls, config: RolloutConfig, folder: str, *, device: torch.device, shared: Any = None, **model: Unpack[ModelArgs]
     ) -> NativeEngine:
         return cls(
             folder if shared is None else shared,
@@ -156,8 +151,7 @@ class NativeEngine(RolloutEngine):
             enforce_eager=config.enforce_eager,
             enable_prefix_caching=config.enable_prefix_caching,
             kv_on_update=config.kv_on_update,
-            trust_remote_code=trust_remote_code,
-            override_config=override_config,
+            **model,
         )
 
     @property
@@ -173,9 +167,7 @@ class NativeEngine(RolloutEngine):
         with self._gate.between_steps():
             self._check_usable()
             running = {sample.request.request_id for sample in self._running}
-            taken = [request.request_id for request in requests if request.request_id in running]
-            if taken:
-                raise ValueError(f"request_id {taken[0]!r} is in use; ids of running requests must be unique.")
+            check_new_ids([request.request_id for request in requests], running)
             self._running.update((sample, deliver) for sample in samples)
             self._batch.add(samples)
 
@@ -186,11 +178,7 @@ class NativeEngine(RolloutEngine):
         with self._gate.between_steps():
             self._batch.drain()
             self._deliver_finished()
-            return [
-                _result(sample)
-                for sample in self._running
-                if request_ids is None or sample.request.request_id in request_ids
-            ]
+            return [sample.partial() for sample in of_requests(self._running, request_ids)]
 
     def stage_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Into a second set on the engine's device: the swap is a copy within it."""
@@ -300,18 +288,18 @@ class NativeEngine(RolloutEngine):
 
     def _deliver_finished(self) -> None:
         for sample in [sample for sample in self._running if sample.finish_reason is not None]:
-            self._running.pop(sample)(_result(sample))
+            self._running.pop(sample)(sample.result())
 
     def _samples_of(self, request: GenerationRequest) -> list[Sample]:
         self._check_prompt(request)
         sampling = request.sampling
         seed, stop_ids = base_seed(sampling), stop_tokens(sampling, self._eos_ids)
-        prompt = list(request.prompt_token_ids)
-        group = next(self._group_numbers)
+        images_of = request.request_id if request.multi_modal else None
+        group = hash((images_of, tuple(request.prompt_token_ids)))
         positions = prompt_positions(self._model, request)
-        max_length = min(len(prompt) + sampling.max_new_tokens, self._max_model_len)
+        max_length = min(len(request.prompt_token_ids) + sampling.max_new_tokens, self._max_model_len)
         return [
-            Sample(request, index, seed, stop_ids, max_length, group, sequence=prompt.copy(), positions=positions)
+            Sample(request, index, seed, stop_ids, max_length, group, positions=positions)
             for index in range(request.sample_index, request.sample_index + sampling.n)
         ]
 
@@ -341,14 +329,3 @@ class NativeEngine(RolloutEngine):
 
     def _num_unfinished(self) -> int:
         return self._batch.num_waiting + self._batch.num_running
-
-
-def _result(sample: Sample) -> GenerationResult:
-    return GenerationResult(
-        request_id=sample.request.request_id,
-        sample_index=sample.index,
-        token_ids=sample.sequence[sample.num_prompt :],
-        log_probs=list(sample.log_probs),
-        finish_reason=sample.finish_reason or "running",
-        weight_versions=list(sample.versions),
-    )

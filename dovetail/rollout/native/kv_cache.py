@@ -1,4 +1,5 @@
-"""Keys and values of running sequences: one slot per sequence, slots 0..R-1 dense. Knows nothing of requests.
+"""Keys and values of running sequences: one slot per sequence, slots 0..R-1 dense; and those of sessions between two
+turns. Knows nothing of requests.
 
 Dense slots make the decode batch a plain slice of the cache, so a decode step gathers nothing. Memory grows in slots
 and in length when more or longer sequences come. Entries are always finite numbers: attention multiplies what lies past
@@ -7,24 +8,48 @@ the end of a shorter sequence by zero, and zero times a stray NaN would be NaN.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 # Growing copies the live part, so the length grows in steps.
 _LENGTH_STEP = 64
 
 
-class SlotKVCache:
-    """Per layer two tensors (slots, kv heads, capacity, head size), created when a layer first writes."""
+@dataclass(frozen=True)
+class _Kept:
+    """What a slot held for `tokens`: per layer (kv heads, tokens, head size)."""
 
-    def __init__(self) -> None:
+    tokens: Sequence[int]
+    keys: dict[int, torch.Tensor]
+    values: dict[int, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))
+
+
+class SlotKVCache:
+    """Per layer two tensors (slots, kv heads, capacity, head size), created when a layer first writes.
+
+    `max_kept_tokens` is for all sessions together.
+    """
+
+    def __init__(self, max_kept_tokens: int = 0) -> None:
+        self._max_kept_tokens = max_kept_tokens
+        self._random = random.Random(0)
         self.num_slots = 0
         self.capacity = 0
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self._kept: dict[str, _Kept] = {}
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys.values(), *self.values.values()))
+        slots = sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))
+        return slots + sum(kept.nbytes for kept in list(self._kept.values()))
 
     @torch.inference_mode()
     def reserve(self, num_slots: int, length: int) -> None:
@@ -57,13 +82,49 @@ class SlotKVCache:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     @torch.inference_mode()
+    def keep(self, session: str, slot: int, tokens: Sequence[int]) -> None:
+        """Keep what the slot holds for `tokens`, for the session's next turn, if there is room.
+
+        Any of the others goes for it, not the oldest: sessions take turns, and the oldest would be needed next.
+        """
+        self._kept.pop(session, None)
+        left = self._max_kept_tokens - sum(len(kept.tokens) for kept in self._kept.values())
+        while left < len(tokens) and self._kept:
+            left += len(self._kept.pop(self._random.choice(list(self._kept))).tokens)
+        if left < len(tokens):
+            return
+        keys, values = (
+            {layer: tensor[slot, :, : len(tokens)].clone() for layer, tensor in side.items()}
+            for side in (self.keys, self.values)
+        )
+        self._kept[session] = _Kept(tokens, keys, values)
+
+    @torch.inference_mode()
+    def restore(self, session: str, slot: int, tokens: Sequence[int]) -> int:
+        """Put what the session has kept into the slot, as far as it is of `tokens`; the number of them."""
+        kept = self._kept.pop(session, None)
+        if kept is None:
+            return 0
+        pairs = enumerate(zip(kept.tokens, tokens, strict=False))
+        length = next((place for place, (old, new) in pairs if old != new), min(len(kept.tokens), len(tokens)))
+        for side, old in ((self.keys, kept.keys), (self.values, kept.values)):
+            for layer, tensor in old.items():
+                side[layer][slot, :, :length] = tensor[:, :length]
+        return length
+
+    def forget_sessions(self) -> None:
+        self._kept.clear()
+
+    @torch.inference_mode()
     def clear(self) -> None:
         """Zero every entry, in case the weights that wrote them had diverged."""
+        self.forget_sessions()
         for side in (self.keys, self.values):
             for tensor in side.values():
                 tensor.zero_()
 
     def free(self) -> None:
+        self.forget_sessions()
         self.keys.clear()
         self.values.clear()
         self.num_slots = 0

@@ -8,9 +8,8 @@ hooks and checkpointing stay the trainer's affair.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -23,27 +22,23 @@ from transformers import (
 )
 
 from dovetail.models.load import load_config
+from dovetail.rollout.base import ModelArgs
 from dovetail.rollout.native.attention import ATTENTION_NAME
 
 
 def load_model(
-    folder: str | Path,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    *,
-    trust_remote_code: bool = False,
-    override_config: Mapping[str, Any] | None = None,
+    folder: str | Path, device: torch.device, dtype: torch.dtype | None, **args: Unpack[ModelArgs]
 ) -> PreTrainedModel:
     """Read a model from a folder; `dtype` None keeps what the folder says."""
     with torch.random.fork_rng(devices=[]):
-        config = load_config(folder, override_config, trust_remote_code=trust_remote_code)
+        config = load_config(folder, **args)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         model = auto.from_pretrained(
             folder,
             config=config,
             dtype="auto" if dtype is None else dtype,
             attn_implementation=_attention_of(config),
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=args.get("trust_remote_code", False),
         )
     _check_supported(model.config.get_text_config())
     return model.to(device).eval().requires_grad_(False)
@@ -82,15 +77,6 @@ def share_model(module: nn.Module, dtype: torch.dtype | None) -> PreTrainedModel
     if left:
         raise ValueError(f"{type(module).__name__} has no tensor for {left[0]} ({len(left)} in all) to share.")
     return replica.eval()
-
-
-def stop_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """The model's end-of-sequence ids: of its generation config, else of its config."""
-    for source in (model.generation_config, model.config):
-        eos = getattr(source, "eos_token_id", None)
-        if eos is not None:
-            return frozenset([eos] if isinstance(eos, int) else eos)
-    return frozenset()
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

@@ -7,29 +7,25 @@ and a prompt of P tokens costs one prefill of P - 1 tokens however many samples 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
 
 import torch
 
-from dovetail.rollout.base import FinishReason, GenerationRequest
 from dovetail.rollout.native.attention import Segment
+from dovetail.rollout.response import GrowingResponse, of_requests
 
 
 @dataclass(eq=False, slots=True)
-class Sample:
-    """One response being generated. Samples of one request share `group`, hence the prompt's cache entries."""
+class Sample(GrowingResponse):
+    """Samples of one prompt, of whichever request, share `group`, hence the prompt's cache entries."""
 
-    request: GenerationRequest
-    index: int
     seed: int
     stop_ids: frozenset[int]
     max_length: int
     group: int
-    sequence: list[int]
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
     num_cached: int = 0
     has_old_entries: bool = False
     """Whether older weights computed entries of its cache."""
@@ -50,10 +46,6 @@ class Sample:
         return torch.cat([prompt, places[:, prompt.shape[1] :] + self.position_shift], dim=1)
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.sequence) - len(self.log_probs)
-
-    @property
     def shares_prompt(self) -> bool:
         """Whether its cache entries serve other samples of the prompt."""
         return self.num_cached >= self.num_prompt - 1 and not self.has_old_entries
@@ -63,33 +55,44 @@ class Sample:
         """Tokens the cache must hold before the next token can be decoded."""
         return len(self.sequence) - 1
 
-    def append(self, token: int, log_prob: float, version: int) -> None:
-        self.extend([token], [log_prob], version)
-
-    def extend(self, tokens: list[int], log_probs: list[float], version: int) -> None:
-        """Append several tokens, of which only the last may end the response."""
-        self.sequence.extend(tokens)
-        self.log_probs.extend(log_probs)
-        self.versions.extend([version] * len(tokens))
-        if tokens[-1] in self.stop_ids:
+    def extend(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
+        """Add tokens, of which only the last may end the response."""
+        GrowingResponse.extend(self, token_ids, log_probs, version)  # super() fails in a class with generated slots
+        if token_ids[-1] in self.stop_ids:
             self.finish_reason = "stop"
         elif len(self.sequence) >= self.max_length:
             self.finish_reason = "length"
 
 
-class Scheduler:
-    """`rows[i]` is the sample in slot i. `copy(source, target, length)` moves cache entries between slots."""
+class Slots(Protocol):
+    """Cache entries in slots, and those that sessions keep between two turns."""
 
-    def __init__(self, num_slots: int, max_prefill_tokens: int, copy: Callable[[int, int, int], None]) -> None:
+    def copy(self, source: int, target: int, length: int) -> None: ...
+
+    def keep(self, session: str, slot: int, tokens: Sequence[int]) -> None: ...
+
+    def restore(self, session: str, slot: int, tokens: Sequence[int]) -> int: ...
+
+
+class Scheduler:
+    """`rows[i]` is the sample in slot i of `slots`."""
+
+    def __init__(self, num_slots: int, max_prefill_tokens: int, slots: Slots) -> None:
         self.num_slots = num_slots
         self.max_prefill_tokens = max_prefill_tokens
         self.rows: list[Sample] = []
         self.waiting: deque[Sample] = deque()
-        self._copy = copy
+        self._slots = slots
 
     @property
-    def idle(self) -> bool:
-        return not self.rows and not self.waiting
+    def demand(self) -> tuple[int, int, int]:
+        """Before `refill`: the slots it may fill, the longest sequence in them now, and the longest there may be."""
+        entering = list(islice(self.waiting, self.num_slots))
+        running = sum(row.finish_reason is None for row in self.rows)
+        slots = max(len(self.rows), min(self.num_slots, running + len(entering)))
+        samples = [*self.rows, *entering]
+        needed = max((sample.num_needed + 1 for sample in samples), default=0)
+        return slots, needed, max((sample.max_length for sample in samples), default=0)
 
     def add(self, samples: Iterable[Sample]) -> None:
         self.waiting.extend(samples)
@@ -103,6 +106,9 @@ class Scheduler:
         changed = False
         holders = self._prompt_holders()
         for slot, row in enumerate(self.rows):
+            if row.finish_reason is not None and (session := self._session_of(row)):
+                self._slots.keep(session, slot, row.sequence[: row.num_cached])
+        for slot, row in enumerate(self.rows):
             if row.finish_reason is not None and self.waiting:
                 self._enter(slot, holders)
                 changed = True
@@ -111,7 +117,7 @@ class Scheduler:
             if self.rows[slot].finish_reason is not None:
                 last = self.rows.pop()
                 if slot < len(self.rows):
-                    self._copy(len(self.rows), slot, last.num_cached)
+                    self._slots.copy(len(self.rows), slot, last.num_cached)
                     self.rows[slot] = last
                 changed = True
             slot -= 1
@@ -163,22 +169,26 @@ class Scheduler:
             self.rows.clear()
 
     def abort(self, request_ids: Collection[str] | None) -> int:
-        count = 0
-        for sample in (*self.rows, *self.waiting):
-            if sample.finish_reason is None and (request_ids is None or sample.request.request_id in request_ids):
-                sample.finish_reason = "abort"
-                count += 1
+        chosen = [s for s in of_requests((*self.rows, *self.waiting), request_ids) if s.finish_reason is None]
+        for sample in chosen:
+            sample.finish_reason = "abort"
         self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
-        return count
+        return len(chosen)
 
     def _enter(self, slot: int, holders: dict[int, int]) -> None:
         sample = self.waiting.popleft()
         sample.num_cached = 0
         self._share_prompt(slot, sample, holders)
+        if sample.num_cached == 0 and (session := self._session_of(sample)):
+            sample.num_cached = self._slots.restore(session, slot, sample.sequence[: sample.num_needed])
         if slot == len(self.rows):
             self.rows.append(sample)
         else:
             self.rows[slot] = sample
+
+    def _session_of(self, sample: Sample) -> str | None:
+        """The session that keeps its entries, if one does."""
+        return None if sample.request.multi_modal or sample.has_old_entries else sample.request.session
 
     def _share_prompt(self, slot: int, sample: Sample, holders: dict[int, int]) -> None:
         """Copy the prompt's entries from a slot that has them, if one does."""
@@ -188,8 +198,9 @@ class Scheduler:
             return
         # The holder may have left its slot since the table was made.
         holder = self.rows[source]
-        if holder.group == sample.group and holder.shares_prompt:
-            self._copy(source, slot, prefix)
+        same = holder.group == sample.group and holder.request.prompt_token_ids == sample.request.prompt_token_ids
+        if same and holder.shares_prompt:
+            self._slots.copy(source, slot, prefix)
             sample.num_cached = prefix
             holders[sample.group] = slot if slot < len(self.rows) else source
 

@@ -1,4 +1,4 @@
-"""Put named tensors into a model that the engine owns, and account for every one of them.
+"""Put named tensors into a model that the engine owns.
 
 Takes names in memory and names on disk, which differ where transformers stacks the experts of a mixture into one
 parameter. Refuses what does not fit by name; never resizes, never skips.
@@ -7,108 +7,79 @@ parameter. Refuses what does not fit by name; never resizes, never skips.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
 
 from dovetail.models.weights import to_checkpoint_tensors
 from dovetail.rollout.base import WeightUpdateError
-
-_MAX_NAMED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a name's tensor goes, and which pieces of the model are complete once it is there."""
-
-    target: torch.Tensor
-    pieces: frozenset[str]
-    part_of_stack: bool = False
+from dovetail.rollout.expected import CheckedWeights
+from dovetail.weight_sync import ExpectedWeights, NamedTensors
 
 
 class WeightLoader:
-    """Accepts names and shapes of one model."""
+    """Accepts names and shapes of one model. What does not fit, or is missing, is a WeightUpdateError."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._places = _places(model)
+        self._targets: dict[str, torch.Tensor] = {}
+        ties: dict[str, str] = {}
+        stacks: dict[str, tuple[str, ...]] = {}
+        first_name: dict[int, str] = {}
+        parts = _parts_on_disk(model)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._targets[name] = parameter.data
+            own = first_name.setdefault(id(parameter), name)
+            if own != name:
+                ties.update(dict.fromkeys({name, *parts[name]} - {own, *parts[own]}, own))
+            elif parts[name].keys() - {name}:
+                stacks[name] = tuple(parts[name])
+        for on_disk in parts.values():
+            self._targets = on_disk | self._targets
+        # Buffers of a checkpoint (the bias of a sigmoid router) may be sent too; none must: they are not trained.
+        stored = model.state_dict().keys()
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+        self._expected = ExpectedWeights(_shapes(self._targets), ties, _shapes(buffers), stacks)
+        self._targets = buffers | self._targets
 
     @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy every tensor to its place. Raises WeightUpdateError on the first misfit, or if one is missing."""
-        for place, tensor in self._accounted(weights):
-            place.target.copy_(tensor)
+    def load(self, weights: NamedTensors) -> None:
+        """Copy every tensor to its place."""
+        with CheckedWeights(weights, self._expected) as checked:
+            for name, tensor in checked:
+                self._targets[name].copy_(tensor)
 
     @torch.no_grad()
-    def stage(self, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Copies beside the model, on its device and in its dtypes, to be loaded later. Raises as `load` does."""
+    def stage(self, weights: NamedTensors) -> dict[str, torch.Tensor]:
+        """Copies beside the model, on its device and in its dtypes, to be loaded later."""
         staged = {}
-
-        def copied() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in weights:
-                place = self._places.get(name)
-                like = tensor if place is None else place.target
-                staged[name] = tensor.to(device=like.device, dtype=like.dtype, copy=True)
-                yield name, tensor
-
-        for _ in self._accounted(copied()):
-            pass
+        with CheckedWeights(weights, self._expected) as checked:
+            for name, tensor in checked:
+                target = self._targets[name]
+                staged[name] = tensor.to(device=target.device, dtype=target.dtype, copy=True)
         return staged
 
-    def check_shared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def check_shared(self, weights: NamedTensors) -> None:
         """For a model that reads the trainer's memory: every tensor must be the one in place. Copies nothing.
 
         Experts under their names on disk arrive as copies of parts of the shared memory; only their shapes are checked.
         """
-        for place, tensor in self._accounted(weights):
-            if not place.part_of_stack and tensor.data_ptr() != place.target.data_ptr():
-                raise WeightUpdateError(
-                    f"the tensor sent for {', '.join(place.pieces)} is not the memory this engine shares with the "
-                    "trainer; change the shared weights in place and call update_weights(None, version)."
-                )
+        copies = {part for parts in self._expected.stacks.values() for part in parts}
+        with CheckedWeights(weights, self._expected) as checked:
+            for name, tensor in checked:
+                if name not in copies and tensor.data_ptr() != self._targets[name].data_ptr():
+                    raise WeightUpdateError(
+                        f"the tensor sent for {name} is not the memory this engine shares with the trainer; change the "
+                        "shared weights in place and call update_weights(None, version)."
+                    )
 
     def tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """What the model holds under these names, as far as it has them."""
-        return {name: self._places[name].target for name in names if name in self._places}
-
-    def _accounted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[_Place, torch.Tensor]]:
-        missing = frozenset().union(*(place.pieces for place in self._places.values()))
-        for name, tensor in weights:
-            place = self._places.get(name)
-            if place is None:
-                raise WeightUpdateError(f"the engine's model has no tensor {name!r} (shape {tuple(tensor.shape)}).")
-            if tensor.shape != place.target.shape:
-                raise WeightUpdateError(
-                    f"tensor {name!r} has shape {tuple(tensor.shape)}; the engine's model has it with shape "
-                    f"{tuple(place.target.shape)}."
-                )
-            yield place, tensor
-            missing -= place.pieces
-        if missing:
-            names = sorted(missing)
-            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-            raise WeightUpdateError(f"no tensor was given for {', '.join(names[:_MAX_NAMED])}{more}.")
+        return {name: self._targets[name] for name in names if name in self._targets}
 
 
-def _places(model: PreTrainedModel) -> dict[str, _Place]:
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    parts = _parts_on_disk(model)
-    first_name: dict[int, str] = {}
-    places: dict[str, _Place] = {}
-    for name, parameter in parameters:
-        # Tied parameters are one piece under two names: either completes it, both are accepted.
-        own = first_name.setdefault(id(parameter), name)
-        places[name] = _Place(parameter.data, frozenset(parts[name]) if len(parts[name]) > 1 else frozenset([own]))
-        for disk_name, target in parts[name].items():
-            pieces = frozenset([disk_name]) if len(parts[name]) > 1 else frozenset([own])
-            places.setdefault(disk_name, _Place(target, pieces, part_of_stack=len(parts[name]) > 1))
-    # Buffers of a checkpoint (the bias of a sigmoid router) may be sent too; none is required: they are not trained.
-    stored = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in stored:
-            places.setdefault(name, _Place(buffer, frozenset()))
-    return places
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _parts_on_disk(model: PreTrainedModel) -> dict[str, dict[str, torch.Tensor]]:

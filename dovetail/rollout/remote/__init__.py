@@ -1,1 +1,1 @@
-"""Engines on other machines, reached by URL: a router over servers, an HTTP client, and an engine made of both."""
+"""Servers as engines: a pool of them, an HTTP client, a dialect for each kind, and an engine made of these."""

@@ -14,9 +14,10 @@ from dovetail.observability.waits import waiting
 from dovetail.rollout.base import EngineError
 from dovetail.rollout.remote.client import ServerError, ServerGoneError
 from dovetail.rollout.remote.dialect import Dialect
-from dovetail.rollout.remote.pool import ServerPool
-from dovetail.rollout.remote.router import NoServerError
+from dovetail.rollout.remote.pool import NoServerError, ServerPool
 from dovetail.rollout.remote.samples import Part, RemoteSample
+from dovetail.rollout.response import of_requests
+from dovetail.rollout.stream import check_new_ids
 
 _ANSWER_S = 0.3  # an aborted call answers within this, or is asked again
 _FIRST_ANSWER_S = 0.02  # sooner at first: a server forgets to abort a call that it has not seen yet
@@ -64,10 +65,8 @@ class SampleCalls:
 
     async def start(self, samples: Sequence[RemoteSample], ended: Ended) -> None:
         """Begin to write them; `ended` is called for each with its failure, or None."""
-        running = {sample.request.request_id for sample in self._live}
-        repeated = running & {sample.request.request_id for sample in samples}
-        if repeated:
-            raise ValueError(f"request_id {min(repeated)!r} is in use; ids of running requests must be unique.")
+        new, running = ({sample.request.request_id for sample in some} for some in (samples, self._live))
+        check_new_ids(new, running)
         for sample in samples:
             task = asyncio.create_task(self._write(sample))
             self._live[sample] = task
@@ -80,15 +79,14 @@ class SampleCalls:
 
     async def abort(self, request_ids: Collection[str] | None) -> int:
         """End these (all when None) with what they have; how many."""
-        aborted = [
-            sample
-            for sample in self._live
-            if sample.finish_reason is None and (request_ids is None or sample.request.request_id in request_ids)
-        ]
+        aborted = [sample for sample in of_requests(self._live, request_ids) if sample.finish_reason is None]
         for sample in aborted:
             sample.aborting = True
+        tasks = [task for sample in aborted if (task := self._live[sample]) is not None]
         await self._notify()
         await self._end_calls(aborted)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_FAIL_S)  # then their results are delivered, and their ids free
         return len(aborted)
 
     async def shut(self, pausing: Iterable[str] = ()) -> None:
@@ -125,7 +123,8 @@ class SampleCalls:
         while sample.finish_reason is None:
             if not self.is_open:
                 with waiting(f"request {sample.request.request_id}", "the end of a weight update", limit_s=_SHUT_S):
-                    await self._until_open(sample)
+                    async with self._changed:
+                        await self._changed.wait_for(lambda: self.is_open or sample.aborting or self._failure)
             if self._failure:
                 raise EngineError(f"request {sample.request.request_id!r} cannot be finished: {self._failure}")
             if sample.aborting:
@@ -137,13 +136,9 @@ class SampleCalls:
             except (NoServerError, ServerGoneError) as error:
                 await self._no_server(error)
 
-    async def _until_open(self, sample: RemoteSample) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.is_open or sample.aborting or self._failure)
-
     async def _call(self, sample: RemoteSample) -> Part:
         key = sample.request.session or sample.request.request_id
-        sample.dropped = False
+        sample.dropped, sample.server = False, ""
         sample.call = asyncio.create_task(self._pool.run(lambda server: self._complete(server, sample), key=key))
         try:
             return await sample.call
@@ -168,11 +163,12 @@ class SampleCalls:
         give_up, answer_s = time.monotonic() + _GIVE_UP_S, _FIRST_ANSWER_S
         while pending := [sample for sample in samples if sample.call is not None]:
             calls = [sample.call for sample in pending if sample.call is not None]
-            if time.monotonic() >= give_up:
-                for sample, call in zip(pending, calls, strict=True):
+            over = time.monotonic() >= give_up
+            for sample, call in zip(pending, calls, strict=True):
+                if over or not sample.server:  # one that waits for room has nothing to lose, and must not begin now
                     sample.dropped = True
                     call.cancel()
-            else:
+            if not over:
                 await self._ask_to_abort(pending)
             await asyncio.wait(calls, timeout=answer_s)
             answer_s = min(2 * answer_s, _ANSWER_S)

@@ -16,7 +16,7 @@ from dovetail.rollout.base import EngineError
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
 _CONNECT_PAUSES_S = (0.1, 0.4)
 # Servers close a connection that was idle for 5 s (uvicorn); one that is older is not used again, so that no call
 # meets a connection that is just being closed.
@@ -45,14 +45,13 @@ class ServerTimeoutError(ServerError):
 class HttpClient:
     """Use from one event loop only; `close` it there. Proxies of the environment are not used: servers are peers."""
 
-    def __init__(self, *, api_key: str | None = None, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(self, *, api_key: str | None = None) -> None:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._connect_timeout_s = connect_timeout_s
         self._session: Any = None
 
     async def get(self, url: str, *, timeout_s: float | None = 30.0) -> Any:
         """The decoded answer: JSON, or text where it is none, None where it is empty."""
-        return await self._request("GET", url, None, None, timeout_s)
+        return await self._request("GET", url, timeout_s)
 
     async def post(
         self,
@@ -63,27 +62,20 @@ class HttpClient:
         timeout_s: float | None = 60.0,
     ) -> Any:
         """As `get`. `timeout_s=None` waits for as long as it takes."""
-        return await self._request("POST", url, body, query, timeout_s)
+        return await self._request("POST", url, timeout_s, json=body, params=query)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _request(
-        self,
-        method: str,
-        url: str,
-        body: Mapping[str, Any] | None,
-        query: Mapping[str, str] | None,
-        timeout_s: float | None,
-    ) -> Any:
+    async def _request(self, method: str, url: str, timeout_s: float | None, **payload: Any) -> Any:
         aiohttp = _aiohttp()
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         for pause in (*_CONNECT_PAUSES_S, None):
             try:
                 async with self._open().request(
-                    method, url, json=body, params=query, headers=self._headers, timeout=timeout
+                    method, url, headers=self._headers, timeout=timeout, **payload
                 ) as response:
                     text = await response.text(errors="replace")
                     if response.status >= 400:

@@ -12,8 +12,8 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from typing import Any, ClassVar, Literal, TypeVar, Unpack
 
 import torch
 
@@ -30,6 +30,7 @@ from dovetail.rollout.base import (
     GenerationResult,
     LogprobsMode,
     MemoryTag,
+    ModelArgs,
     RolloutEngine,
     UnsupportedPromptError,
     check_tags,
@@ -46,7 +47,8 @@ from dovetail.rollout.remote.sglang_dialect import SGLangDialect
 from dovetail.rollout.remote.update import WeightUpdater, on_first_rank
 from dovetail.rollout.remote.vllm_dialect import VLLMDialect
 from dovetail.rollout.remote.weights import DiskChannel, GroupChannel, SharedMemoryChannel, WeightChannel
-from dovetail.rollout.request_rules import check_prompt, same_meaning
+from dovetail.rollout.request_rules import check_logprobs, check_prompt
+from dovetail.rollout.response import of_requests
 from dovetail.rollout.stream import FailedRequest
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES
 
@@ -82,16 +84,15 @@ class RemoteRollout(RolloutEngine):
         silence_s: float = SILENCE_S,
         api_key: str | None = None,
         device: torch.device | str = "cpu",
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
+        **model_args: Unpack[ModelArgs],
     ) -> None:
-        config = read_config(folder, override_config, trust_remote_code=trust_remote_code)
+        config = read_config(folder, **model_args)
         self._folder = folder
         # Servers are started by others, with the same overrides: `require_same_shape` finds those that are not.
-        self._expected = expected_weights(folder, override_config, trust_remote_code=trust_remote_code)
+        self._expected = expected_weights(folder, **model_args)
         self._shape = model_shape(config)
         self._vocab_size = int(self._shape["vocab_size"])
-        self._eos_ids = stop_token_ids(folder, trust_remote_code=trust_remote_code)
+        self._eos_ids = stop_token_ids(folder, **model_args)
         own_length = max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
         self._paused = False
         self._progress = threading.Condition()
@@ -100,7 +101,7 @@ class RemoteRollout(RolloutEngine):
         try:
             self._dialect = self._build_dialect(dialect, client, logprobs=logprobs, max_model_len=own_length)
             self._pool = ServerPool(
-                list(urls), client, health_path=self._dialect.health_path, admit=self._admit, silence_s=silence_s
+                urls, client, health_path=self._dialect.health_path, admit=self._admit, silence_s=silence_s
             )
             self._calls = SampleCalls(self._pool, self._dialect, self._no_server)
             infos = self._run(self._connect())
@@ -119,14 +120,7 @@ class RemoteRollout(RolloutEngine):
 
     @classmethod
     def from_config(
-        cls,
-        config: RolloutConfig,
-        folder: str,
-        *,
-        device: torch.device,
-        shared: torch.nn.Module | None = None,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
+        cls, config: RolloutConfig, folder: str, *, device: torch.device, shared: Any = None, **model: Unpack[ModelArgs]
     ) -> RolloutEngine:
         """`rollout.name` says what the servers are, `rollout.server_urls` where."""
         if config.name not in ("vllm", "sglang"):
@@ -145,8 +139,7 @@ class RemoteRollout(RolloutEngine):
             silence_s=config.server_timeout_s,
             api_key=_api_key(config.server_api_key_env),
             device=device,
-            trust_remote_code=trust_remote_code,
-            override_config=override_config,
+            **model,
         )
 
     @property
@@ -169,8 +162,7 @@ class RemoteRollout(RolloutEngine):
 
     def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
         """What calls that have ended wrote: servers tell no more before a call ends."""
-        wanted = [s for s in self._calls.live if request_ids is None or s.request.request_id in request_ids]
-        return [sample.partial() for sample in wanted]
+        return [sample.partial() for sample in of_requests(self._calls.live, request_ids)]
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:
@@ -184,8 +176,7 @@ class RemoteRollout(RolloutEngine):
         word = None if dtype is None else str(dtype).removeprefix("torch.")
         known = dict(self._expected.shapes) | dict(self._expected.optional)
         shapes = {name: known[name] for name in names if name in known}
-        servers = self._pool.router.up()
-        held = self._run(self._gathered(self._dialect.checksums(server, shapes, word) for server in servers))
+        held = self._run(self._on_all(lambda server: self._dialect.checksums(server, shapes, word)))
         checksums: dict[str, str] = {}
         for name in {name for each in held for name in each}:
             values = {each.get(name, "missing") for each in held}
@@ -218,20 +209,19 @@ class RemoteRollout(RolloutEngine):
         """Calls end; what they wrote is kept, and the rest is sent again by `continue_`."""
         self._check_open()
         if not self._paused:
-            self._run(self._calls.shut(self._pool.router.up()))
+            self._run(self._calls.shut(self._pool.up()))
             self._paused = True
 
     def continue_(self) -> None:
         self._check_open()
         if self._paused:
-            self._run(self._on_all(self._dialect.resume))
             self._paused = False
-            self._run(self._calls.open())
+            self._run(self._updater.resume(self._pool.servers))
 
     def health(self) -> EngineHealth:
-        down = "" if self._closed else "; ".join(f"{name}: {why}" for name, why in self._pool.router.down().items())
+        down = "" if self._closed else "; ".join(f"{name}: {why}" for name, why in self._pool.down().items())
         reason = "the engine is closed" if self._closed else self._updater.partial_update or down
-        usable = not self._closed and not self._updater.partial_update and bool(self._pool.router.up())
+        usable = not self._closed and not self._updater.partial_update and bool(self._pool.up())
         return EngineHealth(
             ok=usable,
             reason=reason,
@@ -246,20 +236,21 @@ class RemoteRollout(RolloutEngine):
     def close(self) -> None:
         if self._closed:
             return
-        self.abort()
-        if self._paused:
+        try:
+            self.abort()
             self.continue_()
-        with self._progress:
-            self._closed = True
-            self._progress.notify_all()
-        self._loop.run(self._pool.close())
-        self._loop.run(self._pool.client.close())
-        self._loop.close()
+        finally:
+            with self._progress:
+                self._closed = True
+                self._progress.notify_all()
+            self._loop.run(self._pool.close())
+            self._loop.run(self._pool.client.close())
+            self._loop.close()
 
     async def _connect(self) -> dict[str, ServerInfo]:
         """Every server must be there at the start: one that is not is more likely a typo than an accident."""
-        infos = await asyncio.gather(*map(self._dialect.info, self._pool.router.servers))
-        by_server = dict(zip(self._pool.router.servers, infos, strict=True))
+        infos = await asyncio.gather(*map(self._dialect.info, self._pool.servers))
+        by_server = dict(zip(self._pool.servers, infos, strict=True))
         for server, info in by_server.items():
             require_same_shape(server, info.shape, self._shape, self._folder)
         self._pool.start()
@@ -301,7 +292,7 @@ class RemoteRollout(RolloutEngine):
     def _bring_up_to_date(self) -> None:
         """Servers that were started again since the last update have old weights: they must not write."""
         self._run(self._updater.take_out_forgetful())
-        if not self._pool.router.up() and self.reload_weights is not None and self._updater.has_updated:
+        if not self._pool.up() and self.reload_weights is not None and self._updater.has_updated:
             self.reload_weights(self)
 
     def _check_request(self, request: GenerationRequest) -> None:
@@ -318,19 +309,10 @@ class RemoteRollout(RolloutEngine):
                     f"min_p={request.sampling.min_p} cannot be used with enable_deterministic_inference: SGLang's "
                     "seeded sampler dies of it. Use top_p, or turn deterministic inference off."
                 )
-            if not same_meaning(request.sampling, info.logprobs):
-                raise ValueError(
-                    f"logprobs={request.sampling.logprobs!r} at temperature={request.sampling.temperature} cannot be "
-                    f"had from {server}, which gives {info.logprobs!r} log-probs. A vLLM server with the worker "
-                    "extension gives those under the temperature."
-                )
+            check_logprobs(request.sampling, info.logprobs, server)
 
-    async def _on_all(self, call: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        await self._gathered(map(call, self._pool.router.up()))
-
-    @staticmethod
-    async def _gathered(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        return await asyncio.gather(*calls)
+    async def _on_all(self, call: Callable[[str], Coroutine[Any, Any, T]]) -> list[T]:
+        return await asyncio.gather(*map(call, self._pool.up()))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._closed:

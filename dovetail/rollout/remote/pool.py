@@ -1,20 +1,24 @@
-"""Several servers as one: requests go where the router sends them, and move on when their server dies.
+"""Several servers as one: a request goes to the server that has served its key before, else to the one with the least
+to do, and moves on when its server dies.
 
-A request that a server did not finish is sent again, to another one; its answer is taken from exactly one. A server is
-down when its connections break, when it says itself that it is unwell, or when it has been silent for `silence_s`. It
-is asked every `interval_s` whether it is back, and `admit` decides whether it may serve. Knows no engine's routes.
+Sticky, because a server that has seen a conversation or a group's prompt holds it in its prefix cache. A request that a
+server did not finish is sent again, to another one; its answer is taken from exactly one. A server is down when its
+connections break, when it says itself that it is unwell, or when it has been silent for `silence_s`. It is asked every
+`interval_s` whether it is back, and `admit` decides whether it may serve. Knows no engine's routes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
+from dovetail.rollout.base import EngineError
 from dovetail.rollout.remote.client import HttpClient, ServerError, ServerGoneError, ServerTimeoutError
-from dovetail.rollout.remote.router import Lease, Router
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +30,27 @@ INTERVAL_S = 2.0
 SILENCE_S = 30.0
 CHECK_TIMEOUT_S = 5.0
 MAX_IN_FLIGHT = 1024
+MAX_STICKY_KEYS = 65536
+"""Keys not seen for so many others are forgotten."""
 _MAX_BREAKS = 5
 _MAX_STRIKES = 2
 
 
+class NoServerError(EngineError):
+    """No server is up. The message names each one and why it is down."""
+
+
 class ServerPool:
-    """All methods belong to one event loop. `start` begins watching, `close` ends it."""
+    """`run` and what it awaits belong to one event loop; `up` and `down` may be asked from any thread. `start` begins
+    watching, `close` ends it.
+
+    A key stays with its server for as long as that is up, also when it has more to do than others; a key whose server
+    left moves, and does not move back when it returns.
+    """
 
     def __init__(
         self,
-        urls: list[str],
+        urls: Sequence[str],
         client: HttpClient,
         *,
         health_path: str = "/health",
@@ -43,18 +58,25 @@ class ServerPool:
         interval_s: float = INTERVAL_S,
         silence_s: float = SILENCE_S,
         check_timeout_s: float = CHECK_TIMEOUT_S,
-        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
-        self.router = Router(url.rstrip("/") for url in urls)
+        self.servers = tuple(url.rstrip("/") for url in urls)
+        """All of them, up or down, in the order they were given."""
+        if not self.servers:
+            raise ValueError("rollout.server_urls is empty; name at least one server.")
+        for server in self.servers:
+            if self.servers.count(server) > 1:
+                raise ValueError(f"server {server!r} is given twice; name each once in rollout.server_urls.")
         self.client = client
         self._health_path = health_path
         self._admit = admit
         self._interval_s = interval_s
         self._silence_s = silence_s
         self._check_timeout_s = check_timeout_s
-        self._room = asyncio.Semaphore(max_in_flight)
-        self._calls: dict[str, set[asyncio.Task]] = {server: set() for server in self.router.servers}
-        self._heard: dict[str, float] = dict.fromkeys(self.router.servers, time.monotonic())
+        self._room = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._calls: dict[str, set[asyncio.Future[Any]]] = {server: set() for server in self.servers}
+        self._down: dict[str, str] = {}
+        self._sticky: OrderedDict[str, str] = OrderedDict()
+        self._heard: dict[str, float] = dict.fromkeys(self.servers, time.monotonic())
         self._watch: asyncio.Task | None = None
 
     def start(self) -> None:
@@ -67,6 +89,13 @@ class ServerPool:
             await asyncio.gather(self._watch, return_exceptions=True)
             self._watch = None
 
+    def up(self) -> tuple[str, ...]:
+        return tuple(server for server in self.servers if server not in self._down)
+
+    def down(self) -> dict[str, str]:
+        """Why each server that is down is down."""
+        return dict(self._down)
+
     async def run(self, call: Callable[[str], Awaitable[T]], *, key: str | None = None) -> T:
         """`await call(server)` on the server of `key`; on another one if that dies meanwhile.
 
@@ -76,27 +105,36 @@ class ServerPool:
         breaks = 0
         async with self._room:
             while True:
-                with self.router.acquire(key) as lease:
-                    try:
-                        return await self._on(lease, call)
-                    except ServerError as error:
-                        if lease.lost:
-                            continue  # whoever noticed first has said so
-                        if not await self._is_gone(lease, error):
-                            breaks += 1
-                            if not isinstance(error, ServerGoneError) or breaks >= _MAX_BREAKS:
-                                raise
-                            logger.warning("%s The server is healthy: once more.", error)
+                server = self._choose(key)
+                task = asyncio.ensure_future(call(server))
+                self._calls[server].add(task)
+                try:
+                    return await self._answer(server, task)
+                except ServerError as error:
+                    if self._is_lost(server, task):
+                        continue  # whoever noticed first has said so
+                    if not await self._is_gone(server, task, error):
+                        breaks += 1
+                        if not isinstance(error, ServerGoneError) or breaks >= _MAX_BREAKS:
+                            raise
+                        logger.warning("%s The server is healthy: once more.", error)
+                finally:
+                    self._calls[server].discard(task)
 
     def mark_down(self, server: str, reason: str) -> None:
         """Take the server out; what runs on it moves on."""
-        if server in self.router.down():
+        if server in self._down:
             return
-        lost = self.router.mark_down(server, reason)
-        left = len(self.router.up())
+        self._down[server] = reason
+        lost, self._calls[server] = self._calls[server], set()
+        left = len(self.up())
         logger.warning("server %s is down: %s %d requests move on; %d servers left.", server, reason, len(lost), left)
-        for task in self._calls[server]:
+        for task in lost:
             task.cancel()
+
+    def mark_up(self, server: str) -> None:
+        """The server takes requests again."""
+        self._down.pop(server, None)
 
     async def health_problem(self, server: str) -> ServerError | None:
         """What a health check says; None is good."""
@@ -107,36 +145,53 @@ class ServerPool:
         self._heard[server] = time.monotonic()
         return None
 
-    async def _on(self, lease: Lease, call: Callable[[str], Awaitable[T]]) -> T:
-        """One call, which `mark_down` can end: the connection to a machine that vanished never breaks by itself."""
-        task = asyncio.ensure_future(call(lease.server))
-        self._calls[lease.server].add(task)
+    def _choose(self, key: str | None) -> str:
+        up = self.up()
+        if not up:
+            reasons = "; ".join(f"{server}: {reason}" for server, reason in self._down.items())
+            raise NoServerError(f"none of {len(self.servers)} servers is up ({reasons}).")
+        server = None if key is None else self._sticky.get(key)
+        if server is None or server not in up:
+            # Equal loads are split by a hash of key and server, so that several pools over the same servers do not all
+            # begin with the first.
+            server = min(up, key=lambda name: (len(self._calls[name]), _hash(key, name)))
+        if key is not None:
+            self._sticky[key] = server
+            self._sticky.move_to_end(key)
+            if len(self._sticky) > MAX_STICKY_KEYS:
+                self._sticky.popitem(last=False)
+        return server
+
+    async def _answer(self, server: str, task: asyncio.Future[T]) -> T:
+        """Of one call, which `mark_down` can end: the connection to a machine that vanished never breaks by itself."""
         try:
             answer = await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled() and lease.lost:
-                raise ServerGoneError(f"{lease.server} went down.", url=lease.server) from None
+            if task.cancelled() and self._is_lost(server, task):
+                raise ServerGoneError(f"{server} went down.", url=server) from None
             task.cancel()
             raise
-        finally:
-            self._calls[lease.server].discard(task)
-        self._heard[lease.server] = time.monotonic()
+        self._heard[server] = time.monotonic()
         return answer
 
-    async def _is_gone(self, lease: Lease, error: ServerError) -> bool:
+    def _is_lost(self, server: str, task: asyncio.Future[Any]) -> bool:
+        """Whether the server went down while this call ran on it, back or not."""
+        return task not in self._calls[server]
+
+    async def _is_gone(self, server: str, task: asyncio.Future[Any], error: ServerError) -> bool:
         """After a failed call: whether the server is down (and marked so), or only refused."""
         if isinstance(error, ServerTimeoutError) or (error.status and error.status < 500):
             return False
-        problem = await self.health_problem(lease.server)
+        problem = await self.health_problem(server)
         if problem is not None:
-            self.mark_down(lease.server, str(error))
-        return lease.lost
+            self.mark_down(server, str(error))
+        return self._is_lost(server, task)
 
     async def _watching(self) -> None:
-        strikes = dict.fromkeys(self.router.servers, 0)
+        strikes = dict.fromkeys(self.servers, 0)
         while True:
             await asyncio.sleep(self._interval_s)
-            looks = (self._look_at(server, strikes) for server in self.router.servers)
+            looks = (self._look_at(server, strikes) for server in self.servers)
             for outcome in await asyncio.gather(*looks, return_exceptions=True):
                 # The task must not die unseen: nobody would notice dead servers from then on.
                 if isinstance(outcome, Exception):
@@ -144,7 +199,7 @@ class ServerPool:
 
     async def _look_at(self, server: str, strikes: dict[str, int]) -> None:
         problem = await self.health_problem(server)
-        if server in self.router.down():
+        if server in self._down:
             strikes[server] = 0
             if problem is None:
                 await self._try_to_admit(server)
@@ -162,5 +217,9 @@ class ServerPool:
         except ServerError as error:
             logger.warning("server %s is back but may not serve yet: %s", server, error)
             return
-        self.router.mark_up(server)
+        self.mark_up(server)
         logger.info("server %s is back.", server)
+
+
+def _hash(key: str | None, server: str) -> bytes:
+    return hashlib.blake2b(f"{key}\x1f{server}".encode(), digest_size=8).digest()

@@ -38,13 +38,8 @@ class RemoteSample(GrowingResponse):
     server: str = ""
 
     @property
-    def prompt(self) -> list[int]:
-        """What the next call starts from: the prompt and all that has been generated."""
-        return [*self.request.prompt_token_ids, *self.token_ids]
-
-    @property
     def remaining(self) -> int:
-        return self.max_new_tokens - len(self.token_ids)
+        return self.max_new_tokens - len(self.versions)
 
     @property
     def seed(self) -> int:
@@ -55,7 +50,7 @@ class RemoteSample(GrowingResponse):
     def call_seed(self) -> int:
         """Of the next call, for servers that start a generator with it: a continued response must not repeat the
         random numbers it began with."""
-        return derive_seed(self.base_seed, self.index, len(self.token_ids)) if self.token_ids else self.seed
+        return derive_seed(self.base_seed, self.index, len(self.versions)) if self.versions else self.seed
 
     def take(self, part: Part, version: int) -> None:
         """Add a part. One that was aborted leaves the response open, unless it is complete or aborting."""

@@ -87,7 +87,7 @@ class SGLangDialect(Dialect):
     async def complete(self, server: str, sample: RemoteSample) -> Part:
         sampling = sample.request.sampling
         body = {
-            "input_ids": sample.prompt,
+            "input_ids": sample.sequence,
             "rid": sample.call_id,
             "return_logprob": True,
             "sampling_params": {
@@ -173,7 +173,8 @@ class SGLangDialect(Dialect):
 
     async def load_file(self, server: str, path: Path) -> None:
         # One payload for each tensor-parallel rank: every one reads all and keeps its part.
-        payloads = [_payload(path)] * int(self._server_info[server]["tp_size"])
+        payload = base64.b64encode(pickle.dumps(_TensorsIn(path), protocol=4)).decode()
+        payloads = [payload] * int(self._server_info[server]["tp_size"])
         body = {"serialized_named_tensors": payloads, "flush_cache": False}
         await self._post(server, "/update_weights_from_tensor", body)
 
@@ -285,7 +286,3 @@ class _TensorsIn:
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return functools.partial(torch.load, mmap=True, weights_only=True, map_location="cpu"), (self._path,)
-
-
-def _payload(path: Path) -> str:
-    return base64.b64encode(pickle.dumps(_TensorsIn(path), protocol=4)).decode()

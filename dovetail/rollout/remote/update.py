@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -62,6 +62,9 @@ class WeightUpdater:
                 raise
             try:
                 self.partial_update = failed
+                if not servers:
+                    down = (f"{server}: {reason}" for server, reason in self._pool.down().items())
+                    raise EngineError(f"no server answers: {'; '.join(down)}")
                 failures = channel.deliver(servers, checked)
                 self._loop.run(self._prove(servers, failures, version))
                 self.arrived(version)
@@ -78,7 +81,7 @@ class WeightUpdater:
         """Take out servers whose version is another than that of the last update: they were started again."""
         if not self.has_updated:
             return
-        servers = self._pool.router.up()
+        servers = self._pool.up()
         for server, info in zip(servers, await self._infos(servers), strict=True):
             if isinstance(info, ServerInfo) and info.weight_version != self._calls.version:
                 self._pool.mark_down(server, _wrong_version(info, self._calls.version))
@@ -110,16 +113,13 @@ class WeightUpdater:
         """Stop all writing; the servers that answer, those among them that were down."""
         await self._updating.acquire()
         try:
-            servers = self._pool.router.servers
-            await self._calls.shut(self._pool.router.up())
+            servers = self._pool.servers
+            await self._calls.shut(self._pool.up())
             infos = dict(zip(servers, await self._infos(servers), strict=True))
             for server, info in infos.items():
                 if isinstance(info, ServerError):
                     self._pool.mark_down(server, str(info))
-            alive = {server: info for server, info in infos.items() if isinstance(info, ServerInfo)}
-            if not alive:
-                raise EngineError(f"no server answers: {'; '.join(str(info) for info in infos.values())}")
-            return alive
+            return {server: info for server, info in infos.items() if isinstance(info, ServerInfo)}
         except BaseException:
             self._updating.release()
             raise
@@ -136,7 +136,7 @@ class WeightUpdater:
             raise EngineError("no server took the weights: all of them died meanwhile.")
         await asyncio.gather(*(self._make_current(server, version) for server in good))
         for server in good:
-            self._pool.router.mark_up(server)
+            self._pool.mark_up(server)
 
     async def _make_current(self, server: str, version: int) -> None:
         await self._dialect.forget_caches(server)
@@ -150,14 +150,20 @@ class WeightUpdater:
             if self.partial_update:
                 await self._calls.fail(self.partial_update)
             if not stay_paused:
-                up = [server for server in servers if server in self._pool.router.up()]
-                outcomes = await asyncio.gather(*map(self._dialect.resume, up), return_exceptions=True)
-                for server, outcome in zip(up, outcomes, strict=True):
-                    if isinstance(outcome, ServerError):
-                        self._pool.mark_down(server, str(outcome))
-                await self._calls.open()
+                await self.resume(servers)
         finally:
             self._updating.release()
+
+    async def resume(self, servers: Iterable[str]) -> None:
+        """Let those of these servers that are up generate again; one that does not answer is taken out."""
+        up = [server for server in servers if server in self._pool.up()]
+        outcomes = await asyncio.gather(*map(self._dialect.resume, up), return_exceptions=True)
+        for server, outcome in zip(up, outcomes, strict=True):
+            if isinstance(outcome, ServerError):
+                self._pool.mark_down(server, str(outcome))
+            elif outcome is not None:
+                raise outcome
+        await self._calls.open()
 
     async def _infos(self, servers: Sequence[str]) -> list[ServerInfo | ServerError]:
         async def info(server: str) -> ServerInfo | ServerError:

@@ -61,7 +61,7 @@ class VLLMDialect(Dialect):
         sampling = sample.request.sampling
         body = {
             "model": self._models[server],
-            "prompt": sample.prompt,
+            "prompt": sample.sequence,
             "request_id": sample.call_id,
             "max_tokens": sample.remaining,
             "temperature": sampling.temperature,

@@ -34,8 +34,7 @@ from dovetail.weight_sync import (
     SharedMemoryBuckets,
     WeightSender,
 )
-from dovetail.weight_sync.broadcast import LOOPBACK, address_towards
-from dovetail.weight_sync.group import GroupBackend
+from dovetail.weight_sync.group import LOOPBACK, GroupBackend, address_towards
 
 logger = logging.getLogger(__name__)
 

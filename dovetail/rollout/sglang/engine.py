@@ -10,14 +10,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 
 from dovetail.config.rollout import RolloutConfig
-from dovetail.rollout.base import EngineDiedError, EngineError, RolloutEngine
+from dovetail.rollout.base import EngineDiedError, EngineError, ModelArgs, RolloutEngine
 from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.expected import read_config
 from dovetail.rollout.remote.engine import RemoteRollout
@@ -27,7 +27,7 @@ from dovetail.rollout.sglang.environment import GLOO_INTERFACE, server_python
 from dovetail.rollout.sglang.server import SGLangServer
 from dovetail.rollout.sglang.settings import SGLangSettings
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, GroupAddress
-from dovetail.weight_sync.broadcast import LOOPBACK
+from dovetail.weight_sync.group import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,7 @@ class SGLangRollout(RemoteRollout):
         restarts: int = 0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
-        config = read_config(
-            settings.model, settings.override_config, trust_remote_code=settings.trust_remote_code
-        ).get_text_config()
+        config = read_config(settings.model, **settings.model_args).get_text_config()
         # Said outright: a server is given some tokens more than the context, which it keeps free.
         self.settings = settings = replace(
             settings, max_model_len=int(settings.max_model_len or config.max_position_embeddings)
@@ -84,8 +82,7 @@ class SGLangRollout(RemoteRollout):
                 logprobs=settings.logprobs,
                 max_model_len=settings.max_model_len,
                 silence_s=_SILENCE_S,
-                trust_remote_code=settings.trust_remote_code,
-                override_config=settings.override_config,
+                **settings.model_args,
             )
         except BaseException:
             for server in servers:
@@ -101,24 +98,11 @@ class SGLangRollout(RemoteRollout):
 
     @classmethod
     def from_config(
-        cls,
-        config: RolloutConfig,
-        folder: str,
-        *,
-        device: torch.device,
-        shared: torch.nn.Module | None = None,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
+        cls, config: RolloutConfig, folder: str, *, device: torch.device, shared: Any = None, **model: Unpack[ModelArgs]
     ) -> RolloutEngine:
         """`num_servers` servers in every `rollout.mode`. SGLang always has weights of its own."""
         return cls(
-            SGLangSettings.from_config(
-                config,
-                folder,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                override_config=override_config,
-            ),
+            SGLangSettings.from_config(config, folder, device=device, **model),
             num_servers=config.num_servers,
             python=config.sglang_python,
             restarts=config.restart_engine,
@@ -149,8 +133,12 @@ class SGLangRollout(RemoteRollout):
                 f"the engine with {GLOO_INTERFACE} naming the interface that leads there."
             )
         ranks = range(first_rank, last_rank + 1, self.settings.tensor_parallel_size)
-        pairs = zip(self.servers, ranks, strict=True)
-        self._run(self._gathered(self._sglang.join_group(server, address, rank) for server, rank in pairs))
+
+        async def join() -> None:
+            pairs = zip(self.servers, ranks, strict=True)
+            await asyncio.gather(*(self._sglang.join_group(server, address, rank) for server, rank in pairs))
+
+        self._run(join())
 
     def receive_weights(self, version: int) -> None:
         """After an update that does not fit, SGLang is no longer in the group: the sender waits for nobody."""
@@ -181,11 +169,7 @@ class SGLangRollout(RemoteRollout):
 
     def restart(self, error: EngineDiedError) -> None:
         """Start dead servers again, at the same addresses. They have none of the weights that were sent."""
-        if self.restarts_left <= 0:
-            raise error
-        self.restarts_left -= 1
-        self.num_restarts += 1
-        logger.warning("%s Starting it again; %d restarts are left.", error, self.restarts_left)
+        self._take_restart(error)
         dead = [server for server in self.servers.values() if server.death]
         for server in dead:
             self._pool.mark_down(server.url, server.death)
@@ -199,7 +183,7 @@ class SGLangRollout(RemoteRollout):
             self._updater.partial_update = "it was started again"
         else:
             for server in dead:
-                self._pool.router.mark_up(server.url)
+                self._pool.mark_up(server.url)
 
     def close(self) -> None:
         try:
@@ -230,8 +214,8 @@ class SGLangRollout(RemoteRollout):
 
     def _bring_up_to_date(self) -> None:
         with self._restarting:
-            if self._brings_weights_back and self._revive():
-                self._reload()
+            if self._brings_weights_back and self._revive() and self._needs_weights and self.reload_weights is not None:
+                self.reload_weights(self)
         if len(self.deaths) == len(self.servers):
             raise EngineDiedError("; ".join(self.deaths))
         super()._bring_up_to_date()
@@ -240,18 +224,9 @@ class SGLangRollout(RemoteRollout):
         with self._restarting:  # an engine that is being started again has no weights for a moment
             super()._check_usable()
 
-    def _reload(self) -> None:
-        if self._needs_weights and self.reload_weights is not None:
-            self.reload_weights(self)
-
     @property
     def _needs_weights(self) -> bool:
         return self._updater.has_updated or self._has_no_weights
-
-    @property
-    def _brings_weights_back(self) -> bool:
-        """Whether this engine can be restarted without help: it may, and finds the weights it had."""
-        return self.restarts_left > 0 and (not self._needs_weights or self.reload_weights is not None)
 
     def _revive(self) -> bool:
         """Start servers again that died while others went on."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from dovetail.config.rollout import RolloutConfig
+from dovetail.rollout.base import ModelArgs
 from dovetail.rollout.engine_settings import EngineSettings, shared_settings
 
 _OURS = {
@@ -45,13 +45,7 @@ class SGLangSettings(EngineSettings):
 
     @classmethod
     def from_config(
-        cls,
-        rollout: RolloutConfig,
-        model: str | Path,
-        *,
-        device: torch.device,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
+        cls, rollout: RolloutConfig, model: str | Path, *, device: torch.device, **args: Unpack[ModelArgs]
     ) -> SGLangSettings:
         """From `actor_rollout_ref.rollout`."""
         kwargs = dict(rollout.engine_kwargs.sglang)
@@ -60,7 +54,7 @@ class SGLangSettings(EngineSettings):
         if rollout.expert_parallel_size > 1:
             kwargs.setdefault("ep_size", rollout.expert_parallel_size)
         return cls(
-            **shared_settings(rollout, model, trust_remote_code, override_config),
+            **shared_settings(rollout, model, **args),
             attention_backend=kwargs.pop("attention_backend", None),
             deterministic=bool(kwargs.pop("enable_deterministic_inference", False)),
             base_gpu_id=device.index or 0 if device.type == "cuda" else 0,

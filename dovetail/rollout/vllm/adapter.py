@@ -8,8 +8,7 @@ from typing import Any
 
 from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.weight_sync import LoraAdapter, write_peft_folder
-
-_MEMORY = Path("/dev/shm")
+from dovetail.weight_sync.shared_memory import memory_folder
 
 
 def load_adapter(llm: Any, adapter: LoraAdapter, previous: Any) -> Any:
@@ -22,8 +21,7 @@ def load_adapter(llm: Any, adapter: LoraAdapter, previous: Any) -> Any:
     from vllm.lora.request import LoRARequest
 
     number = 1 if previous is None else previous.lora_int_id + 1
-    parent = _MEMORY if _MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="dovetail-adapter-", dir=parent) as folder:
+    with tempfile.TemporaryDirectory(prefix="dovetail-adapter-", dir=memory_folder()) as folder:
         write_peft_folder(adapter, Path(folder))
         request = LoRARequest(f"policy-{number}", number, folder)
         if previous is not None:

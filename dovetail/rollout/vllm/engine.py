@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -28,6 +28,7 @@ from dovetail.rollout.base import (
     GenerationResult,
     LogprobsMode,
     MemoryTag,
+    ModelArgs,
     RolloutEngine,
     WeightUpdateError,
     check_tags,
@@ -35,7 +36,8 @@ from dovetail.rollout.base import (
 from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.expected import CheckedWeights, expected_weights, stop_token_ids
 from dovetail.rollout.gate import StepGate
-from dovetail.rollout.request_rules import check_prompt
+from dovetail.rollout.request_rules import check_logprobs, check_prompt
+from dovetail.rollout.stream import check_new_ids
 from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.adapter import load_adapter
 from dovetail.rollout.vllm.environment import prepare, without_compiling
@@ -45,19 +47,13 @@ from dovetail.rollout.vllm.requests import (
     Deliver,
     RunningSamples,
     Sample,
-    check_logprobs,
     ignore,
     prompt_of,
     samples_of,
     vllm_sampling_params,
 )
 from dovetail.rollout.vllm.settings import VLLMSettings
-from dovetail.weight_sync import (
-    DEFAULT_BUCKET_BYTES,
-    GroupAddress,
-    LoraAdapter,
-    NamedTensors,
-)
+from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, LoraAdapter, NamedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +70,8 @@ class VLLMEngine(RolloutEngine):
         self.vllm_version = prepare(cpu=self._cpu)
         self.settings = settings
         self._bucket_bytes = bucket_bytes
-        self._expected = expected_weights(
-            settings.model, settings.override_config, trust_remote_code=settings.trust_remote_code
-        )
-        self._eos_ids = stop_token_ids(settings.model, trust_remote_code=settings.trust_remote_code)
+        self._expected = expected_weights(settings.model, **settings.model_args)
+        self._eos_ids = stop_token_ids(settings.model, **settings.model_args)
         self._llm = start_engine(settings, cpu=self._cpu)
         config = self._llm.vllm_config
         self._max_model_len = int(config.model_config.max_model_len)
@@ -99,21 +93,12 @@ class VLLMEngine(RolloutEngine):
 
     @classmethod
     def from_config(
-        cls,
-        config: RolloutConfig,
-        folder: str,
-        *,
-        device: torch.device,
-        shared: torch.nn.Module | None = None,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
+        cls, config: RolloutConfig, folder: str, *, device: torch.device, shared: Any = None, **model: Unpack[ModelArgs]
     ) -> RolloutEngine:
         """`mode=sync` in this process, `mode=async` in a Ray actor. vLLM always has weights of its own."""
         if config.mode == "server":
             raise ValueError("rollout.mode=server is not there for rollout.name=vllm; use sync or async.")
-        settings = VLLMSettings.from_config(
-            config, folder, trust_remote_code=trust_remote_code, override_config=override_config
-        )
+        settings = VLLMSettings.from_config(config, folder, **model)
         bucket_bytes = config.update_weights_bucket_megabytes * 1024**2
         if config.mode == "async":
             from dovetail.rollout.vllm.ray_engine import RayVLLMEngine, beside_this_process
@@ -136,19 +121,15 @@ class VLLMEngine(RolloutEngine):
         """Whether `sleep` gives memory back. On CPU vLLM has no way to, and sleep only guards against use."""
         return not self._cpu and self.settings.enable_sleep
 
-    @property
-    def num_workers(self) -> int:
-        """Receivers a broadcast group needs for this engine."""
-        return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
-
     def enqueue(self, requests: Sequence[GenerationRequest], deliver: Deliver) -> None:
         for request in requests:
             check_prompt(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
-            check_logprobs(request.sampling, self._logprobs)
+            check_logprobs(request.sampling, self._logprobs, "this vLLM engine")
         samples = [sample for request in requests for sample in samples_of(request, next(self._serial), deliver)]
         with self._gate.between_steps():
             self._check_usable()
-            self._running.check_new(request.request_id for request in requests)
+            running = {sample.request.request_id for sample in self._running.of(None)}
+            check_new_ids([request.request_id for request in requests], running)
             for number, sample in enumerate(samples):
                 try:
                     self._add(sample)
@@ -212,16 +193,6 @@ class VLLMEngine(RolloutEngine):
             self._forget_caches()
             self._partial_update = ""
             self._version = version
-
-    def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
-        """Join a `WeightSender`'s group; this engine's workers take `num_workers` ranks from `first_rank` on."""
-        with self._gate.between_steps():
-            self._check_open()
-            self._call("dovetail_join_group", (asdict(address), first_rank))
-
-    def receive_weights(self, version: int) -> None:
-        """Take the update that the sender of the group is sending."""
-        self._update([("dovetail_receive", ())], version)
 
     def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
         """Checksums of the weights in use, as far as they can be read back; empty under tensor parallelism."""
@@ -287,11 +258,13 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         if self._closed:
             return
-        self.abort()
-        with self._gate.between_steps():
-            self._closed = True
-            shut_down(self._llm)
-            del self._llm
+        try:
+            self.abort()
+        finally:
+            with self._gate.between_steps():
+                self._closed = True
+                shut_down(self._llm)
+                del self._llm
 
     @property
     def _core(self) -> Any:

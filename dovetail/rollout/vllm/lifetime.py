@@ -37,20 +37,19 @@ def start_engine(settings: VLLMSettings, *, cpu: bool) -> Any:
         if not cpu:
             # vLLM takes `cuda:LOCAL_RANK` for its device: the one that the trainer in this process computes on.
             os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
-    _process.groups_are_vllms |= not dist.is_initialized()
-    with _torch_state_kept(), starting_processes(cpu=cpu), without_compiling(cpu=cpu):
-        config = EngineArgs(**settings.vllm_arguments(cpu=cpu, **placement)).create_engine_config()
-        executor_class = Executor.get_class(config)
-        if placement:
-            from dovetail.rollout.vllm.launcher import NamedLauncher
+    had_groups = dist.is_initialized()
+    try:
+        with _torch_state_kept(), starting_processes(cpu=cpu), without_compiling(cpu=cpu):
+            config = EngineArgs(**settings.vllm_arguments(cpu=cpu, **placement)).create_engine_config()
+            executor_class = Executor.get_class(config)
+            if placement:
+                from dovetail.rollout.vllm.launcher import NamedLauncher
 
-            executor_class = NamedLauncher
-        llm = LLMEngine(
-            config,
-            executor_class=executor_class,
-            log_stats=not settings.disable_log_stats,
-            multiprocess_mode=False,
-        )
+                executor_class = NamedLauncher
+            log_stats = not settings.disable_log_stats
+            llm = LLMEngine(config, executor_class=executor_class, log_stats=log_stats, multiprocess_mode=False)
+    finally:
+        _process.groups_are_vllms |= dist.is_initialized() and not had_groups
     finalizer = getattr(llm.engine_core, "_finalizer", None)
     if finalizer is not None:
         # It would run vLLM's own shutdown when an engine that nobody closed is collected, and end all engines' groups.
@@ -92,8 +91,10 @@ def _torch_state_kept() -> Iterator[None]:
     """vLLM seeds python, numpy and torch when it starts, and its CUDA and CPU workers set torch's float32 precision
     (VLLM_FLOAT32_MATMUL_PRECISION). Both belong to the trainer it shares the process with."""
     python, array, precision = random.getstate(), np.random.get_state(), torch.get_float32_matmul_precision()
-    with torch.random.fork_rng():
-        yield
-    torch.set_float32_matmul_precision(precision)
-    random.setstate(python)
-    np.random.set_state(array)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        random.setstate(python)
+        np.random.set_state(array)

@@ -31,13 +31,13 @@ from dovetail.rollout.base import (
     WeightUpdateError,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
+from dovetail.rollout.stream import check_new_ids
 from dovetail.rollout.vllm.engine import VLLMEngine
 from dovetail.rollout.vllm.environment import environment
 from dovetail.rollout.vllm.settings import VLLMSettings
 from dovetail.weight_sync import (
     DEFAULT_BUCKET_BYTES,
     Bucket,
-    GroupAddress,
     IpcHandle,
     NamedTensors,
     SharedMemoryBuckets,
@@ -55,6 +55,8 @@ CALL_TIMEOUT_S = 1800.0
 """Of a call that does not generate: the longest is a load of all weights from disk."""
 SILENCE_S = 600.0
 """An engine that is not paused and writes no token for this long hangs."""
+_CLOSE_S = 60.0
+"""An engine that does not close by itself within this is killed."""
 _TAKE_S = 10.0
 _BATCH_S = 0.05
 """Results of this long are returned together: the engine makes no step between two calls of `take`."""
@@ -209,6 +211,7 @@ class RayVLLMEngine(RolloutEngine):
         self._version = 0
         self._running: dict[str, _Running] = {}  # by the request's id
         self._taking = threading.Lock()
+        self._replacing = threading.RLock()  # held while a dead actor is replaced: others wait for the new one
         self._start()
         self._shares = shares if shares is not None and self._can_read(shares) else None
 
@@ -218,22 +221,20 @@ class RayVLLMEngine(RolloutEngine):
     def weight_version(self) -> int:
         return self._version
 
-    @property
-    def num_workers(self) -> int:
-        return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
-
     def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
         added = {request.request_id: _Running(request, deliver) for request in requests}
-        if repeated := added.keys() & self._running:
-            raise ValueError(f"request_id {min(repeated)!r} is in use; ids of running requests must be unique.")
-        self._running |= added
+        with self._replacing:
+            check_new_ids(added.keys(), self._running)
+            self._running |= added
+            actor = self.actor
         try:
-            self._get(self.actor.enqueue.remote(list(requests)))
+            self._get(actor.enqueue.remote(list(requests)))
         except BaseException as error:
-            if isinstance(error, EngineDiedError) and self._brings_weights_back:
-                return  # `wait` finds out, and sends them again
-            for name in added:
-                del self._running[name]
+            with self._replacing:
+                if isinstance(error, EngineDiedError) and (self.actor is not actor or self._brings_weights_back):
+                    return  # `wait` has sent them to a new engine, or will
+                for name in added:
+                    self._running.pop(name, None)
             raise
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
@@ -272,23 +273,16 @@ class RayVLLMEngine(RolloutEngine):
 
     def stage_weights(self, weights: NamedTensors, version: int) -> None:
         """Bring an update into the actor while it generates. A misfit is named, and the weights in use stay."""
-        self._get(self.actor.forget_received.remote())
+        self._ask("forget_received")
         for received in self._send(weights):
             self._get(received)
-        self._get(self.actor.stage.remote(version))
+        self._ask("stage", version)
 
     def commit_weights(self, version: int) -> float:
         """Load what was staged, between two tokens; the seconds that generation was held."""
-        seconds = self._get(self.actor.commit.remote(version))
+        seconds = self._ask("commit", version)
         self._version = version
         return seconds
-
-    def join_weight_group(self, address: GroupAddress, first_rank: int = 1) -> None:
-        self._call("join_weight_group", address, first_rank)
-
-    def receive_weights(self, version: int) -> None:
-        self._call("receive_weights", version)
-        self._version = version
 
     def weight_checksums(self, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, str]:
         return self._call("weight_checksums", list(names), dtype)
@@ -324,10 +318,7 @@ class RayVLLMEngine(RolloutEngine):
 
     def restart(self, error: EngineDiedError) -> None:
         """Start a new process in place of the dead one. It has none of the weights that were sent."""
-        if self.restarts_left <= 0:
-            raise error
-        self.restarts_left -= 1
-        self.num_restarts += 1
+        self._take_restart(error)
         self._ray.kill(self.actor)
         self._start()
 
@@ -335,11 +326,12 @@ class RayVLLMEngine(RolloutEngine):
         if self._closed:
             return
         try:
-            self._call("close")
+            self._get(self.actor.call.remote("close"), timeout=_CLOSE_S)
         except EngineError as error:
             logger.info("the engine was gone before it was closed: %s", error)
-        self._ray.kill(self.actor)
-        self._closed = True
+        finally:
+            self._ray.kill(self.actor)
+            self._closed = True
 
     def _start(self) -> None:
         self.actor = actor_class(**self._on_device).remote(self.settings, self._bucket_bytes)
@@ -347,7 +339,7 @@ class RayVLLMEngine(RolloutEngine):
 
     def _can_read(self, device: torch.device) -> bool:
         """Whether the engine's process reads memory of `device` that this process shares."""
-        if self.num_workers > 1:
+        if self.settings.tensor_parallel_size > 1:
             return False
         trial = torch.randint(256, (64,), dtype=torch.uint8, device=device)
         try:
@@ -372,11 +364,6 @@ class RayVLLMEngine(RolloutEngine):
     def _needs_weights(self) -> bool:
         return self._version != 0 or self.settings.load_format == "dummy"
 
-    @property
-    def _brings_weights_back(self) -> bool:
-        """Whether this engine can be restarted without help: it may, and finds the weights it had."""
-        return self.restarts_left > 0 and (not self._needs_weights or self.reload_weights is not None)
-
     def _take(self, seconds: float) -> Progress:
         """What ended, delivered; a request that was sent again after a restart delivers each sample once."""
         take = self.actor.take.options(concurrency_group="generate")
@@ -393,18 +380,22 @@ class RayVLLMEngine(RolloutEngine):
 
     def _replace(self, error: EngineDiedError) -> None:
         """A new engine in place of the dead one, with its weights and the requests that were not complete."""
-        lost = list(self._running.values())
-        if not self._brings_weights_back:
-            self._running.clear()
-            raise error
-        logger.warning("%s Starting it again; %d restarts are left.", error, self.restarts_left - 1)
-        self.restart(error)
-        if self._needs_weights and self.reload_weights is not None:
-            self.reload_weights(self)
-        self._get(self.actor.enqueue.remote([running.request for running in lost]))
+        with self._replacing:
+            if not self._brings_weights_back:
+                self._running.clear()
+                raise error
+            self.restart(error)
+            if self._needs_weights and self.reload_weights is not None:
+                self.reload_weights(self)
+            self._ask("enqueue", [running.request for running in self._running.values()])
 
     def _call(self, method: str, *args: Any) -> Any:
-        return self._get(self.actor.call.remote(method, *args))
+        return self._ask("call", method, *args)
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        with self._replacing:
+            actor = self.actor
+        return self._get(getattr(actor, method).remote(*args))
 
     def _get(self, references: Any, timeout: float = CALL_TIMEOUT_S) -> Any:
         """Ray's errors as ours: what the engine raised with its own type, a lost or silent actor as EngineDiedError."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -11,12 +10,10 @@ from dovetail.rollout.base import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
-    LogprobsMode,
-    SamplingParams,
     derive_seed,
 )
-from dovetail.rollout.request_rules import base_seed, same_meaning, stop_tokens
-from dovetail.rollout.response import GrowingResponse
+from dovetail.rollout.request_rules import base_seed, stop_tokens
+from dovetail.rollout.response import GrowingResponse, of_requests
 
 _MAX_SEED = 2**63 - 1
 
@@ -62,20 +59,9 @@ class RunningSamples:
     def add(self, sample: Sample) -> None:
         self._samples[sample.vllm_id] = sample
 
-    def check_new(self, request_ids: Iterable[str]) -> None:
-        """ValueError for an id that comes twice, or that a running request has."""
-        running = {sample.request.request_id for sample in self.of(None)}
-        repeated = [name for name, count in Counter(request_ids).items() if count > 1 or name in running]
-        if repeated:
-            raise ValueError(f"request_id {repeated[0]!r} is in use; ids of running requests must be unique.")
-
     def of(self, request_ids: Collection[str] | None) -> list[Sample]:
         """The samples of these requests; None: of all."""
-        return [
-            sample
-            for sample in list(self._samples.values())  # other threads add and remove
-            if request_ids is None or sample.request.request_id in request_ids
-        ]
+        return of_requests(list(self._samples.values()), request_ids)  # a copy: other threads add and remove
 
     def absorb(self, outputs: Iterable[Any], version: int) -> bool:
         """Take the core's outputs of one step, and deliver what is complete; whether anything is."""
@@ -92,7 +78,7 @@ class RunningSamples:
 
     def num_tokens(self) -> int:
         """Tokens generated so far by the samples that run."""
-        return sum(len(sample.token_ids) for sample in self.of(None))
+        return sum(len(sample.versions) for sample in self.of(None))
 
     def finish(self, sample: Sample, reason: str) -> None:
         del self._samples[sample.vllm_id]
@@ -131,17 +117,6 @@ def samples_of(request: GenerationRequest, serial: int, deliver: Deliver) -> lis
         Sample(request, index, f"{serial}/{request.request_id}/{index}", derive_seed(seed, index), deliver=deliver)
         for index in range(request.sample_index, request.sample_index + request.sampling.n)
     ]
-
-
-def check_logprobs(sampling: SamplingParams, engine_mode: LogprobsMode) -> None:
-    """vLLM has one meaning of log-probs per engine. Refuse a request that wants one which differs from it here."""
-    if same_meaning(sampling, engine_mode):
-        return
-    raise ValueError(
-        f"logprobs={sampling.logprobs!r} cannot be had from this vLLM engine with temperature={sampling.temperature}, "
-        f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p}: the engine gives {engine_mode!r} "
-        f"log-probs. Start it with logprobs={sampling.logprobs!r}, or ask for {engine_mode!r}."
-    )
 
 
 def vllm_sampling_params(sample: Sample, *, eos_ids: Collection[int], room: int) -> Any:

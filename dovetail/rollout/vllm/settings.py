@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from dovetail.config.rollout import RolloutConfig
-from dovetail.rollout.base import LogprobsMode
+from dovetail.rollout.base import LogprobsMode, ModelArgs
 from dovetail.rollout.engine_settings import EngineSettings, shared_settings
 
 EXTENSION = "dovetail.rollout.vllm_worker.extension.WorkerExtension"
@@ -21,9 +21,9 @@ _LOGPROBS_MODE: Mapping[LogprobsMode, str] = {
 }
 _OURS = {"worker_extension_cls": "it carries the weight updates", "logprobs_mode": "set rollout.logprobs_mode instead"}
 _SAME_ARGUMENTS = (
-    *("model", "dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len"),
+    *("model", "dtype", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),
     *("max_num_seqs", "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
-    *("quantization", "scheduling_policy", "disable_log_stats", "trust_remote_code", "seed"),
+    *("scheduling_policy", "disable_log_stats", "trust_remote_code", "seed"),
 )
 _CPU_KV_CACHE_BYTES = 1024**3
 _LARGEST_GRAPH = 512  # of vLLM's own choice, whatever max_num_seqs
@@ -33,20 +33,12 @@ _LARGEST_GRAPH = 512  # of vLLM's own choice, whatever max_num_seqs
 class VLLMSettings(EngineSettings):
     """The fields that only vLLM has. `sleep_level` 2 drops the weights in sleep, 1 keeps them in host memory."""
 
-    pipeline_parallel_size: int = 1
-    quantization: str | None = None
     scheduling_policy: str = "fcfs"
     sleep_level: Literal[1, 2] = 2
 
     @classmethod
     def from_config(
-        cls,
-        rollout: RolloutConfig,
-        model: str | Path,
-        *,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        cls, rollout: RolloutConfig, model: str | Path, *, seed: int = 0, **args: Unpack[ModelArgs]
     ) -> VLLMSettings:
         """From `actor_rollout_ref.rollout`."""
         kwargs = dict(rollout.engine_kwargs.vllm)
@@ -57,9 +49,7 @@ class VLLMSettings(EngineSettings):
         if rollout.expert_parallel_size > 1:
             kwargs.setdefault("enable_expert_parallel", True)
         return cls(
-            **shared_settings(rollout, model, trust_remote_code, override_config),
-            pipeline_parallel_size=rollout.pipeline_model_parallel_size,
-            quantization=rollout.quantization,
+            **shared_settings(rollout, model, **args),
             scheduling_policy=rollout.scheduling_policy,
             seed=seed,
             # Under an adapter the base is never sent, so it must survive a sleep.

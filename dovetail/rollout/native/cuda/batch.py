@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from dovetail.rollout.base import EngineError, SamplingParams
+from dovetail.rollout.base import EngineError
 from dovetail.rollout.native.batch import BatchStats
 from dovetail.rollout.native.cuda.decoder import build_decoder, can_be_captured
 from dovetail.rollout.native.cuda.graphs import DecodeSteps
@@ -22,15 +22,13 @@ from dovetail.rollout.native.cuda.kernels.ops import Ops, ops_for
 from dovetail.rollout.native.cuda.paged_step import PagedPrefill
 from dovetail.rollout.native.cuda.pages import KVShape, PagePool
 from dovetail.rollout.native.cuda.scheduler import PagedScheduler, Row
-from dovetail.rollout.native.cuda.slots import SlotState
+from dovetail.rollout.native.cuda.slots import SlotState, needs_raw_log_probs
 from dovetail.rollout.native.cuda.transfer import Readback, upload
-from dovetail.rollout.native.sampler import SamplingRows
 from dovetail.rollout.native.scheduler import Sample
 
 _STEPS = 4
 # One launch being read, one running, one being written.
 _LAUNCHES = 3
-_IDLE = SamplingParams(temperature=0)
 # Memory left for activations, logits and graphs when pages are taken from what is free.
 _SPARE_BYTES = 3 << 30
 _MAX_CPU_PAGES = 1 << 16
@@ -96,8 +94,7 @@ class PagedBatch:
         self._launches: deque[_Launch] = deque()
         self._num_launches = 0
         self._batch_slots: list[int] = []
-        self._sampling: SamplingRows | None = None
-        self._filters = False
+        self._filters = self._raw = False  # whether a row of the batch is filtered, needs raw log-probs
         self._addresses: tuple[int, ...] = ()
         self._weights_changed = True
         self._has_grown = False  # as far as what is there needs, or memory allows
@@ -263,7 +260,7 @@ class PagedBatch:
         index = self._num_launches % _LAUNCHES
         self._steps.counter.fill_(index * _STEPS)
         for _ in range(num_steps):
-            self._steps.run(size, self._sampling, filters=self._filters)
+            self._steps.run(size, filters=self._filters, raw=self._raw)
         self._tokens.send(index)
         self._log_probs.send(index)
         for row in rows:
@@ -311,15 +308,9 @@ class PagedBatch:
         size = self._steps.size_for(len(rows))
         padding = size - len(rows)
         self._steps.slots[:size] = upload(slots + [self._state.idle_slot] * padding, torch.int32, self._device)
-        self._sampling = None
-        self._filters = any(row.sample.request.sampling.truncates for row in rows)
-        if any(_needs_all_logits(row.sample.request.sampling) for row in rows):
-            self._sampling = SamplingRows.build(
-                [row.sample.request.sampling for row in rows] + [_IDLE] * padding,
-                [row.sample.seed for row in rows] + [0] * padding,
-                [row.sample.index for row in rows] + [0] * padding,
-                self._device,
-            )
+        sampling = [row.sample.request.sampling for row in rows]
+        self._filters = any(params.truncates for params in sampling)
+        self._raw = any(map(needs_raw_log_probs, sampling))
 
     def _book(self) -> None:
         launch = self._launches.popleft()
@@ -339,10 +330,6 @@ class PagedBatch:
             else:
                 sample.extend(row_tokens, row_log_probs, launch.version)
             self.stats.decode_tokens += len(row_tokens)
-
-
-def _needs_all_logits(sampling: SamplingParams) -> bool:
-    return sampling.logprobs == "raw" and sampling.temperature not in (0, 1)
 
 
 def _kv_shape(model: PreTrainedModel, page_size: int, dtype: torch.dtype) -> KVShape:

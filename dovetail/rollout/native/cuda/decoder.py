@@ -7,7 +7,7 @@ operations between the matrix products are fused. A model of any other class run
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +21,7 @@ from dovetail.rollout.native.cuda.small_batch import SmallBatch, has_moving_rope
 _KNOWN = frozenset(f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"))
 
 
-class Decoder(Protocol):
-    def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
-        """Fill the pages with these tokens' entries."""
-        ...
-
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
-        """Logits (tokens, vocabulary) after each of these tokens; fills the pages too."""
-        ...
-
-
-def build_decoder(model: PreTrainedModel, ops: Ops, *, fuse: bool = True) -> Decoder:
+def build_decoder(model: PreTrainedModel, ops: Ops, *, fuse: bool = True) -> PlainDecoder | FusedDecoder:
     known = type(model).__name__ in _KNOWN and type(model).__module__.startswith("transformers.")
     if fuse and known and getattr(model.config, "hidden_act", "silu") == "silu":
         return FusedDecoder(model, ops)
@@ -50,10 +40,12 @@ class PlainDecoder:
         self._model = model
 
     def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
+        """Fill the pages with these tokens' entries."""
         # The module under the head: no logits, and so no (tokens, vocabulary) matrix, for prompts.
         self._run(self._model.base_model, tokens, positions, step)
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        """Logits (tokens, vocabulary) after each of these tokens; fills the pages too."""
         return self._run(self._model, tokens, positions, step).logits[0]
 
     def _run(self, module: nn.Module, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> Any:
@@ -66,14 +58,15 @@ class PlainDecoder:
 
 
 class FusedDecoder:
+    """The methods of `PlainDecoder`, with fused operations."""
+
     def __init__(self, model: PreTrainedModel, ops: Ops) -> None:
         self._ops = ops
         base: Any = model.base_model
         self._base: Any = base
         self._head: Any = model.get_output_embeddings()
         self._is_dense = [hasattr(layer.mlp, "gate_proj") for layer in base.layers]
-        few = ops.small_batch
-        self._small_batch = SmallBatch(model, few) if few is not None and SmallBatch.supports(model, few) else None
+        self._small_batch = SmallBatch(model, ops) if SmallBatch.supports(model, ops) else None
 
     def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
         self._hidden(tokens, positions, step)

@@ -7,25 +7,21 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from dovetail.rollout.native.cuda.decoder import Decoder
+from dovetail.rollout.native.cuda.decoder import FusedDecoder, PlainDecoder
 from dovetail.rollout.native.cuda.kernels.device import described
 from dovetail.rollout.native.cuda.kernels.ops import Ops
 from dovetail.rollout.native.cuda.paged_step import PagedDecode
 from dovetail.rollout.native.cuda.pages import PagePool
 from dovetail.rollout.native.cuda.slots import SlotState
-from dovetail.rollout.native.sampler import SamplingRows, sample
 
 logger = logging.getLogger(__name__)
 
 _MAX_SPLITS = 32
 _NUM_LOCKS = 4096
-
-Drawing = Literal["whole", "filtered", "outside"]
-"""From the whole distribution, from what the rows' filters leave of it, or by `sampler.sample` after the graph."""
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -40,7 +36,7 @@ class DecodeSteps:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: PlainDecoder | FusedDecoder,
         pool: PagePool,
         state: SlotState,
         out_tokens: torch.Tensor,
@@ -60,9 +56,7 @@ class DecodeSteps:
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(max_rows, dtype=torch.float32, device=device)
-        self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._logits: torch.Tensor | None = None
-        self._graphs: dict[tuple[int, Drawing], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
         self._processors = described(device).processors if device.type == "cuda" else 1
         # For kernels whose last program does what is left: zeros between them, so one after another may use the same.
@@ -75,59 +69,29 @@ class DecodeSteps:
         """Addresses have changed: every graph must be captured again."""
         self._graphs.clear()
         self._memory = None
-        self._logits = None
 
     @torch.inference_mode()
-    def run(self, size: int, sampling: SamplingRows | None, *, filters: bool = False) -> None:
-        """One step of the first `size` rows of `slots`; `filters` if one of them has top-k, top-p or min-p. With
-        `sampling` the tokens are drawn outside the graph."""
-        drawing: Drawing = "outside" if sampling is not None else "filtered" if filters else "whole"
+    def run(self, size: int, *, filters: bool, raw: bool) -> None:
+        """One step of the first `size` rows of `slots`. `filters`: one of them has top-k, top-p or min-p; `raw`: one
+        needs raw log-probs."""
         if not self._use_graphs:
-            self._step(size, drawing)
-        else:
-            if (size, drawing) not in self._graphs:
-                self._capture(size, drawing)
-            self._graphs[size, drawing].replay()
-        if sampling is not None:
-            assert self._logits is not None, "a split step leaves its logits"
-            tokens, log_probs = sample(self._logits[:size], sampling, self._positions[:size] + 1)
-            self._end(size, tokens, log_probs)
+            self._step(size, filters, raw)
+            return
+        if (size, filters, raw) not in self._graphs:
+            self._capture(size, filters, raw)
+        self._graphs[size, filters, raw].replay()
 
-    def _step(self, size: int, drawing: Drawing) -> None:
+    def _step(self, size: int, filters: bool, raw: bool) -> None:
         state, slots = self._state, self.slots[:size]
-        tokens, positions, lengths, targets = self._ops.begin_rows(
-            slots, state.last_tokens, state.cached, state.active, state.table, self._pool.shape.page_size
-        )
+        tokens, positions, lengths, targets = self._ops.begin_rows(slots, state, self._pool.shape.page_size)
         step = PagedDecode(self._pool, state.table, slots, lengths, targets, self._splits(size), self._locks, self._ops)
         logits = self._decoder.logits(tokens, positions, step)
-        if drawing == "outside":
-            self._positions[:size] = positions
-            if self._logits is None:
-                self._logits = logits.new_empty((self.slots.shape[0], logits.shape[1]))
-            self._logits[:size] = logits
-            return
         drawn, log_probs = self._tokens[:size], self._log_probs[:size]
-        filters = state.filters if drawing == "filtered" else None
-        self._ops.draw(
-            logits, positions, slots, state.keys, state.temperatures, state.greedy, drawn, log_probs, filters
-        )
-        self._end(size, drawn, log_probs)
-
-    def _end(self, size: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
-        state = self._state
-        self._ops.end_rows(
-            self.slots[:size],
-            tokens,
-            log_probs,
-            state.last_tokens,
-            state.cached,
-            state.active,
-            state.max_lengths,
-            state.stop_ids,
-            self.counter,
-            self._out_tokens,
-            self._out_log_probs,
-        )
+        self._ops.draw(logits, positions, slots, state, drawn, log_probs, filtered=filters)
+        if raw:
+            unscaled = logits.float().log_softmax(dim=-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+            log_probs.copy_(torch.where(state.raw[slots.long()] != 0, unscaled, log_probs))
+        self._ops.end_rows(slots, drawn, log_probs, state, self.counter, self._out_tokens, self._out_log_probs)
         self.counter += 1
 
     def _splits(self, size: int) -> int:
@@ -136,7 +100,7 @@ class DecodeSteps:
         splits = min(_MAX_SPLITS, max(1, self._processors // pairs))
         return 1 << (splits.bit_length() - 1)
 
-    def _capture(self, size: int, drawing: Drawing) -> None:
+    def _capture(self, size: int, filters: bool, raw: bool) -> None:
         begin = time.perf_counter()
         counter, slots = self.counter.clone(), self.slots.clone()
         # Idle rows change nothing: the run that compiles the kernels leaves no trace.
@@ -144,7 +108,7 @@ class DecodeSteps:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(size, drawing)
+            self._step(size, filters, raw)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             if self._memory is None:
@@ -152,11 +116,11 @@ class DecodeSteps:
             # Other threads may use the device meanwhile; graphs run one at a time, so they share their memory.
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             try:
-                self._step(size, drawing)
+                self._step(size, filters, raw)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self.counter.copy_(counter)
         self.slots.copy_(slots)
-        self._graphs[size, drawing] = graph
+        self._graphs[size, filters, raw] = graph
         logger.debug("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - begin)

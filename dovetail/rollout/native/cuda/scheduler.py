@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from dovetail.rollout.native.cuda.pages import PagePool
 from dovetail.rollout.native.cuda.slots import TableEntry
 from dovetail.rollout.native.scheduler import Sample
+from dovetail.rollout.response import of_requests
 
 
 @dataclass(eq=False, slots=True)
@@ -236,11 +237,8 @@ class PagedScheduler:
         self._prompts.clear()
 
     def abort(self, request_ids: Collection[str] | None) -> int:
-        chosen = [
-            sample
-            for sample in (*(row.sample for row in self.rows), *self.waiting)
-            if sample.finish_reason is None and (request_ids is None or sample.request.request_id in request_ids)
-        ]
+        samples = (*(row.sample for row in self.rows), *self.waiting)
+        chosen = [sample for sample in of_requests(samples, request_ids) if sample.finish_reason is None]
         for sample in chosen:
             sample.finish_reason = "abort"
         for row in [row for row in self.rows if row.sample.finish_reason is not None]:

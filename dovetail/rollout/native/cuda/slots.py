@@ -28,6 +28,11 @@ class TableEntry:
     page: int
 
 
+def needs_raw_log_probs(sampling: SamplingParams) -> bool:
+    """Whether log-probs at temperature 1 are not those that a token is drawn by."""
+    return sampling.logprobs == "raw" and sampling.temperature not in (0, 1)
+
+
 class SlotState:
     """Tensors over slots. `generation` changes when a tensor was replaced, and with it every address in a graph."""
 
@@ -47,6 +52,7 @@ class SlotState:
         self.keys = zeros(torch.int64)
         self.temperatures = torch.ones(count, device=device)
         self.greedy = zeros(torch.int32)
+        self.raw = zeros(torch.int32)  # rows whose log-probs are those at temperature 1, and which have another
         no_top_k = torch.full((count,), _NO_TOP_K, dtype=torch.int32, device=device)
         ones = torch.ones(count, dtype=torch.float64, device=device)
         self.filters = Filters(no_top_k, ones, zeros(torch.float32), zeros(torch.int32))
@@ -69,6 +75,7 @@ class SlotState:
                     sample.max_length,
                     stream_key(sample.seed, sample.index),
                     int(sample.request.sampling.greedy),
+                    int(needs_raw_log_probs(sample.request.sampling)),
                     *([*sample.stop_ids] + [-1] * (width - len(sample.stop_ids))),
                 ]
                 for slot, sample in entries
@@ -83,7 +90,8 @@ class SlotState:
         self.max_lengths[slots] = numbers[:, 3].int()
         self.keys[slots] = numbers[:, 4]
         self.greedy[slots] = numbers[:, 5].int()
-        self.stop_ids[slots] = numbers[:, 6:]
+        self.raw[slots] = numbers[:, 6].int()
+        self.stop_ids[slots] = numbers[:, 7:]
         self.temperatures[slots] = upload(temperatures, torch.float32, self.device)
         self._set_filters(slots, [sample.request.sampling for sample in samples])
         self.active[slots] = torch.ones_like(slots, dtype=torch.int32)

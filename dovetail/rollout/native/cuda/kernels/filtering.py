@@ -12,7 +12,7 @@ import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
-from dovetail.rollout.native.sampler import Filters
+from dovetail.rollout.native.cuda.slots import SlotState
 
 # Logits that a program looks at together.
 _CHUNK = 8192
@@ -28,8 +28,7 @@ class Kept(NamedTuple):
 def keep(
     logits: torch.Tensor,
     slots: torch.Tensor,
-    temperatures: torch.Tensor,
-    filters: Filters,
+    state: SlotState,
     tops: torch.Tensor,
     sums: torch.Tensor,
     *,
@@ -44,9 +43,9 @@ def keep(
     _threshold_kernel[(rows,)](
         logits,
         slots,
-        temperatures,
-        filters.top_k,
-        filters.top_p,
+        state.temperatures,
+        state.filters.top_k,
+        state.filters.top_p,
         tops,
         sums,
         thresholds,
@@ -64,8 +63,8 @@ def keep(
     _kept_kernel[(rows, triton.cdiv(num_blocks, blocks_each))](
         logits,
         slots,
-        temperatures,
-        filters.min_p,
+        state.temperatures,
+        state.filters.min_p,
         tops,
         thresholds,
         row_tops,

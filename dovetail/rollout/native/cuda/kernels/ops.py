@@ -2,73 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
-from types import ModuleType
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import torch
 
 from dovetail.rollout.native.cuda.kernels import plain
 
-
-@dataclass(frozen=True, slots=True)
-class SmallBatchOps:
-    """The functions of `kernels.small_batch`, under their names there; no plain ones, for they change no result."""
-
-    max_rows: int
-    dtypes: Collection[torch.dtype]
-    runs_on: Callable[[torch.device], bool]
-    fits: Callable[..., bool]
-    head_fits: Callable[[int], bool]
-    embed: Callable[..., tuple[torch.Tensor, Any]]
-    norm_qkv: Callable[..., torch.Tensor]
-    norm_gated: Callable[..., torch.Tensor]
-    linear_add: Callable[..., Any]
-    rms_norm: Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Ops:
-    """The functions of `kernels.plain`, under their names there."""
-
-    decode_attention: Callable[..., torch.Tensor]
-    prefill_attention: Callable[..., torch.Tensor]
-    rms_norm: Callable[..., torch.Tensor]
-    add_rms_norm: Callable[..., torch.Tensor]
-    rotate_and_store: Callable[..., None]
-    project_qkv: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    gated: Callable[..., torch.Tensor]
-    linear_add_norm: Callable[..., torch.Tensor]
-    draw: Callable[..., None]
-    begin_rows: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-    end_rows: Callable[..., None]
-    small_batch: SmallBatchOps | None = None
+Ops: TypeAlias = Any
+"""The functions of `kernels.plain` under their names there; `small_batch` is the module of those kernels, or None."""
 
 
 def ops_for(device: torch.device) -> Ops:
-    return triton_ops() if device.type == "cuda" else plain_ops()
-
-
-def plain_ops() -> Ops:
-    return Ops(**_named(Ops, plain))
+    return triton_ops() if device.type == "cuda" else plain
 
 
 def triton_ops() -> Ops:
     from dovetail.rollout.native.cuda.kernels import attention, layer, linear, rows, sampling, small_batch
 
-    for_small_batches = SmallBatchOps(
-        max_rows=small_batch.MAX_ROWS, dtypes=small_batch.DTYPES, **_named(SmallBatchOps, small_batch, layer)
+    return SimpleNamespace(
+        decode_attention=attention.decode_attention,
+        prefill_attention=attention.prefill_attention,
+        rms_norm=layer.rms_norm,
+        add_rms_norm=layer.add_rms_norm,
+        rotate_and_store=layer.rotate_and_store,
+        project_qkv=linear.project_qkv,
+        gated=linear.gated,
+        linear_add_norm=linear.linear_add_norm,
+        draw=sampling.draw,
+        begin_rows=rows.begin_rows,
+        end_rows=rows.end_rows,
+        small_batch=small_batch,
     )
-    return Ops(small_batch=for_small_batches, **_named(Ops, attention, layer, linear, rows, sampling))
-
-
-def _named(ops: type, *modules: ModuleType) -> dict[str, Any]:
-    """What these modules define under the names of the fields of `ops`."""
-    functions = {}
-    for field in fields(ops):
-        for module in modules:
-            function = getattr(module, field.name, None)
-            if getattr(function, "__module__", None) == module.__name__:
-                functions[field.name] = function
-    return functions

@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.rollout.native.cuda.pages import as_bytes
+from dovetail.rollout.native.cuda.slots import SlotState
 from dovetail.rollout.native.noise import fold
-from dovetail.rollout.native.sampler import Filters, filter_weights, race_blocks
+from dovetail.rollout.native.sampler import filter_weights, race_blocks
+
+small_batch = None  # those kernels change no result, so there is nothing to define here
 
 
 def decode_attention(
@@ -120,67 +123,58 @@ def draw(
     logits: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    keys: torch.Tensor,
-    temperatures: torch.Tensor,
-    greedy: torch.Tensor,
+    state: SlotState,
     tokens: torch.Tensor,
     log_probs: torch.Tensor,
-    filters: Filters | None = None,
+    *,
+    filtered: bool = False,
 ) -> None:
     index = slots.long()
-    scores = logits.float() / temperatures[index].unsqueeze(-1)
+    scores = logits.float() / state.temperatures[index].unsqueeze(-1)
     top = scores.amax(dim=-1, keepdim=True)
     weights = (scores - top).exp()
     left = weights
-    if filters is not None:
-        top_k, top_p, min_p, processed = (by_slot[index] for by_slot in filters)
+    if filtered:
+        top_k, top_p, min_p, processed = (by_slot[index] for by_slot in state.filters)
         limited = top_k[top_k < logits.shape[1]]
         left = filter_weights(weights, top_k.long(), top_p, min_p, int(limited.max()) if len(limited) else 0)
         scores = torch.where((processed != 0).unsqueeze(-1) & (left == 0), float("-inf"), scores)
-    raced = race_blocks(left, fold(keys[index], positions + 1))
-    tokens.copy_(torch.where(greedy[index] != 0, scores.argmax(dim=-1), raced))
+    raced = race_blocks(left, fold(state.keys[index], positions + 1))
+    tokens.copy_(torch.where(state.greedy[index] != 0, scores.argmax(dim=-1), raced))
     log_probs.copy_(scores.log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
 
 
 def begin_rows(
-    slots: torch.Tensor,
-    last_tokens: torch.Tensor,
-    cached: torch.Tensor,
-    active: torch.Tensor,
-    table: torch.Tensor,
-    page_size: int,
+    slots: torch.Tensor, state: SlotState, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     index = slots.long()
-    positions, is_active = cached[index].long(), active[index] != 0
-    pages = table[index, positions.clamp(max=table.shape[1] * page_size - 1) // page_size].long()
+    positions, is_active = state.cached[index].long(), state.active[index] != 0
+    last = state.table.shape[1] * page_size - 1
+    pages = state.table[index, positions.clamp(max=last) // page_size].long()
     lengths = torch.where(is_active, positions + 1, 0).int()
     targets = torch.where(is_active, pages * page_size + positions % page_size, -1)
-    return last_tokens[index], positions, lengths, targets
+    return state.last_tokens[index], positions, lengths, targets
 
 
 def end_rows(
     slots: torch.Tensor,
     tokens: torch.Tensor,
     log_probs: torch.Tensor,
-    last_tokens: torch.Tensor,
-    cached: torch.Tensor,
-    active: torch.Tensor,
-    max_lengths: torch.Tensor,
-    stop_ids: torch.Tensor,
+    state: SlotState,
     step: torch.Tensor,
     out_tokens: torch.Tensor,
     out_log_probs: torch.Tensor,
 ) -> None:
     index, rows = slots.long(), slots.shape[0]
-    is_active = active[index] != 0
-    stopped = (tokens.unsqueeze(-1) == stop_ids[index]).any(dim=-1)
-    done = stopped | (cached[index] + 2 >= max_lengths[index])
+    is_active = state.active[index] != 0
+    stopped = (tokens.unsqueeze(-1) == state.stop_ids[index]).any(dim=-1)
+    done = stopped | (state.cached[index] + 2 >= state.max_lengths[index])
     out_tokens[int(step), :rows] = torch.where(is_active, torch.where(done, -2 - tokens, tokens), -1)
     out_log_probs[int(step), :rows] = log_probs
     moving = index[is_active]
-    last_tokens[moving] = tokens[is_active]
-    cached[moving] += 1
-    active[moving] = (~done[is_active]).int()
+    state.last_tokens[moving] = tokens[is_active]
+    state.cached[moving] += 1
+    state.active[moving] = (~done[is_active]).int()
 
 
 def _gathered(pool: torch.Tensor, pages: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:

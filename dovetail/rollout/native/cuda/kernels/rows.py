@@ -6,16 +6,13 @@ import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
+from dovetail.rollout.native.cuda.slots import SlotState
+
 _ROWS_EACH = 128
 
 
 def begin_rows(
-    slots: torch.Tensor,
-    last_tokens: torch.Tensor,
-    cached: torch.Tensor,
-    active: torch.Tensor,
-    table: torch.Tensor,
-    page_size: int,
+    slots: torch.Tensor, state: SlotState, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """For the rows that hold `slots`: token, position (int64 both), keys to attend to (int32), where to store (int64).
 
@@ -27,16 +24,16 @@ def begin_rows(
     lengths = slots.new_empty(rows, dtype=torch.int32)
     _begin_kernel[(triton.cdiv(rows, _ROWS_EACH),)](
         slots,
-        last_tokens,
-        cached,
-        active,
-        table,
+        state.last_tokens,
+        state.cached,
+        state.active,
+        state.table,
         tokens,
         positions,
         lengths,
         targets,
         rows,
-        table.stride(0),
+        state.table.stride(0),
         PAGE=page_size,
         EACH=_ROWS_EACH,
         num_warps=4,
@@ -48,11 +45,7 @@ def end_rows(
     slots: torch.Tensor,
     tokens: torch.Tensor,
     log_probs: torch.Tensor,
-    last_tokens: torch.Tensor,
-    cached: torch.Tensor,
-    active: torch.Tensor,
-    max_lengths: torch.Tensor,
-    stop_ids: torch.Tensor,
+    state: SlotState,
     step: torch.Tensor,
     out_tokens: torch.Tensor,
     out_log_probs: torch.Tensor,
@@ -67,17 +60,17 @@ def end_rows(
         slots,
         tokens,
         log_probs,
-        last_tokens,
-        cached,
-        active,
-        max_lengths,
-        stop_ids,
+        state.last_tokens,
+        state.cached,
+        state.active,
+        state.max_lengths,
+        state.stop_ids,
         step,
         out_tokens,
         out_log_probs,
         rows,
         out_tokens.stride(0),
-        NUM_STOPS=stop_ids.shape[1],
+        NUM_STOPS=state.stop_ids.shape[1],
         EACH=_ROWS_EACH,
         num_warps=4,
     )

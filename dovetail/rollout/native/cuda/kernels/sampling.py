@@ -12,7 +12,8 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
 from dovetail.rollout.native.cuda.kernels.filtering import Kept, keep, stays
-from dovetail.rollout.native.sampler import BLOCK, Filters
+from dovetail.rollout.native.cuda.slots import SlotState
+from dovetail.rollout.native.sampler import BLOCK
 
 # Blocks per program of the pass over the logits: 4096 logits each.
 _BLOCKS_EACH = 32
@@ -24,18 +25,16 @@ def draw(
     logits: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    keys: torch.Tensor,
-    temperatures: torch.Tensor,
-    greedy: torch.Tensor,
+    state: SlotState,
     tokens: torch.Tensor,
     log_probs: torch.Tensor,
-    filters: Filters | None = None,
+    *,
+    filtered: bool = False,
 ) -> None:
     """Write `tokens` (int64) and `log_probs` (float32) of rows drawn from logits (rows, vocabulary).
 
     `positions` is each row's last position so far; its new token stands one further, and that place picks the random
-    numbers. `keys`, `temperatures`, `greedy` and `filters` are looked up under `slots`. Greedy rows must have
-    temperature 1. Without `filters` no row has any.
+    numbers. Greedy rows must have temperature 1. `filtered`: some rows have top-k, top-p or min-p.
     """
     rows, vocabulary = logits.shape
     num_blocks = triton.cdiv(vocabulary, BLOCK)
@@ -44,7 +43,7 @@ def draw(
     _block_kernel[(rows, triton.cdiv(num_blocks, _BLOCKS_EACH))](
         logits,
         slots,
-        temperatures,
+        state.temperatures,
         tops,
         sums,
         logits.stride(0),
@@ -55,20 +54,20 @@ def draw(
         num_warps=4,
     )
     kept = Kept(sums, tops)
-    if filters is not None:
-        kept = keep(logits, slots, temperatures, filters, tops, sums, block=BLOCK, blocks_each=_BLOCKS_EACH)
+    if filtered:
+        kept = keep(logits, slots, state, tops, sums, block=BLOCK, blocks_each=_BLOCKS_EACH)
     _race_kernel[(rows,)](
         logits,
         tops,
         sums,
         *kept,
-        keys if filters is None else filters.min_p,
-        keys if filters is None else filters.processed,
+        state.filters.min_p,
+        state.filters.processed,
         positions,
         slots,
-        keys,
-        temperatures,
-        greedy,
+        state.keys,
+        state.temperatures,
+        state.greedy,
         tokens,
         log_probs,
         logits.stride(0),
@@ -76,7 +75,7 @@ def draw(
         num_blocks,
         BLOCK=BLOCK,
         BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
-        FILTERED=filters is not None,
+        FILTERED=filtered,
         num_warps=_RACE_WARPS,
     )
 
