@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from dovetail.agents.deadlines import DeadlineError, within
 from dovetail.agents.session import Session, TrajectoryEnd
 from dovetail.agents.tools.observations import run_calls, truncate_text
 from dovetail.agents.types import InfrastructureError, Message, Task, Toolbox, ToolCall, ToolResult, Turn
@@ -208,26 +209,6 @@ class CheckedTools:
 
 _OVER = ToolResult("", done=True, metrics={"conversation_over": 1.0})
 """Stands in the record for a user who has nothing more to say."""
-
-
-class DeadlineError(Exception):
-    """Something took longer than it may."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"it took longer than {seconds:g} s")
-        self.seconds = seconds
-
-
-async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result; `DeadlineError` after so many seconds, also where the work does not let itself be cancelled."""
-    task = asyncio.ensure_future(work)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-    finally:
-        task.cancel()
-    if not done:
-        raise DeadlineError(seconds)
-    return task.result()
 
 
 async def _retried(

@@ -419,6 +419,7 @@ def _starts_of(texts: Sequence[str]) -> re.Pattern[str]:
 
 def _cut(value: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, str):
+        value = value.encode(errors="replace").decode()  # no half characters, which a tokenizer refuses
         return pattern.sub(rf"\g<1>{_CUT}", value.replace(_CUT, "\ufffd"))
     if isinstance(value, Mapping):
         return {_cut(key, pattern): _cut(entry, pattern) for key, entry in value.items()}

@@ -61,7 +61,9 @@ def load_loops(path: str) -> None:
     import yaml
 
     key = "rollout.agent.agent_loop_config_path"
-    for entry in yaml.safe_load(Path(path).read_text()) or ():
+    if not (file := Path(path).expanduser()).is_file():
+        raise UserCodeError(f"{key}={path}: there is no such file.")
+    for entry in yaml.safe_load(file.read_text()) or ():
         if not isinstance(entry, Mapping) or not {"name", "_target_"} <= entry.keys():
             raise UserCodeError(f"{key}={path}: an entry has no `name` and `_target_`: {entry!r}.")
         arguments = {name: value for name, value in entry.items() if name not in ("name", "_target_", "replays")}

@@ -61,8 +61,9 @@ class OpenEnv(Environment):
 
     async def step(self, action: str) -> Step:
         """What the server made of the action. One that it refuses is an observation."""
-        self._num_steps += 1
-        return self._step(await self._exchange("step", self.action_of(action)))
+        reply = await self._exchange("step", self.action_of(action))
+        self._num_steps += 1  # not before: a step that is sent again is the same one
+        return self._step(reply)
 
     async def close(self) -> None:
         if self._socket is not None:
@@ -85,6 +86,8 @@ class OpenEnv(Environment):
                 by_socket = self._url.startswith(("ws://", "wss://"))
                 reply = await (self._over_socket if by_socket else self._over_http)(kind, data)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:  # ValueError: no JSON
+            if isinstance(error, TimeoutError):
+                self._socket = None  # a late reply would be taken for that to the next action
             what = str(error) or type(error).__name__
             raise InfrastructureError(f"the environment {self._url} did not {kind}: {what}") from error
         if not isinstance(reply, dict):

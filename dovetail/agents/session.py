@@ -198,11 +198,6 @@ class Session:
     # ---- what came of it ----
 
     @property
-    def num_asked(self) -> int:
-        """Turns that were asked for."""
-        return self._num_asked
-
-    @property
     def turns(self) -> list[Turn]:
         return [self._turns[number] for number in sorted(self._turns)]
 

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dovetail.agents.calls import CallSettings, within
+from dovetail.agents.calls import CallSettings
+from dovetail.agents.deadlines import within
 from dovetail.agents.loops import get_loop, replays
 from dovetail.agents.rows import rows_of, trajectory_from_json, trajectory_to_json
 from dovetail.agents.runner import Deadline, run_trajectory

@@ -77,7 +77,11 @@ class ToolResult:
 
 
 class OpenTools(Protocol):
-    """The tools of one trajectory, and what they remember between calls."""
+    """The tools of one trajectory, and what they remember between calls.
+
+    Those of a simulated user or an environment also have `async respond(messages) -> ToolResult | None`: the next user
+    message, to a conversation that ends with a turn without calls; None: the conversation is over.
+    """
 
     schemas: list[dict[str, Any]]
     """OpenAI's function schemas, for the chat template."""
@@ -95,14 +99,6 @@ class OpenTools(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-class Responder(Protocol):
-    """What `OpenTools` of a simulated user or an environment have beside `call`: they answer turns without calls."""
-
-    async def respond(self, messages: list[Message]) -> ToolResult | None:
-        """The next user message, to a conversation that ends with the model's turn; None: the conversation is over."""
-        ...
 
 
 class Toolbox(Protocol):

@@ -99,7 +99,9 @@ def task_prompts(count: int, *, n: int = 2, **meta: Any) -> DataProto:
     return DataProto.from_dict(non_tensors=columns, meta_info={"n": n, **meta})
 
 
-def check_log_probs(batch: DataProto, models: Mapping[int, Any], tolerance: float = 1e-5) -> None:
+def check_log_probs(
+    batch: DataProto, models: Mapping[int, Any], *, temperature: float = 1.0, tolerance: float = 1e-5
+) -> None:
     """The forward of the model of each sampled token's version, over every row, against the engine's log-probs."""
     columns = batch.tensors
     width = columns["prompts"].shape[1]
@@ -115,7 +117,7 @@ def check_log_probs(batch: DataProto, models: Mapping[int, Any], tolerance: floa
         assert (theirs[~sampled] == 0).all()
         for version, model in models.items():
             with torch.no_grad():
-                logits = model(ids[None]).logits[0, first - 1 : -1].double()
+                logits = model(ids[None]).logits[0, first - 1 : -1].double() / temperature
             ours = logits.log_softmax(-1).gather(-1, ids[first:, None]).squeeze(-1).float()
             wrote = sampled & (versions == version)
             num_compared += int(wrote.sum())
@@ -124,9 +126,14 @@ def check_log_probs(batch: DataProto, models: Mapping[int, Any], tolerance: floa
     assert num_compared == int(columns["response_mask"].sum())
 
 
-def check_engine(engine: RolloutEngine, models: Mapping[int, Any], update: Callable[[], None]) -> DataProto:
-    """Six trajectories of four turns with an update in the midst: rows, branches, masks and log-probs."""
-    rollout = rollout_config()
+def check_engine(
+    engine: RolloutEngine, models: Mapping[int, Any], update: Callable[[], None], **sampling: float
+) -> DataProto:
+    """Six trajectories of four turns with an update in the midst: rows, branches, masks and log-probs.
+
+    Log-probs are under the temperature, and before top-p cuts.
+    """
+    rollout = rollout_config(**sampling)
     stream = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
     UPDATES["draw-1", 0, 1] = update
     stream.start(task_prompts(3))
@@ -148,5 +155,5 @@ def check_engine(engine: RolloutEngine, models: Mapping[int, Any], update: Calla
     assert [len(rewards) for rewards in others["turn_rewards"]] == [3, 1] * 6
     for row, rewards in enumerate(others["turn_rewards"]):
         assert all(columns["response_mask"][row, position] == 1 for position, _ in rewards)
-    check_log_probs(batch, models)
+    check_log_probs(batch, models, temperature=rollout.temperature)
     return batch

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from dovetail.agents.tools.python import PythonToolbox
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.tools.search import SearchIndex, SearchToolbox
 from dovetail.agents.types import Toolbox, ToolCall
+from dovetail.rewards import sandbox
 from dovetail.rewards.sandbox import detect_isolation
 
 pytestmark = pytest.mark.unit
@@ -110,9 +113,10 @@ def test_python_keeps_nothing_between_calls_and_a_mistake_is_an_observation() ->
 
 
 def test_python_ends_what_takes_too_long_or_too_much_memory() -> None:
-    code = "print('begun', flush=True)\nwhile True: pass"
-    text = call(PythonToolbox(timeout_s=0.5), "python", code=code)
-    assert text == "begun\nError: the program was ended after 0.5 s."
+    # The limit holds the start of an interpreter, on a busy machine too.
+    code = "import threading; print('begun', flush=True); threading.Event().wait()"
+    text = call(PythonToolbox(timeout_s=3), "python", code=code)
+    assert text == "begun\nError: the program was ended after 3 s."
     assert "MemoryError" in call(PythonToolbox(memory_limit_mb=256), "python", code="x = bytearray(1 << 30)")
     killed = call(PythonToolbox(), "python", code="import os; os.kill(os.getpid(), 9)")
     # In a namespace of its own the program is the first process, which no signal of its own can end.
@@ -137,7 +141,7 @@ def test_a_sandbox_that_cannot_start_is_infrastructure(monkeypatch: pytest.Monke
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise OSError("Resource temporarily unavailable")
 
-    monkeypatch.setattr("subprocess.Popen", refuse)
+    monkeypatch.setattr("dovetail.rewards.sandbox._launchers.launch", refuse)
     with pytest.raises(InfrastructureError, match="Resource temporarily unavailable"):
         call(toolbox, "python", code="1")
 
@@ -209,8 +213,32 @@ def test_a_corpus_that_cannot_be_read_is_named_with_its_line(tmp_path: Path) -> 
 def test_a_launcher_that_is_killed_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by the kernel when the machine has no memory left: that says nothing about the program."""
     toolbox = PythonToolbox()
-    monkeypatch.setattr(
-        "dovetail.rewards.sandbox.Isolation.command", lambda self, **settings: ["/bin/sh", "-c", "kill -9 $$"]
-    )
+    launch = sandbox._launchers.launch
+
+    def killed(*args: Any) -> int:
+        launcher = launch(*args)
+        os.kill(launcher, signal.SIGKILL)
+        return launcher
+
+    monkeypatch.setattr(sandbox._launchers, "launch", killed)
     with pytest.raises(InfrastructureError, match="could not be started"):
-        call(toolbox, "python", code="1")
+        call(toolbox, "python", code="import time; time.sleep(60)")
+
+
+def test_a_program_that_fails_sees_its_own_frames_only() -> None:
+    assert call(PythonToolbox(), "python", code="def f():\n    return 1 / 0\nf()") == (
+        'Traceback (most recent call last):\n  File "program.py", line 3, in <module>\n'
+        '  File "program.py", line 2, in f\nZeroDivisionError: division by zero'
+    )
+    syntax = call(PythonToolbox(), "python", code="def f(:")
+    assert syntax.startswith('File "program.py", line 1')
+    assert "program_launcher" not in syntax
+
+
+def test_programs_start_again_after_the_process_that_starts_them_was_killed() -> None:
+    toolbox = PythonToolbox()
+    assert call(toolbox, "python", code="1 + 1") == "2"
+    assert sandbox._launchers._process is not None
+    sandbox._launchers._process.kill()
+    sandbox._launchers._process.wait()
+    assert call(toolbox, "python", code="1 + 2") == "3"

@@ -135,6 +135,12 @@ def test_a_template_without_calls_gets_them_as_text() -> None:
     assert '<tool_call>\n{"name": "look_up", "arguments": {"word": "zebra"}}\n</tool_call><|im_end|>' in text
 
 
+def test_half_a_character_of_a_tool_is_rendered() -> None:
+    chat, ask = renderer("qwen2.5"), {"role": "user", "content": "hi"}
+    ids = [chat.start([ask, {"role": "tool", "content": text}]) for text in ("a\ud800b", "a?b")]
+    assert ids[0] == ids[1]
+
+
 def test_a_tokenizer_without_a_template_is_an_error() -> None:
     class Bare:
         chat_template = None

@@ -269,6 +269,11 @@ def test_what_is_not_served_of_anthropics_is_refused_by_name(fields: dict[str, A
         ({"logprobs": True}, "logprobs is not supported"),
         ({"max_tokens": 0.5}, "max_tokens"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "one of the roles"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "not as the API has it"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "it has no 'function'"),
+        ({"response_format": "text"}, "not as the API has it"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "it has no 'function'"),
+        ({"stop": [""]}, "stop="),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name_and_not_retried(fields: dict[str, Any], words: str) -> None:
@@ -483,7 +488,7 @@ def test_what_is_posted_at_the_end_holds(posted: Any, outcome: str, reward: floa
         headers = {"Authorization": f"Bearer {api_key}"}
         url = base_url.removesuffix("/v1") + "/finish"
         async with aiohttp.ClientSession(headers=headers) as client:
-            for bad in ({"outcome": "lost"}, {"reward": "high"}, []):
+            for bad in ({"outcome": "lost"}, {"reward": "high"}, {"reward": float("nan")}, []):
                 async with client.post(url, json=bad) as response:
                     assert response.status == 400
             async with client.post(url, json=posted) as response:
@@ -529,6 +534,10 @@ def test_a_program_is_a_loop(tmp_path: Path) -> None:
     bad = _run(loop, ScriptedEngine("crash"))
     assert (bad.outcome, bad.reward) == ("tool_error", None)
     assert "ended with code 3: the answer was crash" in bad.error
+    # A child that it leaves behind, with its output open, does not keep the trajectory from ending.
+    program.write_text("import subprocess\nsubprocess.Popen(['sleep', '600'])\n")
+    left = _run(command_agent(f"{sys.executable} -S -E {program}", idle_timeout_s=20.0), ScriptedEngine())
+    assert (left.outcome, left.error) == ("finished", "")
     absent = _run(command_agent("/nowhere/agent"), ScriptedEngine())
     assert absent.outcome == "infra"
     assert "does not start" in absent.error

@@ -72,6 +72,20 @@ def test_public_methods_are_tools_and_each_trajectory_has_an_instance() -> None:
     asyncio.run(play())
 
 
+def test_a_static_method_is_a_tool_with_all_its_arguments() -> None:
+    class Sums:
+        @staticmethod
+        def add(first: int, second: int) -> int:
+            """Add."""
+            return first + second
+
+    async def play() -> str:
+        tools, _ = await ClassToolbox(Sums).open(TASK)
+        return (await tools.call(ToolCall("add", {"first": 2, "second": 3}))).text
+
+    assert asyncio.run(play()) == "5"
+
+
 def test_methods_of_one_instance_never_run_side_by_side() -> None:
     async def play() -> str:
         tools, _ = await ClassToolbox(Counter).open(TASK)

@@ -10,6 +10,7 @@ import pytest
 
 from dovetail.agents import Environment, Task, tool
 from dovetail.agents.calls import CallSettings
+from dovetail.agents.deadlines import DeadlineError, place_in, within
 from dovetail.agents.environments import Environments
 from dovetail.agents.loops import tool_agent
 from dovetail.agents.openenv import OpenEnv
@@ -76,7 +77,7 @@ def test_a_program_out_of_time_is_the_policys_and_a_sandbox_that_does_not_start_
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise OSError("no more processes")
 
-    monkeypatch.setattr("subprocess.Popen", refuse)
+    monkeypatch.setattr("dovetail.rewards.sandbox._launchers.launch", refuse)
     result = play(toolbox, "!python 1", "done")
     assert (result.outcome, result.reward, failures(result)) == ("infra", None, ["infra"])
     assert "no more processes" in result.error
@@ -103,3 +104,18 @@ def test_an_environment_that_is_not_there_is_infrastructure_and_one_that_breaks_
 
     result = play(Environments(Broken), "hello")
     assert (result.outcome, result.reward, result.error) == ("tool_error", None, "KeyError: 'hello'")
+
+
+def test_the_deadline_of_a_call_stands_still_while_it_waits_for_its_turn() -> None:
+    async def call(places: asyncio.Semaphore, *, forever: bool = False) -> str:
+        async with place_in(places):
+            return await asyncio.sleep(3600 if forever else 0, "ran")
+
+    async def run() -> None:
+        places = asyncio.Semaphore(0)
+        asyncio.get_running_loop().call_later(0.6, places.release)
+        assert await within(0.2, call(places)) == "ran"
+        with pytest.raises(DeadlineError, match="longer than"):
+            await within(0.2, call(places, forever=True))
+
+    asyncio.run(run())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dovetail.agents.tools.functions import FunctionToolbox
 from dovetail.agents.types import InfrastructureError, Message, Task, ToolCall, ToolResult, Trajectory
 from dovetail.config.user_code import UserCodeError
 from tests.agents.fakes import FakeEngine, in_virtual_time, session_over
+from tests.docs.blocks import blocks_of
 
 pytestmark = pytest.mark.unit
 
@@ -113,6 +115,29 @@ def test_an_environment_answers_turns_without_calls_until_it_is_done() -> None:
     assert result.outcome == "finished"
     assert [message["content"] for message in result.messages] == ["go", "5", "higher", "9", "lower", "7"]
     assert [reward for _, reward in result.segments[0].turn_rewards] == pytest.approx([-0.1, -0.1, 1.0])
+
+
+def test_the_debate_of_the_page_trains_the_policys_turns_and_reads_the_opponents() -> None:
+    """Two policies and two parts of one of them in an episode."""
+    page = Path(__file__).parents[2] / "docs" / "agents.md"
+    [block] = [block for block in blocks_of(page) if '@agent_loop("debate")' in block.text]
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(block.text, names)
+    task = Task([{"role": "user", "content": "2+2?"}], {"reward_model": {"ground_truth": "4"}})
+    session = session_over(FakeEngine("5", "It is 4", "no"))
+    run = run_trajectory(task, names["debate"], session, FunctionToolbox([]), CallSettings(), Deadline(60.0))
+    result, _ = in_virtual_time(run)
+    assert (result.outcome, result.reward, len(result.segments)) == ("finished", 1.0, 2)
+    said = [
+        "".join(chr(token) for token, sampled in zip(row.token_ids, row.sampled, strict=True) if sampled == wanted)
+        for wanted in (True, False)
+        for row in (segment.response for segment in result.segments)
+    ]
+    solver, judge, read, _ = said
+    assert ("5" in solver, "It is 4" in solver, "no" in judge) == (True, True, True)
+    assert "Are you sure?" in read
+    assert "sure" not in solver
+    assert [reward for segment in result.segments for _, reward in segment.turn_rewards] == [0.0]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Servers:
         self.started: list[Any] = []
         self.tasks: list[Any] = []
         self.down = False
+        self.late = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def connect(self, *settings: Any, **more: Any) -> AsyncIterator[tuple[Any, Any]]:
@@ -48,6 +49,8 @@ class Servers:
         assert asyncio.current_task() is entered, "left in another task"
 
     def session(self) -> type:
+        servers = self
+
         class ClientSession:
             def __init__(self, read: Any, write: Any) -> None: ...
 
@@ -58,11 +61,11 @@ class Servers:
 
             async def initialize(self) -> None: ...
 
-            async def list_tools(self) -> Any:
-                tools = [
-                    SimpleNamespace(name=name, description="Tell.", inputSchema=SCHEMA) for name in ("tell", "ask")
-                ]
-                return SimpleNamespace(tools=tools)
+            async def list_tools(self, cursor: str | None = None) -> Any:
+                """One on each page."""
+                name, following = ("tell", "2") if cursor is None else ("ask", None)
+                tools = [SimpleNamespace(name=name, description="Tell.", inputSchema=SCHEMA)]
+                return SimpleNamespace(tools=tools, nextCursor=following)
 
             async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
                 match arguments["city"]:
@@ -72,6 +75,10 @@ class Servers:
                         raise Error(-32602)
                     case "broken":
                         raise BrokenPipeError("pipe")
+                    case "late":
+                        servers.late = asyncio.Event()
+                        await servers.late.wait()
+                        raise Error(-32000)
                 parts = [
                     SimpleNamespace(type="text", text=f"{name} {arguments['city']}"),
                     SimpleNamespace(type="image"),
@@ -112,6 +119,7 @@ COMMAND = {"weather": {"command": "server", "args": ["--port", 1], "env": {"KEY"
 
 def test_tools_of_a_server_are_called_over_one_connection(servers: Servers) -> None:
     schemas, *texts = call(McpToolbox(COMMAND), "Oslo", "nowhere", "wrong")
+    assert [schema["function"]["name"] for schema in schemas] == ["tell", "ask"]
     assert schemas[0] == {
         "type": "function",
         "function": {"name": "tell", "description": "Tell.", "parameters": SCHEMA},
@@ -131,6 +139,28 @@ def test_a_lost_connection_is_infrastructure_and_is_made_anew(servers: Servers, 
     _, lost, again = call(McpToolbox(COMMAND), fault, "Oslo")
     assert isinstance(lost, InfrastructureError)
     assert again.startswith("tell Oslo")
+    assert len(servers.started) == 2
+
+
+def test_a_call_that_learns_late_of_a_lost_connection_leaves_the_new_one_alone(servers: Servers) -> None:
+    async def run() -> list[str]:
+        toolbox = McpToolbox(COMMAND)
+        tools, _ = await toolbox.open(Task([]))
+        late = asyncio.ensure_future(tools.call(ToolCall("tell", {"city": "late"})))
+        await asyncio.sleep(0)
+        results = []
+        for city in ("closed", "Oslo"):
+            with contextlib.suppress(InfrastructureError):
+                results.append((await tools.call(ToolCall("tell", {"city": city}))).text)
+        servers.late.set()
+        with pytest.raises(InfrastructureError):
+            await late
+        results.append((await tools.call(ToolCall("tell", {"city": "Bonn"}))).failure)
+        results.append((await tools.call(ToolCall("tell", {"city": "nowhere"}))).failure)
+        await toolbox.close()
+        return results
+
+    assert asyncio.run(run()) == ["tell Oslo\n(image is not shown)", "", "exception"]
     assert len(servers.started) == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -129,6 +130,33 @@ def test_a_server_that_is_out_of_order_is_infrastructure(scheme: str, fault: str
 def test_a_server_that_does_not_answer_is_infrastructure(scheme: str) -> None:
     with pytest.raises(InfrastructureError, match="did not step: TimeoutError"):
         play(scheme, "hang", timeout_s=2.0)
+
+
+def test_a_step_that_is_sent_again_is_the_same_one_to_the_server() -> None:
+    async def work(address: str, echo: Echo) -> None:
+        make = lambda: OpenEnv(f"http://{address}", action_key="say")  # noqa: E731
+        environment, _ = await Environments(make).open(Task([]))
+        for say in ("500", "500", "hello", "more"):
+            with contextlib.suppress(InfrastructureError):
+                await environment.respond([{"role": "assistant", "content": say}])
+        await environment.close()
+        first, again, third, fourth = [request["request_id"] for request in echo.requests[1:]]
+        assert first == again == third != fourth
+
+    asyncio.run(with_server(work))
+
+
+def test_a_late_reply_is_not_that_to_the_next_action() -> None:
+    async def work(address: str, echo: Echo) -> None:
+        environment = OpenEnv(f"ws://{address}", action_key="say", timeout_s=1.0)
+        await environment.reset(Task([]))
+        with pytest.raises(InfrastructureError, match="TimeoutError"):
+            await environment.step("hang")
+        with pytest.raises(InfrastructureError, match="its session is gone"):
+            await environment.step("hello")
+        await environment.close()
+
+    asyncio.run(with_server(work))
 
 
 def test_a_lost_session_is_not_begun_anew() -> None:

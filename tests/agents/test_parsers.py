@@ -153,6 +153,11 @@ def test_special_tokens_that_are_no_markup_leave_the_text() -> None:
     assert parse("hermes", "<|im_start|>hello<|im_end|>") == ("hello", [])
 
 
+def test_half_a_character_in_an_argument_becomes_a_question_mark() -> None:
+    written = r'<tool_call>{"name": "f", "arguments": {"x": ["a\ud800b", "\ud83d\ude00"]}}</tool_call>'
+    assert parse("hermes", written)[1][0].arguments == {"x": ["a?b", "\N{GRINNING FACE}"]}
+
+
 def test_users_register_formats_and_unknown_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail.agents.parsers.PARSERS", PARSERS | {})
 

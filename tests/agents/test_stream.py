@@ -42,10 +42,13 @@ def equal_rows(one: DataProto, other: DataProto) -> None:
         assert one.non_tensor_batch[name].tolist() == other.non_tensor_batch[name].tolist(), name
 
 
-def test_the_trainers_log_probs_of_every_sampled_token_are_the_engines(folder: Path) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["plain", "top-p"])
+def test_the_trainers_log_probs_of_every_sampled_token_are_the_engines(
+    folder: Path, sampling: dict[str, float]
+) -> None:
     engine = NativeEngine(folder)
     old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=1)
-    check_engine(engine, {0: old, 1: new}, lambda: engine.update_weights(new.named_parameters(), 1))
+    check_engine(engine, {0: old, 1: new}, lambda: engine.update_weights(new.named_parameters(), 1), **sampling)
 
 
 def test_one_turn_is_what_generation_without_agents_gives(folder: Path) -> None:

@@ -14,14 +14,6 @@ _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_
 
 def chat_body(body: Any) -> dict[str, Any]:
     """The body of `/v1/messages` as one of `/v1/chat/completions`; `BadRequestError` says what is wrong."""
-    try:
-        return _chat_body(body)
-    except (KeyError, TypeError, AttributeError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise BadRequestError(f"a message, a block or a tool is not as Anthropic's: {why}.", "messages") from error
-
-
-def _chat_body(body: Any) -> dict[str, Any]:
     if not isinstance(body, Mapping) or not isinstance(body.get("messages"), list):
         raise BadRequestError("messages must be a list of at least one message.", "messages")
     if (body.get("thinking") or {}).get("type", "disabled") != "disabled":
@@ -125,4 +117,4 @@ def message_events(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _event(value: Mapping[str, Any]) -> str:
-    return f"event: {value['type']}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n"
+    return f"event: {value['type']}\ndata: {json.dumps(value)}\n\n"

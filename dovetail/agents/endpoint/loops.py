@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import tempfile
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -78,27 +79,27 @@ async def _run_program(command: str, task: Task, opened: OpenSession) -> float |
         "DOVETAIL_TASK": json.dumps({**row, "seed": task.seed, "validate": task.validate}, default=str),
         "DOVETAIL_FINISH_URL": f"{opened.url}/finish",
     }
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *shlex.split(command),
-            env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise InfrastructureError(f"agent.command={command} does not start: {error}") from error
-    tail = b""
-    try:
-        assert process.stdout is not None, "its output is a pipe"
-        while chunk := await process.stdout.read(1 << 16):
-            tail = (tail + chunk)[-_SHOWN_OUTPUT:]
-        code = await process.wait()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    if code != 0:
-        raise RuntimeError(f"agent.command ended with code {code}: {tail.decode(errors='replace').strip()}")
+    # A file and no pipe: a child that outlives the program would hold a pipe open, and its end would not be seen.
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *shlex.split(command),
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InfrastructureError(f"agent.command={command} does not start: {error}") from error
+        try:
+            code = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if code != 0:
+            output.seek(max(0, os.fstat(output.fileno()).st_size - _SHOWN_OUTPUT))
+            tail = output.read(_SHOWN_OUTPUT).decode(errors="replace").strip()
+            raise RuntimeError(f"agent.command ended with code {code}: {tail}")
     return None

@@ -51,7 +51,7 @@ class ChatRequest:
 
 
 def read_request(body: Any) -> ChatRequest:
-    """The request, or `BadRequestError` that names the field."""
+    """The request, or `BadRequestError` that names the field. What has another shape raises as Python does."""
     if not isinstance(body, Mapping):
         raise BadRequestError("the body must be a JSON object")
     for name, why in _REFUSED.items():
@@ -68,12 +68,18 @@ def read_request(body: Any) -> ChatRequest:
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise BadRequestError(f"max_tokens={limit!r} must be a positive number.", "max_tokens")
     stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise BadRequestError(f"stop={list(stop)!r} must be texts of at least one character.", "stop")
+    tools = list(body.get("tools") or ())
+    if wrong := [tool for tool in tools if not tool["function"]["name"]]:
+        raise BadRequestError(f"a tool has no name: {wrong[0]!r}.", "tools")
     return ChatRequest(
         messages=_messages(body.get("messages")),
-        tools=list(body.get("tools") or ()),
+        tools=tools,
         takes_calls=choice == "auto",
         max_tokens=limit,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=stop,
         stream=bool(body.get("stream")),
         stream_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         model=str(body.get("model") or MODEL),
@@ -90,6 +96,8 @@ def _messages(given: Any) -> list[Message]:
         content = message.get("content")
         if isinstance(content, list) and any(part.get("type") != "text" for part in content):
             raise BadRequestError("only parts of type text are supported.", "messages")
+        if any(not call["function"]["name"] for call in message.get("tool_calls") or ()):
+            raise BadRequestError(f"a call has no name: {message!r}.", "messages")
     return [_plain(message) for message in given]
 
 
@@ -150,7 +158,7 @@ def chunks(whole: Mapping[str, Any], *, usage: bool) -> Iterator[str]:
 
 
 def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(value)}\n\n"
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
@@ -175,6 +176,8 @@ class Endpoint:
             body = await request.json() if request.can_read_body else {}
             reward, outcome = body.get("reward"), body.get("outcome", "finished")
             finish = Finish(None if reward is None else float(reward), cast("Outcome", outcome))
+            if reward is not None and not math.isfinite(finish.reward or 0.0):
+                raise ValueError(f"reward={reward} is no finite number")
         except (ValueError, TypeError, AttributeError) as error:
             return _refusal(400, f'the body must be {{"reward": number, "outcome": name}}: {error}')
         if outcome not in get_args(Outcome):
@@ -199,6 +202,9 @@ class Endpoint:
             return _refusal(400, str(error), param=error.param)
         except ValueError as error:
             return _refusal(400, f"the body is not JSON: {error}")
+        except (KeyError, TypeError, AttributeError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            return _refusal(400, f"a message, a block or a tool is not as the API has it: {why}.", param="messages")
         if opened.ended.done():
             return _refusal(400, "the trajectory is over", code="trajectory_over")
         answer = opened.answers.get(chat.key)

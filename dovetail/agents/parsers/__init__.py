@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dovetail.agents.parsers.base import Parser, Schemas
@@ -56,6 +58,11 @@ def turn_parser(name: str, tokenizer: Any) -> Callable[..., tuple[str, list[Tool
     def parse(ids: Sequence[int], tools: Schemas = ()) -> tuple[str, list[ToolCall]]:
         said, calls = parser.parse(ids, tokenizer.decode(list(ids), skip_special_tokens=False), tools)
         said = pattern.sub("", said)
-        return (said.strip() if calls else said), calls
+        return (said.strip() if calls else said), [replace(call, arguments=_valid(call.arguments)) for call in calls]
 
     return parse
+
+
+def _valid(arguments: Any) -> Any:
+    r"""JSON can name half a character (`\ud800`), which neither a tokenizer nor a file takes: it becomes `?`."""
+    return json.loads(json.dumps(arguments, ensure_ascii=False).encode(errors="replace"))

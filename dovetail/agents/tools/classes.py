@@ -106,9 +106,9 @@ def read_methods(cls: type) -> dict[str, Signature]:
     """The public methods of a class, inherited ones too, as tools."""
     functions = inspect.getmembers(cls, inspect.isfunction)
     names = [name for name, _ in functions if not name.startswith("_") and name not in _CONTRACT]
-    # Bound to nothing: the signature without `self`.
-    bound = {name: getattr(cls, name).__get__(object()) for name in names}
-    return {name: signature_of(method) for name, method in bound.items()}
+    # Bound to nothing: the signature without `self`, which a static method does not have.
+    unbound = object()
+    return {name: signature_of(inspect.getattr_static(cls, name).__get__(unbound, cls)) for name in names}
 
 
 def _accepted(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,14 +107,19 @@ class _Server:
             result = await session.call_tool(call.name, call.arguments)
         except McpError as error:
             if getattr(error.error, "code", None) != _CONNECTION_CLOSED:
-                return ToolResult(f"Error: {call.name} failed: {error}")
-            await self.disconnect()
+                return ToolResult(f"Error: {call.name} failed: {error}", failure="exception")
+            await self._lose(session)
             raise InfrastructureError(f"the MCP server {self._name} ended the connection") from error
         except Exception as error:  # of the transport: what a tool raises comes as a result
-            await self.disconnect()
+            await self._lose(session)
             raise InfrastructureError(f"the MCP server {self._name}: {type(error).__name__}: {error}") from error
         text = "\n".join(_text(part) for part in result.content)
-        return ToolResult(f"Error: {text}" if result.isError else text)
+        return ToolResult(f"Error: {text}", failure="exception") if result.isError else ToolResult(text)
+
+    async def _lose(self, session: Any) -> None:
+        """Of several calls that fail with a connection, the last ones may find a new one: that stays."""
+        if session is self._session:
+            await self.disconnect()
 
     async def disconnect(self) -> None:
         holder, self._holder, self._session = self._holder, None, None
@@ -133,9 +138,11 @@ class _Server:
                 try:
                     self._session = await asyncio.wait_for(ready, self._timeout_s)
                 except Exception as error:
-                    self._holder.cancel()
                     what = _why(error)
                     raise InfrastructureError(f"no connection to the MCP server {self._name}: {what}") from error
+                finally:
+                    if self._session is None:  # also where the deadline of a call cancels this
+                        self._holder.cancel()
             return self._session
 
     async def _hold(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
@@ -144,7 +151,12 @@ class _Server:
         try:
             async with _transport(self._settings) as streams, ClientSession(streams[0], streams[1]) as session:
                 await session.initialize()
-                self._schemas = [_schema(tool) for tool in (await session.list_tools()).tools]
+                page = await session.list_tools()
+                tools = list(page.tools)
+                while page.nextCursor:
+                    page = await session.list_tools(page.nextCursor)
+                    tools += page.tools
+                self._schemas = [_schema(tool) for tool in tools]
                 if not ready.done():
                     ready.set_result(session)
                 await stop.wait()

@@ -13,6 +13,7 @@ import os
 import re
 from typing import Any
 
+from dovetail.agents.deadlines import place_in
 from dovetail.agents.tools.functions import Functions
 from dovetail.agents.tools.observations import truncate_text
 from dovetail.agents.tools.schema import read_signature
@@ -68,7 +69,7 @@ class PythonToolbox:
         """
         match = _FENCE.match(code)
         program = _show_last_value(match[1] if match else code)
-        async with self._places:
+        async with place_in(self._places):
             try:
                 done = await call_function(
                     self._sandbox.run,
