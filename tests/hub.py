@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
+
+import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -23,6 +26,34 @@ def put_in_cache(cache: Path, name: str, folder: Path, *, kind: str = "model") -
     snapshot = place / "snapshots" / COMMIT
     shutil.copytree(folder, snapshot)
     return snapshot
+
+
+class FakeApi:
+    """huggingface_hub's client of a user who may write to every organisation but `theirs`."""
+
+    made: ClassVar[list[tuple[str, dict[str, object]]]] = []
+    uploads: ClassVar[dict[str, list[str]]] = {}
+    """Repository -> the files that were in the folder."""
+
+    @classmethod
+    def install(cls, monkeypatch: pytest.MonkeyPatch) -> type[FakeApi]:
+        """A hub that can be reached with a token."""
+        monkeypatch.setattr("huggingface_hub.HfApi", cls)
+        monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_token")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("dovetail.config.hub._can_be_asked", lambda: True)
+        monkeypatch.setattr(cls, "made", [])
+        monkeypatch.setattr(cls, "uploads", {})
+        return cls
+
+    def create_repo(self, repo_id: str, **options: object) -> None:
+        if repo_id.startswith("theirs/"):
+            raise OSError("403 Forbidden")
+        self.made.append((repo_id, options))
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        assert commit_message
+        self.uploads[repo_id] = sorted(file.name for file in folder_path.iterdir())
 
 
 class Downloads:

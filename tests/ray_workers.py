@@ -62,6 +62,8 @@ def _become_worker(connection: socket.socket) -> None:
     import threading
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # As Ray's own workers: when one ends, Ray kills its process group, which must not be that of the tests.
+    os.setpgid(0, 0)
     gc.freeze()
     length, streams, _, _ = socket.recv_fds(connection, _LENGTH, 3)
     with connection.makefile("rb") as file:

@@ -32,6 +32,12 @@ def test_a_worker_has_the_arguments_environment_folder_and_output_of_its_program
     assert program.communicate(timeout=120)[0] == f"['--flag=a b'] this None {tmp_path} True\n"
 
 
+def test_a_worker_is_in_a_process_group_of_its_own(tmp_path: Path) -> None:
+    """Ray kills the group of a worker that has ended."""
+    program = _start(tmp_path, "import os; print(os.getpgrp() == os.getpid())")
+    assert program.communicate(timeout=120)[0] == "True\n"
+
+
 def test_a_worker_is_killed_when_its_program_is(tmp_path: Path) -> None:
     code = "import os, threading; open('pid.part', 'w').write(str(os.getpid())); os.rename('pid.part', 'pid')\n"
     program = _start(tmp_path, code + "threading.Event().wait()\n")

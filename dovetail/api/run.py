@@ -77,11 +77,14 @@ class Run:
         write_report(self.folder, out)
         return out
 
-    def export(self, path: str | os.PathLike[str], *, dtype: str | None = None) -> Path:
-        """Write the newest checkpoint's policy as a folder that transformers and vLLM load. LoRA is merged in."""
+    def export(self, path: str | os.PathLike[str], *, dtype: str | None = None, push_to_hub: str | None = None) -> Path:
+        """Write the newest checkpoint's policy as a folder that transformers and vLLM load. LoRA is merged in.
+
+        `push_to_hub` names a repository, `org/name`, that the folder is uploaded to; a new one is private.
+        """
         from dovetail.cli.export import export_run
 
-        export_run(self.folder, Path(path), dtype=dtype)
+        export_run(self.folder, Path(path), dtype=dtype, push_to_hub=push_to_hub)
         return Path(path)
 
     def generate(

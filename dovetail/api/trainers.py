@@ -107,8 +107,7 @@ class Trainer:
     def _uses_ray(self, config: DovetailConfig) -> bool:
         if self._ray is not None:
             return self._ray
-        devices = config.trainer.world_size + config.actor_rollout_ref.rollout.own_devices
-        return devices > 1 or config.ray_init.address is not None
+        return config.num_devices > 1 or config.ray_init.address is not None
 
 
 class _RL(Trainer):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dovetail.backends.device_memory import memory_in_use
 from dovetail.checkpoint.sharded import CONTENTS
+from dovetail.models.vocabulary_divergence import Teacher
 from dovetail.protocol import DataProto
 
 
@@ -40,6 +41,10 @@ class TokenOutput:
     """``[rows, seq_len, k]``: the most likely tokens in place of the token at ``t``."""
     listed: Tensor | None = None
     """``[rows, seq_len, k]``: log-probs of the tokens that the column ``teacher_top_ids`` lists."""
+    hidden: Tensor | None = None
+    """``[rows, seq_len, width]``: the hidden state from which the token at ``t`` is predicted."""
+    divergence: Tensor | None = None
+    """``[rows, seq_len]``: from the teacher's distribution, over the whole vocabulary."""
     values: Tensor | None = None
     scores: Tensor | None = None
 
@@ -68,6 +73,10 @@ class ForwardOptions:
     """Of ``top_k``: tokens below this id only. None: all."""
     listed: bool = False
     """Also the log-probs of the tokens in the column ``teacher_top_ids``."""
+    hidden: bool = False
+    """Also the hidden states that the output layer reads."""
+    teacher: Teacher | None = None
+    """Also the divergence from this teacher, whose hidden states are the column ``teacher_hidden``."""
     last_tokens: int | None = None
     """Log-probs of the last so many columns only (the responses); the others are 0 and cost no head. None: all."""
     only_column: str | None = None

@@ -6,6 +6,7 @@ Branches once, on the kind of network, when a backend is built. Knows no shardin
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dovetail.models.head import TokenLists
 from dovetail.models.multimodal import prompt_token_types
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import RewardModel, ValueModel
+from dovetail.models.vocabulary_divergence import Teacher
 from dovetail.protocol import DataProto
 
 NetworkCall = Callable[[nn.Module, DataProto, ForwardOptions], TokenOutput]
@@ -40,7 +42,9 @@ def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOpti
         need_entropy=options.entropy,
         need_best=options.best,
         need_sum_squares=options.sum_squares,
-        lists=_lists(micro_batch, options),
+        lists=token_lists(micro_batch, options),
+        need_hidden=options.hidden,
+        teacher=teacher_of(micro_batch, options),
     )
     top_ids, top_log_probs = (None, None) if out.top is None else out.top
     return TokenOutput(
@@ -51,18 +55,33 @@ def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOpti
         top_ids=top_ids,
         top_log_probs=top_log_probs,
         listed=out.listed,
+        hidden=out.hidden,
+        divergence=out.divergence,
     )
 
 
-def _lists(micro_batch: DataProto, options: ForwardOptions) -> TokenLists | None:
+def token_lists(micro_batch: DataProto, options: ForwardOptions) -> TokenLists | None:
+    """The tokens beside the sampled ones whose log-probs are asked for."""
     if not options.top_k and not options.listed:
         return None
     ids = None
     if options.listed:
-        of_responses = micro_batch.tensors["teacher_top_ids"]
-        prompt = micro_batch.tensors["input_ids"].size(1) - of_responses.size(1)
-        ids = nn.functional.pad(of_responses, (0, 0, prompt, 0))
+        ids = _at_tokens(micro_batch, "teacher_top_ids")
     return TokenLists(options.top_k, options.top_vocab_size, ids)
+
+
+def teacher_of(micro_batch: DataProto, options: ForwardOptions) -> Teacher | None:
+    """The teacher that is asked for, with the hidden states of this micro-batch."""
+    if options.teacher is None:
+        return None
+    return replace(options.teacher, hidden=_at_tokens(micro_batch, "teacher_hidden"))
+
+
+def _at_tokens(micro_batch: DataProto, name: str) -> Tensor:
+    """A column of the responses, `[rows, response_len, k]`, with zeros before it for the prompt."""
+    of_responses = micro_batch.tensors[name]
+    prompt = micro_batch.tensors["input_ids"].size(1) - of_responses.size(1)
+    return nn.functional.pad(of_responses, (0, 0, prompt, 0))
 
 
 def _call_value(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:

@@ -135,13 +135,14 @@ def verify_folder(folder: Path, *, checksums: bool = True) -> Manifest:
     _require_files(folder, manifest.files)
     if checksums:
         known = {folder / name: record.sha256 for name, record in manifest.files.items() if record.sha256}
-        for path, sha256 in zip(known, _hashed(known), strict=True):
-            if sha256 != known[path]:
-                raise BrokenCheckpoint(
-                    folder,
-                    f"file {_name(folder, path)} has changed since it was saved (checksum differs)",
-                    damaged=True,
-                )
+        try:
+            sums = dict(zip(known, _hashed(known), strict=True))
+        except OSError as error:
+            raise BrokenCheckpoint(folder, f"a file cannot be read ({error})", damaged=True) from error
+        for path in known:
+            if sums[path] != known[path]:
+                reason = f"file {_name(folder, path)} has changed since it was saved (checksum differs)"
+                raise BrokenCheckpoint(folder, reason, damaged=True)
     return manifest
 
 
@@ -197,14 +198,10 @@ def _hashed(paths: Iterable[Path]) -> list[str]:
 
 
 def _sha256(path: Path) -> str:
-    """The file's checksum; empty, which is nobody's, when the disk does not give its bytes."""
     digest = hashlib.sha256()
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    except OSError:
-        return ""
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +36,6 @@ class CheckpointStore:
     def __init__(self, root: Path | str, *, max_to_keep: int | None = None) -> None:
         self.root = Path(root)
         self._max_to_keep = max_to_keep
-
-    @contextmanager
-    def saving(self, step: int, *, world_size: int, extra: Mapping[str, Any] | None = None) -> Iterator[Path]:
-        """A folder to write into; committed when the block ends, removed when it raises.
-
-        ``with store.saving(12, world_size=4) as folder: group.save_checkpoint(folder / "actor")``
-        """
-        folder = self.begin(step)
-        try:
-            yield folder
-            self.commit(step, world_size=world_size, extra=extra)
-        except BaseException:
-            self.discard(step)
-            raise
-        self.prune()
 
     def begin(self, step: int) -> Path:
         """Make the hidden folder of ``step``, removing what interrupted saves left behind."""

@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         loaded = choose_open_keys(
             loaded,
             look_at_files=not args.no_files,
-            # In full keys a plan is for any machine, and is made without torch.
-            look_at_machine=loaded.uses_short_names and not args.no_files,
+            # Of an RL run in full keys a plan is for any machine, and is made without torch.
+            look_at_machine=loaded.fits_open_keys and not args.no_files,
             device_memory_gib=args.device_memory_gib,
         )
     except ConfigError as error:
@@ -111,9 +111,7 @@ def report(
     """Check a loaded configuration and print what came out."""
     findings = [*(missing_inputs(config) if look_for_files else []), *check_config(config, shapes.policy)]
     valid = all(finding.severity != "error" for finding in findings)
-    # The plan is made of the phases of RL.
-    has_plan = valid and config.generates
-    plan = make_plan(config, shapes, device_memory_gib=device_memory_gib) if has_plan else None
+    plan = make_plan(config, shapes, device_memory_gib=device_memory_gib) if valid else None
     schedule = None
     if valid and config.async_training.mode != "off":
         try:

@@ -1,6 +1,6 @@
 """Train a policy on preferences: `dovetail dpo [FILE.yaml ...] key=value ...`. DPO, or what `dpo.loss_type` names.
 
-  dovetail dpo actor_rollout_ref.model.path=~/models/Qwen2.5-0.5B-Instruct data.train_files=pairs.jsonl dpo.beta=0.1
+  dovetail dpo model=~/models/Qwen2.5-0.5B-Instruct data=pairs.jsonl dpo.beta=0.1
 
 Rows have a prompt, `chosen` and `rejected`; with dpo.loss_type=kto also a prompt, `completion` and `label`: see
 docs/preferences.md.

@@ -4,7 +4,8 @@ Of a run of `dovetail reward` it writes the reward model, for `reward_model.mode
 
 CHECKPOINT_FOLDER is a `global_step_N` folder, or a run folder (its newest checkpoint is taken; --list names all of
 them). One process on the CPU does it, whatever number of processes saved the checkpoint. LoRA adapters are merged in;
-with --adapter they are written alone, as a folder that peft and vLLM load on top of the model.
+with --adapter they are written alone, as a folder that peft and vLLM load on top of the model. With --push-to-hub the
+folder is uploaded, too, to a repository that is private if it is new.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder to write; an existing one is refused")
     parser.add_argument("--list", action="store_true", help="list the checkpoints of a run folder; writes nothing")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, in peft's format")
+    parser.add_argument(
+        "--push-to-hub", metavar="ORG/NAME", help="upload the folder; needs `hf auth login`, or HF_TOKEN"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights; default: as trained")
     parser.add_argument("--model", metavar="PATH", help="folder of the first weights, if it has moved since the run")
 
@@ -45,27 +49,41 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.out is None:
             raise FileNotFoundError("OUT is missing: name the folder to write, or ask for --list.")
-        folder = export_run(args.checkpoint, args.out, dtype=args.dtype, model=args.model, adapter=args.adapter)
+        options = {"dtype": args.dtype, "model": args.model, "adapter": args.adapter}
+        folder = export_run(args.checkpoint, args.out, push_to_hub=args.push_to_hub, **options)
     except (ConfigError, BrokenCheckpoint, FileNotFoundError, FileExistsError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     trained = "reward model" if _run_config(folder, args.model).trainer.method == "reward" else "policy"
-    sys.stdout.write(f"the {'adapter' if args.adapter else trained} of {folder} is in {args.out}\n")
+    pushed = "" if args.push_to_hub is None else f" and on the hub as {args.push_to_hub}"
+    sys.stdout.write(f"the {'adapter' if args.adapter else trained} of {folder} is in {args.out}{pushed}\n")
     return 0
 
 
 def export_run(
-    given: Path, out: Path, *, dtype: str | None = None, model: str | None = None, adapter: bool = False
+    given: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    model: str | None = None,
+    adapter: bool = False,
+    push_to_hub: str | None = None,
 ) -> Path:
     """Export a checkpoint folder, or the newest checkpoint of a run folder; returns the checkpoint's folder."""
+    from dovetail.config.hub import make_repository, push_folder
+
     if out.exists():
         raise FileExistsError(f"{out} exists already; give a name that is free, or remove it.")
     folder = checkpoint_folder(given)
     config = _run_config(folder, model)
+    if push_to_hub is not None:
+        make_repository(push_to_hub)  # first: an export of a large model takes minutes
     if adapter:
         export_adapter(config, folder, out)
     else:
         export_checkpoint(config, folder, out, dtype=dtype)
+    if push_to_hub is not None:
+        push_folder(out, push_to_hub)
     return folder
 
 
@@ -93,6 +111,10 @@ def export_adapter(config: DovetailConfig, folder: Path, out: Path) -> None:
     from dovetail.workers.adapters import adapter_of
 
     policy = config.actor_rollout_ref
+    if config.trainer.method == "reward":
+        raise FileNotFoundError(
+            f"{folder} holds a reward model; export it without --adapter: its adapters are merged in."
+        )
     if not policy.model.uses_lora or policy.actor.strategy == "megatron":
         why = f"model.lora_rank={policy.model.lora_rank}, actor.strategy={policy.actor.strategy}"
         raise FileNotFoundError(f"the run of {folder} trained no LoRA adapter ({why}); export it without --adapter.")

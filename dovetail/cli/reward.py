@@ -1,6 +1,6 @@
 """Train a reward model on preferences: `dovetail reward [FILE.yaml ...] key=value ...`.
 
-  dovetail reward actor_rollout_ref.model.path=~/models/Qwen2.5-0.5B-Instruct data.train_files=pairs.jsonl
+  dovetail reward model=~/models/Qwen2.5-0.5B-Instruct data=pairs.jsonl
 
 Rows have a prompt, `chosen` and `rejected`. Optimizer and batches are set at `critic.*`. What `dovetail export` writes
 of it works as `reward_model.model.path`: see docs/preferences.md.

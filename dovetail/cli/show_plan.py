@@ -188,6 +188,12 @@ def _sizes(layout: RoleLayout) -> str:
 
 
 def _step(batches: BatchPlan) -> Text:
+    if not batches.sequences_per_engine:
+        pairs = " pairs" if batches.responses_per_prompt == 2 else ""
+        return Text(
+            f"{batches.prompts:,}{pairs or ' rows'}{f' = {batches.sequences:,} sequences' * bool(pairs)} "
+            f"of at most {batches.max_sequence_length:,} tokens = {_short(batches.max_tokens)} tokens"
+        )
     rounds = f"up to {batches.max_generation_rounds} rounds" if batches.max_generation_rounds else "as often as needed"
     generated = (
         f"{batches.generation_prompts:,} prompts generated at a time, {rounds}\n"
@@ -195,7 +201,7 @@ def _step(batches: BatchPlan) -> Text:
         else ""
     )
     return Text(
-        f"{batches.prompts:,} prompts x {batches.responses_per_prompt} answers = {batches.sequences:,} sequences "
+        f"{batches.prompts:,} prompts x {batches.responses_per_prompt} responses = {batches.sequences:,} sequences "
         f"of at most {batches.max_sequence_length:,} tokens = {_short(batches.max_tokens)} tokens\n{generated}"
         f"{_number(batches.sequences_per_engine)} sequences per engine at a time"
     )
@@ -287,14 +293,18 @@ def _item(phase: PhaseMemory, name: str) -> Text:
 
 
 def _memory_notes(memory: MemoryPlan) -> Text:
-    text = Text(
-        f"KV cache: {memory.cached_tokens:,} tokens per engine replica, "
-        f"{memory.full_sequences:.1f} sequences of full length at a time"
-    )
+    lines = []
+    if memory.cached_tokens:
+        sequences = _number(round(memory.full_sequences, 1 if memory.full_sequences < 10 else 0))
+        lines.append(
+            f"KV cache: {memory.cached_tokens:,} tokens per engine replica, "
+            f"{sequences} sequences of full length at a time"
+        )
     if memory.host_bytes_per_node:
-        text.append(f"\nHost memory for what is offloaded: {memory.host_bytes_per_node / GIB:.0f} GiB per node")
+        lines.append(f"Host memory for what is offloaded: {memory.host_bytes_per_node / GIB:.0f} GiB per node")
+    text = Text("\n".join(lines))
     for line in memory.advice:
-        text.append(f"\n{line[0].upper()}{line[1:]}", style="yellow")
+        text.append(f"{chr(10) * bool(text)}{line[0].upper()}{line[1:]}", style="yellow")
     return text
 
 
@@ -306,9 +316,7 @@ def _verdict(plan: Plan | None, findings: Sequence[Problem]) -> Text:
     errors = sum(finding.severity == "error" for finding in findings)
     if errors:
         return Text(f"invalid: {errors} error{'s' * (errors != 1)}", style="bold red")
-    if plan is None:
-        return Text("valid (memory is planned for RL only)", style="bold green")
-    if plan.memory is None:
+    if plan is None or plan.memory is None:
         return Text("valid (memory not planned: the model's config.json is not here)", style="bold green")
     if not plan.memory.fits:
         return Text(f"valid, but it {plan.memory.verdict}", style="bold yellow")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -47,30 +46,6 @@ def run(args: argparse.Namespace, method: str | None = None) -> int:
     for choice in loaded.choices:
         sys.stderr.write(f"chosen: {choice.message}\n")
     # Heavy imports come after the configuration is known to be right.
-    from dovetail.controller import WorkerError
-    from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
-    from dovetail.trainer.run import USER_ERRORS, run_training, stopped_message
+    from dovetail.trainer.run import exit_code_of, run_training
 
-    try:
-        result = run_training(loaded.config, use_ray=not args.local)
-    except USER_ERRORS as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    except StalledError as error:
-        sys.stderr.write(f"{error}\n")
-        return STALLED_EXIT_CODE
-    except WorkerError as error:
-        # The worker's own traceback is in the message; the driver's says nothing more.
-        sys.stderr.write("\n".join([str(error), *getattr(error, "__notes__", ())]) + "\n")
-        return 1
-    except KeyboardInterrupt as error:
-        sys.stderr.write(
-            f"interrupted; the run is in {loaded.config.trainer.run_dir}. "
-            "The same command goes on from its newest checkpoint, if it has one.\n"
-        )
-        return 128 + getattr(error, "signum", signal.SIGINT)
-    if result.stopped_by is not None:
-        sys.stderr.write(stopped_message(result, loaded.config))
-        return 128 + result.stopped_by
-    sys.stdout.write(f"{result.steps} steps done; the run is in {result.folder}\n")
-    return 0
+    return exit_code_of(lambda: run_training(loaded.config, use_ray=not args.local), loaded.config)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import field_validator
 
 from dovetail.config.actor import KLEstimator
 from dovetail.config.base import Rule, Section, all_of, key, read_with, section, unsupported, unused, when_is, when_not
-from dovetail.config.names import ADV_ESTIMATORS
+from dovetail.config.names import ADV_ESTIMATORS, listed
 
 REJECTION_RULES = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -18,18 +18,18 @@ ESTIMATORS_WITH_CRITIC = frozenset({"gae"})
 OPTIMAL_TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 
 
-_KL_IN_REWARD = read_with("algorithm.use_kl_in_reward", True, unless=(0,))
+_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
-def _of_estimator(*names: str) -> Rule:
-    """Read by these built-in estimators. One that a user registers may read any key."""
-    return read_with("algorithm.adv_estimator", *names, known=ADV_ESTIMATORS)
+def _of_estimator(keys: str, *names: str) -> Rule:
+    """`keys` are read by these built-in estimators. One that a user registers may read any key."""
+    return read_with("algorithm.adv_estimator", *names, known=ADV_ESTIMATORS, only=keys)
 
 
 class KLControlConfig(Section):
     """Coefficient of the KL in the reward."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (read_with(".type", "adaptive", only="horizon target_kl"),)
+    rules = (read_with(".type", "adaptive", only="horizon target_kl"),)
 
     type: Literal["fixed", "adaptive"] = key("fixed", "Constant, or steered towards `target_kl`.")
     kl_coef: float = key(0.001, "First value of the coefficient.", ge=0)
@@ -40,7 +40,7 @@ class KLControlConfig(Section):
 class FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO): drop prompts whose responses all score the same."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (read_with(".enable", True, only="metric max_num_gen_batches"),)
+    rules = (read_with(".enable", True, only="metric max_num_gen_batches"),)
 
     enable: bool = key(False, "Filter groups and generate until the batch is full.")
     metric: str | None = key(None, "Score compared in a group: acc, score, seq_reward, seq_final_reward.")
@@ -59,56 +59,43 @@ class PFPPOConfig(Section):
 class RolloutCorrectionConfig(Section):
     """Correction of the gap between the engine's and the trainer's log-probs."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         unused("{section}.rollout_is makes no weights", when_is("rollout_is", None), only="rollout_is_threshold*"),
         unused(
             "{section}.rollout_is makes no weights",
             all_of(when_is("rollout_is", None), when_is("bypass_mode", False)),
             only="rollout_is_batch_normalize",
         ),
+        unused("{section}.rollout_rs names no rule", when_is("rollout_rs", None), only="rollout_rs_threshold"),
+        read_with(".bypass_mode", True, only="loss_type"),
+        unsupported(
+            "bypass mode makes weights micro-batch by micro-batch and knows no mean over the batch; use False",
+            when=when_is("bypass_mode", True),
+            only="rollout_is_batch_normalize",
+        ),
+        unsupported(
+            f"it asks for another loss than {_LOSS_MODE}={{{_LOSS_MODE}}}; set one of the two",
+            "reinforce",
+            when=when_not(_LOSS_MODE, "vanilla", "reinforce"),
+            only="loss_type",
+        ),
     )
 
-    rollout_is: Literal["token", "sequence"] | None = key(
-        None, "Importance weights per token or per sequence. Null: none."
-    )
+    rollout_is: Literal["token", "sequence"] | None = key(None, "Importance weights per token or sequence. Null: none.")
     rollout_is_threshold: float = key(2.0, "Weights are cut at this value.", gt=0)
     rollout_is_threshold_lower: float | None = key(
         None, "Drop weights below this and above `rollout_is_threshold` instead. Null: cut only.", gt=0
     )
-    rollout_is_batch_normalize: bool = key(
-        False,
-        "Scale the weights to a mean of 1 over the batch.",
-        rules=unsupported(
-            "bypass mode makes weights micro-batch by micro-batch and knows no mean over the batch; use False",
-            when=when_is("bypass_mode", True),
-        ),
-    )
+    rollout_is_batch_normalize: bool = key(False, "Scale the weights to a mean of 1 over the batch.")
     rollout_rs: str | None = key(
-        None, "Rejection: comma-separated token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3. Null: none."
+        None, "Rejection, by commas: token_k1..3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2..3."
     )
-    rollout_rs_threshold: float | str | None = key(
-        None,
-        "Bounds of the rejection, one per rule, comma-separated: `upper` or `lower_upper`.",
-        rules=unused("{section}.rollout_rs names no rule", when_is("rollout_rs", None)),
-    )
+    rollout_rs_threshold: float | str | None = key(None, "Bounds, one per rule: `upper` or `lower_upper`.")
     bypass_mode: bool = key(False, "Take the engine's log-probs as the old log-probs.")
     loss_type: Literal["ppo_clip", "reinforce"] = key(
         "ppo_clip",
         "Loss with `bypass_mode`: ppo_clip is `actor.policy_loss.loss_mode` with the engine as the old "
         "policy; reinforce has no ratio, and weights it by `rollout_is`.",
-        rules=(
-            unused(
-                "without `bypass_mode` `actor_rollout_ref.actor.policy_loss.loss_mode` chooses the loss",
-                when_is("bypass_mode", False),
-            ),
-            unsupported(
-                "it asks for another loss than "
-                "actor_rollout_ref.actor.policy_loss.loss_mode={actor_rollout_ref.actor.policy_loss.loss_mode}; set "
-                "one of the two",
-                "reinforce",
-                when=when_not("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla", "reinforce"),
-            ),
-        ),
     )
 
     @field_validator("rollout_rs")
@@ -139,44 +126,29 @@ class RolloutCorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Advantages and rewards."""
 
-    adv_estimator: str = key(
-        "gae",
-        "gae, grpo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, opo, gpg, "
-        "gdpo, optimal_token_baseline, tir_optimal_token_baseline; other names need `trainer.import_modules`.",
+    rules = (
+        _of_estimator("gamma", "gae", "reinforce_plus_plus"),
+        _of_estimator("lam", "gae"),
+        _of_estimator("norm_adv_by_std_in_grpo", "grpo", "grpo_vectorized", "grpo_passk", "gdpo"),
+        _of_estimator("gdpo_reward_weights", "gdpo"),
+        read_with("algorithm.adv_estimator", "gdpo", only="gdpo_reward_keys"),
+        read_with("algorithm.use_kl_in_reward", True, unless=(0,), only="kl_penalty kl_ctrl.*"),
+        read_with("algorithm.use_pf_ppo", True, only="pf_ppo.*"),
+        unused("a response is one turn", when_is("actor_rollout_ref.rollout.uses_agents", False), only="turn_discount"),
     )
-    gamma: float = key(
-        1.0, "Discount of future rewards.", ge=0, le=1, rules=_of_estimator("gae", "reinforce_plus_plus")
-    )
-    lam: float = key(1.0, "Lambda of GAE.", ge=0, le=1, rules=_of_estimator("gae"))
-    turn_discount: float = key(
-        1.0,
-        "Discount of rewards from one turn of an agent to the next: the reward of turn t counts `turn_discount`^t.",
-        gt=0,
-        le=1,
-        rules=unused("a response is one turn", when_is("actor_rollout_ref.rollout.uses_agents", False)),
-    )
-    norm_adv_by_std_in_grpo: bool = key(
-        True,
-        "Divide by the group's standard deviation (not Dr. GRPO).",
-        rules=_of_estimator("grpo", "grpo_vectorized", "grpo_passk", "gdpo"),
-    )
-    gdpo_reward_keys: list[str] = key(
-        [],
-        "Numbers of the reward function's result that `gdpo` normalises one by one. Empty: the score.",
-        rules=read_with("algorithm.adv_estimator", "gdpo"),
-    )
-    gdpo_reward_weights: list[float] | None = key(
-        None, "One weight for each of them. Null: all 1.", rules=_of_estimator("gdpo")
-    )
+
+    adv_estimator: str = key("gae", listed(ADV_ESTIMATORS))
+    gamma: float = key(1.0, "Discount of future rewards.", ge=0, le=1)
+    lam: float = key(1.0, "Lambda of GAE.", ge=0, le=1)
+    turn_discount: float = key(1.0, "The reward of an agent's turn t counts `turn_discount`^t.", gt=0, le=1)
+    norm_adv_by_std_in_grpo: bool = key(True, "Divide by the group's standard deviation (not Dr. GRPO).")
+    gdpo_reward_keys: list[str] = key([], "Numbers of the reward function's result that `gdpo` normalises one by one.")
+    gdpo_reward_weights: list[float] | None = key(None, "One weight for each of them. Null: all 1.")
     use_kl_in_reward: bool = key(False, "Subtract the KL to the reference model from the reward.")
-    kl_penalty: KLEstimator = key("kl", "Estimator of that KL.", rules=_KL_IN_REWARD)
-    kl_ctrl: KLControlConfig = section(KLControlConfig, "Coefficient of that KL.", rules=_KL_IN_REWARD)
+    kl_penalty: KLEstimator = key("kl", "Estimator of that KL.")
+    kl_ctrl: KLControlConfig = section(KLControlConfig)
     use_pf_ppo: bool = key(False, "PF-PPO: after the advantages, draw the batch again with chances by score.")
-    pf_ppo: PFPPOConfig = section(PFPPOConfig, "How that is drawn.", rules=read_with("algorithm.use_pf_ppo", True))
-    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "Dynamic sampling.")
-    filter_truncated: bool = key(
-        False, "Leave responses that hit the length limit out of the loss (overlong filtering)."
-    )
-    rollout_correction: RolloutCorrectionConfig = section(
-        RolloutCorrectionConfig, "Correction of the engine's log-probs."
-    )
+    pf_ppo: PFPPOConfig = section(PFPPOConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    filter_truncated: bool = key(False, "Leave responses that hit the length limit out of the loss.")
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
-from dovetail.config.base import Rule, Section, key, unused, when_is
+from dovetail.config.base import Section, key, unused, when_is
 
 Mode = Literal["off", "one_step_off", "fully_async"]
 
@@ -13,13 +13,14 @@ Mode = Literal["off", "one_step_off", "fully_async"]
 class AsyncTrainingConfig(Section):
     """How far generation may run ahead of training, and what the update does with responses of older weights."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         unused("generation and training take turns ({section}.mode=off)", when_is("mode", "off"), but="mode"),
         unused(
             "one_step_off is always one step behind, in the order of the draws, and finishes what runs",
             when_is("mode", "one_step_off"),
             only="staleness_threshold on_stale order partial_rollout max_in_flight",
         ),
+        unused("draws are trained in their order, so none gets too old", when_is("order", "draw"), only="on_stale"),
     )
 
     mode: Mode = key(
@@ -43,7 +44,6 @@ class AsyncTrainingConfig(Section):
     on_stale: Literal["wait", "drop", "mask"] = key(
         "wait",
         "A group at the bound: the step waits for it. Beyond it: the group is dropped, or its older tokens are masked.",
-        rules=unused("draws are trained in their order, so none gets too old", when_is("order", "draw")),
     )
     max_in_flight: int | None = key(
         None,
@@ -59,12 +59,8 @@ class AsyncTrainingConfig(Section):
         "Old log-probs of stale responses: recomputed by the weights before the update, interpolated between engine "
         "and update by version, or (null) the engine's. Sets `algorithm.rollout_correction.bypass_mode`.",
     )
-    record: bool = key(
-        False, "Keep the batch of every step in the run folder, so that `dovetail replay` can repeat it."
-    )
-    stall_timeout_s: float = key(
-        300.0, "Without progress for so long, say who waits for whom and stop; 0: never.", ge=0
-    )
+    record: bool = key(False, "Keep every batch in the run folder, so that `dovetail replay` can repeat it.")
+    stall_timeout_s: float = key(300.0, "Without progress for so long, say who waits and stop; 0: never.", ge=0)
 
     @property
     def staleness_bound(self) -> int:

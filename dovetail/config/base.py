@@ -1,8 +1,8 @@
-"""The base of every section, and how a field says all there is to say about its key.
+"""The base of every section, and how a section says all there is to say about its keys.
 
-`key` gives the default, the range, the words for the documents, and what a run does with the key beside reading it:
-`unused` (no effect: a notice), `unsupported` (cannot run: an error when a run starts). `section` and `inherits` are the
-same for groups of keys and for keys that take the value of another. Knows no key of its own.
+`key` gives the default, the range and the words for the documents; `section` and `inherits` are the same for groups of
+keys and for keys that take the value of another. What a run does with a key beside reading it is a rule: `unused` (no
+effect: a notice) or `unsupported` (cannot run: an error when a run starts). Knows no key of its own.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def key(default: Any, words: str, *, rules: Rules = (), **constraints: Any) -> A
     return Field(default, description=words, json_schema_extra=_extra(rules), **constraints)
 
 
-def section(kind: type[Section], words: str, *, rules: Rules = ()) -> Any:
-    """A section below this one, with rules for all of its keys."""
-    return Field(kind.model_construct(), description=words, json_schema_extra=_extra(rules))
+def section(kind: type[Section]) -> Any:
+    """A section below this one. Its words are the docstring of `kind`, its rules those of `kind`."""
+    return Field(kind.model_construct())
 
 
 def inherits(source: str, kind: type[Section], words: str = "", *, keeps_null: bool = False, rules: Rules = ()) -> Any:
@@ -163,22 +163,22 @@ def inherits(source: str, kind: type[Section], words: str = "", *, keeps_null: b
     Range and words are those of the field of `kind`. The root resolves the value (see `dovetail.config.inherit`).
     """
     field = kind.model_fields[source.rpartition(".")[2]]
-    bounds = {
-        name: bound
-        for constraint in field.metadata
-        for name in ("ge", "gt", "le", "lt")
-        if (bound := getattr(constraint, name, None)) is not None
-    }
     return Field(
         field.default,
         description=f"{words or field.description} {'Unset' if keeps_null else 'Null'}: same as `{source}`.",
         json_schema_extra=_extra(rules, inherits=source, keeps_null=keeps_null),
-        **bounds,
+        **bounds_of(field),
     )
 
 
 def _extra(rules: Rules, **more: Any) -> Any:
     return {"rules": (rules,) if isinstance(rules, Rule) else rules, **more}
+
+
+def bounds_of(field: FieldInfo) -> dict[str, Any]:
+    """The range of a field: `ge`, `gt`, `le`, `lt` where they are given."""
+    names = ("ge", "gt", "le", "lt")
+    return {name: getattr(each, name) for each in field.metadata for name in names if hasattr(each, name)}
 
 
 def extra_of(field: FieldInfo, name: str) -> Any:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from dovetail.config.actor import ActorConfig, LossAggMode, Strategy
-from dovetail.config.base import Rule, Section, all_of, inherits, key, read_with, section, unused, when_is
+from dovetail.config.actor import ActorConfig, LossAggMode, RoleConfig, Strategy
+from dovetail.config.base import all_of, inherits, key, read_with, section, unused, when_is
 from dovetail.config.checkpoint import CheckpointConfig
-from dovetail.config.fsdp import FSDPConfig
-from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import CriticModelConfig
 from dovetail.config.optim import CriticOptimConfig
 
@@ -18,10 +14,11 @@ _NO_CRITIC = "no critic is trained with this algorithm.adv_estimator"
 _FOR_REWARDS_TOO = "use_dynamic_bsz forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu"
 
 
-class CriticConfig(Section):
+class CriticConfig(RoleConfig):
     """Value network and its update."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
+        read_with(".use_dynamic_bsz", True, only="min_num_micro_batch"),
         unused(_NO_CRITIC, when_is("uses_critic", False), but=f"enable {_FOR_REWARDS_TOO}"),
         unused(
             _NO_CRITIC,
@@ -32,30 +29,21 @@ class CriticConfig(Section):
 
     enable: bool | None = key(None, "Train a critic. Null: when the advantage estimator needs values.")
     strategy: Strategy = inherits(f"{_ACTOR}.strategy", ActorConfig)
-    model: CriticModelConfig = section(CriticModelConfig, "Network.")
-    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding with fsdp and fsdp2.")
-    megatron: MegatronConfig = section(MegatronConfig, "Parallelism with megatron.")
-    optim: CriticOptimConfig = section(CriticOptimConfig, "Optimizer.")
-    checkpoint: CheckpointConfig = section(CheckpointConfig, "Checkpoint contents.")
+    model: CriticModelConfig = section(CriticModelConfig)
+    optim: CriticOptimConfig = section(CriticOptimConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
     ppo_mini_batch_size: int = inherits(f"{_ACTOR}.ppo_mini_batch_size", ActorConfig)
     ppo_micro_batch_size_per_gpu: int | None = inherits(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", ActorConfig)
-    forward_micro_batch_size_per_gpu: int | None = key(
-        None, "Sequences per forward alone. Null: `critic.ppo_micro_batch_size_per_gpu`.", ge=1
-    )
+    forward_micro_batch_size_per_gpu: int | None = key(None, "Sequences per forward. Null: as with backward.", ge=1)
     use_dynamic_bsz: bool = inherits(f"{_ACTOR}.use_dynamic_bsz", ActorConfig)
     ppo_max_token_len_per_gpu: int = key(32768, "Tokens per micro-batch with `use_dynamic_bsz`.", ge=1)
-    min_num_micro_batch: int = inherits(
-        f"{_ACTOR}.min_num_micro_batch", ActorConfig, rules=read_with(".use_dynamic_bsz", True)
-    )
-    forward_max_token_len_per_gpu: int | None = key(
-        None, "Tokens per forward alone. Null: `critic.ppo_max_token_len_per_gpu`.", ge=1
-    )
+    min_num_micro_batch: int = inherits(f"{_ACTOR}.min_num_micro_batch", ActorConfig)
+    forward_max_token_len_per_gpu: int | None = key(None, "Tokens per forward alone. Null: as with backward.", ge=1)
     ppo_epochs: int = inherits(f"{_ACTOR}.ppo_epochs", ActorConfig)
     shuffle: bool = inherits(f"{_ACTOR}.shuffle", ActorConfig)
     grad_clip: float = key(1.0, "Largest gradient norm.", gt=0)
     cliprange_value: float = key(0.5, "Clip range of the value loss.", gt=0)
     loss_agg_mode: LossAggMode = inherits(f"{_ACTOR}.loss_agg_mode", ActorConfig)
-    ulysses_sequence_parallel_size: int = key(1, "Devices that share each sequence (Ulysses).", ge=1)
     nccl_timeout: int | None = key(
         None, "Seconds before a stuck collective fails. Null: `actor_rollout_ref.nccl_timeout`.", ge=1
     )
@@ -69,13 +57,3 @@ class CriticConfig(Section):
     def forward_max_token_len(self) -> int:
         """Tokens per forward on one device."""
         return self.forward_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu
-
-    @property
-    def compute_dtype(self) -> str:
-        """Dtype of weights and activations in forward and backward."""
-        return self.megatron.dtype if self.strategy == "megatron" else self.fsdp_config.mixed_precision.param_dtype
-
-    @property
-    def offloading(self) -> FSDPConfig | MegatronConfig:
-        """The section whose `param_offload` and `optimizer_offload` count."""
-        return self.megatron if self.strategy == "megatron" else self.fsdp_config

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,7 @@ from pydantic import BaseModel
 from dovetail.config.base import Rule
 from dovetail.config.keys import Key, catalogue, sections
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate import (
-    ASYNC_SPELLINGS,
-    FLAT_KEYS,
-    FOREIGN_KEYS,
-    GLOBAL_MICRO_BATCHES,
-    GROUP_SPELLINGS,
-    SHORT_NAMES,
-    TRANSLATIONS,
-    VALUE_SPELLINGS,
-)
+from dovetail.config.translate import FOREIGN_KEYS, OTHER_SPELLINGS, SHORT_NAMES, VALUE_SPELLINGS
 
 _INTRODUCTION = """\
 # Configuration
@@ -59,11 +50,12 @@ def document() -> str:
 
 
 def _short_names() -> str:
-    rows = "".join(f"| `{name}` | `{key}` | {words} |\n" for name, (key, words) in SHORT_NAMES.items())
-    return (
+    rows = [(f"`{name}`", f"`{key}`", words) for name, (key, words) in SHORT_NAMES.items()]
+    title = (
         "## Short names\n\nA run that uses one of these has every key that it does not set fitted to the model, the "
-        "data and the machine; `dovetail check` says how, and why.\n\n| name | key | value |\n|---|---|---|\n" + rows
+        "data and the machine; `dovetail check` says how, and why.\n"
     )
+    return title + _table(("name", "key", "value"), rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,17 +92,7 @@ def _default(key: Key) -> str:
 
 
 def _translated() -> str:
-    rows = [(f"`{rule.old}`", f"`{rule.new}`", rule.why) for rule in TRANSLATIONS]
-    rows += [
-        (f"`{old}`", f"`{new}`", "divided by the number of data-parallel ranks")
-        for old, new in GLOBAL_MICRO_BATCHES.items()
-    ]
-    correction = "algorithm.rollout_correction"
-    rows += [
-        (f"`algorithm.{old}`", f"`{correction}.{new}`", _cell(meaning or "the same value"))
-        for old, new, meaning in FLAT_KEYS
-    ]
-    rows += [(f"`{old}`", f"`{new}`", why) for old, new, why in (*GROUP_SPELLINGS, *ASYNC_SPELLINGS)]
+    rows = [(f"`{old}`", f"`{new}`", _cell(why)) for old, new, why in OTHER_SPELLINGS]
     title = "## Other spellings\n\nEach use prints a notice. Two spellings that disagree are an error.\n"
     return title + _table(("written as", "read as", "why"), rows)
 
@@ -169,14 +151,8 @@ def _foreign_reason(rule: Rule) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    return "\n" + "\n".join(_lines(head, rows)) + "\n"
-
-
-def _lines(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield "|" + "---|" * len(head)
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _cell(text: str) -> str:

@@ -14,6 +14,7 @@ from dovetail.config.errors import ConfigError, Notice, Problem, name_some
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.keys import Key, catalogue, find_key
 from dovetail.config.root import DovetailConfig
+from dovetail.config.tree import prefixes
 
 
 def unsupported_in_runs(config: DovetailConfig) -> list[Problem]:
@@ -62,14 +63,9 @@ def is_unused(config: DovetailConfig, name: str) -> bool:
     key = find_key(DovetailConfig, name)
     if key is not None and any(rule.outcome == "unused" and rule.applies(config, name, ANY) for rule in key.rules):
         return True
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        above = ".".join(parts[:end])
-        switch = f"{above}.enable"
-        # Without its network `reward_model` still says how responses are scored.
-        if above != "reward_model" and switch in catalogue(DovetailConfig) and look_up(config, "", switch) is False:
-            return True
-    return False
+    # Without its network `reward_model` still says how responses are scored.
+    switches = [f"{above}.enable" for above in prefixes(name)[1:] if above != "reward_model"]
+    return any(switch in catalogue(DovetailConfig) and look_up(config, "", switch) is False for switch in switches)
 
 
 def _outcome(config: DovetailConfig, key: Key, name: str, value: Any) -> Rule | None:

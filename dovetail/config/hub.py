@@ -1,4 +1,5 @@
-"""Names on the Hugging Face hub, through huggingface_hub's own cache. Downloads files; reads no model and no data.
+"""Names on the Hugging Face hub, through huggingface_hub's own cache. Downloads files and uploads folders; reads no
+model and no data.
 
 A model's path may be a folder or `org/name[@revision]`; a data file may be `hf://datasets/org/name/path`. Several
 processes of a machine may ask for the same name: huggingface_hub's file locks let one of them download.
@@ -79,6 +80,39 @@ def fetch_file(name: str, filename: str, *, kind: Kind = "model") -> Path:
         )
     except _errors() as error:
         raise HubError(_explain(name, repository, kind, error, filename)) from error
+
+
+def make_repository(name: str) -> None:
+    """Make the repository that a folder is pushed to, a private one, unless it is there."""
+    from huggingface_hub import HfApi, constants, get_token
+
+    if _parts(name) != (name, None):
+        raise HubError(f"{name} names a revision, and a folder is pushed to the newest one; use {_parts(name)[0]}.")
+    if constants.HF_HUB_OFFLINE or not _can_be_asked():
+        why = "HF_HUB_OFFLINE=1 forbids it" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+        raise HubError(
+            f"{name} cannot be pushed to: {why}. Export to a folder, and run `hf upload {name} FOLDER` later."
+        )
+    if get_token() is None:
+        raise HubError(f"{name} cannot be pushed to without a token; run `hf auth login`, or set HF_TOKEN.")
+    try:
+        HfApi().create_repo(name, private=True, exist_ok=True)
+    except _errors() as error:
+        raise HubError(_refusal(name, error)) from error
+
+
+def push_folder(folder: Path, name: str) -> None:
+    """Upload a model's folder as one commit to a repository that `make_repository` has made."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Upload a model exported by dovetail")
+    except _errors() as error:
+        raise HubError(f"{_refusal(name, error)} The model is in {folder}.") from error
+
+
+def _refusal(name: str, error: Exception) -> str:
+    return f"the hub does not take {name}: {error}. Check that the token may write to {name.partition('/')[0]}."
 
 
 def _can_be_asked() -> bool:

@@ -7,26 +7,23 @@ from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from dovetail.config.async_training import AsyncTrainingConfig
-from dovetail.config.base import extra_of
+from dovetail.config.keys import catalogue
 from dovetail.config.tree import merge, put, remove
 
 
 def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:
     """A copy of `tree` in which every inheriting key of `root` that is missing or null has its source's value.
 
-    Null stays where it is a value of its own (`keeps_null`).
-
-    A source that is not set either leaves the key out: its default is the source's default already.
+    Null stays where it is a value of its own (`keeps_null`). A source that is not set either leaves the key
+    out: its default is the source's default already.
     """
     filled: dict[str, Any] = {}
     merge(filled, tree)
     for key, source in inheritance(root).items():
-        if _get(tree, key) is not None or _blocked(filled, key):
-            continue
-        if key in _own_nulls(root) and _is_set(tree, key):
+        own_null = catalogue(root)[key].keeps_null and _is_set(tree, key)
+        if _get(tree, key) is not None or own_null or _blocked(filled, key):
             continue
         value = _follow(root, tree, source)
         if value is None:
@@ -65,23 +62,7 @@ def fill_distillation(tree: dict[str, Any]) -> None:
 @cache
 def inheritance(root: type[BaseModel]) -> dict[str, str]:
     """Every inheriting key of `root` with the key that it inherits from."""
-    sources = ((key, extra_of(field, "inherits")) for key, field in _walk(root, ""))
-    return {key: source for key, source in sources if source is not None}
-
-
-@cache
-def _own_nulls(root: type[BaseModel]) -> frozenset[str]:
-    return frozenset(key for key, field in _walk(root, "") if extra_of(field, "keeps_null"))
-
-
-def _walk(section: type[BaseModel], prefix: str) -> list[tuple[str, FieldInfo]]:
-    inheriting: list[tuple[str, FieldInfo]] = []
-    for name, field in section.model_fields.items():
-        if extra_of(field, "inherits") is not None:
-            inheriting.append((prefix + name, field))
-        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            inheriting.extend(_walk(field.annotation, f"{prefix}{name}."))
-    return inheriting
+    return {key.name: key.inherits for key in catalogue(root).values() if key.inherits}
 
 
 def _follow(root: type[BaseModel], tree: dict[str, Any], key: str) -> Any:

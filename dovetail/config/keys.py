@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from dovetail.config.base import Rule, extra_of
+from dovetail.config.base import Rule, bounds_of, extra_of
+from dovetail.config.tree import prefixes
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,23 @@ class Key:
         return extra_of(self.field, "inherits")
 
     @property
+    def keeps_null(self) -> bool:
+        """Whether null is a value of its own, though the key inherits."""
+        return bool(extra_of(self.field, "keeps_null"))
+
+    @property
     def free_form(self) -> bool:
         """Whether anything may be written below this key."""
         return any(typing.get_origin(kind) is dict or kind is dict for kind in _alternatives(self.field.annotation))
 
     @property
     def type_in_words(self) -> str:
-        """What values are accepted, for messages and documents."""
-        return describe_type(self.field)
+        """The accepted values in words, for messages and documents: `an integer >= 1, or null`."""
+        names = [_describe(kind) for kind in _alternatives(self.field.annotation)]
+        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        bounds = " and ".join(f"{signs[name]} {bound}" for name, bound in bounds_of(self.field).items())
+        words = " or ".join(name for name in names if name != "null") + (f" {bounds}" if bounds else "")
+        return words + (", or null" if "null" in names else "")
 
     @property
     def default(self) -> Any:
@@ -49,9 +59,9 @@ class Key:
         value = self.field.default
         return None if value is PydanticUndefined else value
 
-    def accepts(self, kind: type) -> bool:
-        """Whether `kind` is one of the declared types."""
-        return kind in _alternatives(self.field.annotation)
+    def accepts(self, *kinds: type) -> bool:
+        """Whether one of `kinds` is a declared type."""
+        return any(kind in _alternatives(self.field.annotation) for kind in kinds)
 
 
 _SECRET = re.compile(r"(api_?key|access_?key|password|secret|auth_?token|hf_?token)", re.IGNORECASE)
@@ -88,13 +98,9 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 def find_key(root: type[BaseModel], name: str) -> Key | None:
     """The catalogue's key for `name`: itself, or the free-form key that it lies below."""
     known = catalogue(root)
-    if name in known:
-        return known[name]
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        above = ".".join(parts[:length])
+    for above in prefixes(name):
         if above in known:
-            return known[above] if known[above].free_form else None
+            return known[above] if above == name or known[above].free_form else None
         section = sections(root).get(above)
         if section is not None:
             extra = section.model_config.get("extra") == "allow"
@@ -118,18 +124,6 @@ def nearest_key(root: type[BaseModel], name: str) -> str | None:
     return next((key for key in near if _ratio(leaf, key.rpartition(".")[2]) >= 0.6), None)
 
 
-def describe_type(field: FieldInfo) -> str:
-    """The accepted values in words: `an integer >= 1, or null`."""
-    names: list[str] = []
-    for kind in _alternatives(field.annotation):
-        names.append(_describe(kind))
-    bounds = " and ".join(_bounds(field))
-    optional = "null" in names
-    names = [name for name in names if name != "null"]
-    words = " or ".join(names) + (f" {bounds}" if bounds else "")
-    return words + (", or null" if optional else "")
-
-
 def _ratio(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
@@ -138,14 +132,12 @@ def _walk(section: type[BaseModel], prefix: str, around: tuple[tuple[str, Rule],
     """`around` are the rules of the sections outside of this one, the outermost first, with the places they are for."""
     around = (*around, *((prefix, rule) for rule in getattr(section, "rules", ())))
     for name, field in section.model_fields.items():
-        inner, rules = section_of(field), extra_of(field, "rules") or ()
+        key, inner = prefix + name, section_of(field)
         if inner is None:
-            key = prefix + name
             covering = (rule for place, rule in around if rule.covers(key.removeprefix(place)))
-            yield Key(key, field, (*rules, *covering))
+            yield Key(key, field, (*(extra_of(field, "rules") or ()), *covering))
         else:
-            place = f"{prefix}{name}."
-            yield from _walk(inner, place, (*around, *((place, rule) for rule in rules)))
+            yield from _walk(inner, f"{key}.", around)
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -178,11 +170,3 @@ def _describe(kind: Any) -> str:
 
 def _plural(kind: Any) -> str:
     return _describe(kind).split(" ", 1)[1] + "s"
-
-
-def _bounds(field: FieldInfo) -> Iterator[str]:
-    for constraint in field.metadata:
-        for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-            bound = getattr(constraint, attribute, None)
-            if bound is not None:
-                yield f"{sign} {bound}"

@@ -16,10 +16,10 @@ from dovetail.config.effects import effect_notices, is_unused
 from dovetail.config.errors import ConfigError, Notice, Problem, name_some
 from dovetail.config.files import read_yaml, resolve_interpolations
 from dovetail.config.keys import catalogue, find_key, sections
-from dovetail.config.overrides import Override, parse_overrides, read_overrides_file
+from dovetail.config.overrides import Override, ParsedOverrides, parse_overrides, read_overrides_file
 from dovetail.config.root import DovetailConfig
 from dovetail.config.translate import expand, foreign_key, translate
-from dovetail.config.tree import Tree, leaves, merge, put, remove
+from dovetail.config.tree import Tree, leaves, merge, prefixes, put, remove
 from dovetail.config.validate import build, default_tree, suggestion, unknown_keys
 
 
@@ -34,9 +34,15 @@ class LoadedConfig:
     sources: dict[str, str]
     """Where each set key comes from: a file, or `override`."""
     uses_short_names: bool = False
-    """Whether a short name (`model=`, `data=`, `reward=`) was used, so that `trainer.choose` fits open keys."""
+    """Whether a short name (`model=`, `data=`, `reward=`) was used."""
     choices: tuple[Notice, ...] = ()
     """What was chosen for open keys, and why."""
+
+    @property
+    def fits_open_keys(self) -> bool:
+        """Whether `trainer.choose` fits every open key: with short names, and for methods other than RL, because the
+        defaults of the keys are those of RL."""
+        return self.uses_short_names or self.config.trainer.method != "rl"
 
 
 def load_config(
@@ -93,12 +99,12 @@ class _Draft:
         except (OSError, UnicodeDecodeError) as error:
             self.problems.append(Problem(str(path), f"{path} cannot be read as a launch list: {error}."))
             return
-        self._add(parsed.overrides)
-        self.problems += parsed.problems
-        self.notices += parsed.notices
+        self._take(parsed)
 
     def add_overrides(self, texts: Sequence[str]) -> None:
-        parsed = parse_overrides(texts, source="override")
+        self._take(parse_overrides(texts, source="override"))
+
+    def _take(self, parsed: ParsedOverrides) -> None:
         self._add(parsed.overrides)
         self.problems += parsed.problems
         self.notices += parsed.notices
@@ -204,6 +210,4 @@ class _Draft:
         return kept
 
     def _source(self, key: str) -> str:
-        parts = key.split(".")
-        names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        return next((self.sources[name] for name in names if name in self.sources), "override")
+        return next((self.sources[name] for name in prefixes(key) if name in self.sources), "override")

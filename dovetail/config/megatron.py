@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from dovetail.config.base import Rule, Section, key, read_with, unused, when_is, when_not
+from dovetail.config.base import Section, key, read_with, unused, when_is, when_not
 from dovetail.config.fsdp import NO_OPTIMIZER, Dtype
 from dovetail.config.home import HomePath
 
@@ -12,7 +12,7 @@ from dovetail.config.home import HomePath
 class MegatronConfig(Section):
     """Tensor, pipeline, expert and context parallelism of one role."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         unused("it is read with `strategy=megatron` only", when_not("strategy", "megatron")),
         unused("the role has no gradients", when_is("optim", None), only="override_ddp_config"),
         read_with(".use_dist_checkpointing", True, only="dist_checkpointing_*"),
@@ -20,14 +20,10 @@ class MegatronConfig(Section):
 
     tensor_model_parallel_size: int = key(1, "Devices that share each layer.", ge=1)
     pipeline_model_parallel_size: int = key(1, "Pipeline stages.", ge=1)
-    virtual_pipeline_model_parallel_size: int | None = key(
-        None, "Model chunks per stage (interleaved schedule). Null: one.", ge=1
-    )
+    virtual_pipeline_model_parallel_size: int | None = key(None, "Model chunks per stage (interleaved).", ge=1)
     context_parallel_size: int = key(1, "Devices that share each sequence.", ge=1)
     expert_model_parallel_size: int = key(1, "Devices that share the experts of a layer.", ge=1)
-    expert_tensor_parallel_size: int | None = key(
-        None, "Devices that share one expert. Null: `tensor_model_parallel_size`.", ge=1
-    )
+    expert_tensor_parallel_size: int | None = key(None, "Devices that share one expert. Null: those of a layer.", ge=1)
     sequence_parallel: bool = key(True, "Split norms and dropouts along the sequence (needs TP > 1).")
     param_offload: bool = key(False, "Keep the weights in host memory between phases.")
     grad_offload: bool = key(False, "Keep the gradient buffers in host memory between updates.", rules=NO_OPTIMIZER)
@@ -39,11 +35,9 @@ class MegatronConfig(Section):
     use_dist_checkpointing: bool = key(False, "Load the start weights from a Megatron checkpoint.")
     dist_checkpointing_path: HomePath | None = key(None, "Folder of that Megatron checkpoint.")
     dist_checkpointing_prefix: str = key("", "Prefix of the weight names in that checkpoint.")
-    override_transformer_config: dict[str, Any] = key({}, "Extra fields of Megatron's `TransformerConfig` (free-form).")
-    override_ddp_config: dict[str, Any] = key(
-        {}, "Extra fields of Megatron's `DistributedDataParallelConfig` (free-form)."
-    )
-    override_mcore_model_config: dict[str, Any] = key({}, "Extra arguments of Megatron's `GPTModel` (free-form).")
+    override_transformer_config: dict[str, Any] = key({}, "Extra fields of Megatron's `TransformerConfig`.")
+    override_ddp_config: dict[str, Any] = key({}, "Extra fields of Megatron's DDP config.")
+    override_mcore_model_config: dict[str, Any] = key({}, "Extra arguments of Megatron's `GPTModel`.")
 
     @property
     def expert_tensor_size(self) -> int:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from dovetail.config.base import Rule, Section, inherits, key, look_up, section, unsupported, unused, when_is
+from dovetail.config.base import (
+    Section,
+    inherits,
+    key,
+    look_up,
+    read_with,
+    section,
+    unsupported,
+    unused,
+    when_is,
+    when_not,
+)
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.home import HomePath
 
@@ -18,11 +29,25 @@ def _has_other_config(config: Any, key: str) -> bool:
     return look_up(config, key, "hf_config_path") != look_up(config, key, "path")
 
 
-_ON_MEGATRON = (
-    unused("strategy=megatron always packs sequences", _is_megatron, only="use_remove_padding"),
-    unused(
-        "strategy=megatron reads override_transformer_config instead", _is_megatron, only="enable_activation_offload"
+_FOLDER = unused("every process reads the weights from the folder", only="use_shm")
+_PACKED = unused("strategy=megatron always packs sequences", _is_megatron, only="use_remove_padding")
+_DECODERS = (
+    _FOLDER,
+    _PACKED,
+    unused("strategy=megatron has override_transformer_config for it", _is_megatron, only="enable_activation_offload"),
+    unsupported("adapters start fresh; merge the adapter into the weights of model.path", only="lora_adapter_path"),
+    unsupported(
+        "the config.json beside the weights is read; change fields with {section}.override_config",
+        when=_has_other_config,
+        only="hf_config_path",
     ),
+)
+
+
+_LORA_ONLY = unused(
+    "{section}.lora_rank=0 trains no adapter",
+    when_is("uses_lora", False),
+    only="lora_alpha lora_dropout target_modules exclude_modules",
 )
 
 
@@ -37,61 +62,36 @@ class FusedKernelConfig(Section):
 class ModelConfig(Section):
     """The policy network."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         unused(
             "the engine gets merged weights; vllm with mode=sync on the trainer's devices takes adapters",
             when_is("actor_rollout_ref.takes_adapters", False),
             only="lora_merge",
         ),
-        unused(
-            "{section}.lora_rank=0 trains no adapter",
-            when_is("uses_lora", False),
-            only="lora_alpha lora_dropout target_modules exclude_modules",
-        ),
-        # impl_backend=triton has a check of its own.
-        unused(
-            "actor_rollout_ref.model.use_fused_kernels=True reads it",
-            when_is("use_fused_kernels", False),
-            unless=("triton",),
-            only="fused_kernel_options.*",
-        ),
-        *_ON_MEGATRON,
+        _LORA_ONLY,
+        read_with("actor_rollout_ref.model.use_fused_kernels", True, only="fused_kernel_options.*"),
+        *_DECODERS,
     )
 
     path: HomePath = key("", "Hugging Face folder of the weights, or a name on the hub (`org/name`). Must be set.")
-    hf_config_path: HomePath | None = key(
-        None,
-        "Folder of `config.json`. Null: `path`.",
-        rules=unsupported(
-            "the config.json beside the weights is read; change fields with {section}.override_config",
-            when=_has_other_config,
-        ),
-    )
+    hf_config_path: HomePath | None = key(None, "Folder of `config.json`. Null: `path`.")
     tokenizer_path: HomePath | None = key(None, "Folder of the tokenizer. Null: `path`.")
     custom_chat_template: str | None = key(None, "Jinja chat template. Null: the tokenizer's.")
     trust_remote_code: bool = key(False, "Run code that comes with the model.")
     external_lib: str | None = key(None, "Python module imported before the model is built.")
-    override_config: dict[str, Any] = key({}, "Fields to change in the model's config (free-form).")
-    use_shm: bool = key(
-        False,
-        "Copy the weights to shared memory once per node before loading.",
-        rules=unused("every process reads the weights from the folder"),
-    )
+    override_config: dict[str, Any] = key({}, "Fields to change in the model's config.")
+    use_shm: bool = key(False, "Copy the weights to shared memory once per node before loading.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in the backward pass.")
     enable_activation_offload: bool = key(False, "Keep checkpointed activations in host memory.")
     use_remove_padding: bool = key(True, "Pack sequences without padding.")
     use_fused_kernels: bool = key(False, "Log-probs and entropy without ever holding the full logits.")
-    fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig, "Options of the fused head.")
+    fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
     lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains all weights.", ge=0)
     lora_alpha: float = key(16, "LoRA scale is `lora_alpha / lora_rank`.", ge=0)
     lora_dropout: float = key(0.0, "Dropout before the adapters.", ge=0, lt=1)
     target_modules: str | list[str] = key("all-linear", "Modules that get an adapter.")
     exclude_modules: str | list[str] | None = key(None, "Modules that get none (names or one pattern).")
-    lora_adapter_path: HomePath | None = key(
-        None,
-        "Adapter folder to start from. Null: fresh adapters.",
-        rules=unsupported("adapters start fresh; merge the adapter into the weights of model.path first"),
-    )
+    lora_adapter_path: HomePath | None = key(None, "Adapter folder to start from. Null: fresh adapters.")
     lora_merge: bool = key(True, "Send merged weights to the engine instead of adapters.")
 
     @property
@@ -116,19 +116,13 @@ _POLICY = "actor_rollout_ref.model"
 class CriticModelConfig(ModelConfig):
     """The value network: by default the policy's backbone with a value head."""
 
-    lora_rank: int = key(
-        0, "Rank of LoRA adapters; 0 trains all weights.", ge=0, rules=unsupported("the critic is trained whole; use 0")
-    )
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
+        unsupported("a critic is trained whole; use 0", when=when_not("trainer.method", "reward"), only="lora_rank"),
         unused("a value network has no vocabulary head", only="use_fused_kernels fused_kernel_options.*"),
         unused("only the policy's weights go to the engine", only="lora_merge"),
-        unused("only the policy's tokenizer renders prompts", only="custom_chat_template"),
-        unused("the critic reads the policy's tokens", only="tokenizer_path"),
-        unused(
-            "the critic is trained whole, without adapters",
-            only="lora_alpha lora_dropout target_modules exclude_modules",
-        ),
-        *_ON_MEGATRON,
+        unused("the critic reads the policy's tokens", only="tokenizer_path custom_chat_template"),
+        _LORA_ONLY,
+        *_DECODERS,
     )
 
     path: HomePath = inherits(f"{_POLICY}.path", ModelConfig)
@@ -142,7 +136,7 @@ class CriticModelConfig(ModelConfig):
 class RewardNetworkConfig(Section):
     """A sequence classifier that scores responses."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (_ON_MEGATRON[0],)
+    rules = (_FOLDER, _PACKED)
 
     path: HomePath | None = key(None, "Hugging Face folder of the reward model, or a name on the hub.")
     input_tokenizer: HomePath | None = inherits(
@@ -153,11 +147,7 @@ class RewardNetworkConfig(Section):
     )
     trust_remote_code: bool = key(False, "Run code that comes with the model.")
     external_lib: str | None = inherits(f"{_POLICY}.external_lib", ModelConfig)
-    override_config: dict[str, Any] = key({}, "Fields to change in the model's config (free-form).")
-    use_shm: bool = key(
-        False,
-        "Copy the weights to shared memory once per node before loading.",
-        rules=unused("every process reads the weights from the folder"),
-    )
+    override_config: dict[str, Any] = key({}, "Fields to change in the model's config.")
+    use_shm: bool = key(False, "Copy the weights to shared memory once per node before loading.")
     use_remove_padding: bool = inherits(f"{_POLICY}.use_remove_padding", ModelConfig)
-    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding of the reward model.")
+    fsdp_config: FSDPConfig = section(FSDPConfig)

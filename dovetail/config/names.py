@@ -1,4 +1,4 @@
-"""Names that other layers register: estimators, policy losses, reward managers, engines. The config only lists them."""
+"""Names that other layers register: estimators, policy losses, reward managers, engines, trackers. Lists them only."""
 
 from __future__ import annotations
 
@@ -6,20 +6,8 @@ import difflib
 from collections.abc import Mapping
 
 ADV_ESTIMATORS = (
-    "gae",
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gpg",
-    "gdpo",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
+    *("gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
+    *("rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 POLICY_LOSSES = (
     *("vanilla", "reinforce", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov"),
@@ -27,40 +15,39 @@ POLICY_LOSSES = (
 )
 REWARD_MANAGERS = ("naive", "dapo", "batch", "prime", "rate_limited")
 ENGINES = ("native", "vllm", "sglang")
+LOGGERS = ("console", "file", "wandb", "tensorboard", "mlflow", "swanlab", "clearml", "trackio", "jsonl")
 
-_MANAGER = "reward_model.reward_manager"
-
+_MODULES, _MANAGER = "trainer.import_modules", "reward_model.reward_manager"
 REGISTERED: dict[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ADV_ESTIMATORS,
     "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     _MANAGER: REWARD_MANAGERS,
     "actor_rollout_ref.rollout.name": ENGINES,
+    "trainer.logger": LOGGERS,
 }
+READ_FOR_NAMES = (*REGISTERED, _MODULES, f"{_MANAGER}_module.path")
+"""The keys that `unknown_names` looks at."""
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """Words for the documents."""
+    return f"{', '.join(names)}; other names need `{_MODULES}`."
 
 
 def unknown_names(values: Mapping[str, object]) -> dict[str, str]:
     """What is wrong with the registered names among `values`, by key. Values are full keys; missing ones are fine."""
-    if values.get("trainer.import_modules"):
-        return {}
     messages: dict[str, str] = {}
-    for key in REGISTERED:
-        own_module = key == _MANAGER and values.get("reward_model.reward_manager_module.path")
-        value = values.get(key)
-        # A number is read as a name, as everywhere.
-        is_name = isinstance(value, str | int | float) and not isinstance(value, bool)
-        if is_name and not own_module and (message := unknown_name(key, str(value))) is not None:
-            messages[key] = message
+    for key, known in REGISTERED.items():
+        if values.get(_MODULES) or (key == _MANAGER and values.get(f"{_MANAGER}_module.path")):
+            continue  # what is imported may register others
+        written = values.get(key)
+        for name in written if isinstance(written, list) else [written]:
+            # A number is read as a name, as everywhere.
+            if isinstance(name, str | int | float) and not isinstance(name, bool) and str(name) not in known:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {close[0]}? Otherwise " if close else ""
+                messages[key] = (
+                    f"{key}={name} is not built in; {hint}choose one of {', '.join(known)}, or name the module that "
+                    f"registers it in {_MODULES}."
+                )
     return messages
-
-
-def unknown_name(key: str, value: str) -> str | None:
-    """What is wrong with a name that is not built in, or None. Call it only when nothing else can register names."""
-    known = REGISTERED[key]
-    if value in known:
-        return None
-    close = difflib.get_close_matches(value, known, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return (
-        f"{key}={value} is not built in; {hint}Choose one of {', '.join(known)}, "
-        "or name the module that registers it in trainer.import_modules."
-    )

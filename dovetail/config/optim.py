@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import field_validator
 
-from dovetail.config.base import Rule, Section, key, read_with, unsupported, unused, when_is
+from dovetail.config.base import Section, key, read_with, unsupported, unused, when_is
 
 
 class OptimConfig(Section):
     """Optimizer of the actor; the critic has its own learning rate."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         read_with(".optimizer", "SGD", only="momentum"),
         read_with(".optimizer", "Muon", only="muon_*"),
         unused("{section}.optimizer=SGD has none", when_is("optimizer", "SGD"), only="betas eps"),
@@ -24,16 +24,16 @@ class OptimConfig(Section):
             only="min_lr min_lr_ratio lr_decay_steps",
         ),
         unused("{section}.lr_warmup_steps asks for no warm-up", when_is("has_warmup", False), only="lr_warmup_init"),
-    )
-
-    optimizer: Literal["AdamW", "Adam", "SGD", "Muon"] = key(
-        "AdamW",
-        "Optimizer. Muon is for the matrices of the layers (single, fsdp2), AdamW steps the rest.",
-        rules=unsupported(
+        unsupported(
             "fsdp and megatron flatten or split the matrices that Muon needs whole; use strategy=fsdp2, or AdamW",
             "Muon",
             when=when_is("strategy", "megatron", "fsdp"),
+            only="optimizer",
         ),
+    )
+
+    optimizer: Literal["AdamW", "Adam", "SGD", "Muon"] = key(
+        "AdamW", "Optimizer. Muon is for the matrices of the layers (single, fsdp2), AdamW steps the rest."
     )
     lr: float = key(1e-6, "Peak learning rate.", ge=0)
     betas: tuple[float, float] = key((0.9, 0.999), "Decay of the two Adam moments.")
@@ -57,13 +57,9 @@ class OptimConfig(Section):
     num_cycles: float = key(0.5, "Cosine cycles until the end; 0.5 goes down once.", gt=0)
     lr_decay_steps: int | None = key(None, "Step at which the schedule ends. Null: `total_training_steps`.", ge=1)
     lr_wsd_decay_steps: int | None = key(None, "Length of the final decay of `wsd`, in steps.", ge=1)
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine"] = key(
-        "exponential", "Shape of the final decay of `wsd`."
-    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine"] = key("exponential", "Final decay of `wsd`.")
     total_training_steps: int = key(-1, "Length of the schedule; -1: filled in by the trainer.", ge=-1)
-    override_optimizer_config: dict[str, Any] | None = key(
-        None, "Extra arguments of the optimizer's constructor (free-form)."
-    )
+    override_optimizer_config: dict[str, Any] | None = key(None, "Extra arguments of the optimizer.")
 
     @field_validator("betas")
     @classmethod

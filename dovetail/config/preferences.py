@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from dovetail.config.base import Rule, Section, key, read_with
+from dovetail.config.base import Section, key, read_with
 
 
 class DPOConfig(Section):
     """The loss of `dovetail dpo`."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         read_with(".loss_type", "kto", only="desirable_weight undesirable_weight"),
         read_with(".loss_type", "simpo", only="simpo_gamma"),
         read_with(".loss_type", "sigmoid", "simpo", only="label_smoothing"),
@@ -35,5 +35,5 @@ class RewardTrainingConfig(Section):
     """The loss of `dovetail reward`."""
 
     center_coefficient: float = key(
-        0.0, "Weight of the squared sum of both scores of a pair, which keeps scores around 0.", ge=0
+        0.0, "Weight of the squared sum of a pair's scores, which keeps them around 0.", ge=0
     )

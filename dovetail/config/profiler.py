@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from dovetail.config.base import Rule, Section, key, unused, when_is
+from dovetail.config.base import Section, key, unused, when_is
 
 
 class ProfilerConfig(Section):
     """`torch.profiler` around whole training steps, in the trainer's processes."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
+        unused("only `torch` is built in; no profile is written", unless=("torch",), only="tool"),
         unused("{section}.steps names none", when_is("chosen_steps", frozenset()), only="save_path ranks all_ranks"),
     )
 
     tool: Literal["torch", "nsys", "npu", "torch_memory", "precision_debugger"] | None = key(
-        "torch",
-        "torch writes a trace for Perfetto; with the others, or null, nothing is profiled.",
-        rules=unused("only `torch` is built in; no profile is written", unless=("torch",)),
+        "torch", "torch writes a trace for Perfetto; with the others, or null, nothing is profiled."
     )
     steps: list[int] | None = key(None, "Training steps that are profiled, e.g. [3]. Null: none.")
     save_path: str | None = key(None, "Folder of the traces. Null: `profile` in the run folder.")

@@ -30,17 +30,14 @@ def is_secret(name: str) -> bool:
 
 
 class RayInitConfig(Section):
-    """Arguments of `ray.init`; any other argument is passed on as it is (free-form)."""
+    """Arguments of `ray.init`; any other argument is passed on as it is."""
 
     model_config = ConfigDict(extra="allow")
+    rules = (unused("Ray's timeline is not written; phases are in metrics.jsonl", only="timeline_json_file"),)
 
     address: str | None = key(None, "Address of a running cluster. Null: RAY_ADDRESS, else a local Ray.")
     num_cpus: int | None = key(None, "CPUs of a local Ray. Null: all.", ge=1)
-    timeline_json_file: str | None = key(
-        None,
-        "Write Ray's timeline here at the end. Null: no.",
-        rules=unused("Ray's timeline is not written; phases are timed in metrics.jsonl"),
-    )
+    timeline_json_file: str | None = key(None, "Write Ray's timeline here at the end. Null: no.")
     runtime_env: dict[str, Any] = key({}, "Ray's `runtime_env` (free-form). Merged with what the driver forwards.")
 
     @field_serializer("runtime_env", when_used="json")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from dovetail.config.actor import ActorConfig, Strategy
-from dovetail.config.base import Rule, Section, inherits, section, unused, when_is
-from dovetail.config.fsdp import Dtype, FSDPConfig
+from dovetail.config.actor import ULYSSES, ActorConfig, RoleConfig, Strategy
+from dovetail.config.base import inherits, section, unused, when_is
+from dovetail.config.fsdp import Dtype
 from dovetail.config.megatron import MegatronConfig
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -30,10 +28,10 @@ class RefMegatronConfig(MegatronConfig):
     override_transformer_config: dict = inherits(f"{_MEGATRON}.override_transformer_config", MegatronConfig)
 
 
-class RefConfig(Section):
+class RefConfig(RoleConfig):
     """Reference policy: forward only."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         unused(
             f"no reference is computed without {_ACTOR}.use_kl_loss or algorithm.use_kl_in_reward",
             when_is("uses_reference", False),
@@ -44,12 +42,8 @@ class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: int | None = inherits(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", ActorConfig)
     log_prob_use_dynamic_bsz: bool = inherits(f"{_ACTOR}.use_dynamic_bsz", ActorConfig)
     log_prob_max_token_len_per_gpu: int = inherits(f"{_ACTOR}.ppo_max_token_len_per_gpu", ActorConfig)
-    ulysses_sequence_parallel_size: int = inherits(f"{_ACTOR}.ulysses_sequence_parallel_size", ActorConfig)
+    ulysses_sequence_parallel_size: int = inherits(
+        f"{_ACTOR}.ulysses_sequence_parallel_size", ActorConfig, rules=ULYSSES
+    )
     use_torch_compile: bool = inherits(f"{_ACTOR}.use_torch_compile", ActorConfig)
-    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding with fsdp and fsdp2.")
-    megatron: RefMegatronConfig = section(RefMegatronConfig, "Parallelism with megatron.")
-
-    @property
-    def offloading(self) -> FSDPConfig | MegatronConfig:
-        """The section whose `param_offload` and `optimizer_offload` count."""
-        return self.megatron if self.strategy == "megatron" else self.fsdp_config
+    megatron: RefMegatronConfig = section(RefMegatronConfig)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import field_validator
 
 from dovetail.config.actor import ActorConfig
 from dovetail.config.base import (
-    Rule,
     Section,
     all_of,
     inherits,
@@ -25,54 +24,64 @@ from dovetail.config.data import DataConfig
 from dovetail.config.fsdp import Dtype, full_dtype
 from dovetail.config.home import HomePath
 from dovetail.config.multi_turn import AgentLoopConfig, MultiTurnConfig
+from dovetail.config.names import ENGINES, listed
 
 _ACTOR = "actor_rollout_ref.actor"
 
 
-_native, _shared_devices = when_is("name", "native"), when_is("actor_rollout_ref.hybrid_engine", True)
+_native, _not_native = when_is("name", "native"), when_not("name", "native")
 _served, _not_served = when_is("served", True), when_is("served", False)
+_shared_devices, _in_trainer = when_is("actor_rollout_ref.hybrid_engine", True), when_is("restarts", False)
+_no_server = all_of(_not_served, when_is("name", "native", "vllm"))
 _NOT_NATIVE = "the native engine has no such setting; it is read by `rollout.name=vllm`"
 _WHOLE_ENGINE = "each process has a whole engine; use 1 (only vllm with mode=sync is tensor parallel over processes)"
-_STARTED_SERVERS = unused(
-    "only `rollout.name=sglang` without server_urls starts servers", when_is("starts_servers", False)
-)
 _ENGINE_SETTINGS = "enable_chunked_prefill load_format scheduling_policy disable_log_stats skip_tokenizer_init"
+_OF_STARTED_SERVERS, _SYNC = "num_servers sglang_python", "weight_sync"
 
 
-class ValSamplingConfig(Section):
+def _not_vllm_sync(config: Any, key: str) -> bool:
+    return (look_up(config, key, "name"), look_up(config, key, "mode")) != ("vllm", "sync")
+
+
+class SamplingConfig(Section):
+    """How responses are drawn."""
+
+    n: int = key(1, "Responses per prompt: the group of GRPO, or those of validation.", ge=1)
+    do_sample: bool = key(True, "Sample; false takes the most likely token.")
+    temperature: float = key(1.0, "Sampling temperature.", ge=0)
+    top_p: float = key(1.0, "Nucleus size.", gt=0, le=1)
+    top_k: int = key(-1, "Candidates per token; -1 for all.", ge=-1)
+    min_p: float = key(0.0, "Smallest probability relative to the best token.", ge=0, le=1)
+
+
+class ValSamplingConfig(SamplingConfig):
     """Sampling during validation: greedy by default."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        unused("{section}.do_sample=False does not sample", when_is("do_sample", False), only="top_p top_k min_p"),
+    rules = (
+        unused("{section}.do_sample=False does not sample", when_is("do_sample", False), only="temp* top_* min_p"),
     )
 
     do_sample: bool = key(False, "Sample; false takes the most likely token.")
     temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0)
-    top_p: float = key(1.0, "Nucleus size.", gt=0, le=1)
-    top_k: int = key(-1, "Candidates per token; -1 for all.", ge=-1)
-    min_p: float = key(0.0, "Smallest probability relative to the best token.", ge=0, le=1)
-    n: int = key(1, "Responses per validation prompt.", ge=1)
 
 
 class EngineKwargsConfig(Section):
     """Arguments handed to the engine as they are."""
 
-    vllm: dict[str, Any] = key(
-        {},
-        "Extra arguments of vLLM's engine (free-form).",
-        rules=(unused(_NOT_NATIVE, _native), read_with("actor_rollout_ref.rollout.name", "vllm")),
-    )
-    sglang: dict[str, Any] = key(
-        {},
-        "Extra arguments of SGLang's engine (free-form).",
-        rules=unused("only `rollout.name=sglang` reads it", when_not("name", "sglang")),
+    rules = (
+        unused(_NOT_NATIVE, _native, only="vllm"),
+        read_with("actor_rollout_ref.rollout.name", "vllm", only="vllm"),
+        read_with("actor_rollout_ref.rollout.name", "sglang", only="sglang"),
     )
 
+    vllm: dict[str, Any] = key({}, "Extra arguments of vLLM's engine.")
+    sglang: dict[str, Any] = key({}, "Extra arguments of SGLang's engine.")
 
-class RolloutConfig(Section):
+
+class RolloutConfig(SamplingConfig):
     """Generation engine and sampling."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         unused(
             "no server is used without `rollout.mode=server` and `rollout.server_urls`",
             _not_served,
@@ -87,7 +96,7 @@ class RolloutConfig(Section):
         unused(
             "the native engine reads it on CUDA only",
             all_of(_native, when_is("trainer.device", "cpu")),
-            only="gpu_memory_utilization enforce_eager enable_prefix_caching",
+            only="gpu_memory_utilization enforce_eager",
         ),
         unused(
             "the servers of actor_rollout_ref.rollout.server_urls run already, with settings of their own",
@@ -97,96 +106,82 @@ class RolloutConfig(Section):
             f"enable_prefix_caching engine_kwargs.*",
         ),
         read_with(".name", "vllm", only="scheduling_policy limit_images"),
-    )
-
-    name: str = key(
-        "native",
-        "Engine: native (embedded, no extra install), vllm or sglang; with server_urls, what the servers are: vllm or "
-        "sglang. Other names need `trainer.import_modules`.",
-        rules=unsupported(
-            "it runs in the trainer's process; say what the servers are: vllm or sglang", "native", when=_served
+        unused("only `rollout.name=sglang` starts servers", when_is("starts_servers", False), only=_OF_STARTED_SERVERS),
+        unused("enforce_eager=True captures no graphs", when_is("enforce_eager", True), only="cudagraph_capture_sizes"),
+        unused("the engine's log-probs are always kept", unless=(True,), only="calculate_log_probs"),
+        unused("the engine runs on the trainer's devices", _shared_devices, only="n_gpus_per_node"),
+        unused("the native engine takes the requests of a batch together", _native, unless=("server",), only="mode"),
+        unused(_NOT_NATIVE, _native, unless=("raw_logprobs",), only="logprobs_mode"),
+        unused(
+            "the engine is in the same process", all_of(_not_served, _shared_devices), unless=("colocated",), only=_SYNC
+        ),
+        unused(
+            "an engine in the trainer's process ends with it",
+            all_of(_shared_devices, _in_trainer),
+            only="restart_engine",
+        ),
+        unsupported("it runs in the trainer's process; say what the servers are", "native", when=_served, only="name"),
+        unsupported(
+            "no server is started; give rollout.server_urls, or use sync", "server", when=_no_server, only="mode"
+        ),
+        unsupported("no engine here applies it; use 1.0", only="repetition_penalty"),
+        unsupported(_WHOLE_ENGINE, when=_not_vllm_sync, only="tensor_model_parallel_size"),
+        unsupported(_WHOLE_ENGINE, only="pipeline_model_parallel_size data_parallel_size"),
+        unsupported("weights that change after every step are not quantised again; use null", only="quantization"),
+        unsupported(
+            "only `rollout.name=native` can keep it; use recompute", "keep", when=_not_native, only="kv_on_update"
+        ),
+        unsupported(
+            "native reports them under the temperature; use temperature",
+            "raw_logprobs",
+            when=_native,
+            only="logprobs_mode",
+        ),
+        unsupported(
+            "servers have memory of their own; use auto, disk or broadcast", "colocated", when=_served, only=_SYNC
+        ),
+        unsupported(
+            "it needs a folder that all servers see: {section}.weights_folder",
+            "disk",
+            when=all_of(_served, when_is("weights_folder", None)),
+            only=_SYNC,
+        ),
+        unsupported(
+            "engines on devices of their own get weights from the trainer's processes; use broadcast",
+            "disk",
+            when=when_is("actor_rollout_ref.hybrid_engine", False),
+            only=_SYNC,
         ),
     )
+
+    name: str = key("native", f"Engine, or with server_urls what the servers are (vllm or sglang): {listed(ENGINES)}")
     mode: Literal["sync", "async", "server"] = key(
         "sync",
         "sync: one call per batch; async: requests per sample; server: over HTTP. SGLang is servers in every mode.",
-        rules=(
-            unused(
-                "the native engine takes the requests of a batch together in its own process",
-                _native,
-                unless=("server",),
-            ),
-            unsupported(
-                "no server is started; give rollout.server_urls, or use sync",
-                "server",
-                when=all_of(_not_served, when_is("name", "native", "vllm")),
-            ),
-        ),
     )
-    server_urls: list[str] = key(
-        [], "With mode=server: servers that run already, here or elsewhere, as http://host:port."
-    )
-    server_timeout_s: float = key(
-        30.0, "A server that has answered nothing for so long is given up; its requests move on.", gt=0
-    )
-    num_servers: int = key(
-        1,
-        "With name=sglang and no server_urls: servers that one engine starts here, in every mode.",
-        ge=1,
-        rules=_STARTED_SERVERS,
-    )
+    server_urls: list[str] = key([], "With mode=server: servers that run already, as http://host:port.")
+    server_timeout_s: float = key(30.0, "A server silent for so long is given up; its requests move on.", gt=0)
+    num_servers: int = key(1, "With name=sglang and no server_urls: servers that one engine starts here.", ge=1)
     sglang_python: HomePath | None = key(
         None,
         "Python that starts those servers, where SGLang is installed apart. Null: $DOVETAIL_SGLANG_PYTHON, "
         "else the run's own.",
-        rules=_STARTED_SERVERS,
     )
-    server_api_key_env: str | None = key(
-        None, "Environment variable with the key that the servers ask for (Authorization: Bearer)."
-    )
-    n: int = key(1, "Responses per training prompt (the group of GRPO).", ge=1)
-    do_sample: bool = key(True, "Sample; false takes the most likely token.")
-    temperature: float = key(1.0, "Sampling temperature.", ge=0)
-    top_p: float = key(1.0, "Nucleus size.", gt=0, le=1)
-    top_k: int = key(-1, "Candidates per token; -1 for all.", ge=-1)
-    min_p: float = key(0.0, "Smallest probability relative to the best token.", ge=0, le=1)
-    repetition_penalty: float = key(
-        1.0, "Above 1 makes repeated tokens less likely.", gt=0, rules=unsupported("no engine here applies it; use 1.0")
-    )
+    server_api_key_env: str | None = key(None, "Environment variable with the servers' key (Bearer).")
+    repetition_penalty: float = key(1.0, "Above 1 makes repeated tokens less likely.", gt=0)
     ignore_eos: bool = key(False, "Generate on after the end-of-sequence token.")
     prompt_length: int = inherits("data.max_prompt_length", DataConfig)
     response_length: int = inherits("data.max_response_length", DataConfig)
-    calculate_log_probs: bool = key(
-        False,
-        "Keep the engine's log-probs of the sampled tokens.",
-        rules=unused("the engine's log-probs are always kept", unless=(True,)),
-    )
-    val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "Sampling in validation.")
+    calculate_log_probs: bool = key(False, "Keep the engine's log-probs of the sampled tokens.")
+    val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
     nnodes: int = key(0, "Nodes of generation alone; 0: on the trainer's devices.", ge=0)
-    n_gpus_per_node: int = key(
-        8,
-        "Devices per such node.",
-        ge=1,
-        rules=unused("the engine runs on the trainer's devices, one engine in each process", _shared_devices),
-    )
-    tensor_model_parallel_size: int = key(
-        1,
-        "Devices that share each layer of one engine.",
-        ge=1,
-        rules=unsupported(
-            _WHOLE_ENGINE,
-            when=lambda config, key: (look_up(config, key, "name"), look_up(config, key, "mode")) != ("vllm", "sync"),
-        ),
-    )
-    pipeline_model_parallel_size: int = key(1, "Pipeline stages of one engine.", ge=1, rules=unsupported(_WHOLE_ENGINE))
-    data_parallel_size: int = key(1, "Replicas inside one engine.", ge=1, rules=unsupported(_WHOLE_ENGINE))
+    n_gpus_per_node: int = key(8, "Devices per such node.", ge=1)
+    tensor_model_parallel_size: int = key(1, "Devices that share each layer of one engine.", ge=1)
+    pipeline_model_parallel_size: int = key(1, "Pipeline stages of one engine.", ge=1)
+    data_parallel_size: int = key(1, "Replicas inside one engine.", ge=1)
     expert_parallel_size: int = key(1, "Devices that share the experts of one engine.", ge=1)
     dtype: Dtype = key("bfloat16", "Dtype of the engine's weights.")
-    quantization: str | None = key(
-        None,
-        "Quantisation of the engine's weights, e.g. fp8.",
-        rules=unsupported("weights that change after every step are not quantised again; use null"),
-    )
+    quantization: str | None = key(None, "Quantisation of the engine's weights, e.g. fp8.")
     kv_cache_dtype: Literal["auto", "fp8"] = key(
         "auto", "Dtype of the engine's KV cache: auto is that of the weights; fp8 takes half, on CUDA only."
     )
@@ -207,9 +202,6 @@ class RolloutConfig(Section):
         "recompute",
         "KV cache of responses that run while the weights change: recompute it under the new ones, or keep it, after "
         "which their log-probs are not those of the weights.",
-        rules=unsupported(
-            "only `rollout.name=native` can keep it; the others recompute", "keep", when=when_not("name", "native")
-        ),
     )
     limit_images: int | None = key(None, "Most images per prompt. Null: the engine's limit.", ge=0)
     load_format: str = key("dummy", "What the engine loads at start; dummy: the trainer sends weights.")
@@ -217,63 +209,26 @@ class RolloutConfig(Section):
         "temperature",
         "Log-probs of sampled tokens: under the temperature before top-p / top-k cut anything (what the "
         "trainer recomputes), after the cut, or under temperature 1.",
-        rules=(
-            unused(_NOT_NATIVE, _native, unless=("raw_logprobs",)),
-            unsupported(
-                "the native engine reports log-probs under the temperature; use temperature",
-                "raw_logprobs",
-                when=_native,
-            ),
-        ),
     )
     scheduling_policy: Literal["fcfs", "priority"] = key("fcfs", "Order in which requests are served.")
     disable_log_stats: bool = key(True, "Silence the engine's own statistics.")
     skip_tokenizer_init: bool = key(True, "Start the engine without a tokenizer: ids in, ids out.")
-    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "Engine arguments.")
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     weight_sync: Literal["auto", "colocated", "broadcast", "disk"] = key(
         "auto",
         "How weights reach the engine; auto: colocated on shared devices, else through weights_folder "
         "where that is set, else broadcast.",
-        rules=(
-            unused(
-                "weights go to the engine of the same process",
-                all_of(_not_served, _shared_devices),
-                unless=("colocated",),
-            ),
-            unsupported("servers have memory of their own; use auto, disk or broadcast", "colocated", when=_served),
-            unsupported(
-                "it needs a folder that all servers see: {section}.weights_folder",
-                "disk",
-                when=all_of(_served, when_is("weights_folder", None)),
-            ),
-            unsupported(
-                "engines on devices of their own get weights from the trainer's processes; use broadcast",
-                "disk",
-                when=when_is("actor_rollout_ref.hybrid_engine", False),
-            ),
-        ),
     )
-    weights_folder: HomePath | None = key(
-        None, "Folder that trainer and servers both see under this path, for weight_sync=disk."
-    )
+    weights_folder: HomePath | None = key(None, "Folder that trainer and servers share, for weight_sync=disk.")
     update_weights_bucket_megabytes: int = key(512, "Size of one transfer of weights, in MiB.", ge=1)
     verify_start: bool = key(True, "Prove at the start that engine and trainer agree: checksums, and a greedy probe.")
     verify_weights: bool = key(False, "Prove it again after every weight update.")
-    restart_engine: int | bool = key(
-        0,
-        "How often a dead engine is started again before the run stops; true: once.",
-        ge=0,
-        rules=unused(
-            "an engine in the trainer's own process ends with it; vllm with mode=async, sglang, and engines on devices "
-            "of their own (`hybrid_engine=False`), are started again",
-            all_of(_shared_devices, when_not("restarts", True)),
-        ),
-    )
+    restart_engine: int | bool = key(0, "Restarts of a dead engine before the run stops; true: once.", ge=0)
     log_prob_micro_batch_size_per_gpu: int | None = inherits(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", ActorConfig)
     log_prob_use_dynamic_bsz: bool = inherits(f"{_ACTOR}.use_dynamic_bsz", ActorConfig)
     log_prob_max_token_len_per_gpu: int = inherits(f"{_ACTOR}.ppo_max_token_len_per_gpu", ActorConfig)
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Tools and several turns.")
-    agent: AgentLoopConfig = section(AgentLoopConfig, "Loops that drive a conversation.")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
+    agent: AgentLoopConfig = section(AgentLoopConfig)
 
     @field_validator("restart_engine", mode="before")
     @classmethod

@@ -9,13 +9,13 @@ from pydantic import model_validator
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import ESTIMATORS_WITH_CRITIC, OPTIMAL_TOKEN_BASELINES, AlgorithmConfig
 from dovetail.config.async_training import AsyncTrainingConfig
-from dovetail.config.base import Section, key, read_with, section, unused, when_is
+from dovetail.config.base import Section, key, look_up, read_with, section, unused, when_is
 from dovetail.config.critic import CriticConfig
 from dovetail.config.data import DataConfig
 from dovetail.config.distill import DistillConfig
 from dovetail.config.inherit import fill_distillation, fill_inherited, fill_old_policy
 from dovetail.config.model import ModelConfig
-from dovetail.config.names import unknown_names
+from dovetail.config.names import READ_FOR_NAMES, unknown_names
 from dovetail.config.preferences import DPOConfig, RewardTrainingConfig
 from dovetail.config.profiler import ProfilerConfig
 from dovetail.config.ray_init import RayInitConfig
@@ -25,7 +25,7 @@ from dovetail.config.rollout import RolloutConfig
 from dovetail.config.sft import SFTConfig
 from dovetail.config.trainer import TrainerConfig
 
-_SAMPLES = unused("trainer.method={trainer.method} samples no responses", when_is("generates", False))
+_NOT_SAMPLED = "trainer.method={trainer.method} samples no responses"
 
 
 class ActorRolloutRefConfig(Section):
@@ -33,10 +33,10 @@ class ActorRolloutRefConfig(Section):
 
     hybrid_engine: bool = key(True, "Engine and trainer take turns on the same devices.")
     nccl_timeout: int = key(600, "Seconds before a stuck collective fails.", ge=1)
-    model: ModelConfig = section(ModelConfig, "Policy network.")
-    actor: ActorConfig = section(ActorConfig, "Policy update.")
-    rollout: RolloutConfig = section(RolloutConfig, "Generation.", rules=_SAMPLES)
-    ref: RefConfig = section(RefConfig, "Reference policy.", rules=_SAMPLES)
+    model: ModelConfig = section(ModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    ref: RefConfig = section(RefConfig)
 
     @property
     def takes_adapters(self) -> bool:
@@ -47,26 +47,32 @@ class ActorRolloutRefConfig(Section):
 class DovetailConfig(Section):
     """Everything that can be set. Build it with keyword dicts or with `dovetail.config.load_config`."""
 
-    data: DataConfig = section(DataConfig, "Prompts.")
-    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "Policy.")
-    critic: CriticConfig = section(CriticConfig, "Value network.")
-    reward_model: RewardModelConfig = section(RewardModelConfig, "Scores.", rules=_SAMPLES)
-    custom_reward_function: CustomRewardFunctionConfig = section(
-        CustomRewardFunctionConfig, "A user's reward function.", rules=_SAMPLES
+    rules = (
+        unused(
+            _NOT_SAMPLED,
+            when_is("generates", False),
+            only="actor_rollout_ref.ref.* reward_model.* custom_reward_function.* algorithm.* async_training.*",
+        ),
+        unused(_NOT_SAMPLED, when_is("uses_engine", False), only="actor_rollout_ref.rollout.*"),
+        *(read_with("trainer.method", name, only=f"{name}.*") for name in ("dpo", "sft")),
+        read_with("trainer.method", "reward", only="reward_training.*"),
+        unused("trainer.method=distill reads it (`dovetail distill`)", when_is("distills", False), only="distill.*"),
     )
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and rewards.", rules=_SAMPLES)
-    trainer: TrainerConfig = section(TrainerConfig, "The driver's loop.")
-    dpo: DPOConfig = section(DPOConfig, "Training a policy on preferences.", rules=read_with("trainer.method", "dpo"))
-    reward_training: RewardTrainingConfig = section(
-        RewardTrainingConfig, "Training a reward model on preferences.", rules=read_with("trainer.method", "reward")
-    )
-    sft: SFTConfig = section(SFTConfig, "Fine-tuning on conversations.", rules=read_with("trainer.method", "sft"))
-    async_training: AsyncTrainingConfig = section(
-        AsyncTrainingConfig, "Training while other devices generate.", rules=_SAMPLES
-    )
-    distill: DistillConfig = section(DistillConfig, "On-policy distillation.")
-    global_profiler: ProfilerConfig = section(ProfilerConfig, "Traces of chosen steps.")
-    ray_init: RayInitConfig = section(RayInitConfig, "Ray.")
+
+    data: DataConfig = section(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    dpo: DPOConfig = section(DPOConfig)
+    reward_training: RewardTrainingConfig = section(RewardTrainingConfig)
+    sft: SFTConfig = section(SFTConfig)
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
+    distill: DistillConfig = section(DistillConfig)
+    global_profiler: ProfilerConfig = section(ProfilerConfig)
+    ray_init: RayInitConfig = section(RayInitConfig)
 
     @model_validator(mode="before")
     @classmethod
@@ -80,17 +86,7 @@ class DovetailConfig(Section):
 
     @model_validator(mode="after")
     def _names_are_registered(self) -> DovetailConfig:
-        messages = unknown_names(
-            {
-                "trainer.import_modules": self.trainer.import_modules,
-                "algorithm.adv_estimator": self.algorithm.adv_estimator,
-                "actor_rollout_ref.actor.policy_loss.loss_mode": self.actor_rollout_ref.actor.policy_loss.loss_mode,
-                "actor_rollout_ref.rollout.name": self.actor_rollout_ref.rollout.name,
-                "reward_model.reward_manager": self.reward_model.reward_manager,
-                "reward_model.reward_manager_module.path": self.reward_model.reward_manager_module.path,
-            }
-        )
-        if messages:
+        if messages := unknown_names({key: look_up(self, "", key) for key in READ_FOR_NAMES}):
             raise ValueError(" ".join(messages.values()))
         return self
 
@@ -105,6 +101,36 @@ class DovetailConfig(Section):
     def generates(self) -> bool:
         """Whether the method samples responses; the others train on what a file has."""
         return self.trainer.method in ("rl", "distill")
+
+    @property
+    def num_val_samples(self) -> int:
+        """Validation prompts that fine-tuning answers; RL answers all of them."""
+        if self.trainer.method != "sft" or not self.data.val_paths:
+            return 0
+        policy = self.actor_rollout_ref
+        in_place = self.trainer.world_size == 1 and not policy.model.uses_lora and policy.actor.strategy != "megatron"
+        return (4 if in_place else 0) if self.sft.val_samples is None else self.sft.val_samples
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether anything is generated, for training or to be looked at."""
+        return self.generates or self.num_val_samples > 0
+
+    @property
+    def rows_per_example(self) -> int:
+        """Sequences of one row of the data, where a method trains on a data set: preferences have two."""
+        return 2 if self.trainer.method in ("dpo", "reward") else 1
+
+    @property
+    def sequences_trained_together(self) -> int:
+        """Sequences that one micro-batch must hold: a pair, but for KTO, which judges one at a time."""
+        return 1 if self.trainer.method == "dpo" and self.dpo.loss_type == "kto" else self.rows_per_example
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a sequence that is trained."""
+        rollout = self.actor_rollout_ref.rollout
+        return rollout.prompt_length + rollout.response_length if self.generates else self.data.longest
 
     @property
     def uses_critic(self) -> bool:
@@ -136,13 +162,29 @@ class DovetailConfig(Section):
         return self.distills and self.distill.kl == "top_k"
 
     @property
+    def compares_vocabularies(self) -> bool:
+        """Whether the update compares the whole distributions of student and teacher."""
+        return self.distills and self.distill.kl == "full"
+
+    @property
     def reference_model(self) -> ModelConfig:
         """The network of the reference: the policy's own, or the teacher's."""
         model, teacher = self.actor_rollout_ref.model, self.distill.teacher
         if not self.distills:
             return model
-        own = {**teacher.model_dump(), "path": teacher.path or "", "hf_config_path": None, "tokenizer_path": None}
-        return model.model_copy(update={**own, "lora_rank": 0})
+        own = teacher.model_dump(include={"trust_remote_code", "external_lib", "override_config"})
+        own |= {"path": teacher.path or "", "hf_config_path": None, "tokenizer_path": None, "lora_rank": 0}
+        return model.model_copy(update=own)
+
+    @property
+    def teacher_devices(self) -> int:
+        """Devices of the teacher alone; 0 when it shares the student's, or there is none."""
+        return self.distill.teacher.own_devices if self.distills else 0
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole run: of the trainer, of engines alone, of the teacher alone."""
+        return self.trainer.world_size + self.actor_rollout_ref.rollout.own_devices + self.teacher_devices
 
     @property
     def generation_batch_size(self) -> int:

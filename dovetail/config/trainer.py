@@ -7,12 +7,21 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from dovetail.config.base import Section, key, unsupported, unused
+from dovetail.config.base import Section, key, read_with, unsupported, unused, when_is
 from dovetail.config.home import HomePath
+from dovetail.config.names import LOGGERS, listed
 
 
 class TrainerConfig(Section):
     """The driver's loop."""
+
+    rules = (
+        unused("data.val_files names no file", when_is("data.val_paths", ()), only="test_freq log_val_* validation_*"),
+        unused("{section}.save_freq=-1 writes none", when_is("save_freq", -1), only="max_actor_ckpt_to_keep"),
+        unused("max_actor_ckpt_to_keep counts checkpoints, which hold both", only="max_critic_ckpt_to_keep"),
+        read_with(".resume_mode", "resume_path", only="resume_from_path"),
+        unsupported("no backend here runs on it; use cuda, cpu or auto", "npu", only="device"),
+    )
 
     method: Literal["rl", "sft", "dpo", "reward", "distill"] = key(
         "rl",
@@ -27,9 +36,7 @@ class TrainerConfig(Section):
     nnodes: int = key(1, "Nodes.", ge=1)
     n_gpus_per_node: int = key(8, "Devices (or CPU ranks) per node.", ge=1)
     device: Literal["auto", "cuda", "cpu", "npu"] = key(
-        "auto",
-        "Device; auto: CUDA when there is one, else CPU. npu resolves, but no backend runs on it.",
-        rules=unsupported("no backend here runs on it; use cuda, cpu or auto", "npu"),
+        "auto", "Device; auto: CUDA when there is one, else CPU. npu resolves, but no backend runs on it."
     )
     seed: int = key(42, "Seed of everything: data order, sampling, weights, dropout.", ge=0)
     full_determinism: bool = key(False, "Deterministic kernels, slower.")
@@ -55,18 +62,9 @@ class TrainerConfig(Section):
     )
     resume_from_path: HomePath | None = key(None, "Checkpoint folder for `resume_mode=resume_path`.")
     max_actor_ckpt_to_keep: int | None = key(None, "Actor checkpoints kept. Null: all.", ge=1)
-    max_critic_ckpt_to_keep: int | None = key(
-        None,
-        "Critic checkpoints kept. Null: all.",
-        ge=1,
-        rules=unused("a checkpoint holds actor and critic together, and `trainer.max_actor_ckpt_to_keep` counts it"),
-    )
-    logger: list[str] | str = key(
-        ["console"], "Trackers: console, file, wandb, tensorboard, mlflow, swanlab, clearml, ..."
-    )
-    log_val_generations: int = key(
-        0, "Validation responses shown in the trackers, or without one in the console; -1: all.", ge=-1
-    )
+    max_critic_ckpt_to_keep: int | None = key(None, "Critic checkpoints kept. Null: all.", ge=1)
+    logger: list[str] | str = key(["console"], f"Trackers: {listed(LOGGERS)}")
+    log_val_generations: int = key(0, "Validation responses shown in the trackers or the console; -1: all.", ge=-1)
     rollout_data_dir: HomePath | None = key(
         None, "Folder that gets `<step>.jsonl` with all training responses, beside `rollouts/` of the run."
     )
@@ -78,6 +76,11 @@ class TrainerConfig(Section):
         "A call on the workers that runs longer ends the run and names the rank that hangs. A method "
         "that has run before has less time: ten times the longest call so far, at least ten minutes.",
         gt=0,
+    )
+    on_step: str | None = key(
+        None,
+        "`file.py:function` or `pkg://module:function`, called on the driver with `(step, metrics)` after every step. "
+        'The run ends there, with a checkpoint, when it returns "stop".',
     )
     import_modules: list[str] = key(
         [],

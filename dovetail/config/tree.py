@@ -50,6 +50,12 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
+def prefixes(key: str) -> list[str]:
+    """`key` and every section around it, the innermost first."""
+    parts = key.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
 def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _copied(inner) for name, inner in value.items()}

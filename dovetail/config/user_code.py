@@ -38,6 +38,12 @@ def load_user_object(path: str, name: str, *, key: str) -> Any:
     return getattr(module, name)
 
 
+def split_address(text: str) -> tuple[str, str]:
+    """Path and name of `file.py:function` or `pkg://module:function`; a text without a name has an empty one."""
+    path, _, name = text.rpartition(":")
+    return (path, name) if path and "/" not in name else (text, "")
+
+
 def import_user_modules(names: Sequence[str]) -> None:
     """Import `trainer.import_modules`, from installed packages or from the current folder."""
     if names and not {"", os.getcwd()} & set(sys.path):
@@ -82,6 +88,9 @@ def _import_file(path: str, key: str) -> ModuleType:
     name = f"dovetail_user_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
+    for module in list(sys.modules.values()):  # `trainer.import_modules` may name the file too: it registers once
+        if getattr(module, "__file__", None) == str(file):
+            return module
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserCodeError(f"{key}={path} is not a Python file; its name must end in .py.")

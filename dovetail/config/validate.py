@@ -13,7 +13,7 @@ from dovetail.config.errors import Problem
 from dovetail.config.keys import Key, catalogue, find_key, nearest_key, sections
 from dovetail.config.names import unknown_names
 from dovetail.config.root import DovetailConfig
-from dovetail.config.tree import Tree, put
+from dovetail.config.tree import Tree, prefixes, put
 
 
 def unknown_keys(values: Mapping[str, Any]) -> list[Problem]:
@@ -36,7 +36,8 @@ def suggestion(key: str) -> str:
 
 def build(values: Mapping[str, Any]) -> tuple[DovetailConfig | None, list[Problem]]:
     """The configuration that these leaf keys describe, or every problem with their values."""
-    problems = [*_impossible(values), *_booleans_as_numbers(values), *_unregistered_names(values)]
+    problems = _impossible(values)
+    problems += [Problem(key, message) for key, message in unknown_names(values).items()]
     tree: Tree = {}
     for key, value in values.items():
         if not (key in sections(DovetailConfig) and value is None):
@@ -56,11 +57,14 @@ def default_tree() -> Tree:
 
 def _impossible(values: Mapping[str, Any]) -> list[Problem]:
     """Values that no run can mean, wherever they come from; also in mappings whose keys are free."""
-    known = catalogue(DovetailConfig)
     problems: list[Problem] = []
     for key, value in values.items():
+        known = catalogue(DovetailConfig).get(key)
+        # `lr=True` would quietly become 1.0.
+        if isinstance(value, bool) and known and known.accepts(int, float) and not known.accepts(bool):
+            problems.append(_wrong_value(known, value))
         # A seed is any number of 64 bits; everything else that is counted is a size.
-        limit = _LARGEST_INTEGER if key.endswith("seed") or key not in known else _LARGEST_SIZE
+        limit = _LARGEST_INTEGER if key.endswith("seed") or known is None else _LARGEST_SIZE
         for inner in _scalars(value):
             if (why := _why_impossible(inner, limit)) is not None:
                 problems.append(Problem(key, f"{key}={_shown(value)} is not accepted: {why}."))
@@ -97,23 +101,6 @@ _LARGEST_SIZE = 1 << 40
 _LARGEST_INTEGER = (1 << 63) - 1
 
 
-def _booleans_as_numbers(values: Mapping[str, Any]) -> list[Problem]:
-    """`lr=True` would quietly become 1.0."""
-    known = catalogue(DovetailConfig)
-    return [
-        _wrong_value(known[key], value)
-        for key, value in values.items()
-        if isinstance(value, bool)
-        and key in known
-        and not known[key].accepts(bool)
-        and (known[key].accepts(int) or known[key].accepts(float))
-    ]
-
-
-def _unregistered_names(values: Mapping[str, Any]) -> list[Problem]:
-    return [Problem(key, message) for key, message in unknown_names(values).items()]
-
-
 def _problems_of(error: ValidationError, values: Mapping[str, Any]) -> list[Problem]:
     mine: list[Problem] = []
     inherited: list[Problem] = []
@@ -137,11 +124,8 @@ def _problems_of(error: ValidationError, values: Mapping[str, Any]) -> list[Prob
 
 def _known_prefix(name: str) -> Key | None:
     """The key that an error is about; pydantic appends list positions and union branches to it."""
-    parts = name.split(".")
     known = catalogue(DovetailConfig)
-    return next(
-        (known[".".join(parts[:end])] for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in known), None
-    )
+    return next((known[prefix] for prefix in prefixes(name) if prefix in known), None)
 
 
 def _wrong_value(key: Key, value: Any, rule: str = "") -> Problem:

@@ -6,6 +6,8 @@ The grammar is Hydra's as far as launch lines use it. Shell variables are not ex
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 # No underscores: `2_4` is a pair of bounds, not 24.
@@ -43,23 +45,8 @@ def unquote(text: str) -> str:
 
 def split_outside(text: str, separator: str) -> list[str]:
     """Cut `text` at every `separator` that is not inside quotes or brackets."""
-    parts: list[str] = [""]
-    closers: list[str] = []
-    quote = ""
-    for position, letter in enumerate(text):
-        if quote:
-            quote = "" if letter == quote and text[position - 1] != "\\" else quote
-        elif letter in "\"'":
-            quote = letter
-        elif letter in _CLOSING:
-            closers.append(_CLOSING[letter])
-        elif closers and letter == closers[-1]:
-            closers.pop()
-        elif letter == separator and not closers:
-            parts.append("")
-            continue
-        parts[-1] += letter
-    return parts
+    cuts = [position for position, letter, closers in _outside_quotes(text) if letter == separator and not closers]
+    return [text[start + 1 : end] for start, end in pairwise([-1, *cuts, len(text)])]
 
 
 def _unescaped(text: str) -> str:
@@ -79,21 +66,27 @@ def _scalar(text: str) -> Any:
 
 def _inside_brackets(text: str) -> tuple[str, str]:
     """What the bracket at the start encloses, and what follows it."""
-    closing, depth, quote = _CLOSING[text[0]], 0, ""
+    for position, _, closers in _outside_quotes(text):
+        if not closers:
+            return text[1:position], text[position + 1 :].strip()
+    raise ValueError(f"the closing {_CLOSING[text[0]]!r} is missing")
+
+
+def _outside_quotes(text: str) -> Iterator[tuple[int, str, list[str]]]:
+    """Every letter outside quotes with its position, and the brackets that are still to be closed after it."""
+    closers: list[str] = []
+    quote = ""
     for position, letter in enumerate(text):
         if quote:
             quote = "" if letter == quote and text[position - 1] != "\\" else quote
-        elif letter in "\"'":
+            continue
+        if letter in "\"'":
             quote = letter
-        elif letter in "[{(":
-            depth += 1
-        elif letter in "]})":
-            depth -= 1
-            if depth == 0:
-                if letter != closing:
-                    raise ValueError(f"a list or mapping is closed by {letter!r} instead of {closing!r}")
-                return text[1:position], text[position + 1 :].strip()
-    raise ValueError(f"the closing {closing!r} is missing")
+        elif letter in _CLOSING:
+            closers.append(_CLOSING[letter])
+        elif closers and letter == closers[-1]:
+            closers.pop()
+        yield position, letter, closers
 
 
 def _pair(item: str) -> tuple[str, Any]:

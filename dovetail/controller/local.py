@@ -7,6 +7,7 @@ traceback. Arguments are not copied, unlike through Ray.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from dovetail.controller.context import WorkerContext, building
@@ -39,7 +40,7 @@ class LocalWorkerGroup(WorkerGroup):
         return self._host.worker(self.role)
 
     def shutdown(self) -> None:
-        """Drop the workers."""
+        """Close the workers, and drop them."""
         self._host.clear()
 
     def take_spans(self) -> list[list[Span]]:
@@ -79,7 +80,10 @@ class _LocalHost(WorkerHost):
         return self._workers[role]
 
     def clear(self) -> None:
-        self._workers.clear()
+        with ExitStack() as stack:
+            stack.callback(self._workers.clear)
+            for worker in self._workers.values():
+                stack.callback(worker.close)
 
 
 class _Done:

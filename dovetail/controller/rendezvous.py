@@ -31,17 +31,21 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 
 def serve_store(host: str) -> tuple[str, int]:
     """Serve a key-value store on a free port of ``host`` for the life of the process; return the bound address."""
+    store, port = open_store(host, STORE_TIMEOUT)
+    _SERVED[host, port] = store
+    return host, port
+
+
+def open_store(host: str, timeout: timedelta) -> tuple[Store, int]:
+    """A key-value store on a free port of ``host``, which is returned too. It is served as long as the object lives."""
     from torch.distributed import TCPStore
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((host, 0))
     listener.listen(4096)
     port = listener.getsockname()[1]
-    _SERVED[host, port] = TCPStore(
-        host, port, is_master=True, timeout=STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return host, port
+    fd = listener.detach()
+    return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd), port
 
 
 def hold_port(host: str) -> socket.socket:

@@ -11,13 +11,13 @@ import logging
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dovetail.controller.errors import WorkerError
 from dovetail.controller.process_state import Monitors
 
 if TYPE_CHECKING:
-    from dovetail.controller.host import ProcessIdentity
+    from dovetail.controller.processes import WorkerProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -27,25 +27,11 @@ STOPPED_S = 15.0
 _LOOK_FOR_STOPPED_S = 3.0
 
 
-class Watched(Protocol):
-    """Processes as the watchdog sees them: `WorkerProcesses` is one."""
-
-    watchdog: Watchdog | None
-    names: list[str]
-    identities: list[ProcessIdentity]
-    stopped: bool
-    failure: WorkerError | None
-
-    def report_death(self, rank: int, reason: str) -> WorkerError: ...
-
-    def report_hang(self, rank: int, reason: str, stacks: str = "") -> WorkerError: ...
-
-
 class Watchdog:
     """Watches the processes given to `watch` until they are stopped."""
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
         self._unreported: list[WorkerError] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -53,7 +39,7 @@ class Watchdog:
         self._stopped_since: dict[int, float] = {}
         self._looked_for_stopped = 0.0
 
-    def watch(self, processes: Watched) -> None:
+    def watch(self, processes: WorkerProcesses) -> None:
         """Start watching; the processes must be up."""
         processes.watchdog = self
         with self._lock:
@@ -62,7 +48,7 @@ class Watchdog:
                 self._thread = threading.Thread(target=self._run, name="dovetail-watchdog", daemon=True)
                 self._thread.start()
 
-    def forget(self, processes: Watched) -> None:
+    def forget(self, processes: WorkerProcesses) -> None:
         """Stop watching: they are about to end."""
         with self._lock:
             self._watched.discard(processes)
@@ -84,7 +70,7 @@ class Watchdog:
             self._looked_for_stopped = time.monotonic()
             self._look_for_stopped(watched)
 
-    def _look_for_stopped(self, watched: list[Watched]) -> None:
+    def _look_for_stopped(self, watched: list[WorkerProcesses]) -> None:
         places = [(processes, rank) for processes in watched for rank in range(len(processes.identities))]
         stopped = self.monitors.stopped([processes.identities[rank] for processes, rank in places])
         now = time.monotonic()

@@ -87,6 +87,9 @@ class Worker:
         default = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         rendezvous.init_process_group(self.context, backend or default, device=device, timeout=timeout)
 
+    def close(self) -> None:
+        """The group ends and this process lives on: end what does not end with the worker, such as servers."""
+
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Say which share of a batch this rank takes in calls dispatched by ``mesh_name``.
 

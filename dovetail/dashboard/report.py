@@ -24,8 +24,8 @@ from dovetail.dashboard.runs import Run, Runs
 from dovetail.dashboard.step_times import phase_words, recent_shares, what_it_waits_for
 from dovetail.observability.run_folder import write_text
 
-_COLOURS = ("#0d9488", "#e07b00", "#6366f1", "#d6336c", "#2f9e44")
-_STYLE = {
+COLOURS = ("#0d9488", "#e07b00", "#6366f1", "#d6336c", "#2f9e44")
+STYLE = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -49,7 +49,7 @@ def write_png(table: MetricsTable, title: str, file: Path) -> None:
     charts = recorded_charts(table)
     columns = min(3, max(1, len(charts)))
     rows = max(1, -(-len(charts) // columns))
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.5), dpi=110, layout="constrained")
         figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
         for index, (chart, names) in enumerate(charts):
@@ -63,7 +63,7 @@ def write_png(table: MetricsTable, title: str, file: Path) -> None:
 
 def svg(table: MetricsTable, names: list[str]) -> str:
     """One chart as an `<svg>` element."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(4.6, 2.4), layout="constrained")
         _draw(figure.add_subplot(), table, names)
         text = io.StringIO()
@@ -72,7 +72,7 @@ def svg(table: MetricsTable, names: list[str]) -> str:
 
 
 def _draw(axes: Axes, table: MetricsTable, names: list[str]) -> None:
-    for name, colour in zip(names, _COLOURS * len(names), strict=False):
+    for name, colour in zip(names, COLOURS * len(names), strict=False):
         smoothing = 0.9 if len(table) > 100 else 0.0
         line = points(table, name, smoothing=smoothing, most=_MOST)
         if not line["x"]:

@@ -213,8 +213,8 @@ _CALLS = {
     "log-probs": ("compute_log_prob",),
     "reference log-probs": ("compute_ref_log_prob",),
     "values": ("compute_values",),
-    "update actor": ("update_actor",),
-    "update critic": ("update_critic",),
+    "update actor": ("update_actor", "update"),
+    "update critic": ("update_critic", "update"),
     "reward model": ("compute_rm_score",),
 }
 

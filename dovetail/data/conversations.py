@@ -10,35 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dovetail.config.data import DataConfig
 from dovetail.config.sft import SFTConfig
-from dovetail.data.encode import Messages
+from dovetail.data.encode import Messages, truncate
 from dovetail.data.errors import DataError
-from dovetail.data.examples import ExampleDataset, TooLong, pad_rows
+from dovetail.data.examples import ExampleDataset, Renderer, TooLong, pad_rows
 from dovetail.data.files import Rows
 from dovetail.protocol import DataProto
-
-
-class Renderer(Protocol):
-    """What is asked of `dovetail.agents.chat.ChatRenderer`."""
-
-    def start(self, messages: Sequence[Any], tools: Any = None) -> list[int]: ...
-
-    def answer(self, messages: Sequence[Any], tools: Any = None) -> list[int]: ...
-
-    def extend(
-        self,
-        messages: Sequence[Any],
-        new: Sequence[Any],
-        *,
-        closed: bool,
-        tools: Any = None,
-        stop_id: int | None = None,
-    ) -> list[int] | None: ...
 
 
 class TokenRow(NamedTuple):
@@ -47,15 +29,18 @@ class TokenRow(NamedTuple):
     ids: list[int]
     mask: list[int]
 
+    def first_answer(self) -> tuple[list[int], list[int]]:
+        """What comes before the first trained token, and the answer that it begins."""
+        start = self.mask.index(1)
+        end = self.mask.index(0, start) if 0 in self.mask[start:] else len(self.mask)
+        return self.ids[:start], self.ids[start:end]
+
 
 Conversation = tuple[TokenRow, ...]
 
 
 class ConversationDataset(ExampleDataset[Conversation]):
-    """The conversations of one or more files. Each is one row, or several where the template rewrites its history.
-
-    `renderer` is None for a tokenizer without a chat template: prompt and response are then plain text.
-    """
+    """The conversations of one or more files. Each is one row, or several where the template rewrites its history."""
 
     def __init__(
         self,
@@ -64,15 +49,11 @@ class ConversationDataset(ExampleDataset[Conversation]):
         renderer: Renderer | None,
         config: DataConfig,
         sft: SFTConfig,
-        *,
-        max_samples: int = -1,
-        seed: int = 0,
+        **which: int,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._renderer = renderer
+        """`which`: `max_samples` and `seed`."""
         self._sft = sft
-        self._pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
-        super().__init__(files, config, max_samples=max_samples, seed=seed)
+        super().__init__(files, tokenizer, renderer, config, **which)
 
     def encode(self, row: Mapping[str, Any]) -> Iterator[Conversation]:
         messages = self._messages(row)
@@ -120,12 +101,7 @@ class ConversationDataset(ExampleDataset[Conversation]):
                 "it is a conversation, but the tokenizer has no chat template; set "
                 "actor_rollout_ref.model.custom_chat_template, or give a prompt and a response."
             )
-        prompt, response = (message["content"] for message in messages)
-        prompt_ids = list(self._tokenizer(prompt)["input_ids"])
-        # A tokenizer may end every text with its own token; the response comes before that.
-        if len(prompt_ids) > 1 and prompt_ids[-1] == self._tokenizer.eos_token_id:
-            prompt_ids = prompt_ids[:-1]
-        own = [*self._tokenizer.encode(response, add_special_tokens=False), self._tokenizer.eos_token_id]
+        prompt_ids, own = self._text_ids(*(message["content"] for message in messages))
         return TokenRow([*prompt_ids, *own], [*([0] * len(prompt_ids)), *([1] * len(own))])
 
     def _fitted(self, row: TokenRow) -> TokenRow:
@@ -137,8 +113,7 @@ class ConversationDataset(ExampleDataset[Conversation]):
                 f"it has {len(row.ids)} tokens, more than data.max_length={limit}; raise it to {len(row.ids)}, set "
                 "data.filter_overlong_prompts=True to leave such rows out, or data.truncation=right (or left) to cut."
             )
-        part = slice(-limit, None) if side == "left" else slice(limit)
-        return TokenRow(row.ids[part], row.mask[part])
+        return TokenRow(*(truncate(part, limit, side, "") for part in row))
 
 
 def conversation_rows(renderer: Renderer, messages: Messages, tools: Any = None) -> Iterator[TokenRow]:

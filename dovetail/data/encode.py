@@ -76,10 +76,13 @@ class PromptEncoder:
         return self.token_ids([self.render(messages, where)], is_chat=not isinstance(messages, str))[0]
 
 
+def pad_id(tokenizer: Any) -> int:
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+
+
 def pad_prompt(ids: Sequence[int], tokenizer: Any, width: int) -> dict[str, torch.Tensor]:
     """`input_ids`, `attention_mask` and `position_ids` of one prompt, left-padded."""
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    input_ids = torch.full((width,), int(pad), dtype=torch.int64)
+    input_ids = torch.full((width,), pad_id(tokenizer), dtype=torch.int64)
     mask = torch.zeros(width, dtype=torch.int64)
     input_ids[width - len(ids) :] = torch.tensor(ids, dtype=torch.int64)
     mask[width - len(ids) :] = 1

@@ -9,12 +9,13 @@ import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from dovetail.config.data import DataConfig
+from dovetail.data.encode import pad_id
 from dovetail.data.errors import DataError
 from dovetail.data.files import Rows, read_rows
 from dovetail.data.sampler import shuffled
@@ -26,6 +27,24 @@ Example = TypeVar("Example")
 _MOST_SHOWN = 20
 
 
+class Renderer(Protocol):
+    """What is asked of `dovetail.agents.chat.ChatRenderer`."""
+
+    def start(self, messages: Sequence[Any], tools: Any = None) -> list[int]: ...
+
+    def answer(self, messages: Sequence[Any], tools: Any = None) -> list[int]: ...
+
+    def extend(
+        self,
+        messages: Sequence[Any],
+        new: Sequence[Any],
+        *,
+        closed: bool,
+        tools: Any = None,
+        stop_id: int | None = None,
+    ) -> list[int] | None: ...
+
+
 class TooLong(DataError):
     """A row that does not fit and may not be cut."""
 
@@ -34,11 +53,21 @@ class ExampleDataset(ABC, Generic[Example]):
     """The examples of one or more files, one after the other."""
 
     def __init__(
-        self, files: Sequence[str | Rows], config: DataConfig, *, max_samples: int = -1, seed: int = 0
+        self,
+        files: Sequence[str | Rows],
+        tokenizer: Any,
+        renderer: Renderer | None,
+        config: DataConfig,
+        *,
+        max_samples: int = -1,
+        seed: int = 0,
     ) -> None:
+        """`renderer` is None for a tokenizer without a chat template: prompts and responses are then plain text."""
         if not files:
             raise DataError("there are no data files; set data.train_files.")
         self.config = config
+        self._tokenizer, self._renderer = tokenizer, renderer
+        self._pad_id = pad_id(tokenizer)
         self._files = [read_rows(file) if isinstance(file, str) else file for file in files]
         self._examples: list[Example] = []
         self.source_sizes: list[int] = []
@@ -84,6 +113,15 @@ class ExampleDataset(ABC, Generic[Example]):
         """A sum over the content of examples, in any order: sums of parts add up, modulo 2**64."""
         hashes = (hashlib.blake2b(repr(self._examples[int(index)]).encode(), digest_size=8) for index in indices)
         return sum(int.from_bytes(one.digest(), "big") for one in hashes) % 2**64
+
+    def _text_ids(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+        """Ids of plain text: the prompt's, and the response's with the end of sequence."""
+        prompt_ids = list(self._tokenizer(prompt)["input_ids"])
+        # A tokenizer may end every text with its own token; the response comes before that.
+        if len(prompt_ids) > 1 and prompt_ids[-1] == self._tokenizer.eos_token_id:
+            prompt_ids = prompt_ids[:-1]
+        own = self._tokenizer.encode(response, add_special_tokens=False)
+        return prompt_ids, [*own, self._tokenizer.eos_token_id]
 
     def _read(self, max_samples: int, seed: int) -> list[int]:
         wanted = self._wanted(max_samples, seed)

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.config.data import DataConfig
-from dovetail.data.conversations import Renderer, TokenRow, checked_messages, checked_tools
+from dovetail.data.conversations import TokenRow, checked_messages, checked_tools
 from dovetail.data.encode import Messages, truncate
 from dovetail.data.errors import DataError
-from dovetail.data.examples import ExampleDataset, TooLong, pad_rows
-from dovetail.data.files import Rows
+from dovetail.data.examples import ExampleDataset, Renderer, TooLong, pad_rows
 from dovetail.protocol import DataProto
 
 
@@ -43,28 +41,12 @@ class Labelled:
 
 
 class PreferenceDataset(ExampleDataset[Pair | Labelled]):
-    """Pairs, or labelled responses (`labelled=True`), of one or more files.
+    """Pairs, or labelled responses (`labelled=True`), of one or more files. A pair makes two labelled responses."""
 
-    `renderer` is None for a tokenizer without a chat template: prompts and responses are then plain text. A pair makes
-    two labelled responses where those are wanted.
-    """
-
-    def __init__(
-        self,
-        files: Sequence[str | Rows],
-        tokenizer: Any,
-        renderer: Renderer | None,
-        config: DataConfig,
-        *,
-        labelled: bool = False,
-        max_samples: int = -1,
-        seed: int = 0,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._renderer = renderer
+    def __init__(self, *source: Any, labelled: bool = False, **which: int) -> None:
+        """`source` and `which` as for `ExampleDataset`."""
         self._labelled = labelled
-        self._pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
-        super().__init__(files, config, max_samples=max_samples, seed=seed)
+        super().__init__(*source, **which)
 
     def encode(self, row: Mapping[str, Any]) -> Iterator[Pair | Labelled]:
         if not self._labelled:
@@ -155,12 +137,7 @@ class PreferenceDataset(ExampleDataset[Pair | Labelled]):
         return self._fitted(prompt_ids, TokenRow(ids, [int(own) for part, own in parts for _ in part]), name)
 
     def _encode_text(self, prompt: str, response: str, name: str) -> tuple[list[int], TokenRow]:
-        tokenizer = self._tokenizer
-        prompt_ids = list(tokenizer(prompt)["input_ids"])
-        # A tokenizer may end every text with its own token; a response comes after that.
-        if prompt_ids and prompt_ids[-1] == tokenizer.eos_token_id and prompt_ids[-1:] != prompt_ids[:1]:
-            prompt_ids = prompt_ids[:-1]
-        ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+        prompt_ids, ids = self._text_ids(prompt, response)
         return self._fitted(prompt_ids, TokenRow(ids, [1] * len(ids)), name)
 
     def _fitted(self, prompt: list[int], response: TokenRow, name: str) -> tuple[list[int], TokenRow]:
@@ -240,6 +217,8 @@ def _without_prompt(response: Messages, prompt: Messages) -> Messages:
 def _checked(value: Any, name: str) -> Messages | str:
     if isinstance(value, str) and value:
         return value
+    if value is None:
+        raise DataError(f"there is no {name}; it must be text or a list of messages with role and content.")
     try:
         return checked_messages([value] if isinstance(value, Mapping) else value, name)
     except DataError as error:

@@ -1,9 +1,9 @@
 """Packed attention for any transformers model, registered as `attn_implementation="dovetail_packed"`.
 
 The model call takes `segments=PackedSegments(...)`; every layer hands it on as a keyword. Sequences inside the row do
-not see each other. With `segments.sp_group` the row is spread over ranks and tokens are swapped for heads around the
-kernel (Ulysses). Without `segments` it is plain SDPA with the usual masks: one setting serves packed and padded calls,
-generation and vision towers.
+not see each other, but for a beginning they share (`segments.shared`). With `segments.sp_group` the row is spread over
+ranks and tokens are swapped for heads around the kernel (Ulysses). Without `segments` it is plain SDPA with the usual
+masks: one setting serves packed and padded calls, generation and vision towers.
 
 Kernel, chosen per call: on CUDA in half precision flash-attn's varlen kernel when installed, else PyTorch's own
 (`torch.nn.attention.varlen`); everywhere else one SDPA call per sequence, the fastest of the ways measured on CPU.
@@ -136,10 +136,14 @@ def _flash_attn_is_here() -> bool:
 def _sdpa_by_sequence(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, options: _Options) -> Tensor:
     outs = []
     lengths = list(segments.lengths)
-    parts = zip(lengths, query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    for length, q, k, v in parts:
-        window = options.window
-        mask = _window_mask(length, window, query.device) if window is not None and window < length else None
+    spans = [(0, 0)] * len(lengths) if segments.shared is None else segments.shared.spans
+    parts = zip(spans, query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    for (start, shared), q, k, v in parts:
+        if shared:
+            k = torch.cat([key.narrow(2, start, shared), k], 2)
+            v = torch.cat([value.narrow(2, start, shared), v], 2)
+        windowed = options.window is not None and options.window < k.size(2)
+        mask = _causal_mask(q.size(2), k.size(2), options.window, query.device) if shared or windowed else None
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -154,19 +158,55 @@ def _sdpa_by_sequence(query: Tensor, key: Tensor, value: Tensor, segments: Packe
     return torch.cat(outs, 2).transpose(1, 2).contiguous()
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """A token sees itself and the `window - 1` before it, as transformers counts."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """The queries are the last of the keys. A token sees itself and the `window - 1` before it, as in transformers."""
+    queries = torch.arange(num_keys - num_queries, num_keys, device=device)
+    distance = queries[:, None] - torch.arange(num_keys, device=device)[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+class _TakeKeys(torch.autograd.Function):
+    """`tokens[index]` for keys that several sequences see; their gradients are added up in float32, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_tokens = tokens.size(0)
+        return tokens[index]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = grads[0].new_zeros(ctx.num_tokens, *grads[0].shape[1:], dtype=torch.float32)
+        return total.index_put_((index,), grads[0].float(), accumulate=True).to(grads[0].dtype), None
+
+
+class _Varlen(NamedTuple):
+    """Arguments of a varlen kernel: `[N, heads, D]` each, where sequences begin, and the longest."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> _Varlen:
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    cu, longest, shared = segments.cu_seqlens, segments.max_length, segments.shared
+    if shared is None:
+        return _Varlen(q, k, v, cu, cu, longest, longest)
+    keys, values = (_TakeKeys.apply(t, shared.index) for t in (k, v))
+    return _Varlen(q, keys, values, cu, shared.cu_seqlens, longest, max(shared.lengths))
 
 
 def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, options: _Options) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [N, heads, D]
-    cu, longest = segments.cu_seqlens, segments.max_length
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=options.scale, **varlen_options(options.window))
+    arguments = _varlen(query, key, value, segments)
+    out = varlen_attn(*arguments, scale=options.scale, **varlen_options(options.window))
     assert isinstance(out, Tensor), "only a request for the normaliser makes varlen_attn return a pair"
     return out.unsqueeze(0)
 
@@ -184,9 +224,7 @@ def varlen_options(window: int | None) -> dict[str, Any]:
 
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, options: _Options) -> Tensor:
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    cu, longest = segments.cu_seqlens, segments.max_length
     size = (-1, -1) if options.window is None else (options.window - 1, 0)
     sums = {"dropout_p": options.dropout, "softmax_scale": options.scale, "causal": True, "window_size": size}
-    out = importlib.import_module("flash_attn").flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **sums)
+    out = importlib.import_module("flash_attn").flash_attn_varlen_func(*_varlen(query, key, value, segments), **sums)
     return out.unsqueeze(0)

@@ -29,7 +29,13 @@ HF_PREFIX = "hf_model."
 class TokenLayout(Protocol):
     """How this rank's tokens lie in a flat row, and the way back to `[B, T]`."""
 
-    def pack(self, x: Tensor) -> Tensor: ...
+    def pack(self, x: Tensor) -> Tensor:
+        """`[B, T, ...]` to this rank's tokens, end to end."""
+        ...
+
+    def states(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The rows of `hidden` that belong to `tokens` of what `pack` returns; None: to all of them."""
+        ...
 
     def unpack(self, values: Tensor) -> Tensor: ...
 
@@ -40,6 +46,9 @@ class PaddedLayout:
 
     def pack(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)
+
+    def states(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        return hidden if tokens is None else hidden[tokens]
 
     def unpack(self, values: Tensor) -> Tensor:
         return values.unflatten(0, self.shape)
@@ -54,6 +63,12 @@ class PackedLayout:
         row = self.batch.pack(x)
         return row if self.group is None else slice_inputs(row, 0, self.group)
 
+    def states(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        places = self.batch.places
+        if places is None:
+            return hidden if tokens is None else hidden[tokens]
+        return hidden[places if tokens is None else places[tokens]]
+
     def unpack(self, values: Tensor) -> Tensor:
         row = values if self.group is None else gather_outputs(values, 0, self.group)
         return self.batch.unpack(row)
@@ -62,10 +77,14 @@ class PackedLayout:
 class TransformerBackbone(nn.Module):
     """Owns a transformers model and runs it up to its last hidden states."""
 
-    def __init__(self, hf_model: Any, *, use_remove_padding: bool = True) -> None:
+    def __init__(self, hf_model: Any, *, use_remove_padding: bool = True, share_prefixes: bool = False) -> None:
+        """`share_prefixes`: what packed sequences of a batch begin with alike is computed once."""
         super().__init__()
         self.hf_model = hf_model
         self.use_remove_padding = use_remove_padding
+        kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
+        # Layers with a state, such as linear attention, see what lies before a token in the row.
+        self.share_prefixes = share_prefixes and kinds <= {"full_attention", "sliding_attention"}
         if use_remove_padding:
             hf_model.set_attn_implementation(register_packed_attention())
 
@@ -124,7 +143,8 @@ class TransformerBackbone(nn.Module):
                 f"sequences; it must be {PACKED_ATTENTION!r}, or set use_remove_padding=False."
             )
         group = get_ulysses_group()
-        batch = pack_batch(input_ids, attention_mask, position_ids, sp_group=group)
+        share = self.share_prefixes and group is None and not extra  # images belong to one sequence each
+        batch = pack_batch(input_ids, attention_mask, position_ids, sp_group=group, share_prefixes=share)
         ids, positions = batch.input_ids, batch.position_ids
         base = self.hf_model.base_model
         decoder = base.get_decoder() if hasattr(base, "get_decoder") else base

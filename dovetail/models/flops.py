@@ -78,7 +78,10 @@ class StepUtilisation:
                 actor_epochs=config.actor_rollout_ref.actor.ppo_epochs,
                 critic_epochs=config.critic.ppo_epochs,
                 adapters_only=config.actor_rollout_ref.model.uses_lora,
+                shares_prompts=config.actor_rollout_ref.actor.use_prefix_grouper,
             )
+            if config.teacher_devices:
+                flops.pop("ref", None)  # the peak is that of the student's devices
             metrics |= utilisation(flops, seconds, training)
             metrics["perf/peak_tflops"] = training / 1e12
         return metrics
@@ -115,13 +118,18 @@ def generation_flops(shape: ModelShape, answers: DataProto) -> float:
     prompts, responses = _lengths(answers)
     whole = prompts + responses
     total = forward_flops(shape, whole.tolist(), int(responses.sum()))
-    uids = [str(uid) for uid in answers.non_tensor_batch["uid"]]
+    return total - forward_flops(shape, _prompts_seen_again(answers), 0)
+
+
+def _prompts_seen_again(batch: DataProto) -> list[int]:
+    """Tokens of the prompts of all rows but the first of each group."""
     seen: set[str] = set()
-    for uid, length in zip(uids, prompts.tolist(), strict=True):
+    again: list[int] = []
+    for uid, length in zip(map(str, batch.non_tensor_batch["uid"]), _lengths(batch)[0].tolist(), strict=True):
         if uid in seen:
-            total -= forward_flops(shape, [length], 0)
+            again.append(length)
         seen.add(uid)
-    return total
+    return again
 
 
 def pass_flops(
@@ -133,17 +141,21 @@ def pass_flops(
     actor_epochs: int,
     critic_epochs: int,
     adapters_only: bool,
+    shares_prompts: bool = False,
 ) -> dict[str, float]:
     """FLOPs of every phase that runs a model over `batch`, by phase. A backward pass costs two forward passes.
 
-    Frozen weights need no gradient of their own: with adapters a backward pass costs one.
+    Frozen weights need no gradient of their own: with adapters a backward pass costs one. `shares_prompts`: the policy
+    and its reference compute a prompt once for all its responses.
     """
     prompts, responses = _lengths(batch)
     lengths, num_responses = (prompts + responses).tolist(), int(responses.sum())
-    forward = forward_flops(policy, lengths, num_responses)
+    again = _prompts_seen_again(batch) if shares_prompts else []
+    forward = forward_flops(policy, lengths, num_responses) - forward_flops(policy, again, 0)
+    reference = policy if teacher is None else teacher
     flops = {
         "old_log_prob": forward,
-        "ref": forward if teacher is None else forward_flops(teacher, lengths, num_responses),
+        "ref": forward_flops(reference, lengths, num_responses) - forward_flops(reference, again, 0),
         "update_actor": forward * (2 if adapters_only else 3) * actor_epochs,
     }
     if critic is not None:

@@ -146,6 +146,28 @@ def _entropy(log_p: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
+def chunk_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    temperature: float,
+    softcap: float | None,
+    dtype: torch.dtype,
+    size: int | None = None,
+) -> Tensor:
+    """`[C, V]` float32 of a few rows, with products in `dtype`; of the first `size` labels alone, if it is given."""
+    return log_softmax(chunk_logits(hidden, weight, bias, softcap=softcap, dtype=dtype)[:, :size].div(temperature))
+
+
+def chunk_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, softcap: float | None, dtype: torch.dtype
+) -> Tensor:
+    """`[C, V]` float32 of a few rows, with products in `dtype`."""
+    logits = _logits(hidden.to(dtype), weight.to(dtype), bias)
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+
 def listed_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -161,11 +183,8 @@ def listed_log_probs(
     Logits of a chunk are computed again in backward, so that no more than one chunk of them is held.
     """
 
-    def log_p(part: Tensor) -> Tensor:
-        logits = _logits(part.to(dtype), weight.to(dtype), bias)
-        if softcap:
-            logits = torch.tanh(logits / softcap) * softcap
-        return log_softmax(logits.div(temperature))
+    def log_p(part: Tensor, size: int | None = None) -> Tensor:
+        return chunk_log_probs(part, weight, bias, temperature=temperature, softcap=softcap, dtype=dtype, size=size)
 
     def listed(part: Tensor, ids: Tensor) -> Tensor:
         return log_p(part).gather(-1, ids)
@@ -178,7 +197,7 @@ def listed_log_probs(
         if lists.top_k:
             size = min(lists.vocab_size or weight.size(0), weight.size(0))
             with torch.no_grad():
-                parts = [log_softmax(log_p(part)[:, :size]).topk(min(lists.top_k, size)) for part in hidden.split(rows)]
+                parts = [log_p(part, size).topk(min(lists.top_k, size)) for part in hidden.split(rows)]
             top = TopTokens(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
         if lists.ids is not None:
             pairs = zip(hidden.split(rows), lists.ids.split(rows), strict=True)

@@ -27,7 +27,10 @@ def add_lora(
     dropout: float = 0.0,
     exclude_modules: str | Sequence[str] | None = None,
 ) -> Any:
-    """Inject adapters and freeze everything else; returns the same model. Call it before FSDP, meta device or not."""
+    """Inject adapters and freeze everything else; returns the same model. Call it before FSDP, meta device or not.
+
+    A scalar head, which starts from random numbers, gets no adapter and is trained itself.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
@@ -39,12 +42,20 @@ def add_lora(
         exclude_modules=excluded,
         lora_dropout=dropout,
         bias="none",
-        task_type="CAUSAL_LM",
+        # Which output layer "all-linear" leaves out.
+        task_type="SEQ_CLS" if _scalar_heads(hf_model) else "CAUSAL_LM",
     )
     inject_adapter_in_model(config, hf_model, adapter_name=ADAPTER)
     for name, parameter in hf_model.named_parameters():
         parameter.requires_grad_(is_lora_name(name))
+    for head in _scalar_heads(hf_model):
+        head.requires_grad_(True)
     return hf_model
+
+
+def _scalar_heads(hf_model: Any) -> list[nn.Module]:
+    heads = (getattr(hf_model, name, None) for name in ("score", "classifier"))
+    return [head for head in heads if head is not None]
 
 
 def is_lora_name(name: str) -> bool:

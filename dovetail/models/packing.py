@@ -1,16 +1,34 @@
 """Take padding out of a batch and put it back: `[B, T]` with a mask to one row `[1, N]` of sequences end to end.
 
 Only indices and copies; works on any device, needs no attention library, and is differentiable. What keeps sequences
-apart inside the one row is `PackedSegments`, which packed attention reads.
+apart inside the one row is `PackedSegments`, which packed attention reads. Rows that begin alike, as the responses to
+one prompt do, can share their beginning: it then stands in the row once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(eq=False)
+class SharedPrefixes:
+    """What sequences see besides their own tokens, where the beginning of a sequence stands in the row only once."""
+
+    spans: tuple[tuple[int, int], ...]
+    """For each sequence where its prefix begins in the row, and its length: 0 where the sequence is whole."""
+    index: Tensor
+    """`[sum of key lengths]`: the places in the row of each sequence's prefix and own tokens, sequence by sequence."""
+    lengths: tuple[int, ...]
+    """Keys of each sequence: its prefix and its own tokens."""
+    cu_seqlens: Tensor
+    """`[num_sequences + 1]` int32 offsets of `lengths`."""
 
 
 @dataclass(
@@ -29,22 +47,18 @@ class PackedSegments:
     """`[num_sequences + 1]` int32 offsets on the model's device."""
     sp_group: dist.ProcessGroup | None = None
     """Ranks that hold consecutive slices of this row (Ulysses); `None` when this rank holds all of it."""
+    shared: SharedPrefixes | None = None
+    """Set when sequences share beginnings; `lengths` then count what each has of its own."""
 
     @property
     def max_length(self) -> int:
         return max(self.lengths)
 
-    @property
-    def offsets(self) -> list[int]:
-        offsets = [0]
-        for length in self.lengths:
-            offsets.append(offsets[-1] + length)
-        return offsets
-
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch without padding. `N` counts real tokens, plus a tail when the row must divide by a number of ranks."""
+    """A batch without padding. `N` counts the tokens of the row: the real ones, less those that stand in it once for
+    several sequences, plus a tail when the row must divide by a number of ranks."""
 
     input_ids: Tensor
     """`[1, N]`"""
@@ -54,19 +68,21 @@ class PackedBatch:
     indices: Tensor
     """`[num_tokens]`: place of each real token in the flattened `[B * T]` batch."""
     shape: tuple[int, int]
+    places: Tensor | None = None
+    """`[num_tokens]`: place of each real token in the row, where sequences share beginnings; None: in order."""
 
     @property
     def num_tokens(self) -> int:
         return self.indices.numel()
 
-    def pack(self, x: Tensor, fill: float = 0) -> Tensor:
-        """`[B, T, ...]` to `[N, ...]`; the tail is `fill`."""
+    def pack(self, x: Tensor) -> Tensor:
+        """`[B, T, ...]` to the real tokens, and zeros for the tail."""
         packed = x.flatten(0, 1)[self.indices]
-        tail = self.input_ids.size(1) - self.num_tokens
-        return packed if not tail else torch.cat([packed, packed.new_full((tail, *packed.shape[1:]), fill)])
+        tail = 0 if self.places is not None else self.input_ids.size(1) - self.num_tokens
+        return packed if not tail else torch.cat([packed, packed.new_zeros(tail, *packed.shape[1:])])
 
     def unpack(self, values: Tensor) -> Tensor:
-        """`[N, ...]` to `[B, T, ...]`, zero where there was padding."""
+        """Values of the real tokens (and the tail) to `[B, T, ...]`, zero where there was padding."""
         batch, length = self.shape
         flat = values.new_zeros(batch * length, *values.shape[1:])
         return flat.index_copy(0, self.indices, values[: self.num_tokens]).unflatten(0, (batch, length))
@@ -78,11 +94,13 @@ def pack_batch(
     position_ids: Tensor | None = None,
     *,
     sp_group: dist.ProcessGroup | None = None,
+    share_prefixes: bool = False,
 ) -> PackedBatch:
     """Pack the tokens where `attention_mask` is set; left, right or mixed padding, rows in order.
 
     Positions count from 0 in every sequence unless given: `[B, T]`, or `[B, C, T]` for several axes. With `sp_group`
-    the row gets a tail, a sequence of its own, up to a multiple of the group's size.
+    the row gets a tail, a sequence of its own, up to a multiple of the group's size. With `share_prefixes` a row that
+    begins like one before it has only the rest of its tokens in the row.
     """
     batch, length = input_ids.shape
     mask = attention_mask.bool()
@@ -90,23 +108,92 @@ def pack_batch(
     lengths = [n for n in mask.sum(1).tolist() if n]
     if not lengths:
         raise ValueError(f"attention_mask of shape {tuple(mask.shape)} has no token set; a batch needs at least one.")
-    tail = -sum(lengths) % (dist.get_world_size(sp_group) if sp_group is not None else 1)
-    if tail:
-        lengths.append(tail)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=input_ids.device, dtype=torch.int32)
-    packed = PackedBatch(
-        input_ids=input_ids.new_empty(1, sum(lengths)),
-        position_ids=input_ids,
-        segments=PackedSegments(tuple(lengths), cu_seqlens, sp_group),
-        indices=indices,
-        shape=(batch, length),
-    )
     if position_ids is None:
         position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)
-    if position_ids.dim() == 3:
-        positions = packed.pack(position_ids.transpose(1, 2)).movedim(-1, 0).unsqueeze(1)
-    else:
-        positions = packed.pack(position_ids).unsqueeze(0)
+    ids = input_ids.flatten()[indices]
+    axes = position_ids.transpose(1, 2) if position_ids.dim() == 3 else position_ids
+    positions = axes.flatten(0, 1)[indices]
+    if share_prefixes:
+        spans = _find_prefixes(ids.cpu().numpy(), positions.cpu().numpy(), lengths)
+        if any(length for _, length in spans):
+            return _pack_shared(ids, positions, lengths, spans, indices, (batch, length))
+    tail = -sum(lengths) % (dist.get_world_size(sp_group) if sp_group is not None else 1)
     if tail:  # from 0, like any sequence, or transformers would take it for the end of the last one
-        positions[..., -tail:] = torch.arange(tail, device=positions.device)
-    return PackedBatch(packed.pack(input_ids).unsqueeze(0), positions, packed.segments, indices, (batch, length))
+        ids = torch.cat([ids, ids.new_zeros(tail)])
+        of_tail = torch.arange(tail, device=positions.device, dtype=positions.dtype)
+        positions = torch.cat(
+            [positions, of_tail.view(-1, *[1] * (positions.dim() - 1)).expand(-1, *positions.shape[1:])]
+        )
+        lengths.append(tail)
+    segments = PackedSegments(tuple(lengths), _offsets(lengths, ids.device), sp_group)
+    return PackedBatch(ids.unsqueeze(0), _position_row(positions), segments, indices, (batch, length))
+
+
+def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _position_row(positions: Tensor) -> Tensor:
+    """`[N]` to `[1, N]`, or `[N, C]` to `[C, 1, N]`."""
+    return positions.unsqueeze(0) if positions.dim() == 1 else positions.movedim(-1, 0).unsqueeze(1)
+
+
+def _find_prefixes(ids: np.ndarray, positions: np.ndarray, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """For each sequence the number of one before it that begins alike, and how many tokens they share.
+
+    All share with a sequence that is whole, the last such. One that shares little with it, as the first response to
+    another prompt does under the same system message, is whole itself where that saves tokens in those that follow.
+    """
+    starts = [0, *accumulate(lengths)]
+
+    def shared_with(first: int, second: int) -> int:
+        most = min(lengths[first], lengths[second] - 1)  # a sequence keeps one token of its own at least
+        a, b = slice(starts[first], starts[first] + most), slice(starts[second], starts[second] + most)
+        same = (ids[a] == ids[b]) & (positions[a] == positions[b]).reshape(most, -1).all(1)
+        return most if same.all() else int(same.argmin())
+
+    def saves(number: int) -> int:
+        """Tokens that later sequences share with this one and not with `whole`."""
+        total = 0
+        for later in range(number + 1, len(lengths)):
+            more = shared_with(number, later) - shared_with(whole, later)
+            if more <= 0:
+                break
+            total += more
+        return total
+
+    whole = 0
+    spans = [(0, 0)]
+    for number in range(1, len(lengths)):
+        shared = shared_with(whole, number)
+        if shared <= saves(number):
+            whole, shared = number, 0
+        spans.append((whole, shared))
+    return spans
+
+
+def _pack_shared(
+    ids: Tensor,
+    positions: Tensor,
+    lengths: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    indices: Tensor,
+    shape: tuple[int, int],
+) -> PackedBatch:
+    own = [length - shared for length, (_, shared) in zip(lengths, spans, strict=True)]
+    starts = [0, *accumulate(own)]
+    kept: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    first = 0
+    for number, (length, (whole, shared)) in enumerate(zip(lengths, spans, strict=True)):
+        kept.append(np.arange(first + shared, first + length))
+        places.append(np.arange(starts[whole], starts[whole] + shared))
+        places.append(np.arange(starts[number], starts[number + 1]))
+        first += length
+    device = ids.device
+    in_row = torch.from_numpy(np.concatenate(kept)).to(device)
+    index = torch.from_numpy(np.concatenate(places)).to(device)
+    of_row = tuple((starts[whole], shared) for whole, shared in spans)
+    prefixes = SharedPrefixes(of_row, index, tuple(lengths), _offsets(lengths, device))
+    segments = PackedSegments(tuple(own), _offsets(own, device), shared=prefixes)
+    return PackedBatch(ids[in_row].unsqueeze(0), _position_row(positions[in_row]), segments, indices, shape, index)

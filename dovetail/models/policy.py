@@ -7,6 +7,7 @@ wanted, by the plain or the fused path. Knows nothing of advantages or losses.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from dovetail.models.head import (
     listed_log_probs,
     plain_log_prob_entropy,
 )
+from dovetail.models.vocabulary_divergence import OutputLayer, Teacher, divergence_from, logit_transform
 
 
 class PolicyOutput(NamedTuple):
@@ -40,6 +42,10 @@ class PolicyOutput(NamedTuple):
     """`[B, T, k]`: the most likely tokens in place of token t, without a gradient; `None` when not asked for."""
     listed: Tensor | None = None
     """`[B, T, k]` float32: log p of the tokens listed for token t; `None` when none were."""
+    hidden: Tensor | None = None
+    """`[B, T, H]`: the last hidden state before token t, which the output layer reads; `None` when not asked for."""
+    divergence: Tensor | None = None
+    """`[B, T]` float32: from the teacher's distribution of token t; `None` without a teacher."""
 
 
 class PolicyModel(TransformerBackbone):
@@ -50,6 +56,7 @@ class PolicyModel(TransformerBackbone):
         hf_model: Any,
         *,
         use_remove_padding: bool = True,
+        share_prefixes: bool = False,
         use_fused_kernels: bool = False,
         head_chunk_size: int | None = None,
         use_triton: bool | None = None,
@@ -60,18 +67,14 @@ class PolicyModel(TransformerBackbone):
 
         The last two save memory on the entropy of the plain head (`EntropyMemory`); the fused one holds no logits.
         """
-        super().__init__(hf_model, use_remove_padding=use_remove_padding)
+        super().__init__(hf_model, use_remove_padding=use_remove_padding, share_prefixes=share_prefixes)
         self.use_fused_kernels = use_fused_kernels
         self.head_chunk_size = head_chunk_size
         self.use_triton = use_triton
         self.chunk_entropy = chunk_entropy
         self.recompute_entropy = recompute_entropy
-        text = hf_model.config.get_text_config()
         # Models that scale or cap their logits do it after the head: the factor joins the temperature.
-        self._logit_scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
-            getattr(text, "logits_scaling", None) or 1.0
-        )
-        self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        self._logit_scale, self._softcap = logit_transform(hf_model.config)
         if use_fused_kernels and self._softcap:
             raise ValueError(
                 f"{type(hf_model).__name__} caps its logits (final_logit_softcapping={self._softcap}), which the fused "
@@ -90,23 +93,35 @@ class PolicyModel(TransformerBackbone):
         need_best: bool = False,
         need_sum_squares: bool = False,
         lists: TokenLists | None = None,
+        need_hidden: bool = False,
+        teacher: Teacher | None = None,
         multi_modal_inputs: Mapping[str, Tensor] | None = None,
     ) -> PolicyOutput:
         """All inputs are padded `[B, T]`; `token_mask` marks the tokens whose log-prob is wanted (default: all).
 
-        The ids of `lists` are `[B, T, k]`, those of token t in place t.
+        The ids of `lists` are `[B, T, k]`, and hidden states of a `teacher` `[B, T, H]`, those of token t in place t.
         """
         hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
         rows = layout.pack(predicting_positions(attention_mask, token_mask)).nonzero().squeeze(1)
         labels = layout.pack(input_ids.roll(-1, dims=1))
-        head = self._head(hidden[rows], labels[rows], temperature, need_entropy, need_best, need_sum_squares)
+        states = layout.states(hidden, rows)
+        head = self._head(states, labels[rows], temperature, need_entropy, need_best, need_sum_squares)
         if lists is not None:
             ids = None if lists.ids is None else layout.pack(lists.ids.roll(-1, dims=1))[rows]
-            top, listed = self._lists(hidden[rows], lists._replace(ids=ids), temperature)
+            top, listed = self._lists(states, lists._replace(ids=ids), temperature)
             head = head._replace(top=top, listed=listed)
+        divergence = None
+        if teacher is not None:
+            assert teacher.hidden is not None, "the batch has the teacher's hidden states"
+            of_rows = layout.pack(teacher.hidden.roll(-1, dims=1))[rows]
+            own = OutputLayer(*self._plain_layer(), self._logit_scale, self._softcap)
+            divergence = divergence_from(
+                states, own, replace(teacher, hidden=of_rows), temperature=temperature,
+                chunk_size=self.head_chunk_size,
+            )  # fmt: skip
 
         def spread(values: Tensor) -> Tensor:
-            flat = values.new_zeros(hidden.size(0), *values.shape[1:]).index_copy(0, rows, values)
+            flat = values.new_zeros(labels.size(0), *values.shape[1:]).index_copy(0, rows, values)
             return align_to_tokens(layout.unpack(flat))
 
         entropy = spread(head.entropy) if head.entropy is not None else None
@@ -114,19 +129,31 @@ class PolicyModel(TransformerBackbone):
         squares = spread(head.sum_squares) if head.sum_squares is not None else None
         top = None if head.top is None else TopTokens(*map(spread, head.top))
         listed = spread(head.listed) if head.listed is not None else None
-        return PolicyOutput(spread(head.log_probs), entropy, best, squares, top, listed)
+        return PolicyOutput(
+            spread(head.log_probs),
+            entropy,
+            best,
+            squares,
+            top,
+            listed,
+            spread(states) if need_hidden else None,
+            None if divergence is None else spread(divergence),
+        )
 
-    def _lists(self, hidden: Tensor, lists: TokenLists, temperature: float) -> tuple[TopTokens | None, Tensor | None]:
+    def _plain_layer(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the head."""
         layer = checked_layer(self.hf_model.get_output_embeddings())
         if type(layer) is not nn.Linear:
             raise ValueError(
-                f"tokens are listed from a plain linear head, this model has {type(layer).__name__}; keep the head out "
-                "of the LoRA targets, or use distill.kl=sampled."
+                f"whole distributions are computed from a plain linear head, this model has {type(layer).__name__}; "
+                "keep the head out of the LoRA targets, or use distill.kl=sampled."
             )
+        return layer.weight, layer.bias
+
+    def _lists(self, hidden: Tensor, lists: TokenLists, temperature: float) -> tuple[TopTokens | None, Tensor | None]:
         return listed_log_probs(
             hidden,
-            layer.weight,
-            layer.bias,
+            *self._plain_layer(),
             lists,
             temperature=temperature / self._logit_scale,
             softcap=self._softcap,

@@ -71,8 +71,13 @@ def publish_folder(work: Path, out: Path) -> None:
     if out.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
         os.rename(out, old / out.name)
-        os.rename(work, out)
-        shutil.rmtree(old)
+        try:
+            os.rename(work, out)
+        except OSError:
+            os.rename(old / out.name, out)
+            raise
+        finally:
+            shutil.rmtree(old)
     else:
         os.rename(work, out)
 

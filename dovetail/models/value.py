@@ -19,14 +19,14 @@ _HEAD_NAMES = ("score", "classifier")
 
 
 class _ScalarHeadModel(TransformerBackbone):
-    def __init__(self, hf_model: Any, *, use_remove_padding: bool = True, head_bias: bool = False) -> None:
+    def __init__(self, hf_model: Any, *, use_remove_padding: bool = True) -> None:
         super().__init__(hf_model, use_remove_padding=use_remove_padding)
         owned = any(getattr(hf_model, name, None) is not None for name in _HEAD_NAMES)
         reference = next(hf_model.parameters())
         self.score: nn.Linear | None = None
         if not owned:
             size = hf_model.config.get_text_config().hidden_size
-            self.score = nn.Linear(size, 1, bias=head_bias, device=reference.device, dtype=reference.dtype)
+            self.score = nn.Linear(size, 1, bias=False, device=reference.device, dtype=reference.dtype)
 
     def forward(
         self,
@@ -39,7 +39,7 @@ class _ScalarHeadModel(TransformerBackbone):
         """What the subclass reads, in float32, from the head at every token, which is 0 on padding."""
         hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
         layer = checked_layer(self.score) if self.score is not None else self.output_layer(*_HEAD_NAMES)
-        scores = layer(hidden)
+        scores = layer(layout.states(hidden))
         if scores.size(-1) != 1:
             raise ValueError(
                 f"{type(self.hf_model).__name__} gives {scores.size(-1)} numbers a token, a scalar head gives one; "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,33 +76,38 @@ def unread_tensors(hf_model: PreTrainedModel, path: str | Path) -> list[str]:
     return [name for name in tensors if name not in read]
 
 
-def iter_model_tensors(hf_model: PreTrainedModel, path: str | Path) -> Iterator[tuple[str, Tensor]]:
+def iter_model_tensors(
+    hf_model: PreTrainedModel, path: str | Path, *, only: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint under its parameter name in `hf_model`, converted, read one at a time.
 
-    Tensors the model has no place for (a language head under a critic) are left out. Names are those without LoRA.
+    Tensors the model has no place for (a language head under a critic) are left out. Names are those without LoRA. With
+    `only`, no other tensor is read.
     """
     wanted = {name.replace(LORA_BASE, "."): place for name, place in hf_model.state_dict().items()}
     for transform, name in _plan(hf_model, dict(iter_checkpoint_tensors(path)), wanted, set()).values():
+        if only is not None and name not in only:
+            continue
         for target, value in transform.convert(name, model=hf_model, config=hf_model.config).items():
             if target in wanted:
                 yield target, value[0] if isinstance(value, list) else value
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, path: str | Path, *, hf_prefix: str = "hf_model.") -> None:
+def load_weights(module: nn.Module, path: str | Path) -> None:
     """Fill `module` (a wrapper of `dovetail.models`, FSDP2-sharded or not) from a checkpoint folder.
 
     Every rank reads every tensor in turn and keeps its own shard, so the peak is one tensor. A scalar head and LoRA
     matrices the checkpoint does not have start from a fixed seed, alike on all ranks; any other missing tensor is an
     error.
     """
-    hf_model = module.get_submodule(hf_prefix.removesuffix("."))
-    assert isinstance(hf_model, PreTrainedModel), f"{hf_prefix} of {type(module).__name__} is no transformers model"
+    hf_model = module.hf_model
+    assert isinstance(hf_model, PreTrainedModel), f"hf_model of {type(module).__name__} is no transformers model"
     targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     plain_names = {name.replace(LORA_BASE, "."): name for name in targets}
     missing = {name for name, _ in module.named_parameters()} | _persistent_buffers(module)
     for name, tensor in iter_model_tensors(hf_model, path):
-        target = plain_names[hf_prefix + name]
+        target = plain_names[f"hf_model.{name}"]
         missing.discard(target)
         refuse_not_finite(tensor, name, path)
         _fill(targets[target], tensor, name, path)

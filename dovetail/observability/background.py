@@ -35,5 +35,7 @@ class Background:
 
     def close(self) -> None:
         """Finish the job under way; its error is raised after the thread has ended."""
-        self._pool.shutdown(wait=True)
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown(wait=True)

@@ -23,6 +23,8 @@ _HISTORY = 2000
 _STEP_PARTS = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 # Metric -> what a reader calls it. Shown when present, in this order.
 _SHOWN = {
+    "train/loss": "loss",
+    "train/accuracy": "pairs in order",
     "response_length/mean": "response length",
     "actor/pg_loss": "policy loss",
     "actor/entropy": "entropy",
@@ -37,6 +39,8 @@ _SHOWN = {
     "reward/failed": "failed rewards",
 }
 _LINE = {
+    "train/loss": "loss",
+    "train/accuracy": "pairs in order",
     "response_length/mean": "len",
     "distill/kl": "teacher kl",
     "actor/entropy": "entropy",
@@ -297,7 +301,8 @@ def _trend(state: ConsoleState, name: str) -> Text:
 def _times(metrics: Mapping[str, float]) -> dict[str, float]:
     prefix = "timing_s/"
     times = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-    return {name: value for name, value in times.items() if name not in _WHOLE and value > 0}
+    # `agent_loop/...` is a part of gen, by trajectory.
+    return {name: value for name, value in times.items() if name not in _WHOLE and "/" not in name and value > 0}
 
 
 def _validation_names(validation: Mapping[str, float]) -> dict[str, float]:

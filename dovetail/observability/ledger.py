@@ -58,10 +58,6 @@ class DrawLedger:
         if waiting:
             append_json_lines(self._file, [{"step": step, **line} for line in waiting])
 
-    def discard(self) -> None:
-        """Forget the lines that wait: the step they belong to is given up and will be repeated."""
-        self._waiting = []
-
     def _note(self, event: str, **facts: Any) -> None:
         self._waiting.append({"event": event, **facts})
 

@@ -230,7 +230,8 @@ def write_text(file: Path, text: str, *, advice: str = "") -> None:
     temporary = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         with explaining_full_disk(file, advice=advice):
-            temporary.write_text(text, encoding="utf-8")
+            # What a model or a tool wrote may hold half a character (`\ud800` in JSON): that must not end a run.
+            temporary.write_text(text, encoding="utf-8", errors="replace")
         os.replace(temporary, file)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -239,7 +240,7 @@ def write_text(file: Path, text: str, *, advice: str = "") -> None:
 
 def append_json_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
     """One write call for all lines, so that a kill leaves them or nothing; only a full disk leaves a part."""
-    line = "".join(_line(entry) for entry in entries).encode()
+    line = "".join(_line(entry) for entry in entries).encode(errors="replace")
     handle = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         size = os.fstat(handle).st_size

@@ -50,14 +50,6 @@ class Waits:
         with self._lock:
             self._edges.setdefault(who, {})[what] = _Edge(who, what, kind, since)
 
-    def done(self, who: str, what: str | None = None) -> None:
-        """`who` waits no longer for `what`, or for anything."""
-        with self._lock:
-            if what is not None:
-                self._edges.get(who, {}).pop(what, None)
-            if what is None or not self._edges.get(who):
-                self._edges.pop(who, None)
-
     def clear(self) -> None:
         """Nobody waits any longer."""
         with self._lock:
@@ -69,12 +61,6 @@ class Waits:
             chain = self._oldest_chain()
             if limit_s and chain and now - chain[-1].since >= limit_s:
                 raise StalledError(f"no progress for {now - chain[-1].since:.0f} s: {self._words(chain, now)}.")
-
-    def sentence(self, now: float) -> str | None:
-        """The chain that ends in the oldest wait, as words; None when nobody waits."""
-        with self._lock:
-            chain = self._oldest_chain()
-            return f"{self._words(chain, now)}." if chain else None
 
     def _oldest_chain(self) -> list[_Edge]:
         """From somebody for whom nobody waits, down to the wait without progress for longest."""

@@ -64,6 +64,11 @@ class PhaseTimers:
         taken, self._spans = self._spans, []
         return taken
 
+    def extend(self, earlier: PhaseTimers) -> None:
+        """Take over what `earlier` has measured."""
+        self._seconds = earlier._seconds | self._seconds
+        self._spans = earlier.take_spans() + self._spans
+
     def _notify(self) -> None:
         if self._on_phase is not None:
             self._on_phase(self._open[-1] if self._open else None)

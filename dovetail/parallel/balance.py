@@ -33,15 +33,6 @@ def get_seqlen_balanced_partitions(
     return sorted((sorted(part) for part in partitions), key=lambda part: part[0])
 
 
-def sequence_workload(lengths: Sequence[int] | np.ndarray, hidden_size: int | None = None) -> np.ndarray:
-    """Relative cost of each sequence. With `hidden_size`, counts attention: per layer 24 h^2 n + 2 h n^2 FLOPs.
-
-    (Projections and an MLP of 4h make 12 h^2 multiply-adds a token; causal attention makes h n / 2 twice.)
-    """
-    tokens = np.asarray(lengths, dtype=np.float64)
-    return tokens if hidden_size is None else tokens * (12.0 * hidden_size + tokens)
-
-
 def inverse_order(order: Sequence[int]) -> list[int]:
     """`inverse` such that `reordered[inverse]` is the original, where `reordered = original[order]`."""
     inverse = [0] * len(order)

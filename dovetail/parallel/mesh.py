@@ -50,15 +50,13 @@ class ParallelMesh:
         return self.batch.get_group("sp") if self.sp_size > 1 else None
 
 
-def create_parallel_mesh(
-    device_type: str = "cpu", *, fsdp_size: int = -1, sp_size: int = 1, world_size: int | None = None
-) -> ParallelMesh:
+def create_parallel_mesh(device_type: str = "cpu", *, fsdp_size: int = -1, sp_size: int = 1) -> ParallelMesh:
     """Build both views over the default process group.
 
     `fsdp_size` is the number of ranks one copy of the parameters is spread over; -1 means all of them. Sequence
     neighbours are adjacent ranks, so that their all-to-all stays inside a machine.
     """
-    world = dist.get_world_size() if world_size is None else world_size
+    world = dist.get_world_size()
     shard = world if fsdp_size in (-1, 0) or fsdp_size >= world else fsdp_size
     if world % shard:
         raise ValueError(

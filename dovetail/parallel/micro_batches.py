@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.parallel.balance import get_seqlen_balanced_partitions, inverse_order, sequence_workload
+from dovetail.parallel.balance import get_seqlen_balanced_partitions, inverse_order
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,15 @@ def plan_by_tokens(
     max_tokens: int,
     *,
     group: dist.ProcessGroup | None = None,
-    hidden_size: int | None = None,
     device: torch.device | str = "cpu",
     min_num_micro_batch: int = 1,
+    together: Sequence[Sequence[int]] | None = None,
 ) -> MicroBatchPlan:
-    """As few micro-batches as fit into `max_tokens` tokens each, of nearly equal work; at least `min_num_micro_batch`.
+    """As few micro-batches as fit into `max_tokens` tokens each, nearly equal; at least `min_num_micro_batch`.
 
-    The budget is a promise: no micro-batch exceeds it. `hidden_size` balances FLOPs (attention is quadratic) instead of
-    tokens. `group` holds the ranks that must agree on the number; the largest need wins.
+    The budget is a promise: no micro-batch exceeds it. `group` holds the ranks that must agree on the number; the
+    largest need wins. Rows listed in `together` come into one micro-batch, next to each other, where budget and numbers
+    allow it.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
@@ -61,21 +62,25 @@ def plan_by_tokens(
             f"a sequence of {longest} tokens does not fit into a micro-batch of {max_tokens} tokens; "
             f"raise the token budget to at least {longest}."
         )
-    partitions = _fewest_that_fit(lengths, max_tokens, hidden_size)
-    if len(partitions) < min_num_micro_batch:
+    rows = _Units.of([[row] for row in range(len(lengths))], lengths)
+    units = rows if together is None else _Units.of(_that_fit(together, lengths, max_tokens), lengths)
+    partitions = units.fewest_that_fit(max_tokens)
+    count = len(partitions)
+    if count < min_num_micro_batch:
         if min_num_micro_batch > len(lengths):
             raise ValueError(
                 f"min_num_micro_batch={min_num_micro_batch} asks for more micro-batches than there are sequences "
                 f"({len(lengths)}); use {len(lengths)} or less."
             )
-        partitions = _split_into(lengths, partitions, min_num_micro_batch, max_tokens, hidden_size)
+        count = min_num_micro_batch
     if group is not None:
-        agreed = _agree_on_count(len(partitions), len(lengths), group, device)
-        if agreed > len(partitions):
-            partitions = _split_into(lengths, partitions, agreed, max_tokens, hidden_size)
-    work = sequence_workload(lengths, hidden_size)
+        count = _agree_on_count(count, len(lengths), group, device)
+    if count > len(partitions):
+        few = count > len(units.rows)  # there are not so many units: cut them up
+        parts = rows.fewest_that_fit(max_tokens) if few else partitions
+        partitions = (rows if few else units).split_into(parts, count, max_tokens)
     # Largest first: an out-of-memory error comes at once, and the allocator's first blocks serve all later ones.
-    return MicroBatchPlan(sorted(partitions, key=lambda part: (-float(work[part].sum()), part[0])))
+    return MicroBatchPlan(sorted(partitions, key=lambda part: (-sum(lengths[row] for row in part), part[0])))
 
 
 def plan_by_size(num_rows: int, rows_per_micro_batch: int) -> MicroBatchPlan:
@@ -86,35 +91,63 @@ def plan_by_size(num_rows: int, rows_per_micro_batch: int) -> MicroBatchPlan:
     return MicroBatchPlan([rows[i : i + rows_per_micro_batch] for i in range(0, num_rows, rows_per_micro_batch)])
 
 
-def _fewest_that_fit(lengths: Sequence[int], max_tokens: int, hidden_size: int | None) -> list[list[int]]:
-    work = sequence_workload(lengths, hidden_size)
-    first = max(1, math.ceil(sum(lengths) / max_tokens))
-    # Differencing rarely needs more than one part above the lower bound; worst-fit always fits and ends the search.
-    packed = _worst_fit_decreasing(lengths, max_tokens)
-    for count in range(first, min(len(packed), first + 8)):
-        partitions = get_seqlen_balanced_partitions(work.tolist(), count)
-        if _fits(lengths, partitions, max_tokens):
-            return partitions
-    partitions = get_seqlen_balanced_partitions(work.tolist(), len(packed))
-    return partitions if _fits(lengths, partitions, max_tokens) else packed
+@dataclass(frozen=True)
+class _Units:
+    """What is not cut: single rows, or rows that belong together."""
+
+    rows: list[list[int]]
+    lengths: Sequence[int]
+    """Tokens of each row."""
+    tokens: list[int]
+
+    @classmethod
+    def of(cls, rows: list[list[int]], lengths: Sequence[int]) -> _Units:
+        return cls(rows, lengths, [sum(lengths[row] for row in unit) for unit in rows])
+
+    def fewest_that_fit(self, max_tokens: int) -> list[list[int]]:
+        first = max(1, math.ceil(sum(self.tokens) / max_tokens))
+        # Differencing rarely needs more than one part above the lower bound; worst-fit always fits and ends the search.
+        packed = _worst_fit_decreasing(self.tokens, max_tokens)
+        for count in range(first, min(len(packed), first + 8)):
+            if balanced := self._balanced(count, max_tokens):
+                return balanced
+        return self._balanced(len(packed), max_tokens) or self._rows_of(packed)
+
+    def split_into(self, partitions: list[list[int]], count: int, max_tokens: int) -> list[list[int]]:
+        if balanced := self._balanced(count, max_tokens):
+            return balanced
+        parts = list(partitions)
+        while len(parts) < count:
+            largest = max((part for part in parts if len(part) > 1), key=self._num_tokens)
+            parts.remove(largest)
+            parts.extend([largest[: len(largest) // 2], largest[len(largest) // 2 :]])
+        return parts
+
+    def _num_tokens(self, part: list[int]) -> int:
+        return sum(self.lengths[row] for row in part)
+
+    def _balanced(self, count: int, max_tokens: int) -> list[list[int]] | None:
+        parts = get_seqlen_balanced_partitions(self.tokens, count)
+        fits = all(sum(self.tokens[unit] for unit in part) <= max_tokens for part in parts)
+        return self._rows_of(parts) if fits else None
+
+    def _rows_of(self, parts: list[list[int]]) -> list[list[int]]:
+        return [[row for unit in part for row in self.rows[unit]] for part in parts]
 
 
-def _split_into(
-    lengths: Sequence[int], partitions: list[list[int]], count: int, max_tokens: int, hidden_size: int | None
-) -> list[list[int]]:
-    balanced = get_seqlen_balanced_partitions(sequence_workload(lengths, hidden_size).tolist(), count)
-    if _fits(lengths, balanced, max_tokens):
-        return balanced
-    parts = list(partitions)
-    while len(parts) < count:
-        largest = max((p for p in parts if len(p) > 1), key=lambda p: sum(lengths[i] for i in p))
-        parts.remove(largest)
-        parts.extend([largest[: len(largest) // 2], largest[len(largest) // 2 :]])
-    return parts
-
-
-def _fits(lengths: Sequence[int], partitions: Sequence[Sequence[int]], max_tokens: int) -> bool:
-    return all(sum(lengths[i] for i in part) <= max_tokens for part in partitions)
+def _that_fit(together: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """The rows of each group that fit into one micro-batch, in order; the rest of them form another one."""
+    units: list[list[int]] = []
+    for group in together:
+        units.append([])
+        tokens = 0
+        for row in group:
+            if tokens + lengths[row] > max_tokens and units[-1]:
+                units.append([])
+                tokens = 0
+            units[-1].append(row)
+            tokens += lengths[row]
+    return units
 
 
 def _worst_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -86,13 +86,13 @@ def scatter_qkv_heads(
     return query, key, value
 
 
-def pad_to_multiple(x: Tensor, dim: int, multiple: int, value: float = 0) -> Tensor:
+def pad_to_multiple(x: Tensor, dim: int, multiple: int) -> Tensor:
     missing = -x.size(dim) % multiple
     if not missing:
         return x
     pad = [0] * (2 * x.dim())
     pad[2 * (x.dim() - 1 - dim % x.dim()) + 1] = missing
-    return F.pad(x, pad, value=value)
+    return F.pad(x, pad)
 
 
 def slice_inputs(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -106,15 +106,10 @@ def slice_inputs(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
     return x.narrow(dim, dist.get_rank(group) * part, part)
 
 
-def gather_outputs(
-    x: Tensor, dim: int = 0, group: dist.ProcessGroup | None = None, unpadded_dim_size: int = 0
-) -> Tensor:
+def gather_outputs(x: Tensor, dim: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
     """All ranks' slices along `dim`, for a loss every rank computes alike. Backward keeps the own slice, unscaled."""
     group = group if group is not None else get_ulysses_group()
-    if group is None:
-        return x
-    x = _Gather.apply(x, dim % x.dim(), group)
-    return x.narrow(dim, 0, unpadded_dim_size) if 0 < unpadded_dim_size < x.size(dim) else x
+    return x if group is None else _Gather.apply(x, dim % x.dim(), group)
 
 
 class _AllToAll(torch.autograd.Function):

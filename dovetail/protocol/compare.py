@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from dovetail.protocol.dataproto import DataProto
 
 Column = torch.Tensor | np.ndarray
 
@@ -16,22 +19,7 @@ def describe_column(column: Column) -> str:
     return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
 
 
-class Batch(Protocol):
-    """What is compared of a batch."""
-
-    non_tensor_batch: dict[str, np.ndarray]
-    meta_info: dict[str, Any]
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
-
-    @property
-    def columns(self) -> Mapping[str, Column]: ...
-
-    def __len__(self) -> int: ...
-
-
-def batch_difference(left: Batch, right: Batch) -> str | None:
+def batch_difference(left: DataProto, right: DataProto) -> str | None:
     """Say how two batches differ in columns or meta_info, or return None."""
     for part in ("tensors", "non_tensor_batch", "meta_info"):
         ours, theirs = getattr(left, part), getattr(right, part)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Callable
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -45,21 +45,19 @@ def save_plain(value: Any, path: str | os.PathLike[str]) -> None:
     writer.tensors[_TREE] = _bytes(tree)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    os.close(handle)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    temporary.touch(exist_ok=False)
+    mode = temporary.stat().st_mode
     try:
         save_file(writer.tensors, temporary)
-        with open(temporary, "rb") as file:
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        # mkstemp makes files private; the result should have the permissions of any other new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
+        temporary.chmod(mode)  # as any other new file; safetensors makes private ones
+        temporary.replace(target)
     except SafetensorError as error:  # a full disk comes as text
         raise OSError(f"{target} could not be written: {error}") from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def load_plain(path: str | os.PathLike[str]) -> Any:

@@ -113,6 +113,13 @@ _SPECS = (
         "teacher_top_ids", LISTED, INT, "compute_ref_log_prob", "the teacher's most likely tokens (distill.kl=top_k)"
     ),
     _column("teacher_top_log_probs", LISTED, FLOAT, "compute_ref_log_prob", "their log-probs by the teacher"),
+    _column(
+        "teacher_hidden",
+        LISTED,
+        (*FLOAT, "bfloat16"),
+        "compute_ref_log_prob",
+        "the teacher's hidden states (distill.kl=full)",
+    ),
     _column("values", RESPONSE, FLOAT, "compute_values", "critic's value before each response token"),
     _column(
         "rollout_is_weights",
@@ -210,7 +217,7 @@ class Stage:
 
 _TOKENS = ("input_ids", "attention_mask", "position_ids")
 _MODEL = (*_TOKENS, "responses")
-_TEACHER = ("teacher_top_ids", "teacher_top_log_probs")
+_TEACHER = ("teacher_top_ids", "teacher_top_log_probs", "teacher_hidden")
 _KNOWN_TO_DATASET = ("raw_prompt", "raw_prompt_ids", "extra_info", "multi_modal_data", "multi_modal_inputs")
 
 _STAGES = (

@@ -80,7 +80,7 @@ def failure_message(failures: Mapping[int, Failure], num_rows: int, max_failed_s
     kinds = Counter(failure.kind for failure in failures.values())
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return (
-        f"{len(failures)} of {num_rows} answers could not be scored ({counted}{given_up}); at most "
+        f"{len(failures)} of {num_rows} responses could not be scored ({counted}{given_up}); at most "
         f"{max_failed_share:.0%} may fail (reward_model.max_failed_share). The first, row {row}:\n"
         f"{first.detail}"
     )

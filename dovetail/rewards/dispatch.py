@@ -206,9 +206,14 @@ class ScoringDispatcher:
             task.deadline = time.monotonic() + target.seconds
         try:
             inner = target.pool.submit_message(task.message)
-        except RewardError as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, this thread must go on: others wait for its calls
             self._limiter.end()
-            _set(task.future, Failure("crash", str(error)))
+            if target.seconds is None:  # this node's own pool was stopped
+                _set(task.future, Failure("crash", str(error)))
+                return
+            with self._changed:
+                self._queue.appendleft(task)
+                self._lose(target, f"{type(error).__name__}: {error}")
             return
         with self._changed:
             target.running[inner] = task
@@ -237,6 +242,8 @@ class ScoringDispatcher:
                 self._lose(target, f"no answer in {target.seconds:g} s")
 
     def _lose(self, target: _Target, why: str) -> None:
+        if target not in self._targets:  # a call that was on its way when the node was lost
+            return
         logger.warning("%s no longer scores answers (%s); the others take its calls", target.name, why)
         self._targets.remove(target)
         for task in target.running.values():

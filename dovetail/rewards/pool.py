@@ -41,7 +41,7 @@ class WorkerHandle:
     def __init__(self, start_message: StartMessage) -> None:
         ours, theirs = socket.socketpair()
         # What the function prints goes here, not into the driver's console; the end of it explains a crash.
-        self.log: IO[bytes] = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115  lives as long as the worker  # noqa: SIM115  lives as long as the worker
+        self.log: IO[bytes] = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115  lives as long as the worker
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dovetail.rewards.worker_process", str(theirs.fileno())],

@@ -1,9 +1,10 @@
-"""Runs one program under limits and ends it with everything it started. `sandbox.py` starts one for each program.
+"""Runs programs under limits and ends each with everything it started. `sandbox.py` asks for one at a time.
 
-Two processes: this one keeps the time and cleans up, its child becomes the program. With `isolate` the child is the
-first process of its own PID, network, IPC and mount namespaces: when it ends, the kernel ends all others in there, and
-it sees only the interpreter, the system's libraries and an empty folder. Without, on Linux, orphans come back to this
-process (it is a subreaper) and are killed one by one. It imports little, to start fast, and nothing of dovetail.
+This process forks a launcher for every program: an interpreter takes longer to start than most programs to run. The
+launcher keeps the time and cleans up, its child becomes the program. With `isolate` the child is the first process of
+its own PID, network, IPC and mount namespaces: when it ends, the kernel ends all others in there, and it sees only the
+interpreter, the system's libraries and an empty folder. Without, on Linux, orphans come back to the launcher (it is a
+subreaper) and are killed one by one. Imports little and nothing of dovetail: programs find it in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import ctypes
 import os
 import resource
 import signal
+import site
+import socket
 import sys
 import time
 
@@ -31,16 +34,45 @@ class _TimeUp(Exception):
     """The program's time is over, or whoever asked for it is gone."""
 
 
-def main() -> int:
-    """The program's own exit code, in the child. This process reports through the pipe and does not return."""
-    settings = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
-    report, isolated = int(settings["report"]), settings["isolate"] == "yes"
-    with open(settings["program"]) as file:
-        code = file.read()
-    if sys.platform == "linux":
-        _prctl(_PARENT_DEATH, signal.SIGKILL if isolated else signal.SIGTERM)
-        _prctl(_SUBREAPER, 1)
+def serve() -> int:
+    """Fork a launcher for every request that comes over the socket at file 0, and say its pid; until it is closed.
+
+    Returns an exit code: here when nobody asks any more, and in each program when it has run.
+    """
+    requests = socket.socket(fileno=os.dup(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for launchers
+    while True:
+        data, files, _, _ = socket.recv_fds(requests, 1 << 16, 4)
+        if not data:
+            return 0
+        while len(data) < 4 + int.from_bytes(data[:4], "big"):
+            data += requests.recv(1 << 16)
+        launcher = os.fork()
+        if launcher == 0:
+            requests.close()
+            return _launch(data[4:].decode().split("\0"), files)
+        for file in files:
+            os.close(file)
+        requests.sendall(launcher.to_bytes(4, "big"))
+
+
+def _launch(words: list[str], files: list[int]) -> int:
+    """In a process of its own: run a program, report how it ended, exit. Returns in the program only."""
+    settings = dict(zip(words[::2], words[1::2], strict=True))
+    report, isolated = files[3], settings["isolate"] == "yes"
+    os.setsid()
+    for target, file in enumerate(files[:3]):
+        os.dup2(file, target)
+        os.close(file)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = -1
     try:
+        os.chdir(settings["root"])
+        with open(settings["program"]) as file:
+            code = file.read()
+        if sys.platform == "linux":
+            _prctl(_PARENT_DEATH, signal.SIGKILL if isolated else signal.SIGTERM)
+            _prctl(_SUBREAPER, 1)
         if isolated:
             _leave_namespaces()
         child = os.fork()
@@ -51,16 +83,26 @@ def main() -> int:
         os.write(report, f"unavailable {error}".encode())
         os._exit(1)
     if child == 0:
-        return _run(code)
+        return _run(code, settings["packages"].split(os.pathsep))
     os.write(report, _supervise(child, float(settings["timeout"])).encode())
     os._exit(0)
 
 
-def _run(code: str) -> int:
+def _run(code: str, packages: list[str]) -> int:
+    site.setquit()
+    sys.path += packages
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     sys.argv = ["program.py"]
-    exec(compile(code, "program.py", "exec"), module.__dict__)
+    try:
+        exec(compile(code, "program.py", "exec"), module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  shown as the interpreter shows it
+        # As if it had been started alone: without the frames of this file. A syntax error has no other.
+        own = error.__traceback__.tb_next if error.__traceback__ else None
+        sys.excepthook(type(error), error.with_traceback(own), own)
+        return 1
     return 0
 
 

@@ -6,26 +6,34 @@ namespaces the program also sees no network and none of your files; `detect_isol
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import io
 import json
 import logging
 import os
+import select
 import signal
+import site
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-# Imported, not run as a script: that would compile it for every program.
-_LAUNCH = (
+# Without `site`, whose search for .pth files is slow; the launcher adds the packages itself.
+_SERVER = [
+    sys.executable, "-I", "-S", "-c",
     f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import program_launcher; sys.path.pop(); "
-    "sys.exit(program_launcher.main())"
-)
+    "sys.exit(program_launcher.serve())",
+]  # fmt: skip
 _PROBE_SECONDS = 30
 _MAX_PROCESSES = 64
 
@@ -51,22 +59,6 @@ class Isolation:
             f"network. Time, memory and output are limited; programs {orphans}."
         )
 
-    def command(self, *, program: str, root: str, timeout: float, memory: int, output: int, report: int) -> list[str]:
-        """The command line that runs a program this way."""
-        settings = {
-            "program": program,
-            "root": root,
-            "timeout": timeout,
-            "memory": memory,
-            "output": output,
-            "report": report,
-            "isolate": "yes" if self.is_sandbox else "no",
-            "readable": os.pathsep.join(_interpreter_folders()),
-            "processes": _MAX_PROCESSES,
-        }
-        words = [str(word) for setting in settings.items() for word in setting]
-        return [sys.executable, "-I", "-c", _LAUNCH, *words]
-
 
 @functools.cache
 def detect_isolation() -> Isolation:
@@ -78,35 +70,18 @@ def detect_isolation() -> Isolation:
 
 
 def _try_namespaces(isolation: Isolation) -> str | None:
-    """None when a program ran and could not see this file; otherwise why not."""
+    """None when a program ran and could not see its own file; otherwise why not."""
     with tempfile.TemporaryDirectory(prefix="program-") as folder:
-        program, work = os.path.join(folder, "program.py"), os.path.join(folder, "work")
-        os.mkdir(work)
+        program = os.path.join(folder, "program.py")
         with open(program, "w") as file:
             file.write(f"import os, json\nprint(os.path.exists({program!r}))")
-        ended, report = os.pipe()
-        command = isolation.command(
-            program=program, root=work, timeout=_PROBE_SECONDS, memory=1 << 30, output=1 << 20, report=report
-        )
-        with open(ended, "rb") as reports:
-            try:
-                done = subprocess.run(
-                    command,
-                    capture_output=True,
-                    text=True,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(report,),
-                    timeout=2 * _PROBE_SECONDS,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return "a first program in namespaces of its own did not end"
-            finally:
-                os.close(report)
-            said = reports.read().decode()
-    if said == "exit 0" and done.stdout.strip() == "False":
+        try:
+            done = _run_limited(folder, "", _PROBE_SECONDS, 1 << 10, isolation)
+        except SandboxUnavailable as error:
+            return str(error)
+    if done.ok and done.stdout.strip() == "False":
         return None
-    return said.removeprefix("unavailable ").strip() or done.stderr.strip()[-200:] or "it hid no files"
+    return done.stderr.strip()[-200:] or "it hid no files"
 
 
 @functools.cache
@@ -213,48 +188,112 @@ class RemoteSandbox:
         raise SandboxUnavailable(f"the sandbox {self._url} cannot be used after {self._attempts} attempts: {problem}")
 
 
-def _run_limited(folder: str, stdin: str, timeout: float, memory_limit_mb: int, isolation: Isolation) -> ProgramRun:
-    out, err = os.path.join(folder, ".stdout"), os.path.join(folder, ".stderr")
-    work = os.path.join(folder, "work")
-    os.mkdir(work)
-    ended, report = os.pipe()
-    command = isolation.command(
-        program=os.path.join(folder, "program.py"),
-        root=work,
-        timeout=timeout,
-        memory=memory_limit_mb << 20,
-        output=_MAX_OUTPUT * 16,
-        report=report,
-    )
-    with open(ended, "rb") as reports, open(out, "wb") as stdout, open(err, "wb") as stderr:
-        try:
-            process = subprocess.Popen(
-                command,
-                cwd=work,
-                stdin=subprocess.PIPE,
-                stdout=stdout,
-                stderr=stderr,
+class _LauncherServer:
+    """A process that forks a launcher for each program, so that the interpreter starts once and not each time.
+
+    It ends when its socket is closed, which the kernel does for a process that is killed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def launch(self, settings: Mapping[str, object], files: Sequence[int]) -> int:
+        """The pid of a launcher, leader of its own session. `files`: stdin, stdout, stderr and where it reports."""
+        message = "\0".join(str(word) for setting in settings.items() for word in setting).encode()
+        with self._lock:
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # it was killed
+                    return self._ask(self._socket, message, files)
+            return self._ask(self._start(), message, files)
+
+    def stop(self) -> None:
+        if self._socket is not None and self._process is not None:
+            self._socket.close()
+            self._process.kill()
+            self._process.wait()
+        self._socket = self._process = None
+
+    def forget(self) -> None:
+        """In a forked process: the server is its parent's."""
+        if self._socket is not None:
+            self._socket.close()
+        self._lock, self._socket, self._process = threading.Lock(), None, None
+
+    def _start(self) -> socket.socket:
+        self.stop()
+        own, other = socket.socketpair()
+        own.settimeout(_LAUNCHER_SECONDS)
+        with other:
+            self._process = subprocess.Popen(
+                _SERVER,
+                cwd="/",
+                stdin=other.fileno(),
+                stdout=subprocess.DEVNULL,
                 env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,
-                pass_fds=(report,),
             )
+        self._socket = own
+        return own
+
+    @staticmethod
+    def _ask(server: socket.socket, message: bytes, files: Sequence[int]) -> int:
+        socket.send_fds(server, [len(message).to_bytes(4, "big") + message], list(files))
+        reply = server.recv(4)
+        if len(reply) < 4:
+            raise ConnectionResetError("the process that starts programs has ended")
+        return int.from_bytes(reply, "big")
+
+
+_launchers = _LauncherServer()
+atexit.register(_launchers.stop)
+os.register_at_fork(after_in_child=_launchers.forget)
+
+
+def _run_limited(folder: str, stdin: str, timeout: float, memory_limit_mb: int, isolation: Isolation) -> ProgramRun:
+    paths = [os.path.join(folder, name) for name in (".stdin", ".stdout", ".stderr")]
+    work = os.path.join(folder, "work")
+    os.mkdir(work)
+    Path(paths[0]).write_text(stdin)
+    settings = {
+        "program": os.path.join(folder, "program.py"),
+        "root": work,
+        "timeout": timeout,
+        "memory": memory_limit_mb << 20,
+        "output": _MAX_OUTPUT * 16,
+        "isolate": "yes" if isolation.is_sandbox else "no",
+        "readable": os.pathsep.join(_interpreter_folders()),
+        "processes": _MAX_PROCESSES,
+        "packages": os.pathsep.join(site.getsitepackages()),
+    }
+    ended, report = os.pipe()
+    with open(ended, "rb", buffering=0) as reports, contextlib.ExitStack() as opened:
+        opened.callback(os.close, report)
+        files = [
+            opened.enter_context(open(path, mode)).fileno()
+            for path, mode in zip(paths, ("rb", "wb", "wb"), strict=True)
+        ]
+        try:
+            launcher = _launchers.launch(settings, [*files, report])
         except OSError as error:
             raise SandboxUnavailable(f"no process for the program: {error}") from error
-        finally:
-            os.close(report)
-        try:
-            # The launcher keeps the time; this limit is for a launcher that hangs itself.
-            process.communicate(stdin.encode(), timeout=timeout + _LAUNCHER_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise SandboxUnavailable(f"the launcher did not end its program in {error.timeout:g} s.") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # It has ended.
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        kind, _, detail = reports.read().decode().partition(" ")
+        opened.close()
+        kind, _, detail = _wait(reports, launcher, timeout + _LAUNCHER_SECONDS).partition(" ")
     if kind not in ("exit", "timeout"):
-        raise SandboxUnavailable(f"the program could not be started: {detail or _read(err)[-500:]}")
-    return ProgramRun((kind, detail) == ("exit", "0"), _read(out), _read(err), kind == "timeout")
+        raise SandboxUnavailable(f"the program could not be started: {detail or _read(paths[2])[-500:]}")
+    return ProgramRun((kind, detail) == ("exit", "0"), _read(paths[1]), _read(paths[2]), kind == "timeout")
+
+
+def _wait(reports: io.FileIO, launcher: int, seconds: float) -> str:
+    """What the launcher reports at its end. It keeps the program's time; `seconds` are for one that hangs itself."""
+    poll = select.poll()
+    poll.register(reports, select.POLLIN | select.POLLHUP)
+    if not poll.poll(seconds * 1000):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher, signal.SIGKILL)
+        raise SandboxUnavailable(f"the launcher did not end its program in {seconds:g} s.")
+    return reports.read(1 << 12).decode()
 
 
 def _read(path: str) -> str:

@@ -4,7 +4,8 @@
     f(response, answer)                                       by name: the response, and columns of the prompt's row
     f(prompts, completions, answer, **kwargs)                 TRL's form: lists, and one score for each response
 
-`response`, `completion` and `solution_str` are the same text. Columns of the row are looked up in `extra_info`.
+`response`, `completion` and `solution_str` are the same text; `final_response` is an agent's last turn alone, elsewhere
+the same text, too. Columns of the row are looked up in `extra_info`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _RESPONSE = ("response", "completion", "solution_str")
+_FINAL = "final_response"
 _LISTS = ("completions", "solution_strs")
 
 
@@ -39,7 +41,7 @@ def adapt_function(
         is_batch = tuple(arguments) == BATCH_ARGUMENTS
         if "completions" in names:
             return _with_lists(function, signature) if is_batch else _with_lists_of_one(function, signature)
-        if is_batch or set(_RESPONSE).isdisjoint(names):
+        if is_batch or {*_RESPONSE, _FINAL}.isdisjoint(names):
             raise TypeError(
                 f"{error}. A reward function takes ({', '.join(arguments)}, **kwargs)"
                 + ("" if is_batch else ", or `response` and any columns of the row by name")
@@ -55,7 +57,7 @@ def _by_name(function: Callable[..., Any], signature: inspect.Signature) -> Call
     ) -> Any:
         info = extra_info or {}
         given = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": info}
-        values = {**info, **given, **dict.fromkeys(_RESPONSE, solution_str), **kwargs}
+        values = {_FINAL: solution_str, **info, **given, **dict.fromkeys(_RESPONSE, solution_str), **kwargs}
         return function(**_wanted(signature, values, info))
 
     return score

@@ -71,8 +71,8 @@ def group_sizes(uids: Sequence[object], groups: int) -> list[int]:
 
 
 def imbalance(lengths: Sequence[int], num_ranks: int) -> dict[str, float]:
-    """How many tokens ranks get: fewest, most, and their difference."""
-    size = len(lengths) // num_ranks
+    """How many tokens ranks get: fewest, most, and their difference. Where rows do not divide, the last has fewer."""
+    size = -(-len(lengths) // num_ranks)
     tokens = [sum(lengths[rank * size : (rank + 1) * size]) for rank in range(num_ranks)]
     return {
         "global_seqlen/min": float(min(tokens)),

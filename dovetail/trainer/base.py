@@ -77,8 +77,12 @@ class BaseTrainer(ABC, Generic[Groups]):
     def init_workers(self) -> None:
         """Start the processes and build the models in them."""
         self._write_now("start")
-        self._groups = self._create_groups()
-        self._init_models(self._groups)
+        with self.timers("start_processes"):
+            self._groups = self._create_groups()
+        with self.timers("init_models"):
+            self._init_models(self._groups)
+        seconds = self.timers.take()  # not those of the first step; the timeline of step 0 has them
+        logger.info("ready to train: %s", ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
 
     def fit(self) -> Metrics:
         """Train to the last step, or validate alone; returns the last validation's metrics."""
@@ -92,8 +96,9 @@ class BaseTrainer(ABC, Generic[Groups]):
         if not settings.val_only:
             with frozen_gc() as freeze_gc, self.stop.training(), self._naming_failures():
                 last_validation = self._train(last_validation, freeze_gc)
-        self._close()
+        # First: whatever goes wrong below, the last checkpoint is there.
         self._note_saved(self.checkpoints.finish())
+        self._close()
         self._phase_changed(None)
         self._write_now(None, finished=self.stop.name is None)
         return last_validation

@@ -1,8 +1,9 @@
 """Choose what a run leaves open, and say why: device, precision, lengths, batch sizes, steps, micro-batches.
 
 A run that uses a short name (`model=`, `data=`, `reward=`) has every open key fitted to the model, the data and the
-machine. A run in full keys keeps their defaults; only a missing micro-batch size, which has none, is chosen. What is
-set is never changed. Torch and transformers are imported where the machine or the prompts are looked at.
+machine, and so has every method but `rl`: the defaults of the keys are those of RL. An RL run in full keys keeps them;
+only a missing micro-batch size, which has none, is chosen. What is set is never changed. Torch and transformers are
+imported where the machine or the prompts are looked at.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dovetail.config.plan.layout import GIB, make_layouts
 from dovetail.config.root import DovetailConfig
 from dovetail.config.tree import Tree, leaves, put
 from dovetail.config.validate import build
+from dovetail.trainer.inputs import no_gpu
 
 _ARR = "actor_rollout_ref"
 _ACTOR, _ROLLOUT = f"{_ARR}.actor", f"{_ARR}.rollout"
@@ -33,6 +35,7 @@ _MOST_ON_CPU = 4096
 _SPARE = 0.1
 """Share of the memory that the estimate leaves free."""
 _MOST_ROWS_READ = 10_000
+_GIVEN = "the rate that was given"
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query")
 
 
@@ -66,22 +69,23 @@ def choose_open_keys(
     for.
     """
     choices = _Choices(loaded)
-    if not loaded.uses_short_names and not choices.is_open(*_CUTS):
+    if not loaded.fits_open_keys and not choices.is_open(*_CUTS):
         return loaded
     on_cluster = bool(loaded.config.ray_init.address or os.environ.get("RAY_ADDRESS"))
     machine = _machine() if look_at_machine and not on_cluster else None
-    if not loaded.config.generates:
-        if loaded.uses_short_names:
-            if machine is not None:
-                _choose_devices(choices, machine, one_process=one_process)
-            _choose_for_examples(choices, _Prompts(_count_rows(choices.config) if look_at_files else 0))
-        return replace(loaded, config=choices.config, tree=choices.tree(), choices=tuple(choices.made))
-    if machine is not None:
-        device_memory_gib = device_memory_gib or machine.gib
-    if loaded.uses_short_names:
-        _choose_algorithm(choices)
+    if loaded.fits_open_keys:
+        if loaded.config.generates:
+            _choose_algorithm(choices)
         if machine is not None:
             _choose_devices(choices, machine, one_process=one_process)
+        _choose_rate(choices)
+    if machine is not None:
+        device_memory_gib = device_memory_gib or machine.gib
+    if not loaded.config.generates:
+        num_rows = _count_rows(choices.config) if look_at_files else 0
+        _choose_example_lengths(choices, num_rows)
+        _choose_for_examples(choices, _Prompts(num_rows))
+    elif loaded.fits_open_keys:
         shapes = read_shapes(choices.config)
         context = None if shapes.policy is None else shapes.policy.context_length
         _choose_lengths(choices, prompts := _prompts(choices) if look_at_files else _Prompts(0), context)
@@ -138,6 +142,8 @@ def _choose_devices(choices: _Choices, machine: _Machine, *, one_process: bool) 
     device = choices.config.trainer.device
     if device == "auto" and not machine.num_gpus:
         choices.choose("this machine shows no GPU", trainer__device="cpu")
+    if device == "cuda" and not machine.num_gpus:
+        raise no_gpu()
     on_gpu = choices.config.trainer.device != "cpu"
     if one_process or not on_gpu:
         why = "one process uses one device" if on_gpu else "one process uses all cores of a CPU"
@@ -158,10 +164,33 @@ def _choose_devices(choices: _Choices, machine: _Machine, *, one_process: bool) 
     choices.choose_all(why, {key: "float32" for key, used in roles.items() if used})
 
 
+def _trained_section(config: DovetailConfig) -> str:
+    return "critic" if config.trainer.method == "reward" else _ACTOR
+
+
+def _choose_rate(choices: _Choices) -> None:
+    """The key's own default is one for RL."""
+    config = choices.config
+    method, section = config.trainer.method, _trained_section(config)
+    if method == "rl":
+        return
+    if method == "reward" and not choices.is_open(f"{_ACTOR}.optim.lr"):
+        rate, why = config.actor_rollout_ref.actor.optim.lr, _GIVEN
+    elif method == "dpo" and config.dpo.loss_type != "orpo":
+        rate, why = 1e-6, "preferences move a policy fast"
+    else:
+        rate, why = 1e-5, f"a usual rate for {'distillation' if method == 'distill' else 'fine-tuning'}"
+    if (config.critic if method == "reward" else config.actor_rollout_ref).model.uses_lora and why != _GIVEN:
+        rate, why = 10 * rate, f"{why}, ten times that for adapters"
+    choices.choose_all(why, {f"{section}.optim.lr": rate})
+
+
 def _choose_algorithm(choices: _Choices) -> None:
     choices.choose("it needs no value network", algorithm__adv_estimator="grpo")
     if choices.config.algorithm.adv_estimator != "gae":
-        choices.choose_all("responses to a prompt are compared with each other", {f"{_ROLLOUT}.n": 8})
+        compared = choices.config.scores_training
+        why = "responses to a prompt are compared with each other" if compared else "several responses to a prompt"
+        choices.choose_all(why, {f"{_ROLLOUT}.n": 8})
     reward = choices.config.custom_reward_function
     if reward.path is not None and _takes_lists(reward.path, reward.name):
         choices.choose(f"{reward.name} takes lists of responses", reward_model__reward_manager="batch")
@@ -192,8 +221,7 @@ def _choose_batches(choices: _Choices, prompts: _Prompts) -> None:
     round_size = parallel // math.gcd(parallel, n)
     if prompts.num_rows:
         size = 2 ** int(math.log2(max(1, min(most, prompts.num_rows // 8))))
-        why = f"{prompts.num_rows:,} prompts"
-        why += " make at least 8 steps" if size < most else f" make {prompts.num_rows // size:,} steps"
+        why = f"{prompts.num_rows:,} prompts make {prompts.num_rows // size:,} steps"
     else:
         size, why = most, "a usual size"
     size = math.ceil(size / round_size) * round_size
@@ -207,7 +235,7 @@ def _choose_batches(choices: _Choices, prompts: _Prompts) -> None:
 
 def _choose_run(choices: _Choices, prompts: _Prompts) -> None:
     if choices.is_open("trainer.total_training_steps"):
-        choices.choose("every prompt once", trainer__total_epochs=1)
+        choices.choose(f"every {'prompt' if choices.config.generates else 'row'} once", trainer__total_epochs=1)
     if choices.is_open("trainer.save_freq"):
         trainer, size = choices.config.trainer, choices.config.data.train_batch_size
         steps = trainer.total_training_steps or prompts.num_rows // size * trainer.total_epochs
@@ -223,43 +251,56 @@ def _choose_run(choices: _Choices, prompts: _Prompts) -> None:
         choices.choose("the model and the data", trainer__experiment_name=name)
 
 
+def _choose_example_lengths(choices: _Choices, num_rows: int) -> None:
+    """Room for the longest row, as far as the model's context goes."""
+    keys = ("data.max_length", "data.max_prompt_length", "data.max_response_length")
+    if not num_rows or not choices.is_open(*keys):
+        return
+    from dovetail.trainer.example_lengths import MOST_ROWS, example_lengths
+
+    if (longest := example_lengths(choices.config)) is None:
+        return  # the checks of the run name what is missing or wrong
+    shape = read_shapes(choices.config).policy
+    context = math.inf if shape is None or shape.context_length is None else shape.context_length
+    if longest.row > context:
+        choices.choose(f"the model's context has {context:,} tokens", data__filter_overlong_prompts=True)
+    elif num_rows > MOST_ROWS:
+        choices.choose("only some rows were measured", data__filter_overlong_prompts=True)
+    row, prompt, response = (
+        int(min(context, math.ceil(length / 32) * 32)) for length in (longest.row, longest.prompt, longest.response)
+    )
+    if choices.config.trainer.method == "sft":
+        choices.choose(f"the longest conversation has {longest.row} tokens", data__max_length=row)
+        return
+    why = f"the longest prompt has {longest.prompt} tokens, the longest response {longest.response}"
+    choices.choose(why, data__max_prompt_length=prompt, data__max_response_length=response)
+
+
 def _choose_for_examples(choices: _Choices, examples: _Prompts) -> None:
-    """Methods that train on a data set: rate, batch, steps, micro-batches."""
-    method, on_cpu = choices.config.trainer.method, choices.config.trainer.device == "cpu"
-    section = "critic" if method == "reward" else _ACTOR
-    rate, why = (1e-6, "preferences move a policy fast") if method == "dpo" else (1e-5, "a usual rate for fine-tuning")
-    if method == "reward" and not choices.is_open(f"{_ACTOR}.optim.lr"):
-        rate, why = choices.config.actor_rollout_ref.actor.optim.lr, "the rate that was given"
-    choices.choose_all(why, {f"{section}.optim.lr": rate})
-    most, num_rows = 8 if on_cpu else 64, examples.num_rows
+    """Methods that train on a data set: batch and steps."""
+    most, num_rows = 8 if choices.config.trainer.device == "cpu" else 64, examples.num_rows
     size = 2 ** int(math.log2(max(1, min(most, num_rows // 8)))) if num_rows else most
     choices.choose(f"{num_rows:,} rows" if num_rows else "a usual size", data__train_batch_size=size)
     _choose_run(choices, examples)
-    if choices.is_open(f"{section}.use_dynamic_bsz", f"{section}.ppo_micro_batch_size_per_gpu"):
-        why = "micro-batches are cut by tokens, whatever the lengths"
-        choices.choose_all(why, {f"{section}.use_dynamic_bsz": True})
-        data = choices.config.data
-        longest = max(data.longest, data.max_prompt_length + data.max_response_length)
-        tokens = max(longest, _MOST_ON_CPU if on_cpu else _MOST_TOKENS)
-        choices.choose_all("more tokens are no faster", {f"{section}.ppo_max_token_len_per_gpu": tokens})
 
 
 def _choose_micro_batches(choices: _Choices, device_memory_gib: float | None) -> None:
     """Cut by tokens where neither sequences nor tokens say how much a device computes at a time."""
-    if not choices.is_open(*_CUTS):
+    section = _trained_section(choices.config)
+    dynamic, budget = f"{section}.use_dynamic_bsz", f"{section}.ppo_max_token_len_per_gpu"
+    # What the critic's section leaves open it takes from the actor's.
+    if not choices.is_open(*_CUTS, dynamic, f"{section}.ppo_micro_batch_size_per_gpu"):
         return
-    choices.choose_all("micro-batches are cut by tokens, whatever the lengths", {_CUTS[0]: True})
-    budget = f"{_ACTOR}.ppo_max_token_len_per_gpu"
+    choices.choose_all("micro-batches are cut by tokens, whatever the lengths", {dynamic: True})
     if choices.is_open(budget):
-        tokens, why = _token_budget(choices, read_shapes(choices.config), device_memory_gib)
+        tokens, why = _token_budget(choices, budget, read_shapes(choices.config), device_memory_gib)
         choices.choose_all(why, {budget: tokens})
 
 
-def _token_budget(choices: _Choices, shapes: Shapes, device_memory_gib: float | None) -> tuple[int, str]:
+def _token_budget(choices: _Choices, key: str, shapes: Shapes, device_memory_gib: float | None) -> tuple[int, str]:
     """The most tokens of a micro-batch that the plan's memory estimate has room for in every pass."""
-    config, key = choices.config, f"{_ACTOR}.ppo_max_token_len_per_gpu"
-    rollout = config.actor_rollout_ref.rollout
-    longest = rollout.prompt_length + rollout.response_length
+    config = choices.config
+    longest = config.longest_sequence * config.sequences_trained_together
     most, limit = _MOST_TOKENS, "more tokens are no faster"
     if config.trainer.device == "cpu":
         most, limit = _MOST_ON_CPU, "more tokens are no faster on a CPU"
@@ -279,7 +320,8 @@ def _token_budget(choices: _Choices, shapes: Shapes, device_memory_gib: float | 
         room = min(room, batch.tokens_per_device * max(0.0, free) / max(1.0, flexible))
     gib = plan.memory.device_bytes / GIB
     if room < least:
-        return least, f"one longest sequence; the memory plan has room for less in {gib:.0f} GiB"
+        what = "pair" if config.sequences_trained_together > 1 else "sequence"
+        return least, f"the longest {what}; the memory plan has room for less in {gib:.0f} GiB"
     if room < most:
         return max(least, int(room) // 256 * 256), f"what the memory plan has room for in {gib:.0f} GiB"
     return max(least, most), limit
@@ -301,8 +343,8 @@ def _prompts(choices: _Choices) -> _Prompts:
         files = [read_rows(path) for path in data.train_paths]
         columns = files[0].columns
         if data.prompt_key not in columns:
-            column = next((name for name in _PROMPT_COLUMNS if name in columns), data.prompt_key)
-            choices.choose(f"there is no column {data.prompt_key!r}", data__prompt_key=column)
+            for column in [name for name in _PROMPT_COLUMNS if name in columns][:1]:
+                choices.choose(f"there is no column {data.prompt_key!r}", data__prompt_key=column)
         num_rows = sum(len(file) for file in files)
         if 0 <= data.train_max_samples < num_rows:
             num_rows = data.train_max_samples

@@ -16,6 +16,7 @@ from dovetail.config.errors import Problem
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import start_ray
+from dovetail.trainer.inputs import no_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ def start_cluster(config: DovetailConfig) -> bool:
         start_ray(**arguments)
         return _cluster_has_gpus(config)
     nodes = {"trainer": config.trainer.nnodes, "actor_rollout_ref.rollout": config.actor_rollout_ref.rollout.nnodes}
+    nodes |= {"distill.teacher": config.distill.teacher.nnodes}
     for section, count in nodes.items():
         if count > 1:
             raise _refused(
@@ -41,11 +43,10 @@ def start_cluster(config: DovetailConfig) -> bool:
                 f"On one machine set {section}.nnodes=1.",
             )
     use_gpu = uses_gpu(config)
-    world = _num_devices(config)
     if use_gpu:
         _check_enough_gpus(config, arguments.setdefault("num_gpus", _num_local_gpus()), "this machine shows")
     # A local Ray counts slots, not cores: every worker process needs one, and two are left for Ray's own helpers.
-    arguments.setdefault("num_cpus", world + 2)
+    arguments.setdefault("num_cpus", config.num_devices + 2)
     arguments.setdefault("num_gpus", 0)
     start_ray(**arguments)
     return use_gpu
@@ -61,20 +62,20 @@ def uses_gpu(config: DovetailConfig) -> bool:
     device = config.trainer.device
     num_gpus = _num_local_gpus() if device in ("auto", "cuda") else 0
     if device == "cuda" and num_gpus == 0:
-        raise _refused(
-            "trainer.device",
-            "trainer.device=cuda, but this machine shows no GPU "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Check nvidia-smi and that torch is "
-            "built for CUDA, join a cluster that has GPUs with ray_init.address, or set trainer.device=cpu.",
-        )
+        raise no_gpu()
     return num_gpus > 0
 
 
 def warn_of_slow_bfloat16(config: DovetailConfig) -> None:
     """Many CPUs have no units for it, and torch then computes it one number at a time. Timed, not looked up."""
     policy = config.actor_rollout_ref
-    keys = {"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": policy.actor.compute_dtype}
-    if config.generates:
+    keys = {}
+    if config.trainer.method != "reward":
+        keys["actor_rollout_ref.actor"] = policy.actor.compute_dtype
+    if config.uses_critic:
+        keys["critic"] = config.critic.compute_dtype
+    keys = {f"{section}.fsdp_config.mixed_precision.param_dtype": dtype for section, dtype in keys.items()}
+    if config.uses_engine:
         keys["actor_rollout_ref.rollout.dtype"] = policy.rollout.dtype
     asked = [key for key, dtype in keys.items() if full_dtype(dtype) == "bfloat16"]
     if not asked or (ratio := _bfloat16_against_float32()) < _SLOW:
@@ -112,12 +113,13 @@ def _cluster_has_gpus(config: DovetailConfig) -> bool:
 
 
 def _check_enough_gpus(config: DovetailConfig, num_gpus: float, who_has: str) -> None:
-    needed = _num_devices(config)
+    needed = config.num_devices
     if num_gpus < needed:
         raise _refused(
             "trainer.n_gpus_per_node",
             f"the run needs {needed} GPUs (trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node="
-            f"{config.trainer.n_gpus_per_node}, {config.actor_rollout_ref.rollout.own_devices} for engines alone), "
+            f"{config.trainer.n_gpus_per_node}, {config.actor_rollout_ref.rollout.own_devices} for engines alone, "
+            f"{config.teacher_devices} for a teacher alone), "
             f"but {who_has} {num_gpus:g}. Lower trainer.n_gpus_per_node, add nodes, or set trainer.device=cpu.",
         )
 
@@ -125,10 +127,6 @@ def _check_enough_gpus(config: DovetailConfig, num_gpus: float, who_has: str) ->
 def _ray_runs_here() -> bool:
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
-
-
-def _num_devices(config: DovetailConfig) -> int:
-    return config.trainer.world_size + config.actor_rollout_ref.rollout.own_devices
 
 
 def _num_local_gpus() -> int:

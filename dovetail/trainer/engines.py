@@ -93,13 +93,19 @@ class SeparateEngines:
         return self._judged()
 
     def freeze_gc(self) -> None:
-        self._retrying(lambda: self.group.freeze_gc())
+        def freeze() -> None:
+            if not self._is_connected:  # they have just been started again
+                self._initialise()
+            self.group.freeze_gc()
+
+        self._retrying(freeze)
 
     def shutdown(self) -> None:
         self.group.shutdown()
 
     def _initialise(self) -> None:
         self.group.init_model()
+        self.group.mesh_layout("rollout")  # asked for here, where a death leads to a restart; known from then on
         ranks_each = self.group.num_weight_ranks()
         opened = self._trainer.open_weight_group(sum(ranks_each), self._host())
         self._address = next(address for address in opened if address is not None)

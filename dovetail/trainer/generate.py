@@ -53,11 +53,11 @@ def generate_responses(
         groups.init_policy(1)
         if checkpoint is not None:
             groups.actor_rollout.load_checkpoint(str(checkpoint / "actor"))
-        batch = groups.rollout.generate_sequences(_request(config, ids))
+        n = config.actor_rollout_ref.rollout.val_kwargs.n
+        batch = groups.rollout.generate_sequences(prompt_batch(ids, n=n, seed=config.trainer.seed, validate=True))
     finally:
         groups.shutdown()
-    n = config.actor_rollout_ref.rollout.val_kwargs.n
-    responses = _responses(batch, tokenizer)
+    responses = responses_of(batch, tokenizer)
     return [responses[first : first + n] for first in range(0, len(responses), n)]
 
 
@@ -69,18 +69,20 @@ def _with_room_for(config: DovetailConfig, longest: int) -> DovetailConfig:
     return config.model_copy(update={"actor_rollout_ref": policy, "data": data})
 
 
-def _request(config: DovetailConfig, prompt_ids: list[list[int]]) -> DataProto:
+def prompt_batch(prompt_ids: Sequence[list[int]], *, n: int, seed: int = 0, validate: bool = False) -> DataProto:
+    """What an engine is asked: `n` responses to each prompt, sampled as in validation, or the most likely tokens."""
     column = np.empty(len(prompt_ids), dtype=object)
     column[:] = prompt_ids
-    seeds = np.array([stable_seed(config.trainer.seed, f"prompt-{row}") for row in range(len(prompt_ids))])
+    seeds = np.array([stable_seed(seed, f"prompt-{row}") for row in range(len(prompt_ids))])
     return DataProto.from_dict(
         {"index": torch.arange(len(prompt_ids))},
         {"raw_prompt_ids": column, "sampling_seed": seeds},
-        {"n": config.actor_rollout_ref.rollout.val_kwargs.n, "validate": True, "weight_version": 0},
+        {"n": n, "validate": validate, "do_sample": validate, "weight_version": 0},
     )
 
 
-def _responses(batch: DataProto, tokenizer: Any) -> list[Response]:
+def responses_of(batch: DataProto, tokenizer: Any) -> list[Response]:
+    """The responses of an engine's batch, as text."""
     ids, masks = batch.tensors["responses"], batch.tensors["response_mask"].bool()
     kept = [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
     texts = tokenizer.batch_decode(kept, skip_special_tokens=True)

@@ -1,8 +1,8 @@
 """The roles of a run and the worker groups that run them, on Ray or in this process.
 
 Roles that share devices share processes: one process per device holds the actor, its engine, the reference, the critic
-and the reward model, so weights are never held twice on a device. With `hybrid_engine=False` the engines
-are processes on a pool of their own.
+and the reward model, so weights are never held twice on a device. With `hybrid_engine=False` the engines, and with
+`distill.teacher.nnodes` the teacher, are processes on a pool of their own.
 """
 
 from __future__ import annotations
@@ -68,9 +68,16 @@ class RoleGroups(TrainedGroups):
 
     def init_policy(self, total_steps: int) -> None:
         """The actor, its reference and its engines."""
+        if self.teacher is not None:
+            self.teacher.init_model()
         self.actor_rollout.init_model(total_steps)
         if self.engines is not None:
             self.engines.init_model()
+
+    @property
+    def teacher(self) -> WorkerGroup | None:
+        """A teacher on devices of its own."""
+        return None if self.ref is self.actor_rollout else self.ref
 
     @property
     def rollout(self) -> WorkerGroup | SeparateEngines:
@@ -93,6 +100,8 @@ class RoleGroups(TrainedGroups):
 
     def freeze_gc(self) -> None:
         super().freeze_gc()
+        if self.teacher is not None:
+            self.teacher.freeze_gc()
         if self.engines is not None:
             self.engines.freeze_gc()
 
@@ -103,12 +112,15 @@ class RoleGroups(TrainedGroups):
     def shutdown(self) -> None:
         if self.engines is not None:
             self.engines.shutdown()
+        if self.teacher is not None:
+            self.teacher.shutdown()
         super().shutdown()
 
 
 def role_classes(config: DovetailConfig, *, generates: bool = True) -> dict[str, RayClassWithInitArgs]:
     """The worker class of every role in the trainer's processes."""
-    policy = POLICY if config.actor_rollout_ref.hybrid_engine and generates else "actor_ref"
+    policy = "actor_rollout" if config.actor_rollout_ref.hybrid_engine and generates else "actor"
+    policy += "" if config.teacher_devices else "_ref"
     roles = {POLICY: RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role=policy)}
     if config.uses_critic:
         roles[CRITIC] = RayClassWithInitArgs(CriticWorker, config=config)
@@ -120,11 +132,13 @@ def role_classes(config: DovetailConfig, *, generates: bool = True) -> dict[str,
 def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool, generates: bool = True) -> RoleGroups:
     """Start the processes. Without Ray there is one, this one. `generates=False`: no engine anywhere."""
     apart = generates and not config.actor_rollout_ref.hybrid_engine
-    if not use_ray and apart:
-        raise ValueError(
-            "actor_rollout_ref.hybrid_engine=False puts engines into processes of their own, which needs Ray; "
-            "drop --local, or set it to True."
-        )
+    for key, is_apart, who in (
+        ("actor_rollout_ref.hybrid_engine=False", apart, "engines"),
+        (f"distill.teacher.nnodes={config.distill.teacher.nnodes}", config.teacher_devices > 0, "the teacher"),
+    ):
+        if not use_ray and is_apart:
+            why = f"{key} puts {who} into processes of their own, which needs Ray; drop --local, or leave the key out."
+            raise ValueError(why)
     processes, groups = start_processes(
         config, role_classes(config, generates=generates), use_ray=use_ray, use_gpu=use_gpu
     )
@@ -132,7 +146,7 @@ def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool, gener
     return RoleGroups(
         processes=processes,
         actor_rollout=policy,
-        ref=policy if config.uses_reference else None,
+        ref=_teacher(config, use_gpu) if config.teacher_devices else policy if config.uses_reference else None,
         critic=groups.get(CRITIC),
         reward_model=groups.get(REWARD),
         engines=_separate_engines(config, policy, use_gpu) if apart else None,
@@ -158,6 +172,13 @@ def start_processes(
         )
     groups: dict[str, WorkerGroup] = dict(processes.spawn(roles))
     return processes, groups
+
+
+def _teacher(config: DovetailConfig, use_gpu: bool) -> WorkerGroup:
+    teacher = config.distill.teacher
+    pool = RayResourcePool([teacher.n_gpus_per_node] * teacher.nnodes, use_gpu=use_gpu, name_prefix="dovetail-teacher")
+    worker = RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role="ref")
+    return RayWorkerGroup(pool, worker, name_prefix="teacher", first_limit_s=config.trainer.worker_timeout_s)
 
 
 def _separate_engines(config: DovetailConfig, trainer: WorkerGroup, use_gpu: bool) -> SeparateEngines:

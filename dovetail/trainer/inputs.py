@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from dovetail.config.errors import Problem, name_some
+from dovetail.config.errors import ConfigError, Problem, name_some
 from dovetail.config.hub import is_hub_name
 from dovetail.config.installed import missing_libraries
 from dovetail.config.root import DovetailConfig
-from dovetail.config.user_code import PACKAGE_PREFIX, PICKLED
+from dovetail.config.user_code import PACKAGE_PREFIX, PICKLED, split_address
 from dovetail.data.errors import DataError
+
+_ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def missing_inputs(config: DovetailConfig) -> list[Problem]:
@@ -28,6 +31,17 @@ def missing_inputs(config: DovetailConfig) -> list[Problem]:
         *_user_code(config),
         *_other_files(config),
     ]
+
+
+def no_gpu() -> ConfigError:
+    """For `trainer.device=cuda` on a machine without one."""
+    why = (
+        "trainer.device=cuda, but this machine shows no GPU "
+        f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Check nvidia-smi and that torch is built "
+        "for CUDA, join a cluster that has GPUs with ray_init.address, or set trainer.device=cpu. `dovetail check "
+        "--no-files` plans a run for another machine."
+    )
+    return ConfigError([Problem("trainer.device", why)])
 
 
 def _data_files(config: DovetailConfig) -> Iterator[Problem]:
@@ -65,8 +79,8 @@ def _data_files(config: DovetailConfig) -> Iterator[Problem]:
     if 0 < rows < batch and all_here and not data.train_weights and not config.trainer.val_only:
         yield Problem(
             "data.train_batch_size",
-            f"data.train_files has {rows} prompts, fewer than one batch of {batch}; lower data.train_batch_size (or "
-            "data.gen_batch_size), or add data.",
+            f"data.train_files has {rows} row{'s' * (rows > 1)}, fewer than one batch of {batch}; lower "
+            "data.train_batch_size (or data.gen_batch_size), or add data.",
         )
 
 
@@ -99,7 +113,7 @@ def _folders(config: DovetailConfig) -> Iterator[Problem]:
 def _user_code(config: DovetailConfig) -> Iterator[Problem]:
     reward, manager = config.custom_reward_function, config.reward_model.reward_manager_module
     data = config.data
-    wanted = [
+    wanted: list[tuple[str, str | None, str | None]] = [
         ("custom_reward_function.path", reward.path, reward.name),
         ("reward_model.reward_manager_module.path", manager.path, manager.name or config.reward_model.reward_manager),
         ("data.custom_cls.path", data.custom_cls.path, data.custom_cls.name or "Dataset"),
@@ -109,15 +123,27 @@ def _user_code(config: DovetailConfig) -> Iterator[Problem]:
         if isinstance(entry, dict) and "path" in entry:
             key = f"reward_model.reward_kwargs.rewards[{number}].path"
             wanted.append((key, str(entry["path"]), str(entry.get("name", "compute_score"))))
+    if config.trainer.on_step is not None:
+        wanted.append(("trainer.on_step", *split_address(config.trainer.on_step)))
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.uses_agents:
+        wanted.append((f"{_ROLLOUT}.multi_turn.function_tool_path", rollout.multi_turn.function_tool_path, None))
+        if (environment := rollout.agent.environment) is not None:
+            path, _, name = environment.rpartition(":" if ":" in environment else ".")
+            path = path if path.endswith(".py") else PACKAGE_PREFIX + path
+            wanted.append((f"{_ROLLOUT}.agent.environment", path, name))
     for module in config.trainer.import_modules:
         if (why := _why_not_there(f"{PACKAGE_PREFIX}{module}", "")) is not None:
             yield Problem("trainer.import_modules", f"trainer.import_modules={module}: {why}")
     for key, path, name in wanted:
         if path is not None and (why := _why_not_there(path, name)) is not None:
+            if key == "custom_reward_function.path" and "it defines" in why:
+                why += f" Say which function scores a response: reward={path}:NAME."
             yield Problem(key, f"{key}={path}: {why}")
 
 
-def _why_not_there(path: str, name: str) -> str | None:
+def _why_not_there(path: str, name: str | None) -> str | None:
+    """`name` None: any definition will do."""
     if path.startswith(PACKAGE_PREFIX):
         module = path.removeprefix(PACKAGE_PREFIX)
         try:
@@ -134,7 +160,7 @@ def _why_not_there(path: str, name: str) -> str | None:
         defined = _defined(ast.parse(file.read_bytes(), str(file)).body)
     except (SyntaxError, ValueError) as problem:
         return f"it is not Python: {problem}."
-    if name in defined or "*" in defined:
+    if name is None or name in defined or "*" in defined:
         return None
     public = sorted(entry for entry in defined if not entry.startswith("_"))
     return f"it has no {name!r}; it defines {', '.join(public) or 'nothing'}."
@@ -161,9 +187,17 @@ def _defined(body: list[ast.stmt]) -> set[str]:
 
 def _other_files(config: DovetailConfig) -> Iterator[Problem]:
     trainer = config.trainer
-    tools = config.data.tool_config_path
-    if tools and not Path(tools).is_file():
-        yield Problem("data.tool_config_path", f"data.tool_config_path={tools}: there is no such file.")
+    rollout = config.actor_rollout_ref.rollout
+    files = {"data.tool_config_path": config.data.tool_config_path}
+    if rollout.uses_agents:
+        files |= {
+            f"{_ROLLOUT}.multi_turn.tool_config_path": rollout.multi_turn.tool_config_path,
+            f"{_ROLLOUT}.multi_turn.interaction_config_path": rollout.multi_turn.interaction_config_path,
+            f"{_ROLLOUT}.agent.agent_loop_config_path": rollout.agent.agent_loop_config_path,
+        }
+    for key, path in files.items():
+        if path and not Path(path).is_file():
+            yield Problem(key, f"{key}={path}: there is no such file.")
     resumed = trainer.resume_from_path
     if trainer.resume_mode == "resume_path" and resumed and not Path(resumed).is_dir():
         yield Problem(

@@ -6,12 +6,11 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from dovetail.config import load_config
+from dovetail.config import ConfigError, load_config
 from dovetail.config.arguments import split_arguments
-from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
 from dovetail.trainer.choose import choose_open_keys
 from dovetail.trainer.ppo import RayPPOTrainer
-from dovetail.trainer.run import USER_ERRORS, run_training, stopped_message
+from dovetail.trainer.run import exit_code_of, run_training
 
 run_ppo = run_training
 """The name that scripts of verl import: a resolved configuration in, a finished run out."""
@@ -27,19 +26,12 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[RayPPOTrainer] |
     files, overrides = split_arguments(sys.argv[1:] if argv is None else argv)
     try:
         loaded = choose_open_keys(load_config(files, overrides))
-        for notice in (*loaded.notices, *loaded.choices):
-            logging.getLogger(__name__).info("%s: %s", notice.key, notice.message)
-        result = run_ppo(loaded.config, trainer_class=trainer_class)
-    except USER_ERRORS as error:
+    except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except StalledError as error:
-        sys.stderr.write(f"{error}\n")
-        return STALLED_EXIT_CODE
-    if result.stopped_by is not None:
-        sys.stderr.write(stopped_message(result, loaded.config))
-        return 128 + result.stopped_by
-    return 0
+    for notice in (*loaded.notices, *loaded.choices):
+        logging.getLogger(__name__).info("%s: %s", notice.key, notice.message)
+    return exit_code_of(lambda: run_ppo(loaded.config, trainer_class=trainer_class), loaded.config)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from dovetail.agents.chat import ChatRenderer
 from dovetail.config.root import DovetailConfig
 from dovetail.data.build import PromptLoader, example_loader
-from dovetail.data.conversations import Renderer
 from dovetail.data.examples import ExampleDataset
 from dovetail.observability.tracker import Tracker
 from dovetail.trainer.base import total_training_steps
@@ -35,11 +34,13 @@ class OfflineMethod(Method):
     def __init__(self, config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> None:
         self._config, self._options = config, options
         data = config.data
-        tokenizer, _ = load_readers(config)
-        renderer = ChatRenderer(tokenizer, **data.apply_chat_template_kwargs) if tokenizer.chat_template else None
+        self._tokenizer, _ = load_readers(config)
+        self._renderer = (
+            ChatRenderer(self._tokenizer, **data.apply_chat_template_kwargs) if self._tokenizer.chat_template else None
+        )
 
         def load(files: tuple[str, ...], max_samples: int, *, is_training: bool) -> PromptLoader:
-            dataset = self._read(files, tokenizer, renderer, max_samples=max_samples, seed=config.data_seed)
+            dataset = self._read(files, max_samples=max_samples, seed=config.data_seed)
             return example_loader(config, dataset, is_training=is_training)
 
         self._val_loader = load(data.val_paths, data.val_max_samples, is_training=False) if data.val_paths else None
@@ -52,9 +53,7 @@ class OfflineMethod(Method):
         self.total_steps = total_training_steps(config, len(self._train_loader))
 
     @abstractmethod
-    def _read(
-        self, files: tuple[str, ...], tokenizer: Any, renderer: Renderer | None, *, max_samples: int, seed: int
-    ) -> ExampleDataset[Any]:
+    def _read(self, files: tuple[str, ...], *, max_samples: int, seed: int) -> ExampleDataset[Any]:
         """The examples of these files."""
 
     def create_groups(self, *, use_gpu: bool) -> OfflineGroups:

@@ -5,6 +5,7 @@ GRPO, RLOO, REINFORCE++, ReMax, OPO, GPG and Dr. GRPO are configurations of this
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any, Literal
 from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
 from dovetail.algorithms.rollout_correction import interpolation_weights
 from dovetail.config.root import DovetailConfig
+from dovetail.controller import WorkerError
 from dovetail.data.build import PromptLoader
 from dovetail.models.flops import StepUtilisation
 from dovetail.observability.ledger import DrawLedger
@@ -54,6 +56,8 @@ from dovetail.trainer.step_metrics import (
 )
 from dovetail.trainer.stopping import StopRequest
 from dovetail.trainer.validation import validate
+
+logger = logging.getLogger(__name__)
 
 Role = Literal["actor", "critic"]
 
@@ -400,13 +404,9 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         )
         metrics |= agent_metrics(batch)
         metrics |= timing_metrics(seconds, tokens, generated)
-        metrics |= throughput_metrics(seconds["step"], tokens, self._num_devices)
+        metrics |= throughput_metrics(seconds["step"], tokens, self.config.num_devices)
         metrics |= memory_metrics(metrics)
         metrics |= self.utilisation.take(batch, seconds)
-
-    @property
-    def _num_devices(self) -> int:
-        return self.config.trainer.world_size + self.config.actor_rollout_ref.rollout.own_devices
 
     def _begin_step(self) -> None:
         if self.stream is not None:
@@ -422,7 +422,10 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
     def _close(self) -> None:
         self._answer_files.close()
         if self.config.actor_rollout_ref.rollout.uses_agents:
-            self.groups.close_agents()
+            try:
+                self.groups.close_agents()
+            except WorkerError as error:  # all steps are done; what its tools held ended with the process
+                logger.warning("the agents' tools were not closed: %s", error)
 
     def _checkpoint_parts(
         self, state: dict[str, Any], carried: dict[str, DataProto]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dovetail.algorithms.offline.registry import REF_LOG_PROB
-from dovetail.data.conversations import Renderer
 from dovetail.data.preferences import PreferenceDataset
 from dovetail.protocol import DataProto
 from dovetail.trainer.offline import OfflineGroups, OfflineTrainer
@@ -45,23 +42,14 @@ class DPOMethod(OfflineMethod):
     worker, trainer = PreferenceWorker, PreferenceTrainer
     rows_per_example = 2
 
-    def _read(
-        self, files: tuple[str, ...], tokenizer: Any, renderer: Renderer | None, *, max_samples: int, seed: int
-    ) -> PreferenceDataset:
-        data, labelled = self._config.data, self._config.dpo.loss_type == "kto"
-        return PreferenceDataset(
-            files, tokenizer, renderer, data, labelled=labelled, max_samples=max_samples, seed=seed
-        )
+    def _read(self, files: tuple[str, ...], *, max_samples: int, seed: int) -> PreferenceDataset:
+        data, labelled = self._config.data, self._config.trainer.method == "dpo" and self._config.dpo.loss_type == "kto"
+        which = {"max_samples": max_samples, "seed": seed}
+        return PreferenceDataset(files, self._tokenizer, self._renderer, data, labelled=labelled, **which)
 
 
-class RewardMethod(OfflineMethod):
+class RewardMethod(DPOMethod):
     """Preferences for a reward model."""
 
-    worker = RewardTrainingWorker
-    rows_per_example = 2
+    worker, trainer = RewardTrainingWorker, OfflineTrainer
     folder, phase = "critic", "update_critic"
-
-    def _read(
-        self, files: tuple[str, ...], tokenizer: Any, renderer: Renderer | None, *, max_samples: int, seed: int
-    ) -> PreferenceDataset:
-        return PreferenceDataset(files, tokenizer, renderer, self._config.data, max_samples=max_samples, seed=seed)

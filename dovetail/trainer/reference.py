@@ -47,9 +47,10 @@ class ReferenceLogProbs:
             try:
                 self._tables = self._read()
                 self._check(compute)
-            except DataError:
+            except DataError as error:
                 if resumes:
                     raise
+                logger.warning("%s They are computed anew.", error)
             else:
                 return
         for name, dataset in self._datasets.items():
@@ -59,8 +60,11 @@ class ReferenceLogProbs:
             ]
             self._tables[name] = torch.cat(parts).float().reshape(len(dataset), 2)
         partial = self._file.with_name(f".{FILE}.{os.getpid()}.partial")
-        save_file(self._tables, partial, metadata=self._facts)
-        os.replace(partial, self._file)
+        try:
+            save_file(self._tables, partial, metadata=self._facts)
+            os.replace(partial, self._file)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def add_to(self, batch: DataProto, name: str) -> DataProto:
         """The batch with the reference's column."""

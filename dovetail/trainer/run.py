@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from dovetail.config.effects import unsupported_in_runs
 from dovetail.config.errors import Problem
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
-from dovetail.config.user_code import UserCodeError, import_user_modules
+from dovetail.config.user_code import UserCodeError, import_user_modules, load_user_object, split_address
 from dovetail.controller import WorkerError, stop_ray
 from dovetail.data.errors import DataError
 from dovetail.models.errors import ModelError
@@ -26,6 +27,8 @@ from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
 from dovetail.observability.run_lock import RunFolderInUse, RunLock
 from dovetail.observability.sinks import MissingTrackerError
+from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
+from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.rewards.errors import RewardError
 from dovetail.trainer.devices import start_cluster, uses_gpu, warn_of_slow_bfloat16
@@ -84,10 +87,12 @@ def run_training(
 ) -> RunResult:
     """Train as the configuration says. `use_ray=False` runs everything in this process, for a debugger.
 
-    With a `recording` nothing is generated: its batches are trained on. `on_step` is called after every step.
+    With a `recording` nothing is generated: its batches are trained on. `on_step` is called after every step, as the
+    function of `trainer.on_step` is.
 
     Errors in keys, files, columns and reward functions are raised before a process is started.
     """
+    timers = PhaseTimers()
     config = with_absolute_folders(config)
     import_user_modules(config.trainer.import_modules)
     shapes = read_shapes(config)
@@ -101,9 +106,11 @@ def run_training(
     fetch_models(config)
     refuse_broken_models(config)
     settings = config.trainer
+    watchers = [watcher for watcher in (on_step, _named_watcher(settings.on_step)) if watcher is not None]
     with ExitStack() as open_things:
         options = RunOptions(use_ray=use_ray, trainer_class=trainer_class, recording=recording)
-        method = open_method(config, options, open_things)
+        with timers("read_inputs"):
+            method = open_method(config, options, open_things)
         folder = RunFolder(settings.run_dir)
         for name in ("rollout_data_dir", "validation_data_dir"):
             if (path := getattr(settings, name)) is not None:
@@ -111,8 +118,7 @@ def run_training(
         _make_folder(folder.path, "trainer.default_local_dir", "run folder")
         open_things.enter_context(lock)
         folder.write_config(config.model_dump(mode="json"))
-        if config.generates:  # the plan is made of the phases of RL
-            folder.write_plan(make_plan(config, shapes).to_dict())
+        folder.write_plan(make_plan(config, shapes).to_dict())
         view = console(f"{settings.project_name}/{settings.experiment_name}", method.total_steps)
         stop = StopRequest()
         tracker = open_things.enter_context(
@@ -123,12 +129,13 @@ def run_training(
                 experiment=settings.experiment_name,
                 config=config.model_dump(mode="json"),
                 console=view,
-                on_step=None if on_step is None else _watched(on_step, stop),
+                on_step=_watched(watchers, stop) if watchers else None,
             )
         )
         if use_ray:
             open_things.callback(stop_ray)
-        use_gpu = start_cluster(config) if use_ray else uses_gpu(config)
+        with timers("start_cluster"):
+            use_gpu = start_cluster(config) if use_ray else uses_gpu(config)
         if not use_gpu:
             warn_of_slow_bfloat16(config)
         method.cluster_started(use_gpu=use_gpu)
@@ -136,6 +143,7 @@ def run_training(
         trainer = method.create_trainer(
             tracker, lambda: _create_groups(method, folder.path, use_gpu=use_gpu), on_phase=view.phase, stop=stop
         )
+        trainer.timers.extend(timers)
         try:
             trainer.init_workers()
             validation = trainer.fit()
@@ -150,6 +158,33 @@ def run_training(
     return RunResult(folder.path, trainer.global_step, validation, stop.signum)
 
 
+def exit_code_of(train: Callable[[], RunResult], config: DovetailConfig) -> int:
+    """Run it for a command: what went wrong goes to standard error; returns the exit code."""
+    try:
+        result = train()
+    except USER_ERRORS as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except StalledError as error:
+        sys.stderr.write(f"{error}\n")
+        return STALLED_EXIT_CODE
+    except WorkerError as error:
+        # The worker's own traceback is in the message; the driver's says nothing more.
+        sys.stderr.write("\n".join([str(error), *getattr(error, "__notes__", ())]) + "\n")
+        return 1
+    except KeyboardInterrupt as error:
+        sys.stderr.write(
+            f"interrupted; the run is in {config.trainer.run_dir}. "
+            "The same command goes on from its newest checkpoint, if it has one.\n"
+        )
+        return 128 + getattr(error, "signum", signal.SIGINT)
+    if result.stopped_by is not None:
+        sys.stderr.write(stopped_message(result, config))
+        return 128 + result.stopped_by
+    sys.stdout.write(f"{result.steps} steps done; the run is in {result.folder}\n")
+    return 0
+
+
 def stopped_message(result: RunResult, config: DovetailConfig) -> str:
     """For a run that was stopped by a signal: its last checkpoint, and the command that continues it."""
     name = signal.Signals(result.stopped_by or 0).name
@@ -158,9 +193,13 @@ def stopped_message(result: RunResult, config: DovetailConfig) -> str:
     return f"{name}: stopped after step {result.steps}; {has}. Go on with:\n  {line}\n"
 
 
-def _watched(on_step: OnStep, stop: StopRequest) -> Callable[[int, dict[str, float]], None]:
+def _named_watcher(address: str | None) -> OnStep | None:
+    return None if address is None else load_user_object(*split_address(address), key="trainer.on_step")
+
+
+def _watched(watchers: Sequence[OnStep], stop: StopRequest) -> Callable[[int, dict[str, float]], None]:
     def call(step: int, metrics: dict[str, float]) -> None:
-        if on_step(step, metrics) == "stop":
+        if "stop" in [watcher(step, metrics) for watcher in watchers]:
             stop.asked_by = "on_step"
 
     return call

@@ -62,8 +62,11 @@ class SavedModel:
         """The run's own configuration, or defaults for a folder; then what the user says; then: validate, no more."""
         forced = ["trainer.val_only=True", "trainer.resume_mode=disable"]
         if self.is_checkpoint:
-            files = [run_config_file(Path(self.folder)), *files]
-            own = [*_WITHOUT_TRAINING]
+            of_run = run_config_file(Path(self.folder))
+            # Methods that train on a data set do not read the mini-batch, so it may not fit.
+            prompts = load_config([of_run]).config.data.train_batch_size
+            files = [of_run, *files]
+            own = [*_WITHOUT_TRAINING, f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"]
             forced = [forced[0], "trainer.resume_mode=resume_path", override("trainer.resume_from_path", self.folder)]
         else:
             own = [*_WITHOUT_TRAINING, *_OF_A_FOLDER, override("actor_rollout_ref.model.path", self.folder)]
@@ -75,7 +78,9 @@ def find_model(given: str) -> SavedModel:
     """What `given` names; FileNotFoundError when it is nothing of the kind."""
     if (Path(given).expanduser() / "config.json").is_file():
         return SavedModel(str(Path(given).expanduser().absolute()), is_checkpoint=False)
-    if is_hub_name(given):
+    parent = Path(given).parent
+    # `runs/mine` could be a name on the hub, but not where there is a folder `runs`.
+    if is_hub_name(given) and not (parent.name and parent.is_dir()):
         return SavedModel(given, is_checkpoint=False)
     return SavedModel(str(checkpoint_folder(Path(given).expanduser()).absolute()), is_checkpoint=True)
 

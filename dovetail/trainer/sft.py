@@ -1,29 +1,98 @@
-"""`trainer.method=sft`: conversations, made into a run."""
+"""`trainer.method=sft`: conversations, made into a run. Validation also shows what the model answers."""
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
-from dovetail.algorithms.offline.registry import OfflineLoss
-from dovetail.algorithms.offline.sft import sft_loss
-from dovetail.data.conversations import ConversationDataset, Renderer
+from dovetail.config.root import DovetailConfig
+from dovetail.data.conversations import ConversationDataset, TokenRow
+from dovetail.observability.sinks import choose_answers
+from dovetail.trainer.base import Metrics
+from dovetail.trainer.generate import prompt_batch, responses_of
+from dovetail.trainer.offline import OfflineGroups, OfflineTrainer, create_offline_groups
 from dovetail.trainer.offline_method import OfflineMethod
-from dovetail.workers.offline import OfflineWorker
+from dovetail.workers.sft import SFTWorker
 
 
-class SFTWorker(OfflineWorker):
-    """A policy that learns to write what the assistant wrote."""
+class SFTTrainer(OfflineTrainer):
+    """`samples` are the prompts and answers of the validation data that are generated again, by `tokenizer`."""
 
-    def _build_loss(self) -> OfflineLoss:
-        return sft_loss()
+    tokenizer: Any
+    samples: list[TokenRow]
+
+    def _validate(self) -> Metrics:
+        metrics = super()._validate()
+        if self.samples:
+            rows = self._answered()
+            self.tracker.folder.write_answers(self.global_step, rows, "validation")
+            named = [{"input": row["prompt"], "output": row["response"], "score": None} for row in rows]
+            if shown := choose_answers(named, self.config.trainer.log_val_generations):
+                self.tracker.show_answers(self.global_step, shown)
+        return metrics
+
+    def _answered(self) -> list[dict[str, Any]]:
+        """A line for each sample, with the names that the validation of RL has."""
+        prompts, answers = zip(*(row.first_answer() for row in self.samples), strict=True)
+        batch = self.groups.group.generate_sequences(prompt_batch(prompts, n=1))
+        texts = [self.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (prompts, answers)]
+        return [
+            {
+                "uid": f"val-{number}",
+                "data_source": "validation",
+                "prompt": prompt,
+                "response": response.text,
+                "ground_truth": truth,
+                "values": {},
+                "length": response.num_tokens,
+                "truncated": response.finish_reason == "length",
+                "failed": False,
+            }
+            for number, (prompt, truth, response) in enumerate(
+                zip(*texts, responses_of(batch, self.tokenizer), strict=True)
+            )
+        ]
 
 
 class SFTMethod(OfflineMethod):
     """Conversations."""
 
-    worker = SFTWorker
+    worker, trainer = SFTWorker, SFTTrainer
 
-    def _read(
-        self, files: tuple[str, ...], tokenizer: Any, renderer: Renderer | None, **which: int
-    ) -> ConversationDataset:
-        return ConversationDataset(files, tokenizer, renderer, self._config.data, self._config.sft, **which)
+    def _read(self, files: tuple[str, ...], *, max_samples: int, seed: int) -> ConversationDataset:
+        data, sft, which = self._config.data, self._config.sft, {"max_samples": max_samples, "seed": seed}
+        return ConversationDataset(files, self._tokenizer, self._renderer, data, sft, **which)
+
+    def create_groups(self, *, use_gpu: bool) -> OfflineGroups:
+        config, use_ray = _with_room_for(self._config, self._samples()), self._options.use_ray
+        return create_offline_groups(config, self.worker, use_ray=use_ray, use_gpu=use_gpu)
+
+    def create_trainer(self, *args: Any, **kwargs: Any) -> OfflineTrainer:
+        trainer = super().create_trainer(*args, **kwargs)
+        assert isinstance(trainer, SFTTrainer), "the class that this one names"
+        trainer.tokenizer, trainer.samples = self._tokenizer, self._samples()
+        return trainer
+
+    def _samples(self) -> list[TokenRow]:
+        """The first conversations that have a prompt before their first answer."""
+        if self._val_loader is None:
+            return []
+        dataset = self._val_loader.dataset
+        assert isinstance(dataset, ConversationDataset), "what this method reads"
+        rows = (dataset[number][0] for number in range(len(dataset)))
+        return list(islice((row for row in rows if row.first_answer()[0]), self._config.num_val_samples))
+
+
+def _with_room_for(config: DovetailConfig, samples: list[TokenRow]) -> DovetailConfig:
+    """The engine's lengths: those of the samples, whatever the rows of training have.
+
+    A few short answers need no CUDA graphs, and no cache between two validations.
+    """
+    if not samples:
+        return config
+    policy = config.actor_rollout_ref
+    prompt, response = max(len(row.first_answer()[0]) for row in samples), config.sft.val_sample_tokens
+    room = {"prompt_length": prompt, "response_length": response, "max_model_len": prompt + response}
+    room |= {"enforce_eager": True, "free_cache_engine": True}
+    policy = policy.model_copy(update={"rollout": policy.rollout.model_copy(update=room)})
+    return config.model_copy(update={"actor_rollout_ref": policy})

@@ -3,7 +3,6 @@
 from dovetail.weight_sync.broadcast import (
     Announcements,
     BroadcastFailedError,
-    GroupAddress,
     WeightReceiver,
     WeightSender,
     cancel_broadcast,
@@ -17,7 +16,7 @@ from dovetail.weight_sync.checksum import (
     weight_checksum,
 )
 from dovetail.weight_sync.disk import DiskVersion, DiskWeights
-from dovetail.weight_sync.group import GroupFailedError
+from dovetail.weight_sync.group import GroupAddress, GroupFailedError
 from dovetail.weight_sync.sharding_manager import (
     FSDPSGLangShardingManager,
     FSDPVLLMShardingManager,

@@ -8,24 +8,22 @@ of each bucket is announced in the store. A sender that fails announces that too
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dovetail.controller.rendezvous import open_store
 from dovetail.observability.waits import waiting
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
-from dovetail.weight_sync.group import GroupBackend, GroupMember, TransferGroup
+from dovetail.weight_sync.group import LOOPBACK, GroupAddress, GroupBackend, TransferGroup
 from dovetail.weight_sync.stream import NamedTensors
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT_S = 300.0
 _MORE, _LAST, _FAILED = "m", "l", "f"  # a bucket, the last bucket of an update, no more buckets
 _SENDER = 0
@@ -37,22 +35,6 @@ _POLL_S = 0.002
 
 class BroadcastFailedError(RuntimeError):
     """The sender's source raised in the middle of an update; what was received is incomplete."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupAddress:
-    """What a receiver needs to join; plain values, so it travels in any message. The sender is rank 0."""
-
-    host: str
-    port: int
-    world_size: int
-    backend: GroupBackend
-    timeout_s: float
-
-    @property
-    def group_name(self) -> str:
-        """What the group is called where a process may be in several."""
-        return f"dovetail-weights-{self.port}"
 
 
 class WeightSender:
@@ -70,7 +52,7 @@ class WeightSender:
         if num_receivers < 1:
             raise ValueError(f"num_receivers={num_receivers}: a broadcast needs somebody to receive it.")
         self._device = torch.device(device)
-        self._store, port = serve_store(host, timeout_s)
+        self._store, port = open_store(host, timedelta(seconds=timeout_s))
         self._board = dist.PrefixStore(_BOARD, self._store)
         self._num_announced = 0
         self.address = GroupAddress(host, port, num_receivers + 1, backend, timeout_s)
@@ -79,7 +61,7 @@ class WeightSender:
     def connect(self) -> None:
         """Blocks until every receiver has joined (NCCL: until the first update)."""
         if self._group is None:
-            self._group = TransferGroup(self._store, _member(self.address, _SENDER), self._why_cancelled)
+            self._group = TransferGroup(self._store, self.address, _SENDER, self._why_cancelled)
 
     def send(self, weights: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         """Send all of `weights`. An error of the source is raised here and, in words, at every receiver."""
@@ -185,7 +167,7 @@ class WeightReceiver:
         timeout = timedelta(seconds=address.timeout_s)
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
         self._announcements = Announcements(address)
-        self._group = TransferGroup(store, _member(address, rank))
+        self._group = TransferGroup(store, address, rank)
 
     def buckets(self) -> Iterator[Bucket]:
         """The buckets of one update, each in memory of its own: a loader may keep tensors of earlier ones."""
@@ -212,39 +194,3 @@ def cancel_broadcast(address: GroupAddress, reason: str) -> None:
         dist.PrefixStore(_BOARD, store).set(_CANCELLED, reason)
     except RuntimeError as error:
         logger.info("the sender of weights at %s:%d is not there: %s", address.host, address.port, error)
-
-
-def serve_store(host: str, timeout_s: float) -> tuple[dist.Store, int]:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen(512)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
-
-
-def _member(address: GroupAddress, rank: int) -> GroupMember:
-    is_here = rank == _SENDER or address.host == LOOPBACK
-    return GroupMember(
-        name=address.group_name,
-        rank=rank,
-        world_size=address.world_size,
-        backend=address.backend,
-        timeout_s=address.timeout_s,
-        local=address.host if is_here else address_towards(address.host, address.port),
-    )
-
-
-def address_towards(host: str, port: int) -> str:
-    """This machine's own address on the way there (no packet is sent)."""
-    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)
-        return probe.getsockname()[0]

@@ -52,6 +52,11 @@ class Bucket:
             flat = self.buffer[entry.offset : entry.offset + entry.num_bytes]
             yield entry.name, flat.view(getattr(torch, entry.dtype)).view(entry.shape)
 
+    def on_host(self) -> dict[str, Tensor]:
+        """Copies by name: safetensors refuses tensors that share storage, as views of one buffer do."""
+        host = Bucket(self.entries, self.buffer[: self.num_bytes].cpu())
+        return {name: tensor.clone() for name, tensor in host.tensors()}
+
     def runs(self) -> Iterator[tuple[tuple[BucketEntry, ...], Tensor]]:
         """The bucket in stretches without gaps, and the bytes of each: one, unless a tensor is of an odd size."""
         first = 0

@@ -85,8 +85,7 @@ class DiskWeights:
         total = 0
         for number, bucket in enumerate(iter_buckets(weights, self._bucket_bytes)):
             file = f"model-{number:05d}.safetensors"
-            # Copies, because safetensors refuses views of one buffer.
-            tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
+            tensors = bucket.on_host()
             save_file(tensors, work / file, metadata={"format": "pt"})
             _flush(work / file)
             files.update(dict.fromkeys(tensors, file))

@@ -7,6 +7,7 @@ group that failed is aborted: its communicator and connections are released at o
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor
 from dovetail.observability.waits import Wait, waiting
 
 GroupBackend = Literal["gloo", "nccl"]
+LOOPBACK = "127.0.0.1"
 _SENDER = 0
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.00005, 0.01
 _SECONDS_BETWEEN_CHECKS = 0.2
@@ -32,16 +34,20 @@ class GroupFailedError(RuntimeError):
     """A broadcast did not get through: a peer died, took too long, or the driver called it off."""
 
 
-@dataclass(frozen=True)
-class GroupMember:
-    """Which group, and who in it. `local`: this process's own address, for gloo."""
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """What a receiver needs to join; plain values, so it travels in any message. The sender is rank 0."""
 
-    name: str
-    rank: int
+    host: str
+    port: int
     world_size: int
     backend: GroupBackend
     timeout_s: float
-    local: str
+
+    @property
+    def group_name(self) -> str:
+        """What the group is called where a process may be in several."""
+        return f"dovetail-weights-{self.port}"
 
 
 class TransferGroup:
@@ -50,14 +56,17 @@ class TransferGroup:
     `cancelled` says why a broadcast that is under way should be given up, or nothing.
     """
 
-    def __init__(self, store: dist.Store, member: GroupMember, cancelled: Callable[[], str] = lambda: "") -> None:
-        self._member = member
+    def __init__(
+        self, store: dist.Store, address: GroupAddress, rank: int, cancelled: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._address = address
+        self._rank = rank
         self._cancelled = cancelled
         # The keys of a group that torch makes under this name (SGLang's processes join so): its name twice, and the
         # first device that the backend serves.
-        store = dist.PrefixStore(f"{member.name}/", dist.PrefixStore(member.name, store))
-        store = dist.PrefixStore("cuda/" if member.backend == "nccl" else "cpu/", store)
-        self._group: Any = BUILDERS[member.backend](store, member)
+        store = dist.PrefixStore(f"{address.group_name}/", dist.PrefixStore(address.group_name, store))
+        store = dist.PrefixStore("cuda/" if address.backend == "nccl" else "cpu/", store)
+        self._group: Any = BUILDERS[address.backend](store, address, rank)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send from rank 0, or receive into `tensor`; returns when the bytes are there. GroupFailedError otherwise."""
@@ -65,14 +74,14 @@ class TransferGroup:
             raise GroupFailedError("the group for the weights is closed")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = _SENDER, 0
-        member = self._member
-        what = f"the other {member.world_size - 1} members of {member.name} to take part in a broadcast of weights"
+        name, others, limit_s = self._address.group_name, self._address.world_size - 1, self._address.timeout_s
+        what = f"the other {others} members of {name} to take part in a broadcast of weights"
         try:
             # The first broadcast of NCCL builds the communicator, in a call that takes no time limit: it is named then.
-            with waiting(f"rank {member.rank}", what, limit_s=member.timeout_s) as wait:
+            with waiting(f"rank {self._rank}", what, limit_s=limit_s) as wait:
                 work = self._group.broadcast([tensor], options)
                 self._wait_for(work, wait)
-                work.wait(timedelta(seconds=member.timeout_s))
+                work.wait(timedelta(seconds=limit_s))
         except GroupFailedError:
             self.close()
             raise
@@ -99,24 +108,34 @@ class TransferGroup:
             pause = min(2 * pause, _LONGEST_POLL_S)
 
 
-def _build_nccl(store: dist.Store, member: GroupMember) -> Any:
+def _build_nccl(store: dist.Store, address: GroupAddress, rank: int) -> Any:
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timedelta(seconds=member.timeout_s)
+    options._timeout = timedelta(seconds=address.timeout_s)
     with nccl_raises():
-        return nccl(store, member.rank, member.world_size, options)
+        return nccl(store, rank, address.world_size, options)
 
 
-def _build_gloo(store: dist.Store, member: GroupMember) -> Any:
+def _build_gloo(store: dist.Store, address: GroupAddress, rank: int) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = timedelta(seconds=member.timeout_s)
+    options._timeout = timedelta(seconds=address.timeout_s)
+    is_here = rank == _SENDER or address.host == LOOPBACK
+    own = address.host if is_here else address_towards(address.host, address.port)
     # Without a device of its own gloo resolves the host name, which need not be an address others reach.
-    options._devices = [gloo.create_device(hostname=member.local)]
-    return gloo(store, member.rank, member.world_size, options)
+    options._devices = [gloo.create_device(hostname=own)]
+    return gloo(store, rank, address.world_size, options)
 
 
-BUILDERS: dict[str, Callable[[dist.Store, GroupMember], Any]] = {"gloo": _build_gloo, "nccl": _build_nccl}
+def address_towards(host: str, port: int) -> str:
+    """This machine's own address on the way there (no packet is sent)."""
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        return probe.getsockname()[0]
+
+
+BUILDERS: dict[str, Callable[[dist.Store, GroupAddress, int], Any]] = {"gloo": _build_gloo, "nccl": _build_nccl}
 """By backend: what makes a group of torch. A build of torch need not have both."""
 
 

@@ -5,7 +5,7 @@ For scripts that import them. A run uses `workers.hybrid_engine`, which also off
 
 from __future__ import annotations
 
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -29,24 +29,22 @@ class FSDPVLLMShardingManager:
 
     def __enter__(self) -> Self:
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        self._random_state = torch.random.fork_rng(devices)
-        self._random_state.__enter__()
-        if self._engine is None:
-            for _ in self._source.named_weights():  # gathering is collective: every rank takes every tensor
-                pass
-            return self
-        # Weights first: on a shared device the KV cache takes what the gathered tensors have left.
-        self._engine.wake(["weights"])
-        self._engine.update_weights(self._source.named_weights(), self.version)
-        self._engine.wake(["kv_cache"])
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices))
+            if self._engine is None:
+                for _ in self._source.named_weights():  # gathering is collective: every rank takes every tensor
+                    pass
+            else:
+                stack.callback(self._engine.sleep, ["weights", "kv_cache"])
+                # Weights first: on a shared device the KV cache takes what the gathered tensors have left.
+                self._engine.wake(["weights"])
+                self._engine.update_weights(self._source.named_weights(), self.version)
+                self._engine.wake(["kv_cache"])
+            self._left = stack.pop_all()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._engine is not None:
-            self._engine.sleep(["weights", "kv_cache"])
-        self._random_state.__exit__(exc_type, exc, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._left.__exit__(*error)
 
 
 MegatronVLLMShardingManager = FSDPSGLangShardingManager = FSDPVLLMShardingManager

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, iter_buckets
+from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, iter_buckets
 from dovetail.weight_sync.stream import NamedTensors
 
 IpcHandle: TypeAlias = tuple[Any, ...]
@@ -48,7 +48,7 @@ class SharedMemoryBuckets:
             path = self._folder / f"bucket-{self._count}"
             self._count += 1
             require_room(path.parent, bucket.num_bytes)
-            self._save(_on_host(bucket), path)
+            self._save(bucket.on_host(), path)
             try:
                 yield path
             finally:
@@ -68,12 +68,6 @@ def read_bucket_file(path: str | Path) -> list[tuple[str, Tensor]]:
     """The tensors of one file. They stay valid when the file is removed."""
     with safe_open(path, framework="pt", device="cpu") as handle:
         return [(name, handle.get_tensor(name)) for name in handle.keys()]  # noqa: SIM118  not a dict
-
-
-def _on_host(bucket: Bucket) -> dict[str, Tensor]:
-    host = Bucket(bucket.entries, bucket.buffer[: bucket.num_bytes].cpu())
-    # safetensors refuses tensors that share storage; views of one buffer do, though they do not overlap.
-    return {name: tensor.clone() for name, tensor in host.tensors()}
 
 
 def memory_folder() -> str | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -73,12 +73,14 @@ def in_engine_dtype(weights: NamedTensors, dtype: str | None) -> Iterator[tuple[
 class ExpectedWeights:
     """Names and shapes one model takes. `ties` maps a name to the one that stands for both: either is enough.
 
-    `optional` may come and need not: buffers that a checkpoint holds and nothing trains.
+    `optional` may come and need not: buffers that a checkpoint holds and nothing trains. `stacks` maps a name in memory
+    to the names on disk that it stands for, where both are taken: a mixture's experts, stacked into one tensor.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     ties: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    stacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class WeightAccount:
@@ -86,7 +88,7 @@ class WeightAccount:
 
     def __init__(self, expected: ExpectedWeights) -> None:
         self._expected = expected
-        self._missing = {expected.ties.get(name, name) for name in expected.shapes}
+        self._missing = {expected.ties.get(name, name) for name in expected.shapes} - expected.stacks.keys()
 
     def problem_with(self, name: str, shape: tuple[int, ...]) -> str | None:
         """Why this tensor cannot be taken; None counts it as arrived."""
@@ -95,7 +97,8 @@ class WeightAccount:
             return f"the engine's model has no tensor {name!r} (shape {tuple(shape)})."
         if tuple(shape) != tuple(wanted):
             return f"tensor {name!r} has shape {tuple(shape)}; the engine's model has it with shape {tuple(wanted)}."
-        self._missing.discard(self._expected.ties.get(name, name))
+        own = self._expected.ties.get(name, name)
+        self._missing.difference_update(self._expected.stacks.get(own, (own,)))
         return None
 
     def missing(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +27,10 @@ from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBac
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import RolloutCorrectionConfig
 from dovetail.config.view import ConfigView
+from dovetail.models.vocabulary_divergence import Teacher
 from dovetail.protocol import DataProto
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
-from dovetail.workers.mini_batches import makes_one_step, mini_batches
+from dovetail.workers.mini_batches import makes_one_step, optimizer_steps
 from dovetail.workers.response_columns import (
     MODEL_INPUTS,
     at_responses,
@@ -42,7 +43,7 @@ from dovetail.workers.update_correction import correction_terms
 
 _RATIO, _RATIO_SQUARE = "rollout_corr/ratio_mean", "rollout_corr/ratio_square_mean"
 """Moments of the update's policy / engine over tokens."""
-TEACHER_COLUMNS = ("teacher_top_ids", "teacher_top_log_probs")
+TEACHER_COLUMNS = ("teacher_top_ids", "teacher_top_log_probs", "teacher_hidden")
 INTERPOLATION = "interpolation_weights"
 """Column: where each token's old log-prob is between the engine's (0) and the update's (1)."""
 
@@ -54,7 +55,7 @@ class DataParallelPPOActor:
     `seq-mean-token-sum-norm`. The reference policy is the same class over a backend without optimizer, or over the
     actor's own with `adapters=False` (LoRA switched off). `correction`: what the update itself corrects, where the old
     log-probs are the engine's (`bypass_mode`) or interpolated. `distill_coef` weighs the divergence from the tokens
-    that a teacher has listed, where the batch has them.
+    that a teacher has listed, or from all of them with a `teacher`, where the batch has its columns.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class DataParallelPPOActor:
         adapters: bool = True,
         correction: RolloutCorrectionConfig | None = None,
         distill_coef: float = 0.0,
+        teacher: Teacher | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -79,9 +81,11 @@ class DataParallelPPOActor:
             config.ppo_micro_batch_size_per_gpu or mini_batch_rows,
             config.ppo_max_token_len_per_gpu,
             config.min_num_micro_batch,
+            config.use_prefix_grouper,
         )
         self._loss_scale_factor = loss_scale_factor
         self._distill_coef = distill_coef
+        self._teacher = teacher
         self._correction = correction
         self._bypass = correction is not None and correction.bypass_mode
         reinforce = self._bypass and correction is not None and correction.loss_type == "reinforce"
@@ -103,33 +107,21 @@ class DataParallelPPOActor:
         self, data: DataProto, *, entropy: bool = False, sum_squares: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probs of the responses, and of each token's distribution the entropy and the sum of p^2, if asked for."""
-        batch = take_columns(data, MODEL_INPUTS)
-        options = replace(self._options(data, entropy=entropy), sum_squares=sum_squares)
-        plan = plan_micro_batches(batch, self._log_prob_limit, self.backend)
-        outputs = self.backend.forward(cut(batch, plan), options)
-        width = response_width(batch)
-
-        def joined(name: str) -> Tensor:
-            return restore([at_responses(getattr(output, name), width) for output in outputs], plan).float().cpu()
-
-        return (
-            joined("log_probs"),
-            joined("entropy") if entropy else None,
-            joined("sum_squares") if sum_squares else None,
-        )
+        names = ["log_probs", *["entropy"] * entropy, *["sum_squares"] * sum_squares]
+        columns = self._forward(data, names, entropy=entropy, sum_squares=sum_squares)
+        log_probs, *others = (column.float() for column in columns)
+        return log_probs, others.pop(0) if entropy else None, others.pop(0) if sum_squares else None
 
     def top_tokens(self, data: DataProto, *, top_k: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of the responses, and in place of each token the `top_k` most likely ones below `vocab_size`."""
-        batch = take_columns(data, MODEL_INPUTS)
-        options = replace(self._options(data, entropy=False), top_k=top_k, top_vocab_size=vocab_size)
-        plan = plan_micro_batches(batch, self._log_prob_limit, self.backend)
-        outputs = self.backend.forward(cut(batch, plan), options)
-        width = response_width(batch)
-        log_probs, ids, top = (
-            restore([at_responses(getattr(output, name), width) for output in outputs], plan).cpu()
-            for name in ("log_probs", "top_ids", "top_log_probs")
-        )
+        names = ("log_probs", "top_ids", "top_log_probs")
+        log_probs, ids, top = self._forward(data, names, top_k=top_k, top_vocab_size=vocab_size)
         return log_probs.float(), ids.int(), top
+
+    def hidden_states(self, data: DataProto) -> tuple[Tensor, Tensor]:
+        """Log-probs of the responses, and `[rows, response_len, width]` what the output layer made them of."""
+        log_probs, hidden = self._forward(data, ("log_probs", "hidden"), hidden=True)
+        return log_probs.float(), hidden
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """PPO epochs over mini-batches, one optimizer step each; metrics over all data-parallel ranks.
@@ -139,9 +131,10 @@ class DataParallelPPOActor:
         """
         batch = self._training_columns(data)
         options = self._options(data, entropy=self.config.needs_entropy)
-        options = replace(options, listed=TEACHER_COLUMNS[0] in batch)
+        teacher = self._teacher if "teacher_hidden" in batch else None
+        options = replace(options, listed="teacher_top_ids" in batch, teacher=teacher)
         log = StepLog("actor")
-        steps = list(self._optimizer_steps(batch))
+        steps = optimizer_steps(batch, self._mini_batch_rows, self.config, seed=self._seed + self.num_updates)
         for index, mini_batch in enumerate(steps):
             counts = global_counts(mini_batch, self.backend)
             plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
@@ -160,6 +153,17 @@ class DataParallelPPOActor:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return metrics
 
+    def _forward(self, data: DataProto, names: Sequence[str], **asked: Any) -> list[Tensor]:
+        """These outputs at the responses, rows in the order given, on the CPU."""
+        batch = take_columns(data, MODEL_INPUTS)
+        plan = plan_micro_batches(batch, self._log_prob_limit, self.backend)
+        options = replace(self._options(data, entropy=False), **asked)
+        outputs = self.backend.forward(cut(batch, plan), options)
+        width = response_width(batch)
+        return [
+            restore([at_responses(getattr(output, name), width) for output in outputs], plan).cpu() for name in names
+        ]
+
     def _options(self, data: DataProto, *, entropy: bool) -> ForwardOptions:
         return ForwardOptions(
             temperature=sampling_temperature(data),
@@ -167,12 +171,6 @@ class DataParallelPPOActor:
             last_tokens=response_width(data),
             adapters=self._adapters,
         )
-
-    def _optimizer_steps(self, batch: DataProto) -> Iterator[DataProto]:
-        seed = self._seed + self.num_updates
-        for epoch in range(self.config.ppo_epochs):
-            shuffle_seed = seed * 1009 + epoch if self.config.shuffle else None
-            yield from mini_batches(batch, self._mini_batch_rows, shuffle_seed=shuffle_seed)
 
     def _training_columns(self, data: DataProto) -> DataProto:
         names = [*MODEL_INPUTS, "response_mask", "advantages"]
@@ -238,8 +236,11 @@ class DataParallelPPOActor:
                 kl = agg_loss(token_kl, mask, mode, counts=counts, loss_scale_factor=scale)
                 loss = loss + config.kl_loss_coef * kl
                 metrics["actor/kl_loss"] = kl.detach()
-            if output.listed is not None:
-                token_kl = listed_reverse_kl(at_responses(output.listed, width), columns["teacher_top_log_probs"])
+            if output.listed is not None or output.divergence is not None:
+                if output.listed is None:
+                    token_kl = at_responses(output.divergence, width)
+                else:
+                    token_kl = listed_reverse_kl(at_responses(output.listed, width), columns["teacher_top_log_probs"])
                 kl = agg_loss(token_kl, mask, mode, counts=counts, loss_scale_factor=scale)
                 loss = loss + self._distill_coef * kl
                 metrics["distill/kl"] = token_share(token_kl.detach(), mask, counts)

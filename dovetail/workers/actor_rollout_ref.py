@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from dovetail.backends.base import TrainBackend
 from dovetail.config.actor import ActorConfig
+from dovetail.config.fsdp import full_dtype
 from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.models.load import load_config, load_tokenizer
+from dovetail.models.vocabulary_divergence import Teacher, load_output_layer
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import GenerationResult
 from dovetail.weight_sync import GroupAddress
@@ -97,6 +101,9 @@ class ActorRolloutRefWorker(CheckpointedRole):
         """`ref_log_prob`: log-probs of the frozen reference, or of the teacher in its place."""
         ref, distill = self._need(self.ref, "ref"), self.config.distill
         with loaded(ref.backend, self._ref_offloading):
+            if self.config.compares_vocabularies:
+                log_probs, hidden = ref.hidden_states(data)
+                return DataProto.from_dict({"ref_log_prob": log_probs, "teacher_hidden": hidden})
             if not self.config.lists_teacher_tokens:
                 log_probs, _ = ref.compute_log_prob(data)
                 return DataProto.from_dict({"ref_log_prob": log_probs})
@@ -209,6 +216,10 @@ class ActorRolloutRefWorker(CheckpointedRole):
             self.hybrid.weights_changed()
         return extra
 
+    def close(self) -> None:
+        if self.hybrid is not None:
+            self.hybrid.close()
+
     _exports_source = True
 
     @property
@@ -236,6 +247,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
             sp_size=policy.ref.ulysses_sequence_parallel_size,
             world_size=self.world_size,
             use_torch_compile=policy.ref.use_torch_compile,
+            share_prefixes=policy.actor.use_prefix_grouper,
             device=self.device,
         )
         backend.offload(params=policy.ref.offloading.param_offload, optimizer=False)
@@ -261,13 +273,27 @@ class ActorRolloutRefWorker(CheckpointedRole):
                 limits.log_prob_use_dynamic_bsz,
                 limits.log_prob_micro_batch_size_per_gpu or max(1, rows),
                 limits.log_prob_max_token_len_per_gpu,
+                by_prompt=policy.actor.use_prefix_grouper,
             ),
             loss_scale_factor=self.config.loss_scale_factor,
             seed=self.config.trainer.seed,
             adapters=adapters,
             correction=correction if in_update and not is_ref else None,
             distill_coef=self.config.distill.kl_coef,
+            teacher=self._teacher() if self.config.compares_vocabularies and not is_ref else None,
         )
+
+    def _teacher(self) -> Teacher:
+        """The teacher's output layer, beside the student: hidden states are sent, and distributions made here."""
+        model, dtype = self.config.reference_model, self.config.actor_rollout_ref.ref.compute_dtype
+        layer = load_output_layer(
+            model.path,
+            dtype=getattr(torch, full_dtype(dtype)),
+            device=self.device,
+            override_config=model.override_config,
+            trust_remote_code=model.trust_remote_code,
+        )
+        return Teacher(layer, self.config.distill.divergence)
 
     def _need(self, part: T | None, name: str) -> T:
         if part is None:

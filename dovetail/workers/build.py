@@ -11,6 +11,7 @@ import torch
 from dovetail.backends.base import TrainBackend
 from dovetail.backends.build import build_backend, precision_of
 from dovetail.config.actor import Strategy
+from dovetail.config.critic import CriticConfig
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import ModelConfig, RewardNetworkConfig
@@ -18,6 +19,7 @@ from dovetail.config.optim import OptimConfig
 from dovetail.config.root import ActorRolloutRefConfig
 from dovetail.models.activations import enable_gradient_checkpointing
 from dovetail.models.compile import compile_layers
+from dovetail.models.fp8 import Recipe, use_fp8_projections
 from dovetail.models.load import Role, build_meta_model, load_config, model_folder
 from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
@@ -47,9 +49,11 @@ def build_policy(
     sp_size: int = 1,
     world_size: int = 1,
     use_torch_compile: bool = False,
+    fp8_recipe: Recipe | None = None,
     freeze_vision_tower: bool = False,
     chunk_entropy: bool = False,
     recompute_entropy: bool = False,
+    share_prefixes: bool = False,
     device: torch.device,
 ) -> TrainBackend:
     """The actor (`optim` given) or the reference. LoRA adapters go into the actor only."""
@@ -67,24 +71,20 @@ def build_policy(
         trust_remote_code=model.trust_remote_code,
     )
     if optim is not None and model.uses_lora:
-        add_lora(
-            hf_model,
-            rank=model.lora_rank,
-            alpha=model.lora_alpha,
-            target_modules=model.target_modules,
-            dropout=model.lora_dropout,
-            exclude_modules=model.exclude_modules,
-        )
+        _add_adapters(hf_model, model)
     if optim is not None and freeze_vision_tower:
         _freeze_vision_towers(hf_model)
     if optim is not None and model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(hf_model)
+    if fp8_recipe is not None:
+        use_fp8_projections(hf_model, fp8_recipe, device)
     # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
     if use_torch_compile and device.type == "cuda":
         compile_layers(hf_model)
     network = PolicyModel(
         hf_model,
         use_remove_padding=model.use_remove_padding,
+        share_prefixes=share_prefixes,
         use_fused_kernels=model.use_fused_kernels,
         use_triton=_use_triton(model.fused_kernel_options.impl_backend, device),
         chunk_entropy=chunk_entropy,
@@ -107,9 +107,7 @@ def build_actor(
     policy: ActorRolloutRefConfig, total_training_steps: int, *, world_size: int, device: torch.device
 ) -> TrainBackend:
     """The policy that is trained. `total_training_steps` is the length of its schedule where the config has none."""
-    actor, optim = policy.actor, policy.actor.optim
-    if optim.total_training_steps <= 0:
-        optim = optim.model_copy(update={"total_training_steps": total_training_steps})
+    actor, optim = policy.actor, _scheduled(policy.actor.optim, total_training_steps)
     return build_policy(
         policy.model,
         strategy=actor.strategy,
@@ -120,15 +118,47 @@ def build_actor(
         sp_size=actor.ulysses_sequence_parallel_size,
         world_size=world_size,
         use_torch_compile=actor.use_torch_compile,
+        fp8_recipe=actor.fp8_recipe,
         freeze_vision_tower=actor.freeze_vision_tower,
         chunk_entropy=actor.entropy_from_logits_with_chunking,
         recompute_entropy=actor.entropy_checkpointing,
+        share_prefixes=actor.use_prefix_grouper,
         device=device,
     )
 
 
+def build_critic(
+    critic: CriticConfig,
+    total_training_steps: int,
+    *,
+    world_size: int,
+    role: Literal["value", "reward"] = "value",
+    device: torch.device,
+) -> TrainBackend:
+    """The network of the section `critic`: a value network, or a reward model in training."""
+    return build_value(
+        critic.model,
+        strategy=critic.strategy,
+        fsdp=critic.fsdp_config,
+        megatron=critic.megatron,
+        optim=_scheduled(critic.optim, total_training_steps),
+        grad_clip=critic.grad_clip,
+        sp_size=critic.ulysses_sequence_parallel_size,
+        world_size=world_size,
+        role=role,
+        device=device,
+    )
+
+
+def _scheduled(optim: OptimConfig, total_training_steps: int) -> OptimConfig:
+    """`optim` with the length of its schedule, where the config gives none."""
+    if optim.total_training_steps > 0:
+        return optim
+    return optim.model_copy(update={"total_training_steps": total_training_steps})
+
+
 def build_value(
-    model: ModelConfig,
+    model: ModelConfig | RewardNetworkConfig,
     *,
     strategy: Strategy,
     fsdp: FSDPConfig,
@@ -140,21 +170,25 @@ def build_value(
     role: Literal["value", "reward"] = "value",
     device: torch.device,
 ) -> TrainBackend:
-    """The critic, or a reward model in training: the folder's network with a scalar head, fresh where it has none."""
+    """The folder's network with a scalar head, fresh where it has none. Without `optim` it only infers."""
+    assert model.path is not None, "asked for before"
     _import_external(model.external_lib)
+    trained = model if optim is not None and isinstance(model, ModelConfig) else None
+    recompute = trained is not None and trained.enable_gradient_checkpointing
     if strategy == "megatron":
         return _on_megatron(
-            model, role, megatron, optim=optim, grad_clip=grad_clip, recompute=model.enable_gradient_checkpointing,
-            device=device,
+            model, role, megatron, optim=optim, grad_clip=grad_clip, recompute=recompute, device=device
         )  # fmt: skip
     hf_model = build_meta_model(
         model.path,
         role,
-        dtype=precision_of(fsdp, trains=True).master,
+        dtype=precision_of(fsdp, trains=optim is not None).master,
         override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
     )
-    if model.enable_gradient_checkpointing:
+    if trained is not None and trained.uses_lora:
+        _add_adapters(hf_model, trained)
+    if recompute:
         enable_gradient_checkpointing(hf_model)
     return build_backend(
         strategy_for(strategy, world_size, fsdp),
@@ -164,7 +198,7 @@ def build_value(
         optim=optim,
         max_grad_norm=grad_clip,
         sp_size=sp_size,
-        offload_activations=model.enable_activation_offload,
+        offload_activations=trained is not None and trained.enable_activation_offload,
         device=device,
     )
 
@@ -181,22 +215,15 @@ def build_reward(
     """The reward model: inference only."""
     if model.path is None:
         raise ValueError("reward_model.enable=True needs reward_model.model.path: the folder of a sequence classifier.")
-    _import_external(model.external_lib)
-    if strategy == "megatron":
-        return _on_megatron(model, "reward", megatron, device=device)
-    hf_model = build_meta_model(
-        model.path,
-        "reward",
-        dtype=precision_of(model.fsdp_config, trains=False).master,
-        override_config=model.override_config,
-        trust_remote_code=model.trust_remote_code,
-    )
-    return build_backend(
-        strategy_for(strategy, world_size, model.fsdp_config),
-        RewardModel(hf_model, use_remove_padding=model.use_remove_padding),
-        weights=model_folder(model.path),
+    return build_value(
+        model,
+        strategy=strategy,
         fsdp=model.fsdp_config,
+        megatron=megatron,
+        optim=None,
         sp_size=sp_size,
+        world_size=world_size,
+        role="reward",
         device=device,
     )
 
@@ -228,6 +255,17 @@ def _on_megatron(
         recompute=recompute,
         chunked_head=chunked_head,
         device=device,
+    )
+
+
+def _add_adapters(hf_model: Any, model: ModelConfig) -> None:
+    add_lora(
+        hf_model,
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=model.target_modules,
+        dropout=model.lora_dropout,
+        exclude_modules=model.exclude_modules,
     )
 
 

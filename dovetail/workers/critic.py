@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from dovetail.algorithms import BatchCounts, compute_value_loss
@@ -12,7 +10,7 @@ from dovetail.backends.base import LossFn, TokenOutput, TrainBackend
 from dovetail.config.critic import CriticConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
-from dovetail.workers.mini_batches import mini_batches
+from dovetail.workers.mini_batches import optimizer_steps
 from dovetail.workers.response_columns import MODEL_INPUTS, at_responses, response_width, take_columns
 from dovetail.workers.shares import LOSS_WEIGHT, StepLog, add_shares, global_counts, with_row_weights
 
@@ -61,7 +59,7 @@ class DataParallelPPOCritic:
         weights = [LOSS_WEIGHT] if LOSS_WEIGHT in data else []
         batch = take_columns(data, [*MODEL_INPUTS, "response_mask", "values", "returns", *weights])
         log = StepLog("critic")
-        steps = list(self._optimizer_steps(batch))
+        steps = optimizer_steps(batch, self._mini_batch_rows, self.config, seed=self._seed + self.num_updates)
         for index, mini_batch in enumerate(steps):
             counts = global_counts(mini_batch, self.backend)
             plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
@@ -70,12 +68,6 @@ class DataParallelPPOCritic:
             log.add(add_shares(parts, self.backend), step)
         self.num_updates += 1
         return log.result()
-
-    def _optimizer_steps(self, batch: DataProto) -> Iterator[DataProto]:
-        seed = self._seed + self.num_updates
-        for epoch in range(self.config.ppo_epochs):
-            shuffle_seed = seed * 1009 + epoch if self.config.shuffle else None
-            yield from mini_batches(batch, self._mini_batch_rows, shuffle_seed=shuffle_seed)
 
     def _loss_fn(self, counts: BatchCounts) -> LossFn:
         def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:

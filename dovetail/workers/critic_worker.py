@@ -8,7 +8,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.protocol import DataProto
-from dovetail.workers.build import build_value
+from dovetail.workers.build import build_critic
 from dovetail.workers.critic import DataParallelPPOCritic
 from dovetail.workers.training_role import CheckpointedRole, loaded
 
@@ -37,20 +37,7 @@ class CriticWorker(CheckpointedRole):
             float32_matmul_precision=self.config.trainer.float32_matmul_precision,
             full_determinism=self.config.trainer.full_determinism,
         )
-        optim = config.optim
-        if optim.total_training_steps <= 0:
-            optim = optim.model_copy(update={"total_training_steps": total_training_steps})
-        backend = build_value(
-            config.model,
-            strategy=config.strategy,
-            fsdp=config.fsdp_config,
-            megatron=config.megatron,
-            optim=optim,
-            grad_clip=config.grad_clip,
-            sp_size=config.ulysses_sequence_parallel_size,
-            world_size=self.world_size,
-            device=self.device,
-        )
+        backend = build_critic(config, total_training_steps, world_size=self.world_size, device=self.device)
         rows = config.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // backend.rank_info.dp_size
         self._critic = DataParallelPPOCritic(
             config,

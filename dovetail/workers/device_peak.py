@@ -7,6 +7,7 @@ its precision setting. For any other device the peak is unknown (None).
 from __future__ import annotations
 
 import functools
+import re
 import time
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class PublishedPeak:
     float32: float
 
 
-# Looked for inside the device's name, in this order: a longer name stands before a shorter one that it contains.
+# Looked for as words of the device's name, in this order: a longer name stands before a shorter one that it contains.
 PUBLISHED: dict[str, PublishedPeak] = {
     "GB200": PublishedPeak(2500.0, 1250.0, 80.0),
     "B200": PublishedPeak(2250.0, 1125.0, 75.0),
@@ -61,7 +62,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 def published_peak(name: str, dtype: torch.dtype, float32_precision: str) -> float | None:
     """FLOP/s of the GPU called `name`; None for names and dtypes that are not in the table."""
-    peak = next((peak for part, peak in PUBLISHED.items() if part in name), None)
+    peak = next((peak for part, peak in PUBLISHED.items() if re.search(rf"\b{part}\b", name)), None)
     if peak is None:
         return None
     if dtype in (torch.bfloat16, torch.float16):

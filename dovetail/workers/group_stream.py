@@ -92,12 +92,12 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
             self._receive()  # what has finished since `partial` or before it
             # A checkpoint holds also what has finished since the last `take`.
             for group in [*self._groups.values(), *self._finished]:
-                rows += [(group.uid, result) for result in group.results.values()]
-                rows += [
-                    (group.uid, _joined(group.begun.get(index), result))
+                running = {
+                    index: _joined(group.begun.get(index), result)
                     for (name, index), result in partial.items()
-                    if self._by_request.get(name) is group and index not in group.results
-                ]
+                    if self._by_request.get(name) is group
+                }
+                rows += [(group.uid, result) for result in (group.begun | running | group.results).values()]
         return _as_rows(rows, self._pad_token_id)
 
     def _has_begun(self, group: _Group) -> bool:
@@ -192,16 +192,16 @@ def _as_rows(rows: list[tuple[str, GenerationResult]], pad_token_id: int) -> Dat
 
 def _results_by_uid(snapshot: DataProto | None, uids: set[str]) -> dict[str, dict[int, GenerationResult]]:
     """The inverse of `_as_rows`, for these groups."""
-    found: dict[str, dict[int, GenerationResult]] = {}
+    results: dict[str, dict[int, GenerationResult]] = {}
     if snapshot is None:
-        return found
+        return results
     columns, others = snapshot.tensors, snapshot.non_tensor_batch
     for row, uid in enumerate(map(str, others["uid"])):
         if uid not in uids:
             continue
         length = int((columns["weight_version"][row] != NO_VERSION).sum())
         index = int(others["sample_index"][row])
-        found.setdefault(uid, {})[index] = GenerationResult(
+        results.setdefault(uid, {})[index] = GenerationResult(
             request_id=uid,
             sample_index=index,
             token_ids=columns["responses"][row, :length].tolist(),
@@ -209,4 +209,4 @@ def _results_by_uid(snapshot: DataProto | None, uids: set[str]) -> dict[str, dic
             finish_reason=others["finish_reason"][row],
             weight_versions=columns["weight_version"][row, :length].tolist(),
         )
-    return found
+    return results

@@ -30,7 +30,7 @@ from dovetail.workers.cache_room import CacheRoom
 from dovetail.workers.generation import answers_of, requests_of
 from dovetail.workers.group_stream import open_groups, own_rows
 from dovetail.workers.parity import ParityProbe, ParityReport
-from dovetail.workers.restarts import RestartableEngine, generate_together
+from dovetail.workers.restarts import generate_together
 from dovetail.workers.weight_check import WatchedWeights, compare_answers
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class HybridEngine:
         self.engine_size = self._rollout.engine_world_size
         """Processes that share one engine: they are asked for the same answers, and the first of them gives them."""
         # Gathering weights takes all ranks: with several of them a dead engine is everybody's affair.
-        self._restarts_together = self._rollout.restart_engine > 0 and backend.rank_info.world_size > 1
+        self._restarts_together = self.engine.restarts_left > 0 and backend.rank_info.world_size > 1
         if not self.shares_weights and backend.rank_info.world_size == 1:
             self.engine.reload_weights = self._reload
         self._room = CacheRoom.beside_training(config, device) if self.shares_weights else None
@@ -197,6 +197,12 @@ class HybridEngine:
         if self._agents is not None:
             self._agents.close()
 
+    def close(self) -> None:
+        """End the engine, and what it still generates."""
+        if self._groups is not None:
+            self._groups.close()
+        self.engine.close()
+
     def verify(self) -> ParityReport:
         """Send the weights and compare both sides: tensors by checksum, a few greedy answers by log-prob.
 
@@ -244,10 +250,9 @@ class HybridEngine:
         return answers_of(prompts, requests, results, self._rollout, pad_token_id=self._pad_token_id)
 
     def _generate(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
-        engine = self.engine
-        if not (self._restarts_together and isinstance(engine, RestartableEngine)):
-            return engine.generate(requests)
-        return generate_together(engine, requests, reload=self._reload_together, gather=_words_of_all_ranks)
+        if not self._restarts_together:
+            return self.engine.generate(requests)
+        return generate_together(self.engine, requests, reload=self._reload_together, gather=_words_of_all_ranks)
 
     def _reload(self, engine: RolloutEngine) -> None:
         """The current weights for an engine that was started again."""

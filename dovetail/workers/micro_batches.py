@@ -20,6 +20,8 @@ class MicroBatchLimit:
     tokens: int | None = None
     at_least: int = 1
     """Micro-batches that a limit by tokens must make at least."""
+    by_prompt: bool = False
+    """Sequences that begin with the same prompt stay together where the limit by tokens allows it."""
 
     def __post_init__(self) -> None:
         if (self.rows is None) == (self.tokens is None):
@@ -29,22 +31,43 @@ class MicroBatchLimit:
             )
 
     @classmethod
-    def of(cls, use_dynamic_bsz: bool, rows: int | None, tokens: int, at_least: int = 1) -> MicroBatchLimit:
+    def of(
+        cls, use_dynamic_bsz: bool, rows: int | None, tokens: int, at_least: int = 1, by_prompt: bool = False
+    ) -> MicroBatchLimit:
         """The limit that a section's keys describe."""
-        return cls(tokens=tokens, at_least=at_least) if use_dynamic_bsz else cls(rows=rows)
+        return cls(tokens=tokens, at_least=at_least, by_prompt=by_prompt) if use_dynamic_bsz else cls(rows=rows)
 
 
-def plan_micro_batches(data: DataProto, limit: MicroBatchLimit, backend: TrainBackend) -> MicroBatchPlan:
-    """Which rows go together. All data-parallel ranks get the same number of micro-batches."""
+def plan_micro_batches(
+    data: DataProto, limit: MicroBatchLimit, backend: TrainBackend, *, rows_each: int = 1
+) -> MicroBatchPlan:
+    """Which rows go together: `rows_each` neighbours always do. All data-parallel ranks get as many micro-batches."""
+    count = len(data) // rows_each
     if limit.rows is not None:
-        return plan_by_size(len(data), limit.rows)
-    assert limit.tokens is not None, "MicroBatchLimit checks that one of its two limits is set"
-    lengths = [int(length) for length in data.tensors["attention_mask"].sum(dim=-1).tolist()]
-    # Ranks that share a sequence hold 1 / sp_size of it each, so together they take sp_size times the budget.
-    budget = limit.tokens * backend.rank_info.sp_size
-    return plan_by_tokens(
-        lengths, budget, group=backend.dp_group, device=backend.device, min_num_micro_batch=limit.at_least
-    )
+        plan = plan_by_size(count, max(1, limit.rows // rows_each))
+    else:
+        assert limit.tokens is not None, "MicroBatchLimit checks that one of its two limits is set"
+        plan = plan_by_tokens(
+            data.tensors["attention_mask"].sum(dim=-1).reshape(count, rows_each).sum(dim=1).tolist(),
+            # Ranks that share a sequence hold 1 / sp_size of it each, so together they take sp_size times the budget.
+            limit.tokens * backend.rank_info.sp_size,
+            group=backend.dp_group,
+            device=backend.device,
+            min_num_micro_batch=limit.at_least,
+            together=_rows_by_prompt(data) if limit.by_prompt else None,
+        )
+    if rows_each == 1:
+        return plan
+    return MicroBatchPlan([[rows_each * i + n for i in part for n in range(rows_each)] for part in plan.partitions])
+
+
+def _rows_by_prompt(data: DataProto) -> list[list[int]]:
+    """Rows that begin with the same prompt."""
+    ids, width = data.tensors["input_ids"], data.tensors["responses"].shape[1]
+    groups: dict[bytes, list[int]] = {}
+    for row, prompt in enumerate(ids[:, : ids.shape[1] - width].numpy()):
+        groups.setdefault(prompt.tobytes(), []).append(row)
+    return list(groups.values())
 
 
 def cut(data: DataProto, plan: MicroBatchPlan) -> list[DataProto]:

@@ -7,6 +7,8 @@ from itertools import accumulate
 
 import torch
 
+from dovetail.config.actor import ActorConfig
+from dovetail.config.critic import CriticConfig
 from dovetail.protocol import DataProto
 
 MINI_BATCH_ROWS = "mini_batch_rows"
@@ -35,6 +37,12 @@ def mini_batches(data: DataProto, rows: int, *, shuffle_seed: int | None = None)
         data = data.select_idxs(_shuffled(len(data), shuffle_seed))
     for start in range(0, len(data), rows):
         yield data.slice(start, start + rows)
+
+
+def optimizer_steps(data: DataProto, rows: int, config: ActorConfig | CriticConfig, *, seed: int) -> list[DataProto]:
+    """The mini-batches of all epochs, in the order of their steps."""
+    seeds = [seed * 1009 + epoch if config.shuffle else None for epoch in range(config.ppo_epochs)]
+    return [part for shuffle_seed in seeds for part in mini_batches(data, rows, shuffle_seed=shuffle_seed)]
 
 
 def makes_one_step(data: DataProto, rows: int) -> bool:

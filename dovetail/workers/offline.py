@@ -19,10 +19,9 @@ from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
-from dovetail.parallel.micro_batches import MicroBatchPlan, plan_by_size, plan_by_tokens
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_actor
-from dovetail.workers.micro_batches import MicroBatchLimit, cut, restore
+from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
 from dovetail.workers.response_columns import take_columns
 from dovetail.workers.shares import StepLog, add_shares
 from dovetail.workers.training_role import CheckpointedRole, loaded
@@ -50,7 +49,7 @@ class OfflineLearner:
         batch = self._columns(data)
         totals = self._totals(batch)
         trained = self._trained(batch)
-        micro_batches = cut(trained, self._plan(trained, self._rows_trained))
+        micro_batches = self._cut(trained)
         parts = self.backend.forward_backward(micro_batches, self._loss_fn(totals), self._options)
         log = StepLog(self._area)
         log.add(add_shares(parts, self.backend), self.backend.optim_step())
@@ -63,7 +62,7 @@ class OfflineLearner:
         batch = self._columns(data)
         totals = self._totals(batch)
         trained = self._trained(batch)
-        micro_batches = cut(trained, self._plan(trained, self._rows_trained))
+        micro_batches = self._cut(trained)
         share = self._loss_fn(totals)
         outputs = self.backend.forward(micro_batches, self._options)
         pairs = zip(outputs, micro_batches, strict=True)
@@ -73,7 +72,7 @@ class OfflineLearner:
     def log_prob_sums(self, data: DataProto, *, adapters: bool = True) -> Tensor:
         """`[rows]` on the CPU: the log-probs of each row's `loss_mask` tokens, added up."""
         batch = take_columns(data, ("input_ids", "attention_mask", "position_ids", LOSS_MASK))
-        plan = self._plan(batch, 1)
+        plan = plan_micro_batches(batch, self._limit, self.backend)
         options = ForwardOptions(only_column=LOSS_MASK, adapters=adapters)
         micro_batches = cut(batch, plan)
         outputs = self.backend.forward(micro_batches, options)
@@ -87,6 +86,9 @@ class OfflineLearner:
     def _rows_trained(self) -> int:
         """Rows of an example that are trained, and stay in one micro-batch."""
         return 1 if self._loss.baseline is not None else self._loss.rows_per_example
+
+    def _cut(self, trained: DataProto) -> list[DataProto]:
+        return cut(trained, plan_micro_batches(trained, self._limit, self.backend, rows_each=self._rows_trained))
 
     def _columns(self, data: DataProto) -> DataProto:
         size = self._loss.rows_per_example
@@ -111,29 +113,12 @@ class OfflineLearner:
         assert self._loss.baseline is not None, "only called with one"
         size = self._loss.rows_per_example
         others = batch.select_idxs([row for row in range(len(batch)) if row % size])
-        plan = self._plan(others, 1)
+        plan = plan_micro_batches(others, self._limit, self.backend)
         outputs = self.backend.forward(cut(others, plan), self._options)
         values = restore([_read(output, self._loss.reads) for output in outputs], plan)
         real = _real(others.tensors)
         columns = {name: column[real].to(values.device) for name, column in others.tensors.items()}
         return self._loss.baseline(values[real.to(values.device)], columns)
-
-    def _plan(self, batch: DataProto, rows: int) -> MicroBatchPlan:
-        """Micro-batches of whole examples of `rows` rows. All data-parallel ranks get the same number."""
-        num_examples, limit, backend = len(batch) // rows, self._limit, self.backend
-        if limit.rows is not None:
-            plan = plan_by_size(num_examples, max(1, limit.rows // rows))
-        else:
-            assert limit.tokens is not None, "MicroBatchLimit checks that one of its two limits is set"
-            lengths = batch.tensors["attention_mask"].sum(dim=-1).reshape(num_examples, rows).sum(dim=1).tolist()
-            # Ranks that share a sequence hold 1 / sp_size of it each, so together they take sp_size times the budget.
-            budget = limit.tokens * backend.rank_info.sp_size
-            plan = plan_by_tokens(
-                lengths, budget, group=backend.dp_group, device=backend.device, min_num_micro_batch=limit.at_least
-            )
-        if rows == 1:
-            return plan
-        return MicroBatchPlan([[rows * i + row for i in part for row in range(rows)] for part in plan.partitions])
 
     def _loss_fn(self, totals: Mapping[str, float]) -> LossFn:
         def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
@@ -174,6 +159,7 @@ class OfflineWorker(CheckpointedRole):
         )
         self._learner = OfflineLearner(backend, self._build_loss(), limit, area=self._area)
         self.register_in_mesh(MESH, backend)
+        self._init_engine(backend)
         backend.offload(params=section.offloading.param_offload, optimizer=section.offloading.optimizer_offload)
 
     @register(dispatch_mode=Dispatch.mesh(MESH))
@@ -205,6 +191,9 @@ class OfflineWorker(CheckpointedRole):
 
     def _build_loss(self) -> OfflineLoss:
         raise NotImplementedError
+
+    def _init_engine(self, backend: TrainBackend) -> None:
+        """For a worker that also generates."""
 
     _area = "actor"
     """First part of the names of metrics about the optimizer."""

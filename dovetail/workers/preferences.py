@@ -7,7 +7,7 @@ from dovetail.backends.base import TrainBackend
 from dovetail.config.critic import CriticConfig
 from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
-from dovetail.workers.build import build_value
+from dovetail.workers.build import build_critic
 from dovetail.workers.offline import OfflineWorker
 
 
@@ -31,21 +31,8 @@ class RewardTrainingWorker(OfflineWorker):
     _exports_source = False
 
     def _build_backend(self, total_training_steps: int) -> TrainBackend:
-        config = self.config.critic
-        optim = config.optim
-        if optim.total_training_steps <= 0:
-            optim = optim.model_copy(update={"total_training_steps": total_training_steps})
-        return build_value(
-            config.model,
-            strategy=config.strategy,
-            fsdp=config.fsdp_config,
-            megatron=config.megatron,
-            optim=optim,
-            grad_clip=config.grad_clip,
-            sp_size=config.ulysses_sequence_parallel_size,
-            world_size=self.world_size,
-            role="reward",
-            device=self.device,
+        return build_critic(
+            self.config.critic, total_training_steps, world_size=self.world_size, role="reward", device=self.device
         )
 
     def _build_loss(self) -> OfflineLoss:

@@ -7,28 +7,13 @@ lost requests are generated again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
-from dovetail.rollout.base import EngineDiedError, EngineError, GenerationRequest, GenerationResult
-
-logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class RestartableEngine(Protocol):
-    """An engine in a process of its own. `restart` leaves it without the trainer's weights."""
-
-    restarts_left: int
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]: ...
-
-    def restart(self, error: EngineDiedError) -> None: ...
+from dovetail.rollout.base import EngineDiedError, EngineError, GenerationRequest, GenerationResult, RolloutEngine
 
 
 def generate_together(
-    engine: RestartableEngine,
+    engine: RolloutEngine,
     requests: Sequence[GenerationRequest],
     *,
     reload: Callable[[bool], None],
@@ -50,13 +35,12 @@ def generate_together(
             # Every rank raises: the others would wait for this one in the next gather.
             raise EngineError(f"an engine died and is not started again ({lost}).") from death
         if death is not None:
-            logger.warning("%s Starting it again; %d restarts are left.", death, engine.restarts_left - 1)
             engine.restart(death)
         reload(death is not None)
 
 
 def _generate_into(
-    finished: dict[str, list[GenerationResult]], engine: RestartableEngine, requests: Sequence[GenerationRequest]
+    finished: dict[str, list[GenerationResult]], engine: RolloutEngine, requests: Sequence[GenerationRequest]
 ) -> EngineDiedError | None:
     left = [request for request in requests if request.request_id not in finished]
     if not left:
@@ -73,7 +57,7 @@ def _generate_into(
 _LOST = "no restart is left"
 
 
-def _word(engine: RestartableEngine, death: EngineDiedError | None) -> str:
+def _word(engine: RolloutEngine, death: EngineDiedError | None) -> str:
     if death is None:
         return ""
     return str(death) if engine.restarts_left > 0 else f"{_LOST}: {death}"

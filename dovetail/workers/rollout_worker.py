@@ -183,6 +183,12 @@ class RolloutWorker(TrainingRole):
         if self._agents is not None:
             self._agents.close()
 
+    def close(self) -> None:
+        if self._groups is not None:
+            self._groups.close()
+        if self.engine is not None:
+            self.engine.close()
+
     def _pass_on(self, take: Callable[[Iterator[tuple[str, Tensor]], int], None], version: int) -> None:
         if self._receiver is None:
             raise EngineError("this worker has not joined a weight group; call join_weight_group first.")

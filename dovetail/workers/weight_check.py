@@ -94,7 +94,9 @@ def compare_answers(probe: ParityProbe, answers: Sequence[GenerationResult], bac
         dist.all_gather_object(everyone, list(answers))
     distinct = {_tokens(one): probe.batch(one) for one in everyone}
     width = next(iter(distinct.values())).tensors["responses"].shape[1]
-    outputs = backend.forward(list(distinct.values()), ForwardOptions(best=True, last_tokens=width))
+    # A forward without gradients is a program of its own, and many runs would compile it for this call alone.
+    with torch.compiler.set_stance("force_eager"):
+        outputs = backend.forward(list(distinct.values()), ForwardOptions(best=True, last_tokens=width))
     mine = outputs[list(distinct).index(_tokens(answers))]
     return probe.judge(answers, _on_host(mine.log_probs, width), _on_host(mine.best, width))
 

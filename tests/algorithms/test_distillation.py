@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dovetail.algorithms import compute_policy_loss_vanilla
-from dovetail.algorithms.distillation import distillation_advantages, listed_reverse_kl
+from dovetail.algorithms.distillation import distillation_advantages, listed_reverse_kl, vocabulary_divergence
 
 pytestmark = pytest.mark.unit
 
@@ -48,6 +48,18 @@ def test_the_expected_gradient_of_sampled_tokens_is_that_of_the_reverse_kl() -> 
         (gradient,) = torch.autograd.grad(loss, student)
         total += log_prob.exp().item() * gradient
     torch.testing.assert_close(total, expected, atol=1e-12, rtol=1e-9)
+
+
+def test_divergences_of_two_tokens_by_hand() -> None:
+    student, teacher = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
+    by_hand = {
+        "reverse": 0.5 * math.log(2) + 0.5 * math.log(2 / 3),
+        "forward": 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2),
+        # The middle is (0.375, 0.625).
+        "jsd": 0.25 * (math.log(4 / 3) + math.log(4 / 5)) + 0.125 * math.log(2 / 3) + 0.375 * math.log(6 / 5),
+    }
+    for kind, expected in by_hand.items():
+        assert vocabulary_divergence(student, teacher, kind).item() == pytest.approx(expected, rel=1e-5)  # type: ignore[arg-type]
 
 
 def test_a_teacher_that_agrees_teaches_nothing() -> None:

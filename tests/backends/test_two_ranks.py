@@ -23,6 +23,7 @@ from dovetail.backends.fsdp2 import fsdp2_clip_grad_norm_
 from dovetail.backends.torch_backend import TorchBackend
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.models.backbone import TransformerBackbone
+from dovetail.models.fp8 import use_fp8_projections
 from dovetail.models.load import build_meta_model
 from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
@@ -106,7 +107,7 @@ def test_a_meta_network_is_filled_shard_by_shard(strategy: str, ranks: list[Foun
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-@pytest.mark.parametrize("name", ["untied embeddings", "lora", "value head"])
+@pytest.mark.parametrize("name", ["untied embeddings", "lora", "value head", "fp8"])
 def test_other_networks_train_as_in_one_process(name: str, strategy: str, ranks: list[Found], alone: Found) -> None:
     for rank in ranks:
         for found, expected in zip(rank[strategy][name], alone[name], strict=True):
@@ -188,7 +189,15 @@ def value_network() -> ValueModel:
     return ValueModel(LlamaForTokenClassification(config))
 
 
+def fp8_network() -> PolicyModel:
+    network = tiny_policy(remove_padding=True, checkpointing=True)
+    # The other recipe also quantises by the tokens of a micro-batch, which are not those of one process.
+    use_fp8_projections(network.hf_model, "rowwise_with_gw_hp", torch.device("cpu"))
+    return network
+
+
 NETWORKS: dict[str, Callable[[], TransformerBackbone]] = {
+    "fp8": fp8_network,
     "untied embeddings": lambda: tiny_policy(tied=False),
     "lora": lambda: tiny_policy(lora=True, remove_padding=True),
     "value head": value_network,

@@ -14,6 +14,7 @@ from dovetail.backends.base import TrainBackend
 from dovetail.config.actor import Strategy
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.root import DovetailConfig
+from dovetail.models.vocabulary_divergence import Teacher, load_output_layer
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy, build_value
@@ -27,7 +28,8 @@ ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to do the same updates. `rows` and `tokens` cut micro-batches; the critic runs where `critic` says so."""
+    """A way to do the same updates. `rows` and `tokens` cut micro-batches; the critic runs where `critic` says so, a
+    student learns from a teacher where `distills` does."""
 
     world_size: int
     model: Model = "dense"
@@ -37,6 +39,7 @@ class Layout:
     rows: int = 3
     tokens: int | None = None
     critic: bool = False
+    distills: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,28 +53,58 @@ class Updated:
 
 def update_actor(folder: Path, layout: Layout, batch: DataProto) -> Updated:
     """PPO with token-mean, entropy bonus and KL loss."""
-    config = _config(folder, layout)
-    policy = config.actor_rollout_ref
+    actor = _actor(folder, layout)
+    backend = actor.backend
+    before = actor.compute_log_prob(_share(batch, backend))[0]
+    mine = my_rows(batch, backend.rank_info)
+    metrics = actor.update_policy(with_old_log_probs(mine, actor.compute_log_prob(mine)[0]))
+    return Updated(_all_rows(before, backend), metrics, as_numpy(backend.named_weights()))
+
+
+def distill(folder: Path, teacher: Path, layout: Layout, batch: DataProto) -> dict[str, Updated]:
+    """A student's updates from a teacher's likely tokens, then from its hidden states; `before` is what it sent."""
+    frozen = _actor(teacher, layout, trains=False)
+    layer = load_output_layer(str(teacher), dtype=torch.float32, device=torch.device("cpu"))
+    student = _actor(folder, layout, teacher=Teacher(layer, "jsd"))
+    backend = student.backend
+    found = {}
+    for kl in ("top_k", "full"):
+        mine = my_rows(batch, backend.rank_info)
+        if kl == "top_k":
+            _, ids, top = frozen.top_tokens(mine, top_k=5, vocab_size=backend.hf_config.vocab_size)
+            sent, columns = top, {"teacher_top_ids": ids, "teacher_top_log_probs": top}
+        else:
+            _, sent = frozen.hidden_states(mine)
+            columns = {"teacher_hidden": sent}
+        metrics = student.update_policy(
+            with_old_log_probs(mine, student.compute_log_prob(mine)[0]).union(DataProto.from_dict(columns))
+        )
+        found[kl] = Updated(_all_rows(sent, backend), metrics, as_numpy(backend.named_weights()))
+    return found
+
+
+def _actor(
+    folder: Path, layout: Layout, *, trains: bool = True, teacher: Teacher | None = None
+) -> DataParallelPPOActor:
+    policy = _config(folder, layout).actor_rollout_ref
     backend = build_policy(
         policy.model,
         strategy=layout.strategy,
         fsdp=policy.actor.fsdp_config,
         megatron=_megatron(layout),
-        optim=policy.actor.optim,
+        optim=policy.actor.optim if trains else None,
         grad_clip=policy.actor.grad_clip,
         world_size=layout.world_size,
         device=torch.device("cpu"),
     )
-    actor = DataParallelPPOActor(
+    return DataParallelPPOActor(
         policy.actor,
         backend,
         mini_batch_rows=MINI_BATCH // backend.rank_info.dp_size,
         log_prob_limit=MicroBatchLimit(rows=layout.rows),
+        distill_coef=1.0,
+        teacher=teacher,
     )
-    before = actor.compute_log_prob(_share(batch, backend))[0]
-    mine = my_rows(batch, backend.rank_info)
-    metrics = actor.update_policy(with_old_log_probs(mine, actor.compute_log_prob(mine)[0]))
-    return Updated(_all_rows(before, backend), metrics, as_numpy(backend.named_weights()))
 
 
 def update_critic(folder: Path, layout: Layout, batch: DataProto) -> Updated:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.checkpoint import manifest
 from dovetail.checkpoint.manifest import MANIFEST_NAME, BrokenCheckpoint, verify_folder, write_part
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.cli.main import main
@@ -80,6 +81,22 @@ def test_a_flipped_bit_in_a_shard_is_found_and_the_older_checkpoint_is_taken(
         assert store.latest() == older
     assert [record.message.count("\n") for record in caplog.records] == [0]
     assert "actor/shards/__1_0.distcp has changed since it was saved" in caplog.text
+
+
+def test_a_file_that_the_disk_does_not_give_back_makes_no_checkpoint_and_is_found_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(CheckpointStore(tmp_path), 1)
+
+    def fails(path: Path) -> str:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(manifest, "_sha256", fails)
+    with pytest.raises(BrokenCheckpoint, match=r"a file cannot be read .*Input/output error") as broken:
+        verify_folder(folder)
+    assert broken.value.damaged
+    with pytest.raises(OSError, match="Input/output error"):
+        write_part(folder / "actor", 0)
 
 
 def test_the_error_travels_between_processes(tmp_path: Path) -> None:

@@ -224,9 +224,13 @@ def full_disk(rank: int, root: Path) -> tuple[str, str, list[str]]:
 
 def save_through(store: CheckpointStore, backend: TorchBackend, step: int, rank: int) -> None:
     if rank == 0:
-        with store.saving(step, world_size=2) as folder:
-            dist.barrier()
-            backend.save_state(folder / "actor")
-    else:
-        dist.barrier()
+        store.begin(step)
+    dist.barrier()
+    try:
         backend.save_state(store.root / f".global_step_{step}.partial" / "actor")
+    except OSError:
+        if rank == 0:
+            store.discard(step)
+        raise
+    if rank == 0:
+        store.commit(step, world_size=2)

@@ -48,7 +48,7 @@ def test_a_valid_configuration_exits_0_and_shows_the_plan(
 ) -> None:
     assert main(["check", "--overrides-file", str(launch_list)]) == 0
     out = capsys.readouterr().out
-    assert "64 prompts x 8 answers = 512 sequences" in out
+    assert "64 prompts x 8 responses = 512 sequences" in out
     assert "weights cut over 8" in out
     assert "update actor" in out
     assert out.rstrip().splitlines()[-1].startswith("valid; it fits")
@@ -102,11 +102,12 @@ MISSING = {
     "data.val_files=[{here}/train.jsonl,{here}/launch.txt]": "launch.txt ends in '.txt'",
     "data.prompt_key=question": "has no column 'question', only prompt, data_source, reward_model; set data.prompt_key",
     "custom_reward_function.path=/no/reward.py": "there is no file /no/reward.py",
-    "custom_reward_function.path={here}/reward.py": "it has no 'compute_score'; it defines later, score.",
+    "custom_reward_function.path={here}/reward.py": "it has no 'compute_score'; it defines later, score. Say "
+    "which function scores a response: reward={here}/reward.py:NAME.",
     "data.sampler.class_path=pkg://no_such_package.sampler": "there is no module no_such_package.sampler here",
     "actor_rollout_ref.model.path=/no/such": "/no/such has no config.json",
     "trainer.import_modules=[no_such_package]": "there is no module no_such_package here",
-    "data.train_batch_size=256": "has 128 prompts, fewer than one batch of 256",
+    "data.train_batch_size=256": "has 128 rows, fewer than one batch of 256",
     f"{R}.name=sglang": "rollout.name=sglang needs the package sglang, which is not installed here: pip",
     f"{A}.strategy=megatron": "strategy=megatron needs the package megatron-core, which is not",
     "actor_rollout_ref.model.lora_rank=8": "model.lora_rank > 0 needs the package peft, which is not installed here",
@@ -130,7 +131,7 @@ def test_what_is_not_there_is_an_error_unless_the_run_is_for_another_machine(
     assert main([*arguments, "--format", "json"]) == 2
     found = json.loads(capsys.readouterr().out)["problems"]
     [problem] = [entry["message"] for entry in found if entry["severity"] == "error"]
-    assert MISSING[override] in problem
+    assert MISSING[override].format(here=here) in problem
     assert main([*arguments, "--no-files"]) == 0
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ from dovetail.agents import Task
 from dovetail.cli.main import main
 from dovetail.demo import smollm2
 from dovetail.demo.calculator import Calculator
+from tests.programs import run_program
+from tests.ray_workers import quick_workers
 from tests.trainer.toy_run import save_toy_model
 
 pytestmark = pytest.mark.e2e
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.e2e
 def test_the_demo_trains_two_steps_on_ray_and_says_how_long_it_will_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole command in a process of its own, on Ray, with the real model.
+    """The whole command in a process of its own, on Ray, with the real model. Its processes come from a fork server.
 
     Nothing cheaper shows that the launch list of the demo, the converted model and the before-and-after table fit.
     """
@@ -35,10 +36,11 @@ def test_the_demo_trains_two_steps_on_ray_and_says_how_long_it_will_take(
         "data.max_response_length=4",
         "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        f"ray_init.runtime_env.py_executable={quick_workers()['py_executable']}",
     ]
-    command = [sys.executable, "-m", "dovetail.cli.main", "demo", "--steps", "2", "--out", str(out), *small]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=850)
-    assert run.returncode == 0, run.stdout + run.stderr
+    words = ["dovetail", "demo", "--steps", "2", "--out", str(out), *small]
+    run = run_program(words, cwd=tmp_path, env=os.environ, timeout=850)
+    assert run.returncode == 0, run.stdout
     lines = run.stdout.splitlines()
     assert "2 steps of GRPO on the CPU of this machine" in lines[0]
     assert "The first step is timed" in lines[1]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dovetail.cli.main import main
-from dovetail.config.hub import HubError, fetch_file, fetch_model, is_hub_name
-from tests.hub import COMMIT, put_in_cache, serve_hub
+from dovetail.config.hub import HubError, fetch_file, fetch_model, is_hub_name, make_repository, push_folder
+from tests.hub import COMMIT, FakeApi, put_in_cache, serve_hub
 
 pytestmark = pytest.mark.unit
 
@@ -159,3 +159,33 @@ def test_without_a_network_nobody_waits_for_the_hub(cache: Path, monkeypatch: py
     for fetch in (lambda: fetch_file("org/name", "config.json"), lambda: fetch_model("org/name", weights=False)):
         with pytest.raises(HubError, match=r"no-such-host\.invalid cannot be reached"):
             fetch()
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> type[FakeApi]:
+    return FakeApi.install(monkeypatch)
+
+
+def test_a_folder_is_pushed_to_a_repository_that_is_private_when_new(api: type[FakeApi], tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("hi")
+    make_repository("org/mine")
+    push_folder(tmp_path, "org/mine")
+    assert api.made == [("org/mine", {"private": True, "exist_ok": True})]
+    assert api.uploads == {"org/mine": ["note.txt"]}
+
+
+def test_what_cannot_be_pushed_says_why(api: type[FakeApi], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, says: str) -> None:
+        with pytest.raises(HubError, match=says):
+            make_repository(name)
+
+    refused("mine", "mine is no name on the hub")
+    refused("org/mine@v2", "names a revision")
+    refused("theirs/model", r"403 Forbidden\. Check that the token may write to theirs")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    refused("org/mine", "run `hf auth login`, or set HF_TOKEN")
+    monkeypatch.setattr("dovetail.config.hub._can_be_asked", lambda: False)
+    refused("org/mine", "cannot be reached. Export to a folder, and run `hf upload org/mine FOLDER` later")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("org/mine", "HF_HUB_OFFLINE=1 forbids it")
+    assert api.made == []

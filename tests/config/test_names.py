@@ -9,7 +9,7 @@ import pytest
 from dovetail.algorithms.kl import KL_PENALTIES
 from dovetail.algorithms.registry import adv_estimator_names, policy_loss_names
 from dovetail.algorithms.rollout_correction import REJECTION_RULES
-from dovetail.config import algorithm, names
+from dovetail.config import ConfigError, algorithm, load_config, names
 from dovetail.config.actor import KLEstimator
 
 pytestmark = pytest.mark.unit
@@ -25,3 +25,12 @@ def test_estimators_losses_and_rules_are_those_of_the_registries() -> None:
 
 def test_kl_estimators_are_those_of_the_algorithms_with_and_without_a_plus() -> None:
     assert set(get_args(KLEstimator)) == {*KL_PENALTIES, *(f"{name}+" for name in KL_PENALTIES)}
+
+
+def test_an_unknown_tracker_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.logger=consle is not built in; did you mean console\?"):
+        load_config(overrides=["trainer.logger=[wandb,consle]"])
+    with pytest.raises(ConfigError, match=r"did you mean wandb\?"):
+        load_config(overrides=["trainer.logger=vemlp_wandb"])
+    own = load_config(overrides=["trainer.logger=[mine]", "trainer.import_modules=[my.module]"])
+    assert own.config.trainer.loggers == ("mine",)

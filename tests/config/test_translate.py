@@ -191,6 +191,13 @@ def test_weight_loaders_of_other_days_are_read_as_the_engines_own_formats(writte
     assert any(f"{key}={written} is read as {meant}" in str(notice) for notice in loaded.notices)
 
 
+@pytest.mark.parametrize("key", ["trainer.test_freq", "trainer.save_freq"])
+def test_a_frequency_of_zero_steps_is_read_as_never(key: str) -> None:
+    loaded = load("data.val_files=a.parquet", f"{key}=0")
+    assert loaded.tree["trainer"][key.partition(".")[2]] == -1
+    assert [str(notice) for notice in loaded.notices] == [f"{key}=0 is read as -1."]
+
+
 def test_every_translation_ends_at_a_key_that_exists() -> None:
     for rule in TRANSLATIONS:
         key, _ = canonical(rule.old.removesuffix(".*") + (".x" if rule.old.endswith(".*") else ""))

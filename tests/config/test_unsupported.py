@@ -20,6 +20,8 @@ REFUSED: list[tuple[tuple[str, ...], str, str]] = [
     (("trainer.device=npu",), "trainer.device", "use cuda, cpu or auto"),
     ((f"{M}.lora_adapter_path=/a",), f"{M}.lora_adapter_path", "merge the adapter"),
     ((f"{M}.hf_config_path=/a",), f"{M}.hf_config_path", f"{M}.override_config"),
+    ((f"{A}.fp8_recipe=rowwise", f"{M}.lora_rank=8"), f"{A}.fp8_recipe", "use null"),
+    ((f"{A}.fp8_recipe=rowwise", f"{A}.strategy=megatron"), f"{A}.fp8_recipe", "override_transformer_config.fp8"),
     (("critic.model.lora_rank=8",), "critic.model.lora_rank", "trained whole"),
     ((f"{R}.mode=server",), f"{R}.mode", "use sync"),
     ((VLLM, f"{R}.quantization=fp8"), f"{R}.quantization", "use null"),
@@ -89,7 +91,7 @@ def test_megatron_keys_of_a_run_without_megatron_are_told() -> None:
     [
         ("data.return_raw_input_ids=True", "raw_prompt_ids"),
         (f"{M}.use_shm=True", "every process reads the weights from the folder"),
-        ("algorithm.rollout_correction.loss_type=reinforce", "without `bypass_mode`"),
+        ("algorithm.rollout_correction.loss_type=reinforce", "bypass_mode=True reads it"),
         (f"{A}.fsdp_config.mixed_precision.buffer_dtype=bf16", "rotary tables float32"),
         (f"{R}.weight_sync=disk", "the same process"),
         (f"{R}.enable_chunked_prefill=False", "rollout.name=vllm"),
@@ -123,7 +125,7 @@ def test_a_key_that_is_not_acted_on_says_so_with_its_value(override: str, words:
     ],
 )
 def test_what_happens_anyway_is_not_worth_a_notice(override: str) -> None:
-    assert load_config(overrides=[override]).notices == ()
+    assert load_config(overrides=["data.val_files=a.parquet", override]).notices == ()
 
 
 @pytest.mark.parametrize(("text", "count"), [("true", 1), ("false", 0), ("3", 3)])

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.unit
 P, A, R = "actor_rollout_ref", "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 M, C = f"{P}.model", "algorithm.rollout_correction"
 GRPO, TWO = "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2"
+BUFFER = "reward_model.overlong_buffer.enable=True"
 
 # The key that is switched off, words of the reason, and what switches it on.
 SWITCHED_OFF: list[tuple[list[str], str, str, list[str]]] = [
@@ -86,7 +87,38 @@ SWITCHED_OFF: list[tuple[list[str], str, str, list[str]]] = [
     ([], f"{C}.rollout_is_threshold=3", "makes no weights", [f"{C}.rollout_is=token"]),
     ([], f"{C}.rollout_rs_threshold=3", "names no rule", [f"{C}.rollout_rs=token_k1"]),
     ([], "algorithm.filter_groups.metric=acc", "enable=True reads it", ["algorithm.filter_groups.enable=True"]),
-    ([], "reward_model.overlong_buffer.len=7", "enable=True reads it", ["reward_model.overlong_buffer.enable=True"]),
+    ([], "reward_model.overlong_buffer.len=7", "enable=True reads it", [BUFFER, "reward_model.reward_manager=dapo"]),
+    ([], BUFFER, "reward_manager=dapo reads it", ["reward_model.reward_manager=dapo"]),
+    ([], "trainer.test_freq=5", "names no file", ["data.val_files=a.parquet"]),
+    ([], "trainer.validation_data_dir=/a", "names no file", ["data.val_files=a.parquet"]),
+    ([], "trainer.log_val_generations=5", "names no file", ["data.val_files=a.parquet"]),
+    ([], "trainer.resume_from_path=/a", "resume_path reads it", ["trainer.resume_mode=resume_path"]),
+    ([], "trainer.max_actor_ckpt_to_keep=2", "writes none", ["trainer.save_freq=5"]),
+    ([], "data.gen_batch_size=128", "enable=True reads it", ["algorithm.filter_groups.enable=True"]),
+    (["trainer.device=cpu", TWO], f"{A}.fsdp_config.param_offload=True", "host memory", ["trainer.device=cuda"]),
+    ([f"{A}.strategy=megatron"], f"{A}.ulysses_sequence_parallel_size=2", "context_parallel", [f"{A}.strategy=fsdp2"]),
+    ([f"{A}.strategy=fsdp2"], f"{A}.megatron.dtype=fp32", "strategy=megatron` only", [f"{A}.strategy=megatron"]),
+    ([], f"{A}.loss_scale_factor=9", "token-sum-norm reads it", [f"{A}.loss_agg_mode=seq-mean-token-sum-norm"]),
+    (
+        [f"{A}.use_dynamic_bsz=True"],
+        f"{A}.ppo_micro_batch_size_per_gpu=2",
+        "use_dynamic_bsz=False reads it",
+        [f"{A}.use_dynamic_bsz=False"],
+    ),
+    (
+        [f"{M}.use_fused_kernels=True"],
+        f"{A}.entropy_from_logits_with_chunking=True",
+        "keeps nothing",
+        [f"{M}.use_fused_kernels=False"],
+    ),
+    ([], f"{M}.fused_kernel_options.impl_backend=triton", "=True reads it", [f"{M}.use_fused_kernels=True"]),
+    (
+        [f"{P}.rollout.name=vllm", f"{P}.rollout.enforce_eager=True"],
+        f"{P}.rollout.cudagraph_capture_sizes=[1]",
+        "no graphs",
+        [f"{P}.rollout.enforce_eager=False"],
+    ),
+    ([], f"{P}.rollout.val_kwargs.temperature=0.7", "does not sample", [f"{P}.rollout.val_kwargs.do_sample=True"]),
     ([], f"{M}.lora_alpha=3", "no adapter", [f"{M}.lora_rank=8"]),
     ([], f"{A}.optim.momentum=0.5", "SGD reads it", [f"{A}.optim.optimizer=SGD"]),
     ([], f"{A}.optim.min_lr_ratio=0.5", "does not decay", [f"{A}.optim.lr_scheduler_type=cosine"]),

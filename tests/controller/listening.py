@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 
-def listening_addresses(root_pid: int) -> list[str]:
-    """The addresses of all listening TCP sockets of ``root_pid`` and the processes below it."""
-    inodes = {inode for pid in _descendants(root_pid) for inode in _socket_inodes(pid)}
+def listening_addresses(*root_pids: int) -> list[str]:
+    """The addresses of all listening TCP sockets of these processes and those below them."""
+    inodes = {inode for pid in _descendants(*root_pids) for inode in _socket_inodes(pid)}
     found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -26,7 +26,7 @@ def is_loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
-def _descendants(root_pid: int) -> set[int]:
+def _descendants(*root_pids: int) -> set[int]:
     parents = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -35,7 +35,7 @@ def _descendants(root_pid: int) -> set[int]:
             except OSError:
                 continue
             parents[int(entry)] = int(stat.rsplit(")", 1)[1].split()[1])
-    family = {root_pid}
+    family = set(root_pids)
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
     return family

@@ -55,6 +55,7 @@ def test_ray_imported_too_early_is_refused() -> None:
     assert "ray was imported before start_ray()" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_ray_that_somebody_else_started_on_this_machine_is_left_alone(local_ray: dict[str, Any]) -> None:
     """Ray notes the last cluster in a file, and would join it."""
     assert local_ray["cpus"] == 2.0

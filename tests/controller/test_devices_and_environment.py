@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -19,6 +18,8 @@ from dovetail.controller.context import MissingGpuError, WorkerContext, device_i
 from dovetail.controller.forwarding import forwarded_variables, merged_runtime_env, secrets
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.devices import start_cluster
+from tests.programs import run_program
+from tests.ray_workers import quick_workers
 
 ROOT = Path(__file__).parents[2]
 unit, distributed = pytest.mark.unit, pytest.mark.distributed
@@ -130,7 +131,7 @@ def test_a_worker_that_was_promised_a_gpu_never_falls_back_to_the_cpu(monkeypatc
 def test_a_gpu_that_only_ray_believes_in_stops_the_group_by_name() -> None:
     program = (
         "from dovetail.controller import *\n"
-        "start_ray(num_cpus=2, num_gpus=1, object_store_memory=2**27, log_to_driver=False)\n"
+        f"start_ray(num_cpus=2, num_gpus=1, object_store_memory=2**27, runtime_env={quick_workers()})\n"
         "from tests.controller.test_devices_and_environment import Plain\n"
         "try:\n"
         "    RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Plain), name_prefix='actor')\n"
@@ -139,10 +140,8 @@ def test_a_gpu_that_only_ray_believes_in_stops_the_group_by_name() -> None:
         "stop_ray()\n"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert "REFUSED actor[rank 0].__init__ failed" in done.stdout, done.stderr
+    done = run_program([sys.executable, "-c", program], cwd=ROOT, env=env, timeout=180)
+    assert "REFUSED actor[rank 0].__init__ failed" in done.stdout, done.stdout
     assert "was promised a GPU and sees none" in done.stdout
 
 

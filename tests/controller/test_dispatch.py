@@ -303,3 +303,22 @@ def test_only_workers_can_be_hosted() -> None:
     with pytest.raises(TypeError, match=r"not a subclass of dovetail\.controller\.Worker"):
         RayClassWithInitArgs(dict)
     assert issubclass(RayClassWithInitArgs(Calculator).cls, Worker)
+
+
+def test_a_local_group_closes_all_of_its_workers_also_when_one_of_them_cannot() -> None:
+    closed: list[str] = []
+
+    class Holds(Worker):
+        def close(self) -> None:
+            closed.append(self.role)
+            if self.role == "actor":
+                raise RuntimeError("the server does not end")
+
+    group = LocalWorkerGroup(
+        create_colocated_worker_cls({role: RayClassWithInitArgs(Holds) for role in ("ref", "actor")})
+    )
+    with pytest.raises(RuntimeError, match="the server does not end"):
+        group.shutdown()
+    assert sorted(closed) == ["actor", "ref"]
+    group.shutdown()
+    assert len(closed) == 2

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.controller.listening import is_loopback
+from tests.programs import run_program
+from tests.ray_workers import quick_workers
 
 pytestmark = pytest.mark.distributed
 
@@ -20,14 +22,13 @@ ENVIRONMENT = dict(os.environ)
 
 @pytest.fixture(scope="module")
 def two_nodes() -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "tests.controller.two_nodes"]
-    options = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 240}
-    return subprocess.run(program, check=False, **options)
+    words = [sys.executable, str(ROOT / "tests" / "controller" / "two_nodes.py"), json.dumps(quick_workers())]
+    return run_program(words, cwd=ROOT, env=ENVIRONMENT)
 
 
 def test_a_pool_over_two_nodes_keeps_the_ranks_of_a_node_together(two_nodes: subprocess.CompletedProcess[str]) -> None:
     done = two_nodes
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     result = json.loads(done.stdout.splitlines()[-1])
     first, second = result["nodes"][0], result["nodes"][3]
     assert first != second

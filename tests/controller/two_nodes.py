@@ -1,9 +1,14 @@
-"""A program of its own: two Ray nodes on this machine, a pool over both, an all-reduce across them. Prints JSON."""
+"""A program of its own: two Ray nodes on this machine, a pool over both, an all-reduce across them. Prints JSON.
+
+Its argument is the `runtime_env` of the workers, as JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from typing import Any
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
@@ -12,14 +17,14 @@ from tests.controller.listening import listening_addresses
 from tests.controller.worker_examples import Collective
 
 
-def main() -> None:
+def main(runtime_env: dict[str, Any]) -> None:
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 2, "object_store_memory": 128 * 1024**2, "include_dashboard": False}
     no_idle_workers = {"prestart_worker_first_driver": False}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "_system_config": no_idle_workers})
     cluster.add_node(**node)
-    start_ray(cluster.address, log_to_driver=False)
+    start_ray(cluster.address, log_to_driver=False, runtime_env=runtime_env)
     pool = RayResourcePool([2, 2], use_gpu=False)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Collective))
     group.init_model()
@@ -30,7 +35,7 @@ def main() -> None:
         "local_ranks": [place["local_rank"] for place in places],
         "local_world_sizes": [place["local_world_size"] for place in places],
         "all_reduce": group.all_reduce(),
-        "listening": listening_addresses(os.getpid()),
+        "listening": listening_addresses(os.getpid(), *(identity.pid for identity in group.identities)),
     }
     group.shutdown()
     stop_ray()
@@ -39,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

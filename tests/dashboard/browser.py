@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -62,7 +63,7 @@ def serve(*folders: Path) -> Iterator[Server]:
         yield Server(said.split(" at ")[1].split()[0], process.pid)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def show(page: Page, server: Server, place: str = "") -> Page:
@@ -75,6 +76,12 @@ def show(page: Page, server: Server, place: str = "") -> Page:
     page.goto(f"{server.address}/{place}")
     page.wait_for_selector(".view[data-ready]")
     return page
+
+
+def go(page: Page, server: Server, place: str) -> None:
+    """To another view of the page that is open."""
+    page.goto(f"{server.address}/{place}")
+    page.wait_for_selector(f".view.{place.split('view=')[1].split('&')[0]}[data-ready]")
 
 
 def drawn(page: Page, chart: str) -> None:
@@ -105,7 +112,12 @@ def share_of_a_core(seconds: float = 0.2) -> float:
 
 def until(page: Page, question: str, *, seconds: float = 30.0) -> None:
     """Ask until the answer is yes. The page forbids `eval`, which Playwright's own waiting would need."""
+    poll(page, lambda: page.evaluate(question), question, seconds=seconds)
+
+
+def poll(page: Page, ask: Callable[[], Any], what: str, *, seconds: float = 30.0) -> None:
+    """Ask until the answer is yes, while events of the page are still received; `tests.waiting` would hold them up."""
     end = time.monotonic() + seconds
-    while not page.evaluate(question):
-        assert time.monotonic() < end, f"not within {seconds} s: {question}"
+    while not ask():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
         page.wait_for_timeout(50)

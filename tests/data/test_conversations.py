@@ -145,6 +145,9 @@ def test_what_is_too_long_is_refused_left_out_or_cut(caplog: pytest.LogCaptureFi
     (kept,) = opened(rows, max_length=40, truncation="left")[0]
     assert len(kept.ids) == 40
     assert trained_text("qwen2.5", kept) == "short<|im_end|>"
+    (both_ends,) = opened(rows, max_length=40, truncation="middle")[0]
+    whole = opened(rows)[0][0]
+    assert (both_ends.ids, both_ends.mask) == (whole.ids[:20] + whole.ids[-20:], whole.mask[:20] + whole.mask[-20:])
     # Cut at the right, nothing of the answer is left: such a row would train nothing.
     with pytest.raises(DataError, match="no token of the assistant is left"):
         opened(rows, max_length=40, truncation="right")

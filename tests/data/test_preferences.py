@@ -63,6 +63,26 @@ def test_a_system_message_of_the_prompt_need_not_be_repeated(tmp_path: Path) -> 
     assert chosen == "hi<|im_end|>"
 
 
+def test_a_tokenizer_that_begins_and_ends_texts_with_one_token_ends_no_prompt(tmp_path: Path) -> None:
+    class Closing:
+        """Writes its end of sequence around every text, as some tokenizers do."""
+
+        def __init__(self) -> None:
+            self.own = family_tokenizer("smollm2")
+            self.eos_token_id = self.pad_token_id = self.own.eos_token_id
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [self.eos_token_id, *self.encode(text), self.eos_token_id]}
+
+        def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+            return self.own.encode(text, add_special_tokens=False)
+
+    file = write_rows([{"prompt": "Say hi.", "chosen": "hi", "rejected": "no"}], tmp_path / "rows.jsonl")
+    tokenizer = Closing()
+    (pair,) = PreferenceDataset([str(file)], tokenizer, None, DataConfig())
+    assert pair.prompt == [tokenizer.eos_token_id, *tokenizer.encode("Say hi.")]
+
+
 def test_texts_without_a_prompt_share_their_beginning_and_get_no_template(tmp_path: Path) -> None:
     row = {"chosen": "Human: name it\nAssistant: the name", "rejected": "Human: name it\nAssistant: their word"}
     for family in ("smollm2", None):
@@ -141,7 +161,7 @@ def test_a_batch_has_pairs_in_neighbouring_rows(tmp_path: Path) -> None:
 
 
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
-    "no rejected": ({"prompt": "a", "chosen": "b"}, "rejected is None; it must be text or a list of messages"),
+    "no rejected": ({"prompt": "a", "chosen": "b"}, "there is no rejected; it must be text or a list of messages"),
     "empty chosen": ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is ''; it must be text"),
     "a number": ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt is 3; it must be text"),
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
@@ -185,7 +205,7 @@ def test_all_bad_rows_are_named_at_once(tmp_path: Path) -> None:
     [
         ({"prompt": "a", "completion": "b"}, "label is None; it must be true"),
         ({"prompt": "a", "completion": "b", "label": 0.5}, "label is 0.5; it must be true"),
-        ({"prompt": "a", "label": True}, "completion is None; it must be text"),
+        ({"prompt": "a", "label": True}, "there is no completion; it must be text"),
         ({"completion": "b", "label": True}, "there is no prompt; give one beside completion"),
     ],
 )

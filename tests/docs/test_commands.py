@@ -231,7 +231,7 @@ def _ask_dashboard(words: list[str], reader: Path) -> None:
             runs = json.load(answer)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
     asked = [word for word in words[2:] if (reader / word).is_dir()]
     names = {Path(name).name for name in asked} - {"runs"} | ({"demo"} if "runs" in asked else set())
     assert all(name in json.dumps(runs) for name in names), runs

@@ -18,13 +18,14 @@ import pytest
 
 from tests.docs.blocks import Block, blocks_of
 from tests.programs import run_program
+from tests.ray_workers import quick_workers
 
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 _MODEL = re.compile(r"\bmodels/[\w.-]+")
-_IMPORTS_TORCH = ("train", "sft", "export", "eval", "generate", "doctor")
+_FORKED = ("train", "sft", "export", "eval", "generate", "doctor", "check")
 ENVIRONMENT = dict(os.environ)
 """As pytest has it, whatever earlier tests have changed."""
 
@@ -76,6 +77,8 @@ def _as_run(command: str, block: Block) -> list[str]:
         assert words[0] == "ray", f"{block}: no way to look at {words[0]} without carrying it out"
         # Fails on an option that does not exist; starts nothing.
         return ["ray", *words[1:], "--help"]
+    if words[:3] == ["dovetail", "doctor", "--cluster"]:
+        return [*words, f"ray_init.runtime_env.py_executable={quick_workers()['py_executable']}"]
     return words
 
 
@@ -101,7 +104,7 @@ def _run(words: list[str], block: Block, folder: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(folder),
     }
-    if words[0] in ("python", sys.executable) or (words[0] == "dovetail" and words[1] in _IMPORTS_TORCH):
+    if words[0] in ("python", sys.executable) or (words[0] == "dovetail" and words[1] in _FORKED):
         done = run_program(words, cwd=folder, env=environment)
     else:
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)

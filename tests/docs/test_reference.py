@@ -102,11 +102,13 @@ SMALLER = {
     "path/to/model": "model",
     "Qwen/Qwen2.5-0.5B-Instruct": "model",
     '.GRPO("model", rows, reward=score).train()': '.GRPO("model", rows, reward=score, steps=1).train()',
+    "rows, reward=score, config={": 'rows, reward=score, steps=1, config={"data.max_response_length": 64, ',
     "max_new_tokens=512": "max_new_tokens=8",
     "RayResourcePool([4]": "RayResourcePool([2]",
 }
 START = "start_ray(num_cpus=4)"
 AFTER = {
+    ("agents.md", 1): "assert run.steps == 1 and {row['outcome'] for row in run.samples} <= {'finished', 'length'}\n",
     ("algorithms.md", 0): "assert torch.allclose(micro_batches[1]['losses'].grad, torch.full((2, 3), 1 / 9))\n",
     (
         "controller.md",
@@ -125,6 +127,9 @@ AFTER = {
 def test_python_of_the_page_runs(page: str, models: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(models / "policy")
     blocks = [block for block in BLOCKS if block.page == page and block.language == "python"]
+    for block in blocks:
+        if block.title is not None:
+            (tmp_path / block.title).write_text(block.text)
     parts = [GIVEN.get((page, n), "") + block.text + AFTER.get((page, n), "") for n, block in enumerate(blocks)]
     body = "\n".join(parts)
     if START in body:

@@ -15,6 +15,7 @@ from dovetail.doctor.paths import PATHS
 from dovetail.doctor.same_update import Update, overrides, update_once
 from dovetail.doctor.site import Site, prepare
 from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
+from tests.ray_workers import quick_workers
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def test_collectives_pass_on_two_gloo_ranks_and_the_report_says_so(
 ) -> None:
     """On real Ray actors. The guide's page on nodes runs the path `nodes`; all paths run in `make test-all`."""
     report = tmp_path / "report.json"
-    names = ["--paths", "collectives"]
+    names = ["--paths", "collectives", f"ray_init.runtime_env.py_executable={quick_workers()['py_executable']}"]
     assert main(["doctor", "--cluster", *names, "--limit", "400", "--out", str(report)]) == 0, capsys.readouterr().out
     shown = capsys.readouterr().out
     assert "1 ok; the details are in" in " ".join(shown.split())

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the Triton head, the varlen kernel, offloaded activations."""
+"""What only a GPU can show: the Triton head, the varlen kernel, fp8 products, offloaded activations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import torch
 
 from dovetail.models.activations import activation_offload, enable_gradient_checkpointing
 from dovetail.models.attention import _Options, _sdpa_by_sequence, _torch_varlen
+from dovetail.models.compile import compile_layers
+from dovetail.models.fp8 import Recipe, multiply, quantize_rows, quantize_transposed, use_fp8_projections
 from dovetail.models.head import fused_linear_log_prob, plain_log_prob_entropy
-from dovetail.models.packing import PackedSegments
+from dovetail.models.packing import PackedSegments, pack_batch
 from dovetail.models.policy import PolicyModel
 from tests.models.tiny import image_batch, ragged_batch, tiny_model
 
@@ -88,6 +90,29 @@ def test_varlen_kernel_equals_sdpa_by_sequence_with_grouped_heads_and_windows() 
             torch.testing.assert_close(got, want, atol=1e-2 * want.abs().max().item(), rtol=2e-2)
 
 
+def test_varlen_kernel_equals_sdpa_by_sequence_where_prefixes_are_shared() -> None:
+    prompts = torch.randint(5, 90, (2, 40)).repeat_interleave(4, 0)
+    input_ids = torch.cat([prompts, torch.randint(100, 900, (8, 70))], 1).cuda()
+    attention_mask = torch.ones_like(input_ids)
+    for row in range(8):
+        attention_mask[row, 50 + 7 * row :] = 0
+    segments = pack_batch(input_ids, attention_mask, share_prefixes=True).segments
+    assert segments.shared is not None
+    total = sum(segments.lengths)
+    assert total == int(attention_mask.sum()) - 6 * 40
+    inputs = [
+        torch.randn(1, heads, total, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for heads in (8, 2, 2)
+    ]
+    for window in (None, 40):
+        results = []
+        for kernel in (_torch_varlen, _sdpa_by_sequence):
+            out = kernel(*inputs, segments, _Options(scale=0.125, dropout=0.0, window=window))
+            out_grad = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).bfloat16()
+            results.append((out, *torch.autograd.grad(out, inputs, out_grad)))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-2 * want.abs().max().item(), rtol=2e-2)
+
+
 def test_packed_equals_padded_under_autocast_with_recomputation() -> None:
     for family in ("llama", "qwen3_moe", "qwen2_5_vl"):
         batch = image_batch() if family == "qwen2_5_vl" else ragged_batch([33, 100, 7], total=128, side="both")
@@ -124,3 +149,44 @@ def test_offload_saves_device_memory_and_keeps_gradients() -> None:
     assert results[1][0] < 0.3 * results[0][0]
     for a, b in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_fp8_products_on_the_tensor_cores_equal_the_emulation() -> None:
+    torch.manual_seed(0)
+    for tokens, k, n in ((301, 256, 512), (4096, 1536, 256)):
+        x, w, g = (torch.randn(*size, device="cuda").bfloat16() for size in ((tokens, k), (n, k), (tokens, n)))
+        rows = {name: quantize_rows(each) for name, each in (("x", x), ("w", w), ("g", g))}
+        columns = {}
+        for name, each in (("x", x), ("w", w), ("g", g)):
+            columns[name] = found = quantize_transposed(each, rows[name].scale, g)
+            on_cpu = quantize_transposed(each.cpu(), quantize_rows(each.cpu()).scale, each.cpu())
+            assert torch.equal(found.data.cpu().view(torch.uint8), on_cpu.data.view(torch.uint8))
+            assert torch.equal(found.scale.cpu(), on_cpu.scale)
+        by_row = columns["w"]._replace(scale=columns["w"].scale.expand(k, 1).contiguous())
+        for a, b in ((rows["x"], rows["w"]), (rows["g"], by_row), (columns["g"], columns["x"])):
+            exact = (a.data.double() * a.scale) @ (b.data.double() * b.scale).t()
+            for fast_accum, tolerance in ((False, 0.003), (True, 0.01)):
+                found = multiply(a, b, torch.bfloat16, fast_accum=fast_accum).double()
+                assert (found - exact).norm() / exact.norm() < tolerance
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_compiled_fp8_layers_equal_eager_ones_and_are_near_plain_ones(recipe: Recipe) -> None:
+    """The error against plain layers may be that of the emulation, whose rounding is exact, and a fifth more."""
+
+    def gradients(fp8: bool, compiled: bool, device: str = "cuda") -> torch.Tensor:
+        # In bfloat16 a compiler rounds elsewhere, which turns over one number in sixteen of those rounded to e4m3.
+        model = tiny_model("qwen2").to(device).train()
+        if fp8:
+            use_fp8_projections(model, recipe, torch.device(device))
+        if compiled:
+            compile_layers(model)
+        for tokens in (19, 32, 47):  # token counts that are no multiple of 16
+            ids = torch.arange(2 * tokens, device=device).view(2, tokens) % 50
+            model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    emulated = (gradients(True, False, "cpu") - gradients(False, False, "cpu")).norm()
+    plain, eager, compiled = gradients(False, False), gradients(True, False), gradients(True, True)
+    assert (eager - plain).norm() < 1.2 * emulated.cuda()
+    assert (compiled - eager).norm() / eager.norm() < 0.05

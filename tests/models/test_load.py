@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from dovetail.models.backbone import HF_PREFIX
 from dovetail.models.load import build_meta_model, load_config, load_processor, load_tokenizer, materialize
 from dovetail.models.policy import PolicyModel
-from dovetail.models.save import save_hf_folder
+from dovetail.models.save import publish_folder, save_hf_folder
 from dovetail.models.value import RewardModel, ValueModel
 from dovetail.models.weights import iter_checkpoint_tensors, iter_model_tensors, load_weights, to_checkpoint_tensors
 from tests.models.tiny import FAMILIES, image_batch, ragged_batch, save_tiny_model, tiny_model
@@ -99,6 +100,26 @@ def test_a_save_that_fails_leaves_the_old_folder_alone(tmp_path: Path) -> None:
         save_hf_folder(broken(), load_config(source), None, source)
     assert sorted(p.name for p in source.iterdir()) == before
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_cannot_take_the_name_of_the_old_one_leaves_the_old_one_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "old").touch()
+    rename = os.rename
+
+    def full_disk(source: Path, target: Path) -> None:
+        if source.name == "work":
+            raise OSError("no space left")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        publish_folder(tmp_path / "work", tmp_path / "model")
+    assert (tmp_path / "model" / "old").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "work"]
 
 
 def test_a_critic_from_a_language_model_gets_the_same_new_head_every_time(tmp_path: Path) -> None:

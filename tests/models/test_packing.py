@@ -19,7 +19,7 @@ def test_packing_keeps_order_and_unpacking_restores_places(side: str) -> None:
     mask = batch["attention_mask"].bool()
     assert torch.equal(packed.input_ids[0], batch["input_ids"][mask])
     assert packed.segments.lengths == (3, 7, 1, 5)
-    assert packed.segments.cu_seqlens.tolist() == packed.segments.offsets == [0, 3, 10, 11, 16]
+    assert packed.segments.cu_seqlens.tolist() == [0, 3, 10, 11, 16]
     assert packed.position_ids.tolist() == [[*range(3), *range(7), 0, *range(5)]]
     values = torch.randn(*mask.shape, 2)
     assert torch.equal(packed.unpack(packed.pack(values)), values * mask.unsqueeze(-1))

@@ -24,6 +24,7 @@ METRICS = {
     "timing_s/step": 8.0,
     "timing_s/gen": 5.0,
     "timing_s/update_actor": 3.0,
+    "timing_s/agent_loop/generate_sequences/mean": 4.0,  # a part of gen
     "perf/throughput": 2310.4,
     "val-core/openai/gsm8k/reward/mean@4": 0.1,
     "val-core/openai/gsm8k/acc/mean@4": 0.25,
@@ -52,6 +53,7 @@ def test_the_picture_shows_step_phase_reward_times_and_metrics() -> None:
         "0:18 elapsed · 2:22 left",
     ):  # fmt: skip
         assert words in text, words
+    assert "agent loop" not in text
 
 
 @pytest.mark.parametrize("width", [44, 60, 80, 100, 200])
@@ -139,3 +141,11 @@ def test_sparklines_show_the_whole_history() -> None:
 def test_numbers_and_times_are_short() -> None:
     assert [number(value) for value in (0, 12345.6, 0.00012, 1.23456)] == ["0", "12,346", "1.20e-04", "1.235"]
     assert [duration(value) for value in (7, 760, 11050)] == ["0:07", "12:40", "3:04:10"]
+
+
+def test_the_loss_of_fine_tuning_is_on_the_line() -> None:
+    stream = io.StringIO()
+    console = make_console("p/e", 1, stream=stream)
+    console.end_step(1, {"train/loss": 1.7333, "actor/grad_norm": 20.08})
+    console.close()
+    assert stream.getvalue() == "step 1/1  loss 1.733  grad 20.08\n"

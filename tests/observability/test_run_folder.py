@@ -42,6 +42,14 @@ def test_arrays_of_an_answer_come_after_what_a_reader_looks_at_first(tmp_path: P
     assert json.loads(second) == {"response_ids": []}
 
 
+def test_half_a_character_ends_no_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    file = folder.write_answers(1, [{"response": "a\ud800b"}])
+    folder.log_event("worker_failed", 1, reason="a\ud800b")
+    assert [row["response"] for row in read_json_lines(file)] == ["a?b"]
+    assert folder.read_events()[0]["reason"] == "a?b"
+
+
 def test_resume_forgets_what_lies_beyond_the_step(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.start()

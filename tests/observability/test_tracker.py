@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.config.checks.schedule import LOGGERS
+from dovetail.config.names import LOGGERS
 from dovetail.observability import sinks
 from dovetail.observability import tracker as tracker_module
 from dovetail.observability.console import make_console

@@ -103,3 +103,14 @@ def test_what_is_not_plain_is_refused_and_the_old_file_stays(tmp_path: Path) -> 
         save_plain([object()], tmp_path / "file")
     assert load_plain(tmp_path / "file") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_has_the_permissions_of_any_other_and_the_umask_of_the_process_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment of another umask, files that other threads make would be open to everybody."""
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask belongs to all threads"))
+    (tmp_path / "other").touch()
+    save_plain([1], tmp_path / "file")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other"]

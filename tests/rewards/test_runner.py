@@ -90,7 +90,7 @@ def test_a_failed_row_is_marked_and_counted_never_scored() -> None:
 def test_too_many_failures_stop_the_run_with_the_first_traceback() -> None:
     with runner(functions.spec_of(functions.misbehave)) as reward, pytest.raises(RewardError) as error:
         reward.score(answers("good", "raise", "raise", "good"))
-    assert "of 4 answers could not be scored" in str(error.value)
+    assert "of 4 responses could not be scored" in str(error.value)
     assert "at most 20% may fail (reward_model.max_failed_share)" in str(error.value)
     assert "KeyError: 'the judge is unreachable'" in str(error.value)
 

@@ -153,7 +153,7 @@ def calls_of(file: Path) -> int:
 
 def test_a_batch_is_given_up_as_soon_as_too_many_rows_have_failed(file: Path) -> None:
     with runner(file, "hangs") as reward:
-        with pytest.raises(RewardError, match=r"of 8 answers could not be scored \(2 timeout; given up after 2\)"):
+        with pytest.raises(RewardError, match=r"of 8 responses could not be scored \(2 timeout; given up after 2\)"):
             reward.score(answers(*["bad"] * 8))
         assert calls_of(file) <= 4  # the third may have started before the second was judged
         # What was given up is gone: the processes are free for the next batch.
@@ -254,6 +254,24 @@ def test_calls_of_a_node_that_is_lost_are_scored_by_the_others() -> None:
         message, future = here.running[row]
         future.set_result({"score": pickle.loads(message)["row"]})
     assert [future.result(30)["score"] for future in futures] == list(range(6))
+    dispatcher.close()
+
+
+def test_a_node_that_takes_no_call_loses_none() -> None:
+    class Refusing(FakePool):
+        def submit_message(self, message: bytes) -> Any:
+            raise OSError("no route")
+
+    here = FakePool()
+    dispatcher = ScoringDispatcher(here, num_workers=1, timeout_seconds=1)
+    dispatcher.add("node b", Refusing(), 3)
+    futures = [dispatcher.submit({"row": row}) for row in range(6)]
+    for row in range(6):
+        here.wait_for(row + 1)
+        message, future = here.running[row]
+        future.set_result({"score": pickle.loads(message)["row"]})
+    assert [future.result(30)["score"] for future in futures] == list(range(6))
+    assert dispatcher.num_processes == 1
     dispatcher.close()
 
 

@@ -44,6 +44,10 @@ def trl(prompts: list[Any], completions: list[Any], answer: list[str], **columns
     return list(zip(prompts, completions, answer, columns["ground_truth"], strict=True))
 
 
+def of_the_last_turn(final_response: str, answer: str) -> Any:
+    return (final_response, answer)
+
+
 class Judge:
     def __call__(self, *, response: str, level: int) -> Any:
         return (response, level)
@@ -56,6 +60,7 @@ class Judge:
         (by_name, {}, ("it is 4", "4", "2+2?", 0.0)),
         (by_name, {"bonus": 0.5}, ("it is 4", "4", "2+2?", 0.5)),
         (functools.partial(by_name, bonus=1.0), {}, ("it is 4", "4", "2+2?", 1.0)),
+        (of_the_last_turn, {}, ("it is 4", "4")),
         (everything, {}, ("it is 4", "4", 3, "mine")),
         (Judge(), {}, ("it is 4", 3)),
         (trl, {}, ("2+2?", "it is 4", "4", None)),

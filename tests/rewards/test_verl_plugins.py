@@ -1,4 +1,7 @@
-"""Files written for verl: reward managers of both its contracts, and reward functions of every kind."""
+"""Files written for verl: reward managers of both its contracts, and reward functions of every kind.
+
+A scoring process with a manager imports torch and transformers, so each contract has one; the rest is asked here.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import pytest
 import torch
 
 from dovetail.config import DovetailConfig
+from dovetail.protocol import DataProto
+from dovetail.rewards import build, verl_managers
 from dovetail.rewards.build import build_reward_runner
 from dovetail.rewards.errors import RewardError
 from tests.models.tiny import tiny_tokenizer
@@ -16,7 +21,7 @@ from tests.rewards.test_runner import answers
 
 pytestmark = pytest.mark.unit
 
-PLUGINS = '''
+MANAGERS = '''
 import asyncio
 from collections import defaultdict
 
@@ -102,6 +107,13 @@ class NeedsMore:
         return {}
 
 
+def no_manager(data):
+    return {}
+'''
+FUNCTIONS = """
+import asyncio
+
+
 def plain(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0, **kwargs):
     return float(solution_str == ground_truth) + bonus
 
@@ -117,20 +129,21 @@ async def judged(data_source, solution_str, ground_truth, extra_info, **kwargs):
 
 def batched(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     return [float(a == b) for a, b in zip(solution_strs, ground_truths)]
-'''
+"""
 
 
 @pytest.fixture
-def plugins(tmp_path: Path) -> str:
-    path = tmp_path / "for_verl.py"
-    path.write_text(PLUGINS)
-    return str(path)
+def plugins(tmp_path: Path) -> Path:
+    """A folder with the user's two files."""
+    (tmp_path / "managers.py").write_text(MANAGERS)
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return tmp_path
 
 
-def config_of(plugins: str, function: str, manager: str | None = None, **reward_model: Any) -> DovetailConfig:
-    module = {"reward_manager_module": {"path": plugins, "name": manager}} if manager else {}
+def config_of(plugins: Path, function: str, manager: str | None = None, **reward_model: Any) -> DovetailConfig:
+    module = {"reward_manager_module": {"path": str(plugins / "managers.py"), "name": manager}} if manager else {}
     return DovetailConfig(
-        custom_reward_function={"path": plugins, "name": function},
+        custom_reward_function={"path": str(plugins / "functions.py"), "name": function},
         reward_model={"num_workers": 1, **module, **reward_model},
     )
 
@@ -138,16 +151,21 @@ def config_of(plugins: str, function: str, manager: str | None = None, **reward_
 @pytest.mark.parametrize(
     ("function", "manager"), [("plain", "naive"), ("detailed", "dapo"), ("judged", "naive"), ("batched", "batch")]
 )
-def test_reward_functions_of_every_kind(plugins: str, function: str, manager: str) -> None:
+def test_reward_functions_of_every_kind(plugins: Path, function: str, manager: str) -> None:
     config = config_of(plugins, function, reward_manager=manager)
     with build_reward_runner(config, tiny_tokenizer()) as rewards:
         assert rewards.score(answers("good", "bad")).columns.non_tensor_batch["score"].tolist() == [1.0, 0.0]
 
 
-def test_a_manager_that_is_called_with_the_batch(plugins: str) -> None:
+def test_a_manager_that_is_called_with_the_batch_and_does_not_change_it(plugins: Path) -> None:
     config = config_of(plugins, "detailed", "LengthAwareManager", reward_kwargs={"penalty": 0.25})
+    batch = answers("good", "bad")
+    before = batch.tensors["responses"].clone()
     with build_reward_runner(config, tiny_tokenizer()) as rewards:
-        result = rewards.score(answers("good", "bad"))
+        result = rewards.score(batch)
+    assert [info["index"] for info in batch.non_tensor_batch["extra_info"]] == [0, 1]
+    assert not any("seen" in info for info in batch.non_tensor_batch["extra_info"])
+    assert torch.equal(batch.tensors["responses"], before)
     scores = result.columns.tensors["token_level_scores"]
     assert (scores[0, 3], scores[1, 2]) == (1.0 - 4 * 0.25, -3 * 0.25)
     assert scores.count_nonzero() == 1
@@ -155,18 +173,25 @@ def test_a_manager_that_is_called_with_the_batch(plugins: str) -> None:
     assert result.columns.non_tensor_batch["prompt_tokens"].tolist() == [2.0, 2.0]
 
 
-def test_a_manager_for_verl_gets_numbers_from_our_rules(plugins: str) -> None:
-    config = DovetailConfig(
-        reward_model={"num_workers": 1, "reward_manager_module": {"path": plugins, "name": "LengthAwareManager"}}
-    )
-    with build_reward_runner(config, tiny_tokenizer()) as rewards:
-        batch = answers("#### 5", "5", truth="5", source="openai/gsm8k")
-        assert rewards.score(batch).columns.non_tensor_batch["score"].tolist() == [1.0, 0.0]
+def scored_here(config: DovetailConfig, batch: DataProto) -> list[dict[str, Any]]:
+    """By the function of the scoring processes, in this process."""
+    specs = build.reward_specs(config)
+    given = build._verl_spec(config, tiny_tokenizer(), specs, {})
+    manager, spec = verl_managers.adapt(build._load_manager(config), given)
+    calls = [manager.prepare(answer) for answer in manager.read(batch, tiny_tokenizer(), "data_source")]
+    columns = {f"{name}s": [call[name] for call in calls] for name in calls[0]}
+    return getattr(verl_managers, spec.name)(**columns, **spec.kwargs)
 
 
-@pytest.mark.parametrize("function", ["plain", "judged"])
-def test_a_manager_that_takes_one_row_at_a_time(plugins: str, function: str) -> None:
-    config = config_of(plugins, function, "LoopManager", max_failed_share=0.5)
+def test_a_manager_for_verl_gets_numbers_from_our_rules(plugins: Path) -> None:
+    module = {"path": str(plugins / "managers.py"), "name": "LengthAwareManager"}
+    config = DovetailConfig(reward_model={"num_workers": 1, "reward_manager_module": module})
+    batch = answers("#### 5", "5", truth="5", source="openai/gsm8k")
+    assert [row["score"] for row in scored_here(config, batch)] == [1.0, 0.0]
+
+
+def test_a_manager_that_takes_one_row_at_a_time(plugins: Path) -> None:
+    config = config_of(plugins, "judged", "LoopManager", max_failed_share=0.5)
     with build_reward_runner(config, tiny_tokenizer()) as rewards:
         result = rewards.score(answers("good", "bad", "crash"))
     assert result.columns.tensors["reward_failed"].tolist() == [False, False, True]
@@ -175,24 +200,14 @@ def test_a_manager_that_takes_one_row_at_a_time(plugins: str, function: str) -> 
     assert "no such judge" in result.failures[2].detail
 
 
-def test_rewards_on_several_tokens_are_refused(plugins: str) -> None:
-    with (
-        build_reward_runner(config_of(plugins, "plain", "TokenRewards"), tiny_tokenizer()) as rewards,
-        pytest.raises(RewardError, match="rewards on several tokens"),
-    ):
-        rewards.score(answers("good", "bad"))
+def test_rewards_on_several_tokens_are_refused(plugins: Path) -> None:
+    with pytest.raises(ValueError, match="rewards on several tokens"):
+        scored_here(config_of(plugins, "plain", "TokenRewards"), answers("good", "bad"))
 
 
-@pytest.mark.parametrize(("manager", "words"), [("NeedsMore", "cannot be made with"), ("plain", "must inherit from")])
-def test_a_manager_that_fits_no_contract_is_an_error_at_the_start(plugins: str, manager: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("manager", "words"), [("NeedsMore", "cannot be made with"), ("no_manager", "must inherit from")]
+)
+def test_a_manager_that_fits_no_contract_is_an_error_at_the_start(plugins: Path, manager: str, words: str) -> None:
     with pytest.raises(RewardError, match=words):
         build_reward_runner(config_of(plugins, "plain", manager), tiny_tokenizer())
-
-
-def test_a_batch_is_not_changed_by_a_manager(plugins: str) -> None:
-    batch = answers("good")
-    before = batch.tensors["responses"].clone()
-    with build_reward_runner(config_of(plugins, "plain", "LengthAwareManager"), tiny_tokenizer()) as rewards:
-        rewards.score(batch)
-    assert batch.non_tensor_batch["extra_info"][0] == {"index": 0}
-    assert torch.equal(batch.tensors["responses"], before)

@@ -1,4 +1,7 @@
-"""A program of its own: two Ray nodes on this machine score one batch; then one of them is lost. Prints JSON."""
+"""A program of its own: two Ray nodes on this machine score one batch; then one of them is lost. Prints JSON.
+
+Its arguments are a folder and the `runtime_env` of Ray's workers, as JSON.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def who(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, runtime_env: dict[str, Any]) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
@@ -42,7 +45,7 @@ def main(folder: Path) -> None:
         initialize_head=True, head_node_args={**node, "_system_config": {"prestart_worker_first_driver": False}}
     )
     cluster.add_node(**node)
-    start_ray(cluster.address, log_to_driver=False)
+    start_ray(cluster.address, log_to_driver=False, runtime_env=runtime_env)
     spec = FunctionSpec(str(folder / "reward.py"), "who")
     batch = answers(*[("abcdefgh" * 2)[: 1 + row % 9] for row in range(24)])
     with RewardRunner([spec], tiny_tokenizer(), timeout_seconds=90.0) as alone_or_not:
@@ -73,4 +76,4 @@ def _scores(columns: DataProto) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

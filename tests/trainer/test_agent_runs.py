@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.ppo import RayPPOTrainer
+from tests.ranks import run_alone
 from tests.trainer.test_async_engines import APART
 from tests.trainer.test_async_runs import checked_ledger
 from tests.trainer.test_learning import LEARNING, mean_of
@@ -123,7 +125,7 @@ def test_conversations_go_on_after_a_resume(
         **agent_keys,
         "async_training.mode": "fully_async",
         "async_training.max_staleness": 2,
-        "async_training.max_in_flight": 8,
+        "async_training.max_in_flight": 12,
         "actor_rollout_ref.rollout.max_num_seqs": 6,
         "trainer.save_freq": 2,
         "trainer.total_training_steps": 5,
@@ -149,6 +151,53 @@ def test_conversations_go_on_after_a_resume(
     restarted = [event for row in rows for event in row.get("events", ()) if event["kind"] == "restart"]
     assert len(restarted) == sum(record.restarted for record in ledger.draws.values())
     assert bool(restarted) != replays
+
+
+TOOLS = '''
+import os
+from pathlib import Path
+
+from dovetail.agents import tool
+
+Path(__file__).with_name(f"tools-{os.getpid()}").touch()
+
+
+@tool
+def double(number: int) -> int:
+    """Twice a number.
+
+    Args:
+        number: which one
+    """
+    return 2 * number
+'''
+
+
+def train_here(rank: int, world_size: int, folder: Path, toy: Toy, keys: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    os.chdir(folder)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return os.getpid(), train(toy.config(folder / "run", keys), use_ray=True)[1][0]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_environment_loop_and_tools_are_found_by_relative_paths_in_the_workers_of_ray(
+    toy: Toy, tmp_path: Path, agent_keys: dict[str, Any]
+) -> None:
+    """On Ray: only there do conversations run in another process than the one that was given the paths."""
+    (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "loops.yaml").write_text("- {name: short, _target_: 'letters.py:ShortTurns', tokens: 4}\n")
+    agent, multi_turn = "actor_rollout_ref.rollout.agent", "actor_rollout_ref.rollout.multi_turn"
+    keys = agent_keys | {
+        f"{agent}.environment": "letters.py:Letters",
+        f"{agent}.agent_loop_config_path": "loops.yaml",
+        f"{multi_turn}.function_tool_path": "tools.py",
+        "trainer.total_training_steps": 1,
+    }
+    driver, metrics = run_alone(train_here, tmp_path, toy, keys, timeout=300.0)
+    assert metrics["num_turns/mean"] == pytest.approx(7 / 4)
+    assert 0 < metrics["critic/score/mean"] < 3
+    assert {file.name for file in tmp_path.glob("tools-*")} - {f"tools-{driver}"}, "a worker has read the file"
 
 
 @pytest.mark.slow

@@ -59,6 +59,8 @@ def test_imbalance_counts_tokens_of_each_rank() -> None:
         "global_seqlen/minmax_diff": 10.0,
         "global_seqlen/mean": 8.0,
     }
+    # Rows of agents need not divide: none is left out.
+    assert imbalance([1, 2, 3, 4, 5], 2)["global_seqlen/mean"] == 7.5
 
 
 def test_batches_that_do_not_divide_are_refused_with_the_numbers() -> None:

@@ -38,7 +38,7 @@ def token_advantages(run: Path, step: int = 1) -> np.ndarray:
     return np.concatenate([row["token_advantages"] for row in rows])
 
 
-@pytest.mark.parametrize("kl", ["sampled", "top_k"])
+@pytest.mark.parametrize("kl", ["sampled", "top_k", "full"])
 def test_the_student_comes_closer_to_its_teacher(toy: Toy, teacher: Path, tmp_path: Path, kl: str) -> None:
     """Twelve steps, because one cannot show that it learns. The rows have a prompt and nothing else."""
     prompts = tmp_path / "prompts.jsonl"
@@ -56,7 +56,7 @@ def test_the_student_comes_closer_to_its_teacher(toy: Toy, teacher: Path, tmp_pa
     assert all("critic/score/mean" not in row or row["critic/score/mean"] == 0 for row in rows)
 
 
-@pytest.mark.parametrize("kl", ["sampled", "top_k"])
+@pytest.mark.parametrize("kl", ["sampled", "top_k", "full"])
 def test_a_teacher_that_is_the_student_gives_no_signal(toy: Toy, tmp_path: Path, kl: str) -> None:
     _, rows = train(toy.config(tmp_path, keys(toy.model, kl=kl) | {"trainer.total_training_steps": 1}))
     assert abs(rows[0]["distill/kl"]) < 1e-6
@@ -89,6 +89,15 @@ def test_all_tokens_of_the_vocabulary_give_the_gradient_that_sampling_estimates(
     assert values["top_k"][1] < values["sampled"][1]
 
 
+def test_the_whole_vocabulary_is_all_of_its_tokens_listed(toy: Toy, teacher: Path, tmp_path: Path) -> None:
+    values = {}
+    for kl in ("top_k", "full"):
+        one = keys(teacher, kl=kl, top_k=100000) | {"trainer.total_training_steps": 1}
+        _, rows = train(toy.config(tmp_path / kl, one))
+        values[kl] = rows[0]["distill/kl"], rows[0]["actor/grad_norm"]
+    assert values["full"] == pytest.approx(values["top_k"], rel=1e-4)
+
+
 def test_a_resumed_run_is_the_run_that_was_not_stopped(toy: Toy, teacher: Path, tmp_path: Path) -> None:
     changes = keys(teacher) | {
         "trainer.save_freq": 2,
@@ -109,22 +118,49 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(toy: Toy, teacher: Path, 
 
 
 @pytest.mark.distributed
-# The update of sampled tokens is that of RL, which has such a test of its own.
-@pytest.mark.parametrize("kl", [pytest.param("sampled", marks=pytest.mark.slow), "top_k"])
-def test_two_ranks_train_what_one_trains(toy: Toy, teacher: Path, tmp_path: Path, kl: str) -> None:
-    """FSDP2 on Ray, teacher offloaded between its turns: no cheaper test has both models sharded in one process."""
-    changes = keys(teacher, kl=kl) | {
-        "trainer.total_training_steps": 2,
-        f"{A}.optim.eps": 1e-3,
-        "actor_rollout_ref.ref.fsdp_config.param_offload": True,
-    }
+# The update of sampled tokens is that of RL, which has such a test of its own; listed tokens take the way of all.
+@pytest.mark.parametrize(
+    ("kl", "strategy"),
+    [
+        ("full", "fsdp2"),
+        *(
+            pytest.param(kl, strategy, marks=pytest.mark.slow)
+            for kl, strategy in (("sampled", "fsdp2"), ("top_k", "fsdp2"), ("top_k", "megatron"), ("full", "megatron"))
+        ),
+    ],
+)
+def test_two_ranks_train_what_one_trains(toy: Toy, teacher: Path, tmp_path: Path, kl: str, strategy: str) -> None:
+    """Two workers on Ray, teacher offloaded between turns: no cheaper test has both models sharded in one process."""
+    changes = keys(teacher, kl=kl) | {"trainer.total_training_steps": 2, f"{A}.optim.eps": 1e-3}
     _, one = train(toy.config(tmp_path / "one", changes))
-    sharded = {**changes, f"{A}.strategy": "fsdp2", "trainer.n_gpus_per_node": 2}
+    sharded = {**changes, f"{A}.strategy": strategy, "trainer.n_gpus_per_node": 2}
+    section = "fsdp_config" if strategy == "fsdp2" else "megatron"
+    sharded[f"actor_rollout_ref.ref.{section}.param_offload"] = True
+    if strategy == "megatron":
+        sharded |= {f"{A}.megatron.dtype": "float32", f"{A}.megatron.tensor_model_parallel_size": 2}
     run = train_apart(tmp_path / "two", sharded, use_ray=True)
     two = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for left, right in zip(one, two, strict=True):
         for name in ("distill/kl", "actor/grad_norm", "actor/pg_loss"):
             assert right[name] == pytest.approx(left[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_teacher_on_devices_of_its_own_teaches_the_same(toy: Toy, teacher: Path, tmp_path: Path) -> None:
+    """Two processes of Ray, one for each model: only a run on Ray has a second pool."""
+    changes = keys(teacher, kl="top_k") | {"trainer.total_training_steps": 2, f"{A}.optim.eps": 1e-3}
+    _, shared = train(toy.config(tmp_path / "shared", changes))
+    apart = {**changes, "distill.teacher.nnodes": 1, "distill.teacher.n_gpus_per_node": 1}
+    run = train_apart(tmp_path / "apart", apart, use_ray=True)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for left, right in zip(shared, metrics, strict=True):
+        for name in ("distill/kl", "actor/grad_norm", "actor/pg_loss"):
+            assert right[name] == pytest.approx(left[name], rel=1e-4, abs=1e-6), name
+    plan = json.loads((run / "plan.json").read_text())
+    assert {layout["role"]: layout["pool"] for layout in plan["layouts"]}["ref"] == "teacher"
+    with pytest.raises(ValueError, match="puts the teacher into processes of their own, which needs Ray"):
+        run_training(toy.config(tmp_path / "local", apart), use_ray=False)
 
 
 def test_another_tokenizer_is_refused_with_the_first_token_that_differs(

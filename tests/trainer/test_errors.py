@@ -106,6 +106,20 @@ def no_such_option(toy: Toy, tmp_path: Path) -> dict[str, Any]:
     return {"reward_model.reward_kwargs": {"nonsense": 1}}
 
 
+def no_tools(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    return {f"{turns}.enable": True, f"{turns}.function_tool_path": str(tmp_path / "no_tools.py")}
+
+
+def no_loops(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    return {"actor_rollout_ref.rollout.agent.agent_loop_config_path": str(tmp_path / "loops.yaml")}
+
+
+def no_such_environment(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "game.py").write_text("class Game: ...\n")
+    return {"actor_rollout_ref.rollout.agent.environment": f"{tmp_path}/game.py:Gmae"}
+
+
 Mistake = Callable[[Toy, Path], dict[str, Any]]
 FOUND_BEFORE_THE_RUN: list[tuple[Mistake, str]] = [
     (no_reward_file, "custom_reward_function.path="),
@@ -120,6 +134,9 @@ FOUND_BEFORE_THE_RUN: list[tuple[Mistake, str]] = [
     (name_on_the_hub, "`hf download Qwen/Qwen2.5-0.5B` where the hub can be reached"),
     (no_place_for_the_run, "the run folder cannot be made (Not a directory)"),
     (no_place_for_the_answers, "/answers: the folder for answers cannot be made (Not a directory)"),
+    (no_tools, "no_tools.py; give a Python file"),
+    (no_loops, "loops.yaml: there is no such file"),
+    (no_such_environment, "it has no 'Gmae'; it defines Game"),
     (no_such_field, "actor_rollout_ref.model.override_config.rms_norm_esp=1e-06 is not a field of Qwen2Config"),
 ]
 
@@ -226,7 +243,7 @@ def test_rewards_that_are_all_nan_stop_the_run_with_the_first_reason(
     assert main(["train", "--local", *toy.arguments(tmp_path / "run", keys)]) == 2
     shown = capsys.readouterr().err
     # Scoring stops as soon as the share of failures cannot be kept, which may be before the last of them.
-    assert re.search(r"[1-9]\d* of 16 answers could not be scored", shown)
+    assert re.search(r"[1-9]\d* of 16 responses could not be scored", shown)
     assert "nan" in shown
 
 

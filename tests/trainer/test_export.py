@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dovetail.cli.main import main
 from dovetail.trainer.groups import create_groups
+from tests.hub import FakeApi
 from tests.trainer.toy_run import Toy, train
 from tests.workers.tiny_run import rollout_batch
 
@@ -93,11 +94,18 @@ def test_tokens_that_end_an_answer_end_it_in_training_and_after_export(toy: Toy,
 
 @pytest.mark.parametrize("given", ["run", "run/global_step_3"])
 def test_the_export_command_writes_the_same_policy(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     train(toy.config(tmp_path / "run", SAVING))
-    assert main(["export", str(tmp_path / given), str(tmp_path / "out")]) == 0
-    assert "global_step_3" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / given), str(tmp_path / "out"), "--push-to-hub", "mine"]) == 2
+    assert "is no name on the hub" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists(), "said before the model is written"
+    hub = FakeApi.install(monkeypatch)
+    assert main(["export", str(tmp_path / given), str(tmp_path / "out"), "--push-to-hub", "org/mine"]) == 0
+    said = capsys.readouterr().out
+    assert "global_step_3" in said
+    assert "on the hub as org/mine" in said
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.uploads["org/mine"])
     saved = tmp_path / "run" / "global_step_3" / "actor" / "huggingface"
     assert torch.equal(logits(tmp_path / "out"), logits(saved))
     first, second = load_file(tmp_path / "out" / "model.safetensors"), load_file(saved / "model.safetensors")

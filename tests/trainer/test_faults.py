@@ -118,7 +118,9 @@ def running(toy: Toy, folder: Path, changes: dict[str, Any]) -> Iterator[Run]:
             kill_processes(tagged_processes(tag))
 
 
-@pytest.mark.parametrize("phase", ["gen", pytest.param("update_actor", marks=pytest.mark.slow)])
+# `controller/test_hangs` stops a worker; what a run does then is what it does when one was killed.
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["gen", "update_actor"])
 def test_a_stopped_worker_is_named_and_the_run_ends_with_its_checkpoint(toy: Toy, tmp_path: Path, phase: str) -> None:
     with running(toy, tmp_path, TWO) as run:
         run.wait_for(lambda: run.is_in(phase, from_step=3))
@@ -147,7 +149,13 @@ def test_a_worker_that_is_killed_inside_a_run_is_named_and_nothing_is_left(toy: 
         os.kill(victim, signal.SIGKILL)
         code, text = run.ends()
         assert code == 1, text
-        assert re.search(rf"\[rank \d\] died \(pid {victim} on node", text), text
+        said = re.search(rf"\[rank (\d)\] died \(pid {victim} on node", text)
+        assert said is not None, text
+        (event,) = run.events("worker_failed")
+        assert event["rank"] == int(said[1])
+        assert event["phase"] is not None
+        assert f"In phase {event['phase']!r} of step {event['step']}. The same command continues" in text
+        assert "Traceback" not in text.partition(" died ")[0]
         assert CheckpointStore(run.folder).latest() is not None
         all_end(tag)
 

@@ -82,7 +82,8 @@ def test_peaks_are_looked_up_by_the_longest_name_and_never_invented() -> None:
     assert published_peak("NVIDIA H100 PCIe", torch.bfloat16, "highest") == pytest.approx(756e12)
     assert published_peak("NVIDIA L40S", torch.float32, "high") == pytest.approx(183e12)
     assert published_peak("NVIDIA A100-SXM4-80GB", torch.float32, "highest") == pytest.approx(19.5e12)
-    assert published_peak("NVIDIA GeForce GTX 480", torch.bfloat16, "highest") is None
+    for other in ("NVIDIA GeForce GTX 480", "NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA A10G"):
+        assert published_peak(other, torch.bfloat16, "highest") is None
     assert published_peak("NVIDIA H200", torch.float64, "highest") is None
     names = list(PUBLISHED)
     for place, name in enumerate(names):

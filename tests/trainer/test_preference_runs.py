@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from dovetail.cli.main import main
@@ -16,11 +17,14 @@ from dovetail.config import ConfigError
 from dovetail.controller import LocalWorkerGroup, RayClassWithInitArgs
 from dovetail.data.errors import DataError
 from dovetail.data.files import write_rows
+from dovetail.models.weights import scalar_head
 from dovetail.protocol import DataProto
 from dovetail.trainer.reference import FILE
 from dovetail.workers.reward_model_worker import RewardModelWorker
 from tests.models.tiny import tiny_tokenizer
 from tests.trainer.toy_run import Toy, repeatable, save_toy_model, train
+
+A = "actor_rollout_ref.actor"
 
 pytestmark = pytest.mark.e2e
 
@@ -137,7 +141,7 @@ def test_bad_rows_are_named_before_anything_starts(toy: Toy, tmp_path: Path) -> 
     rows = [{"prompt": "a", "chosen": "b"}, {"prompt": "a", "chosen": "b", "rejected": "b"}, *good]
     file = write_rows(rows, tmp_path / "rows.jsonl")
     changes = keys(tmp_path) | {"data.train_files": str(file), "data.val_files": []}
-    said = r"2 rows cannot be used:\n.*row 0: rejected is None.*\n.*row 1: chosen and rejected"
+    said = r"2 rows cannot be used:\n.*row 0: there is no rejected.*\n.*row 1: chosen and rejected"
     with pytest.raises(DataError, match=said):
         train(toy.config(tmp_path / "run", changes))
     assert not (tmp_path / "run").exists()
@@ -215,6 +219,40 @@ def test_a_reward_run_goes_on_bit_for_bit(toy: Toy, pairs: Path, tmp_path: Path)
     assert repeatable(again) == repeatable(rows)
 
 
-def test_preferences_have_no_lora_reward_model(toy: Toy, pairs: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"critic\.model\.lora_rank"):
-        train(toy.config(tmp_path, keys(pairs) | REWARD | {"critic.model.lora_rank": 4}))
+def test_a_reward_model_of_adapters_trains_its_head_too_and_is_exported_whole(
+    toy: Toy, pairs: Path, tmp_path: Path
+) -> None:
+    lora = REWARD | {"critic.model.lora_rank": 4, "critic.optim.lr": 1e-2}
+    changes = keys(pairs, trainer__total_training_steps=6) | lora
+    result, rows = train(toy.config(tmp_path / "run", changes))
+    assert rows[-1]["val/accuracy"] == pytest.approx(1)
+    assert main(["export", str(result.folder), str(tmp_path / "reward")]) == 0
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward", dtype=torch.float32).eval()
+    batch = policy_batch(pairs / "val.jsonl")
+    scores = []
+    for ids, mask in zip(batch.tensors["input_ids"], batch.tensors["attention_mask"].bool(), strict=True):
+        with torch.no_grad():
+            scores.append(plain(input_ids=ids[mask][None]).logits[0, 0])
+    margin = (torch.stack(scores[0::2]) - torch.stack(scores[1::2])).mean()
+    assert margin.item() == pytest.approx(rows[-1]["val/margin"], abs=1e-4)
+    after, before = plain.state_dict(), load_file(toy.model / "model.safetensors")
+    assert not torch.equal(after["score.weight"], scalar_head(toy.model, "score.weight", (1, 64)))
+    assert not torch.equal(after["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    assert main(["export", str(result.folder), str(tmp_path / "adapter"), "--adapter"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"trainer.method": "rl", "algorithm.adv_estimator": "gae", "critic.model.lora_rank": 4}, "is trained whole"),
+        ({**REWARD, "critic.model.lora_rank": 4, "critic.strategy": "megatron"}, "use critic.strategy=fsdp2"),
+        ({"actor_rollout_ref.model.lora_rank": 4, f"{A}.strategy": "megatron"}, f"use {A}.strategy=fsdp2"),
+    ],
+    ids=["a critic", "a reward model on Megatron", "DPO on Megatron"],
+)
+def test_adapters_that_cannot_be_trained_are_refused(
+    toy: Toy, pairs: Path, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        train(toy.config(tmp_path, keys(pairs) | changes))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dovetail.cli.main import main
 from dovetail.observability.run_folder import RunFolder
+from dovetail.trainer.saved_model import SavedModel
 from tests.trainer.toy_run import Toy, make_toy, train
 
 pytestmark = pytest.mark.e2e
@@ -127,6 +128,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(
     Path(empty).mkdir()
     for arguments, says in [
         (["eval", str(tmp_path / "nothing")], "nothing is no folder"),
+        (["eval", "empty/nothing"], "empty/nothing is no folder"),
         (["eval", empty], "trainer.save_freq"),
         (["eval", exported], "data.val_files is empty"),
         (["eval", exported, "--data", "no.parquet", "--max-tokens", "8", "data.max_prompt_length=32"], "no.parquet"),
@@ -173,3 +175,11 @@ def test_an_exported_adapter_on_its_model_is_the_merged_policy(toy: Toy, tmp_pat
         options = ("--max-tokens", "8", "--jsonl", str(tmp_path / f"{folder}.jsonl"))
         assert main(["generate", str(tmp_path / folder), "say 7", *options]) == 0
     assert (tmp_path / "run.jsonl").read_text() == (tmp_path / "merged.jsonl").read_text()
+
+
+def test_a_run_that_read_no_mini_batch_is_evaluated(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "trainer: {method: sft}\ndata: {train_batch_size: 16, train_files: rows.jsonl}\n"
+    )
+    config = SavedModel(str(tmp_path / "global_step_20"), is_checkpoint=True).config().config
+    assert (config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size) == (16, 16)

@@ -17,6 +17,7 @@ from transformers import AutoModelForTokenClassification
 import tests.ranks  # noqa: F401  the fork server has torch and the models imported then
 from dovetail.checkpoint.manifest import BrokenCheckpoint, verify_folder
 from dovetail.controller import WorkerError
+from dovetail.trainer.answer_files import AnswerFiles
 from dovetail.trainer.groups import RoleGroups, create_groups
 from tests.trainer.killed_run import run_until_killed
 from tests.trainer.toy_run import Toy, repeatable, train
@@ -84,6 +85,19 @@ def test_a_run_killed_while_it_saves_in_the_background_continues_the_checkpoint_
 
 
 # ---- contents ----
+
+
+def test_the_last_checkpoint_is_there_whatever_fails_after_it(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(files: AnswerFiles) -> None:
+        raise OSError("the folder of responses is gone")
+
+    monkeypatch.setattr(AnswerFiles, "close", fail)
+    keys = {**BACKGROUND, "trainer.total_training_steps": 1, "trainer.save_freq": 1}
+    with pytest.raises(OSError, match="responses is gone"):
+        train(toy.config(tmp_path / "run", keys))
+    verify_folder(tmp_path / "run" / "global_step_1")
 
 
 def test_only_what_save_contents_names_is_written(toy: Toy, tmp_path: Path) -> None:

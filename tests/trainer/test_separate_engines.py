@@ -119,20 +119,20 @@ def kill(engines: SeparateEngines) -> int:
 
 
 class Started:
-    """A group of one engine whose own server is dead, or is not. Says who was asked for what."""
+    """A group of one engine whose own server dies in a call of `dies_in`, if any. Says who was asked for what."""
 
     world_size = 1
 
-    def __init__(self, calls: list[Any], *, dead: bool) -> None:
+    def __init__(self, calls: list[Any], *, dies_in: str = "") -> None:
         self._calls = calls
-        self._dead = dead
+        self._dies_in = dies_in
 
     def __getattr__(self, method: str) -> Any:
         return Call(method, self)
 
     def answer(self, method: str, *args: Any) -> Any:
         self._calls.append((method, *args))
-        if method == "generate_sequences" and self._dead:
+        if method == self._dies_in:
             error = describe_exception(EngineDiedError("the server is gone"), "rollout", 0, method, pid=1, node="here")
             raise pickle.loads(pickle.dumps(error))  # as it arrives from another process
         answers = {
@@ -162,12 +162,13 @@ def test_an_engine_whose_own_servers_died_is_replaced_like_a_dead_worker(
 ) -> None:
     calls: list[Any] = []
     config = toy.config(tmp_path, {f"{R}.restart_engine": restarts, f"{R}.verify_start": False})
-    waiting = [Started(calls, dead=True), Started(calls, dead=False)]
-    trainer: Any = Started([], dead=False)
+    waiting = [Started(calls, dies_in="generate_sequences"), Started(calls)]
+    trainer: Any = Started([])
     engines = SeparateEngines(config, trainer, lambda: cast("Any", waiting.pop(0)))
     engines.init_model()
     assert calls == [
         ("init_model",),
+        ("mesh_layout", "rollout"),
         ("num_weight_ranks",),
         ("join_weight_group", "address", [2, 3]),
         ("receive_weights", 0),
@@ -175,16 +176,27 @@ def test_an_engine_whose_own_servers_died_is_replaced_like_a_dead_worker(
     assert trainer._calls[0] == ("open_weight_group", 5, "127.0.0.1")
     if restarts:
         engines.generate_sequences(cast("Any", "prompts"))
-        assert [call[0] for call in calls[4:]] == [
+        assert [call[0] for call in calls[5:]] == [
             "generate_sequences",
             "shutdown",
-            *(call[0] for call in calls[:4]),
+            *(call[0] for call in calls[:5]),
             "generate_sequences",
         ]
         assert engines.num_restarts == 1
     else:
         with pytest.raises(WorkerError, match="generate_sequences failed"):
             engines.generate_sequences(cast("Any", "prompts"))
+
+
+def test_an_engine_that_dies_between_two_steps_is_ready_before_it_is_used_again(toy: Toy, tmp_path: Path) -> None:
+    calls: list[Any] = []
+    config = toy.config(tmp_path, {f"{R}.restart_engine": 1, f"{R}.verify_start": False})
+    waiting = [Started(calls, dies_in="freeze_gc"), Started(calls)]
+    engines = SeparateEngines(config, cast("Any", Started([])), lambda: cast("Any", waiting.pop(0)))
+    engines.init_model()
+    begun = [call[0] for call in calls]
+    engines.freeze_gc()
+    assert [call[0] for call in calls[len(begun) :]] == ["freeze_gc", "shutdown", *begun, "freeze_gc"]
 
 
 def test_weights_follow_every_update_and_a_killed_engine_is_started_again_as_often_as_allowed(

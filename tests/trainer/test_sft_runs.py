@@ -11,7 +11,9 @@ import torch
 from dovetail.cli.main import main
 from dovetail.config import load_config
 from dovetail.config.root import DovetailConfig
+from dovetail.dashboard.report import write_report
 from dovetail.data.files import write_rows
+from dovetail.observability.run_folder import read_json_lines
 from dovetail.trainer import fsdp_sft_trainer, main_ppo
 from tests.trainer.toy_run import Toy, repeatable, save_toy_model, train, with_quick_workers
 
@@ -46,6 +48,7 @@ def keys(toy: Toy, **changes: Any) -> dict[str, Any]:
         "data.max_length": 256,
         "trainer.total_training_steps": 6,
         "trainer.val_before_train": True,
+        "sft.val_sample_tokens": 16,
         f"{ACTOR}.optim.lr": 1e-2,
         **changes,
     }
@@ -69,6 +72,42 @@ def test_a_run_learns_what_the_assistant_says_and_its_export_is_the_trained_mode
     exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
     before = AutoModelForCausalLM.from_pretrained(toy.model, dtype=torch.float32).state_dict()
     assert max(float((exported[name] - before[name]).abs().max()) for name in before) > 1e-3
+    _assert_samples_are_greedy_answers_of(out, tmp_path / "run", 6)
+    _assert_samples_are_greedy_answers_of(toy.model, tmp_path / "run", 0)
+    write_report(tmp_path / "run", tmp_path / "report.html")
+    assert "Responses to held-out prompts" in (tmp_path / "report.html").read_text()
+
+
+def _assert_samples_are_greedy_answers_of(model: Path, run: Path, step: int) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = list(read_json_lines(run / "validation" / f"step_{step}.jsonl"))
+    assert [row["ground_truth"] for row in rows] == [talk["messages"][1]["content"] for talk in TALKS[10:]]
+    for row, talk in zip(rows, TALKS[10:], strict=True):
+        asked = tokenizer.apply_chat_template(
+            talk["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ids = network.generate(**asked, do_sample=False, max_new_tokens=16)[0, asked["input_ids"].shape[1] :]
+        assert row["response"] == tokenizer.decode(ids, skip_special_tokens=True)
+        assert talk["messages"][0]["content"] in row["prompt"]
+
+
+def test_samples_are_generated_where_the_engine_reads_the_weights_in_place_or_where_they_are_asked_for(
+    toy: Toy, tmp_path: Path
+) -> None:
+    assert config(toy, tmp_path).num_val_samples == 4
+    assert config(toy, tmp_path, **{"data.val_files": []}).num_val_samples == 0
+    for copied in ({"trainer.n_gpus_per_node": 2}, {"actor_rollout_ref.model.lora_rank": 2}):
+        assert config(toy, tmp_path, **copied).num_val_samples == 0
+        assert config(toy, tmp_path, **copied, **{"sft.val_samples": 1}).num_val_samples == 1
+    run = tmp_path / "run"
+    adapters = {"actor_rollout_ref.model.lora_rank": 2, "sft.val_samples": 1, "trainer.total_training_steps": 1}
+    train(config(toy, run, **adapters, **{"sft.val_sample_tokens": 4, "trainer.log_val_generations": 1}))
+    assert [row["length"] <= 4 for row in read_json_lines(run / "validation" / "step_1.jsonl")] == [True]
+    train(config(toy, tmp_path / "off", **{"sft.val_samples": 0, "trainer.total_training_steps": 1}))
+    assert not list((tmp_path / "off").glob("validation/*"))
 
 
 def test_a_resumed_run_repeats_the_curve_to_the_bit(toy: Toy, tmp_path: Path) -> None:
@@ -88,15 +127,19 @@ def test_a_resumed_run_repeats_the_curve_to_the_bit(toy: Toy, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_on_two_processes_of_ray_is_that_of_one(toy: Toy, tmp_path: Path) -> None:
-    """Driver, layout with padding (7 rows on 2 ranks), FSDP2 and checkpoints together; units show the parts."""
+    """Driver, layout with padding (7 rows on 2 ranks), FSDP2, checkpoints and samples together; units show the
+    parts."""
     batches = {"data.train_batch_size": 7, "trainer.total_training_steps": 3}
     _, one = train(config(toy, tmp_path / "one", **batches))
-    two_ranks = with_quick_workers({**batches, "trainer.n_gpus_per_node": 2, "trainer.save_freq": 3})
+    two_ranks = {**batches, "trainer.n_gpus_per_node": 2, "trainer.save_freq": 3, "sft.val_samples": 2}
+    two_ranks = with_quick_workers(two_ranks)
     _, two = train(config(toy, tmp_path / "two", **two_ranks), use_ray=True)
     for first, second in zip(one, two, strict=True):
         for name in ("train/loss", "val/loss", "actor/grad_norm"):
             if name in first:
                 assert second[name] == pytest.approx(first[name], rel=1e-4), (first["step"], name)
+    samples = [list(read_json_lines(tmp_path / run / "validation" / "step_3.jsonl")) for run in ("one", "two")]
+    assert samples[0] == samples[1]
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,27 @@ def test_a_slow_dtype_is_named_with_what_to_set(
     assert "rollout.dtype" not in caplog.text
 
 
+def test_a_reward_model_in_training_has_its_own_dtype(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices, "_bfloat16_against_float32", lambda: 400.0)
+    critic = "critic.fsdp_config.mixed_precision.param_dtype"
+    devices.warn_of_slow_bfloat16(load_config(overrides=["trainer.method=reward"]).config)
+    assert f"set {critic}=float32" in caplog.text
+    assert PARAM not in caplog.text
+    caplog.clear()
+    devices.warn_of_slow_bfloat16(load_config(overrides=["trainer.method=reward", f"{critic}=float32"]).config)
+    assert caplog.text == ""
+
+
 def test_nothing_is_said_where_it_is_fast_or_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(devices, "_bfloat16_against_float32", lambda: 0.7)
     devices.warn_of_slow_bfloat16(load_config().config)
     monkeypatch.setattr(devices, "_bfloat16_against_float32", lambda: 400.0)
-    devices.warn_of_slow_bfloat16(load_config(overrides=[*FLOAT32, f"{PARAM}=float32"]).config)
+    grpo = "algorithm.adv_estimator=grpo"
+    devices.warn_of_slow_bfloat16(load_config(overrides=[*FLOAT32, f"{PARAM}=float32", grpo]).config)
     assert caplog.text == ""
 
 

@@ -28,6 +28,9 @@ def test_a_run_writes_a_timeline_its_present_phase_and_the_text_of_tokens(toy: T
     train(toy.config(tmp_path, {"trainer.total_training_steps": 2}))
     lines = list(read_json_lines(tmp_path / "timeline.jsonl"))
     assert [line["step"] for line in lines] == [0, 1, 2]
+    started = [phase for worker, phase, *_ in lines[0]["spans"] if worker == "driver"]
+    assert started == ["read_inputs", "start_cluster", "start_processes", "init_models"]
+    assert not any(name.removeprefix("timing_s/") in started for name in RunFolder(tmp_path).read_metrics()[0])
     spans = lines[2]["spans"]
     assert {phase for worker, phase, *_ in spans if worker == "driver"} >= {"gen", "old_log_prob", "adv"}
     calls = {phase: (start, end, gib) for worker, phase, start, end, gib in spans if worker == "worker 0"}

@@ -18,7 +18,7 @@ from dovetail.models.load import load_tokenizer
 from dovetail.trainer.run import run_training
 from tests.ranks import run_alone
 from tests.trainer import verl_plugins
-from tests.trainer.toy_run import Toy, repeatable, train
+from tests.trainer.toy_run import Toy, repeatable, train, with_quick_workers
 
 pytestmark = pytest.mark.e2e
 
@@ -60,7 +60,7 @@ def _train_in(
     return train(toy.config(run, changes), use_ray=use_ray)[1]
 
 
-def test_users_estimator_loss_data_set_sampler_engine_and_tracker_train_as_ours_do_on_ray(
+def test_users_estimator_loss_data_set_sampler_engine_tracker_and_callback_train_as_ours_do_on_ray(
     toy: Toy, folder: Path, tmp_path: Path
 ) -> None:
     """Over 10 s: only workers of Ray show that they import losses and engines from the folder in which the run was
@@ -71,12 +71,15 @@ def test_users_estimator_loss_data_set_sampler_engine_and_tracker_train_as_ours_
         "actor_rollout_ref.rollout.name": "own",
         "trainer.logger": ["notes"],
         "trainer.save_freq": 2,
+        "trainer.on_step": f"{folder}/own_parts.py:stop_at_two",
         "data.custom_cls.path": str(folder / "brought_data.py"),
         "data.custom_cls.name": "BroughtDataset",
         "data.sampler.class_path": str(folder / "brought_sampler.py"),
         "data.sampler.class_name": "BroughtSampler",
     }
-    theirs = run_alone(_train_in, folder, toy, tmp_path / "theirs", {**NAMES, **brought, **steps}, True, timeout=300.0)
+    longer = {**NAMES, **brought, **steps, "trainer.total_training_steps": 5}  # the callback ends it
+    on_ray = with_quick_workers(longer)
+    theirs = run_alone(_train_in, folder, toy, tmp_path / "theirs", on_ray, True, timeout=300.0)
     ours = run_alone(_train_in, folder, toy, tmp_path / "ours", steps, False, timeout=300.0)
     for one, other in zip(repeatable(theirs), repeatable(ours), strict=True):
         shared = {name for name in one if name in other and not name.startswith("global_seqlen")}
@@ -84,7 +87,7 @@ def test_users_estimator_loss_data_set_sampler_engine_and_tracker_train_as_ours_
         for name in shared:
             assert one[name] == pytest.approx(other[name], abs=1e-4, rel=1e-4), name
     assert (tmp_path / "theirs" / "notes.txt").read_text().split("\n") == [
-        *("step 1", "checkpoint 2", "step 2", "end", "")
+        *("step 1", "checkpoint 2", "step 2", "stopped 2", "end", "")
     ]
     assert (folder / "engine.txt").exists()
 

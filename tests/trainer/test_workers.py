@@ -172,5 +172,6 @@ def _end_with_a_checkpoint_when_asked_to(toy: Toy, folder: Path) -> None:
     assert (event["step"], event["signal"]) == (step, "SIGTERM")
 
 
+@pytest.mark.slow  # killed runs resume exactly in test_resume, killed and stopped workers end theirs in test_faults
 def test_a_run_killed_and_asked_to_end_on_ray_ends_as_the_run_without_ray(interrupted: Path, one_worker: Path) -> None:
     assert repeatable(RunFolder(interrupted).read_metrics()) == repeatable(RunFolder(one_worker).read_metrics())

@@ -62,6 +62,10 @@ class OwnEngine(NativeEngine):
 register_engine("own", EngineEntry(f"{__name__}:OwnEngine"))
 
 
+def stop_at_two(step, metrics):
+    return "stop" if step == 2 and "actor/pg_loss" in metrics else None
+
+
 @register_tracker("notes")
 class Notes(Sink):
     def __init__(self, facts):

@@ -30,6 +30,7 @@ from dovetail.weight_sync import (
     cancel_broadcast,
     in_engine_dtype,
 )
+from dovetail.weight_sync import broadcast as broadcast_module
 from dovetail.weight_sync import checksum as checksum_module
 from dovetail.weight_sync import group as group_module
 from dovetail.workers.weight_sending import WeightSending
@@ -124,6 +125,7 @@ def test_a_communicator_that_never_comes_up_is_named_with_who_waits_for_whom(
     nccl: type[LikeNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "all_joined", threading.Event())
+    monkeypatch.setattr(broadcast_module, "_LINGER_S", 0.0)  # nobody reads what it announces
     sender = WeightSender(2, backend="nccl", timeout_s=0.2)
     nccl.outcome = "building"
     sending = threading.Thread(target=sender.send, args=(FP32,), daemon=True)
@@ -205,7 +207,7 @@ def test_an_update_hashes_nothing_unless_asked_and_travels_in_the_engines_dtype(
         return real_hash(data, **options)
 
     def counted_broadcast(self: Any, tensor: torch.Tensor) -> None:
-        if self._member.rank == 0:
+        if self._rank == 0:
             sent.append(tensor.nbytes)
         real_broadcast(self, tensor)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,8 +13,6 @@ from dovetail.models.policy import PolicyModel
 from dovetail.weight_sync import FSDPVLLMShardingManager, weight_checksum
 from tests.models.tiny import tiny_model
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.distributed
 
 FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32"))
 
@@ -52,6 +52,7 @@ def _manage(rank: int, world_size: int, strategy: str) -> tuple[list[str], dict[
     return engine.events if engine else [], engine.checksums if engine else {}, weight_checksum(plain.items()), draws
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_the_manager_sends_full_tensors_of_a_sharded_backend_and_keeps_training_randomness(strategy: str) -> None:
     results = run_ranks(_manage, 2, strategy)
@@ -62,3 +63,22 @@ def test_the_manager_sends_full_tensors_of_a_sharded_backend_and_keeps_training_
     torch.manual_seed(11)
     expected = [torch.rand(1).item(), torch.rand(1).item()]
     assert [draws for *_, draws in results] == [expected, expected]
+
+
+@pytest.mark.unit
+def test_weights_that_do_not_fit_put_the_engine_to_sleep_and_leave_training_its_random_state() -> None:
+    class Refuses(_Sink):
+        def update_weights(self, weights: object, version: int) -> None:
+            torch.rand(5)
+            raise ValueError("no such tensor")
+
+    engine = Refuses()
+    source = SimpleNamespace(named_weights=list)
+    torch.manual_seed(3)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(3)
+    drawn = [torch.rand(1).item()]
+    with pytest.raises(ValueError, match="no such tensor"), FSDPVLLMShardingManager(source, engine):
+        pass
+    assert [*drawn, torch.rand(1).item()] == expected
+    assert engine.events == ["wake weights", "sleep weights,kv_cache"]

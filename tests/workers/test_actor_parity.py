@@ -63,7 +63,7 @@ LAYOUTS = {
     "reference": Layout(1, losses=True),
     "micro-batches of 1": Layout(1, micro_batch=1),
     "micro-batches of 8": Layout(1, micro_batch=8),
-    "dynamic micro-batches": Layout(1, tokens=25, losses=True),
+    "dynamic micro-batches": Layout(1, tokens=25),
     "padded": Layout(1, model=PADDED),
     "fused head": Layout(1, model={"use_fused_kernels": True}),
     "padded, fused head": Layout(1, model={**PADDED, "use_fused_kernels": True}),

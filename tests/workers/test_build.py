@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from dovetail.config.root import DovetailConfig
+from dovetail.controller import LocalWorkerGroup, RayClassWithInitArgs
 from dovetail.models.head import EntropyMemory, LogProbs, plain_log_prob_entropy
+from dovetail.models.packing import pack_batch
 from dovetail.models.policy import PolicyModel
+from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.build import build_policy
@@ -23,6 +26,7 @@ from dovetail.workers.training_role import TrainingRole
 from tests.models.tiny import save_tiny_model
 from tests.workers.test_multimodal_roles import image_rollouts
 from tests.workers.tiny_run import (
+    PROMPT,
     RESPONSE,
     TOLERANCE,
     as_numpy,
@@ -99,6 +103,55 @@ def test_the_actors_head_saves_memory_on_the_entropy_and_trains_the_same(
     assert largest_difference(plain, saving) < TOLERANCE
 
 
+def test_prompts_computed_once_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one prompt lie apart in the batch; they come into one micro-batch, and its row holds the prompt once."""
+    folder, batch = small_model(tmp_path), rollout_batch()
+    columns = {name: column.clone() for name, column in batch.tensors.items()}
+    for row in range(2, len(batch)):  # two prompts in turn
+        for name in ("input_ids", "attention_mask"):
+            columns[name][row, :PROMPT] = columns[name][row % 2, :PROMPT]
+    columns["position_ids"] = (columns["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    columns["prompts"] = columns["input_ids"][:, :PROMPT]
+    batch = DataProto.from_dict(columns, meta_info=batch.meta_info)
+    computed: list[int] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        packed = pack_batch(*args, **options)
+        computed.append(packed.input_ids.numel())
+        return packed
+
+    monkeypatch.setattr("dovetail.models.backbone.pack_batch", noted)
+    trained, counts = [], []
+    for share in (False, True):
+        computed.clear()
+        keys = {
+            "actor_rollout_ref.actor.use_prefix_grouper": share,
+            "actor_rollout_ref.actor.use_kl_loss": True,
+            "actor_rollout_ref.actor.use_dynamic_bsz": True,
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 60,
+            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 1024,
+            "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
+        }
+        worker = ActorRolloutRefWorker(run_config(folder, keys), role="actor_ref")
+        worker.init_model(1)
+        found = worker.compute_log_prob(batch).tensors["old_log_probs"]
+        reference = worker.compute_ref_log_prob(batch).tensors["ref_log_prob"]
+        worker.update_actor(with_old_log_probs(batch, found))
+        assert worker.actor is not None
+        trained.append((found, reference, as_numpy(worker.actor.backend.named_weights())))
+        counts.append(list(computed))
+    (plain, plain_ref, plain_weights), (shared, shared_ref, shared_weights) = trained
+    mask = columns["attention_mask"][:, -RESPONSE:]
+    assert ((plain - shared) * mask).abs().max() < TOLERANCE
+    assert ((plain_ref - shared_ref) * mask).abs().max() < TOLERANCE
+    assert largest_difference(plain_weights, shared_weights) < TOLERANCE
+    assert len(counts[0]) == len(counts[1])
+    prompts = int(columns["attention_mask"][:2, :PROMPT].sum())
+    assert counts[1][0] == prompts + int(mask.sum())  # both prompts once, in the micro-batch of the log-probs
+    assert sum(counts[1]) < sum(counts[0])
+
+
 def test_log_probs_of_actor_and_reference_are_cut_as_their_own_keys_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +171,7 @@ def test_log_probs_of_actor_and_reference_are_cut_as_their_own_keys_say(
     worker = ActorRolloutRefWorker(run_config(small_model(tmp_path), keys), role="actor_ref")
     worker.init_model(1)
     own, reference = worker.compute_log_prob(rollout_batch()), worker.compute_ref_log_prob(rollout_batch())
-    assert seen == [MicroBatchLimit(rows=2), MicroBatchLimit(tokens=30)]
+    assert seen == [MicroBatchLimit(rows=2), MicroBatchLimit(tokens=30, by_prompt=True)]
     mask = rollout_batch().tensors["attention_mask"][:, -RESPONSE:]
     gap = (own.tensors["old_log_probs"] - reference.tensors["ref_log_prob"]) * mask
     assert gap.abs().max() < TOLERANCE
@@ -174,3 +227,16 @@ def test_full_determinism_reaches_torch(deterministic_after: None) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     TrainingRole().join_group(timeout_seconds=1, full_determinism=True)
     assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_group_of_this_process_ends_its_engine_when_it_is_shut_down(tmp_path: Path) -> None:
+    """A notebook lives on after a run: servers and device memory of an engine must not."""
+    config = run_config(small_model(tmp_path, "llama"), {"actor_rollout_ref.rollout.verify_start": False})
+    group = LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, config, "actor_rollout"))
+    group.init_model(1)
+    worker = group.worker
+    assert isinstance(worker, ActorRolloutRefWorker)
+    assert worker.hybrid is not None
+    assert worker.hybrid.engine.health().ok
+    group.shutdown()
+    assert worker.hybrid.engine.health().reason == "the engine is closed"

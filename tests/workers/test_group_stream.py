@@ -107,3 +107,20 @@ def test_a_snapshot_holds_what_the_engine_has_finished_and_nobody_was_given_yet(
     assert complete.sum() == 2
     assert set(snapshot.non_tensor_batch["finish_reason"][complete.numpy()]) == {"length"}
     assert _uids(stream.take()) == {"g0"}
+
+
+def test_a_snapshot_of_groups_that_the_engine_was_not_given_yet_is_the_one_they_came_from(tmp_path: Path) -> None:
+    """A run that stops right after it was resumed saves again what it was resumed from."""
+    stream = _stream(Path(save_tiny_model("llama", tmp_path, tokenizer=False)))
+    stream.start(_prompts())
+    stream._begin(["g0", "g1"])
+    looks = iter([False] * 4)
+    stream._stream._engine.wait(lambda: next(looks, True))  # a step for each look
+    first = stream.snapshot()
+    assert first is not None
+    assert first.tensors["response_mask"].sum() > 0
+    other = _stream(tmp_path)
+    other.start(_prompts(), first)
+    second = other.snapshot()
+    assert second is not None
+    assert second.difference(first) is None

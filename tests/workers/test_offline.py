@@ -14,7 +14,7 @@ from dovetail.algorithms.offline.sft import sft_loss
 from dovetail.data.examples import pad_rows
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_actor
-from dovetail.workers.micro_batches import MicroBatchLimit
+from dovetail.workers.micro_batches import MicroBatchLimit, plan_micro_batches
 from dovetail.workers.offline import IS_PADDING, OfflineLearner
 from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, slow_on_four, train_layouts
 from tests.workers.tiny_run import TOLERANCE, Updated, as_numpy, largest_difference, run_config, small_model
@@ -166,8 +166,11 @@ def test_log_prob_sums_are_those_of_the_trained_tokens_in_the_order_of_the_rows(
 def test_rows_that_belong_together_are_not_parted(model: Path) -> None:
     loss = preference_loss("sigmoid", beta=0.1, label_smoothing=0.0)
     learner = build_learner(model, Layout(1, micro_batch=1), loss)
-    assert learner._plan(rows(), 2).partitions == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    by_tokens = build_learner(model, Layout(1, tokens=40), loss)._plan(rows(), 2).partitions
+    by_rows, by_tokens = (
+        plan_micro_batches(rows(), limit, learner.backend, rows_each=2).partitions
+        for limit in (MicroBatchLimit(rows=1), MicroBatchLimit(tokens=40))
+    )
+    assert by_rows == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert sorted(tuple(part[at : at + 2]) for part in by_tokens for at in range(0, len(part), 2)) == [
         (0, 1), (2, 3), (4, 5), (6, 7),
     ]  # fmt: skip

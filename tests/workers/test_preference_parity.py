@@ -28,6 +28,7 @@ LAYOUTS = {
     "padded": Layout(1, model=PADDED),
     "fsdp2 x2": Layout(2),
     "fsdp2 x2, dynamic, padded": Layout(2, tokens=60, model=PADDED),
+    "megatron, TP2": Layout(2, "megatron"),
 }
 LOSSES = ("ipo", "kto", "orpo", "simpo")
 PAIRS = 6
@@ -63,19 +64,25 @@ def train(folder: Path, layout: Layout, batch: DataProto) -> BySetting:
     learner = OfflineLearner(network, reward_model_loss(center_coefficient=0.1), limit, area="critic")
     metrics = learner.update(my_pairs(batch, network.rank_info))
     trained["reward"] = Updated(metrics, as_numpy(network.named_weights()))
+    if layout.strategy == "megatron":
+        from dovetail.backends.megatron.layout import destroy_layout
+
+        destroy_layout()
     return trained
 
 
 def build_backend(folder: Path, layout: Layout, role: str, model: str) -> Any:
     changes = {**layout.keys(role, model), f"{role}.strategy": layout.strategy, f"{role}.optim.lr": 1e-3}
+    if layout.strategy == "megatron":
+        changes[f"{role}.megatron"] = {"dtype": "float32", "tensor_model_parallel_size": layout.world_size}
     config = run_config(folder, changes)
     device = torch.device("cpu")
     if role != "critic":
         return build_actor(config.actor_rollout_ref, 10, world_size=layout.world_size, device=device)
     critic = config.critic
     return build_value(
-        critic.model, strategy=critic.strategy, fsdp=critic.fsdp_config, optim=critic.optim,
-        world_size=layout.world_size, role="reward", device=device,
+        critic.model, strategy=critic.strategy, fsdp=critic.fsdp_config, megatron=critic.megatron,
+        optim=critic.optim, world_size=layout.world_size, role="reward", device=device,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from dovetail.backends import torch_backend
 from dovetail.config.root import DovetailConfig
@@ -209,7 +210,28 @@ def test_a_run_can_start_without_the_proof(folder: Path, monkeypatch: pytest.Mon
     groups.actor_rollout.init_model()
 
 
+def test_a_policy_in_fp8_is_compared_with_a_plain_engine_and_nothing_is_compiled_for_that(folder: Path) -> None:
+    config = one_process(folder, {"actor_rollout_ref.actor.fp8_recipe": "rowwise"})
+    groups = create_groups(config, use_ray=False, use_gpu=False)
+    groups.actor_rollout.init_model()  # proved there
+    local: Any = groups.actor_rollout
+    worker: ActorRolloutRefWorker = local.worker
+    assert worker.hybrid is not None
+    assert worker.hybrid.shares_weights
+    assert worker.actor is not None
+    torch._dynamo.reset()
+    programs = CompileCounter()
+    for layer in worker.actor.backend.module.hf_model.model.layers:
+        layer.compile(dynamic=True, backend=programs)
+    report = worker.check_parity()
+    assert 1e-3 < report.mean_abs_diff < report.mark.mean
+    assert programs.frame_count == 0
+    worker.compute_log_prob(rollout_batch())
+    assert programs.frame_count > 0
+
+
 def test_marks_are_those_of_the_coarser_computation(folder: Path) -> None:
+    assert coarser_dtype(run_config(folder, {"actor_rollout_ref.actor.fp8_recipe": "rowwise"})) == "float8_e4m3fn"
     assert coarser_dtype(run_config(folder)) == "float32"
     assert coarser_dtype(run_config(folder, {f"{R}.dtype": "bf16"})) == "bfloat16"
     assert coarser_dtype(run_config(folder, {"trainer.float32_matmul_precision": "medium"})) == "bfloat16"

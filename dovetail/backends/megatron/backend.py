@@ -127,7 +127,8 @@ class MegatronBackend(TrainBackend):
 
         outputs = run_pipeline(self.model, items, on_output, forward_only=True)
         if not self.layout.is_last_stage:
-            outputs = [empty_outputs(self.model, micro_batch, options) for micro_batch in batches]
+            pairs = zip(items, batches, strict=True)
+            outputs = [empty_outputs(self.model, item, micro_batch, options) for item, micro_batch in pairs]
         return self._on_all_stages(outputs)
 
     @_on_this_device

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import (
@@ -26,7 +25,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from dovetail.backends.megatron import settings
@@ -34,10 +32,13 @@ from dovetail.backends.megatron.families.base import MegatronFamily
 from dovetail.backends.megatron.layout import MegatronLayout
 from dovetail.backends.megatron.parts import MegatronModel, padded_vocab_size
 from dovetail.backends.megatron.spec import decoder_block_spec
+from dovetail.backends.megatron.torch_layers import Replicated
+from dovetail.backends.megatron.vocab_distributions import divergence_from, listed_log_probs, top_tokens
 from dovetail.backends.megatron.vocab_parallel import VocabShard, vocab_parallel_log_prob
 from dovetail.config.megatron import MegatronConfig
 from dovetail.models.head import default_chunk_size
 from dovetail.models.load import Role
+from dovetail.models.vocabulary_divergence import Teacher
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,31 @@ class HeadCall:
     temperature: float
     need_entropy: bool
     need_sum_squares: bool = False
+    top_k: int = 0
+    top_vocab_size: int | None = None
+    listed_ids: Tensor | None = None
+    """`[n, k]`: tokens whose log-probs are wanted beside those of the labels."""
+    need_hidden: bool = False
+    teacher: Teacher | None = None
+
+    def widths(self, hidden_size: int, vocab_size: int) -> dict[str, int]:
+        """What the rows of the head's output are, in order, and how many."""
+        top = min(self.top_k, vocab_size, self.top_vocab_size or vocab_size)
+        more = {
+            "top_ids": top,
+            "top_log_probs": top,
+            "listed": 0 if self.listed_ids is None else self.listed_ids.size(-1),
+            "hidden": hidden_size if self.need_hidden else 0,
+            "divergence": int(self.teacher is not None),
+        }
+        first = dict.fromkeys(("log_probs", "entropy", "best", "sum_squares"), 1)
+        return first | {name: width for name, width in more.items() if width}
 
 
 class RoleModel(GPTModel):
-    """`forward(..., labels=HeadCall)` gives `[4, n]` of a policy: log-probs, entropies, best log-probs, sums of
-    squares; without labels `[t]` of a value or reward model. Stages before the last give hidden states."""
+    """`forward(..., labels=HeadCall)` gives `[4 + m, n]` float32 of a policy: log-probs, entropies, best log-probs,
+    sums of squares, and what else the call asks for (`HeadCall.widths`); without labels `[t]` of a value or reward
+    model. Stages before the last give hidden states."""
 
     def __init__(self, *args: Any, role: Role, num_real_tokens: int, chunked_head: bool, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -88,19 +109,31 @@ class RoleModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         group = self.pg_collection.tp
         size = weight.size(0)
-        return vocab_parallel_log_prob(
-            hidden[call.rows],
+        shard = VocabShard(group, group.rank() * size, (group.rank() + 1) * size, self._num_real_tokens)
+        states = hidden[call.rows]
+        results = vocab_parallel_log_prob(
+            states,
             weight,
             call.labels,
-            VocabShard(group, group.rank() * size, (group.rank() + 1) * size, self._num_real_tokens),
+            shard,
             temperature=call.temperature,
             need_entropy=call.need_entropy,
             need_sum_squares=call.need_sum_squares,
             chunk_size=default_chunk_size(weight) if self._chunked_head else None,
         )
+        more: list[Tensor] = []
+        if call.top_k:
+            more += top_tokens(states, weight, shard, call.top_k, call.top_vocab_size, temperature=call.temperature)
+        if call.listed_ids is not None:
+            more.append(listed_log_probs(states, weight, shard, call.listed_ids, temperature=call.temperature))
+        if call.need_hidden:
+            more.append(states)
+        if call.teacher is not None:
+            more.append(divergence_from(states, weight, shard, call.teacher, temperature=call.temperature))
+        return torch.cat([results, *(columns.float().t() for columns in more)]) if more else results
 
 
-class ScalarHead(nn.Module):
+class ScalarHead(Replicated):
     """One number a token, alike on all tensor-parallel ranks."""
 
     def __init__(self, config: Any, *, bias: bool) -> None:
@@ -111,16 +144,6 @@ class ScalarHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight, self.bias).squeeze(-1).float()
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> Any:
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            None,
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=metadata["dp_cp_group"] if metadata else None,
-        )
 
 
 def build_model(

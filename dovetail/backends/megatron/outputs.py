@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,13 @@ from dovetail.backends.megatron.model import HeadCall
 from dovetail.backends.megatron.packing import pack_thd
 from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.backends.megatron.schedule import PipelineItem
-from dovetail.backends.network import wanted_tokens
+from dovetail.backends.network import teacher_of, token_lists, wanted_tokens
 from dovetail.models.backbone import align_to_tokens, predicting_positions
+from dovetail.models.head import TokenLists
 from dovetail.protocol import DataProto
+
+_PLAIN = ("log_probs", "entropy", "best", "sum_squares", "divergence")
+"""Outputs of one number a token."""
 
 
 def pipeline_item(model: MegatronModel, micro_batch: DataProto, options: ForwardOptions) -> PipelineItem:
@@ -26,8 +32,28 @@ def pipeline_item(model: MegatronModel, micro_batch: DataProto, options: Forward
         raise ValueError("adapters=False asks for a model with LoRA, which strategy=megatron does not build.")
     wanted = predicting_positions(mask, wanted_tokens(micro_batch, options))
     rows = batch.pack(wanted).nonzero().squeeze(1)
-    labels = batch.pack(columns["input_ids"].roll(-1, dims=1))
-    return PipelineItem(batch, HeadCall(rows, labels[rows], options.temperature, options.entropy, options.sum_squares))
+
+    def of_rows(column: Tensor) -> Tensor:
+        """What a column has for the tokens that `rows` predict."""
+        return batch.pack(column.roll(-1, dims=1))[rows]
+
+    teacher = teacher_of(micro_batch, options)
+    if teacher is not None and teacher.hidden is not None:
+        teacher = replace(teacher, hidden=of_rows(teacher.hidden))
+    lists = token_lists(micro_batch, options) or TokenLists()
+    head = HeadCall(
+        rows,
+        of_rows(columns["input_ids"]),
+        options.temperature,
+        options.entropy,
+        options.sum_squares,
+        top_k=lists.top_k,
+        top_vocab_size=lists.vocab_size,
+        listed_ids=None if lists.ids is None else of_rows(lists.ids),
+        need_hidden=options.hidden,
+        teacher=teacher,
+    )
+    return PipelineItem(batch, head)
 
 
 def token_output(
@@ -39,15 +65,16 @@ def token_output(
         rows, num_own = item.head.rows, item.batch.input_ids.size(1)
 
         def spread(values: Tensor) -> Tensor:
-            flat = values.new_zeros(num_own).index_copy(0, rows, values)
+            flat = values.new_zeros(num_own, *values.shape[1:]).index_copy(0, rows, values)
             return align_to_tokens(item.batch.unpack(flat))
 
-        return TokenOutput(
-            log_probs=spread(output[0]),
-            entropy=spread(output[1]) if options.entropy else None,
-            best=spread(output[2]) if options.best else None,
-            sum_squares=spread(output[3]) if options.sum_squares else None,
-        )
+        widths = _widths(model, item)
+        parts = dict(zip(widths, output.split(list(widths.values())), strict=True))
+        found = {
+            name: spread(parts[name][0] if name in _PLAIN else parts[name].t()).to(_dtype(model, name))
+            for name in _asked(widths, options)
+        }
+        return TokenOutput(**found)
     mask = micro_batch.tensors["attention_mask"]
     numbers = item.batch.unpack(output)
     if model.role == "value":
@@ -57,20 +84,33 @@ def token_output(
     return TokenOutput(scores=numbers.gather(1, last).squeeze(1))
 
 
-def empty_outputs(model: MegatronModel, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
+def empty_outputs(
+    model: MegatronModel, item: PipelineItem, micro_batch: DataProto, options: ForwardOptions
+) -> TokenOutput:
     """Of the shapes that the last stage has, for it to fill."""
     mask = micro_batch.tensors["attention_mask"]
-
-    def tokens() -> Tensor:
-        return torch.empty(mask.shape, device=mask.device)
-
     if model.role == "value":
-        return TokenOutput(values=tokens())
+        return TokenOutput(values=torch.empty(mask.shape, device=mask.device))
     if model.role == "reward":
         return TokenOutput(scores=torch.empty(mask.size(0), device=mask.device))
-    return TokenOutput(
-        log_probs=tokens(),
-        entropy=tokens() if options.entropy else None,
-        best=tokens() if options.best else None,
-        sum_squares=tokens() if options.sum_squares else None,
-    )
+    widths, found = _widths(model, item), {}
+    for name in _asked(widths, options):
+        more = () if name in _PLAIN else (widths[name],)
+        found[name] = torch.empty(*mask.shape, *more, device=mask.device, dtype=_dtype(model, name))
+    return TokenOutput(**found)
+
+
+def _widths(model: MegatronModel, item: PipelineItem) -> dict[str, int]:
+    assert item.head is not None, "a policy is asked for log-probs"
+    text = model.hf_config.get_text_config()
+    return item.head.widths(text.hidden_size, text.vocab_size)
+
+
+def _asked(widths: dict[str, int], options: ForwardOptions) -> list[str]:
+    """The rows of the head's output that are wanted: its first four are always there."""
+    left_out = {name for name in ("entropy", "best", "sum_squares") if not getattr(options, name)}
+    return [name for name in widths if name not in left_out]
+
+
+def _dtype(model: MegatronModel, name: str) -> torch.dtype:
+    return {"top_ids": torch.int64, "hidden": model.config.params_dtype}.get(name, torch.float32)

@@ -40,15 +40,15 @@ class ThdBatch:
     cp_group: dist.ProcessGroup
 
     def pack(self, x: Tensor) -> Tensor:
-        """`[B, T]` to this rank's `[t]`, 0 on padding."""
-        row = x.new_zeros(self.num_packed).index_copy(0, self.slots, x.flatten()[self.sources])
+        """`[B, T, ...]` to this rank's `[t, ...]`, 0 on padding."""
+        row = x.new_zeros(self.num_packed, *x.shape[2:]).index_copy(0, self.slots, x.flatten(0, 1)[self.sources])
         return row if self.own is None else row[self.own]
 
     def unpack(self, values: Tensor) -> Tensor:
-        """`[t]` of every rank to `[B, T]`, 0 where there was padding; backward takes this rank's own part."""
+        """`[t, ...]` of every rank to `[B, T, ...]`, 0 where there was padding; backward takes this rank's own part."""
         row = values if self.own is None else _GatherRow.apply(values, self.own, self.num_packed, self.cp_group)
         batch, length = self.shape
-        flat = values.new_zeros(batch * length).index_copy(0, self.sources, row[self.slots])
+        flat = values.new_zeros(batch * length, *values.shape[1:]).index_copy(0, self.sources, row[self.slots])
         return flat.unflatten(0, (batch, length))
 
 
@@ -107,7 +107,7 @@ class _GatherRow(torch.autograd.Function):
         slots = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(parts, values.contiguous(), group=group)
         dist.all_gather(slots, own, group=group)
-        return values.new_empty(num_packed).index_copy(0, torch.cat(slots), torch.cat(parts))
+        return values.new_empty(num_packed, *values.shape[1:]).index_copy(0, torch.cat(slots), torch.cat(parts))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

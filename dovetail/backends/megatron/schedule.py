@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -66,13 +66,14 @@ def run_pipeline(
 
 
 def from_last_stage(values: Sequence[Tensor], layout: MegatronLayout) -> list[Tensor]:
-    """Tensors that the last stage has, on all stages; the others pass ones of the same shape and dtype."""
+    """Tensors that the last stage has, on all stages; the others pass ones of the same shape and dtype. They travel as
+    one, of the widest dtype: token ids are exact in float32."""
     if layout.pp_size == 1 or not values:
         return list(values)
     flat = torch.cat([value.flatten() for value in values])
     dist.broadcast(flat, group=layout.pp_group, group_src=layout.pp_size - 1)
     parts = flat.split([value.numel() for value in values])
-    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+    return [part.view(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True)]
 
 
 def metrics_from_last_stage(
@@ -90,13 +91,9 @@ def metrics_from_last_stage(
             for scalars, part in zip(metrics, names, strict=True)
         ]
     else:
-        own = [[_number(0.0, device) for _ in part] for part in names]
+        own = [[torch.zeros((), dtype=torch.float64, device=device) for _ in part] for part in names]
     values = iter(from_last_stage([value for part in own for value in part], layout))
     return [{name: next(values) for name in part} for part in names]
-
-
-def _number(value: Tensor | float, device: torch.device) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
 
 
 def _blanks(items: Sequence[PipelineItem], layout: MegatronLayout) -> list[PipelineItem]:
@@ -111,4 +108,7 @@ def _blanks(items: Sequence[PipelineItem], layout: MegatronLayout) -> list[Pipel
 def _empty_head(head: HeadCall | None) -> HeadCall | None:
     if head is None:
         return None
-    return HeadCall(head.rows[:0], head.labels[:0], head.temperature, head.need_entropy, head.need_sum_squares)
+    ids = None if head.listed_ids is None else head.listed_ids[:0]
+    hidden = None if head.teacher is None else head.teacher.hidden
+    teacher = None if head.teacher is None or hidden is None else replace(head.teacher, hidden=hidden[:0])
+    return replace(head, rows=head.rows[:0], labels=head.labels[:0], listed_ids=ids, teacher=teacher)

@@ -53,7 +53,21 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):
         )
 
 
-class TorchLinear(nn.Module):
+class Replicated(nn.Module):
+    """Every tensor-parallel rank holds all of it, and a checkpoint holds it once."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> Any:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            None,
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=_dp_cp_group(metadata),
+        )
+
+
+class TorchLinear(Replicated):
     """A product that every tensor-parallel rank computes alike: `TELinear(parallel_mode="duplicated")`."""
 
     def __init__(
@@ -77,16 +91,6 @@ class TorchLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return F.linear(x, self.weight), None
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> Any:
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            None,
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=_dp_cp_group(metadata),
-        )
 
 
 class _GroupedLinear(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dovetail.models.head import add_product, float32_logits, gradient_without_labels
 
-_NEVER = -1e30
+NEVER = -1e30
 """Log-prob of the rows that pad the vocabulary: finite, so that 0 times it is 0."""
 
 
@@ -67,7 +67,7 @@ class _VocabParallelLogProb(torch.autograd.Function):
         normalizer = torch.empty_like(results[0])
         kept: Tensor | None = None
         for part in _parts(hidden.size(0), chunk_size):
-            log_p = _scaled_logits(hidden[part], weight, shard, temperature)
+            log_p = scaled_logits(hidden[part], weight, shard, temperature)
             normalizer[part], best = _normalizer(log_p, shard.group)
             log_p.sub_(normalizer[part].unsqueeze(-1))
             results[0, part] = _at_labels(log_p, labels[part], shard)
@@ -90,7 +90,7 @@ class _VocabParallelLogProb(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _parts(hidden.size(0), chunk_size):
             if kept is None:
-                log_p = _scaled_logits(hidden[part], weight, shard, temperature).sub_(normalizer[part].unsqueeze(-1))
+                log_p = scaled_logits(hidden[part], weight, shard, temperature).sub_(normalizer[part].unsqueeze(-1))
             else:
                 log_p = kept  # ours alone, and read for the last time: it becomes the gradient
             d_logits = _gradient(
@@ -112,10 +112,15 @@ def _parts(num_rows: int, chunk_size: int | None) -> list[slice]:
     return [slice(start, start + chunk_size) for start in range(0, max(1, num_rows), chunk_size)]
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-    logits = float32_logits(hidden, weight).div_(temperature)
+def scaled_logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
+    """`[N, V / tp]` float32, never likely on the rows that pad the vocabulary."""
+    return hide_padding(float32_logits(hidden, weight).div_(temperature), shard)
+
+
+def hide_padding(logits: Tensor, shard: VocabShard) -> Tensor:
+    """In place."""
     if shard.last > shard.num_real:
-        logits[:, max(0, shard.num_real - shard.first) :] = _NEVER
+        logits[:, max(0, shard.num_real - shard.first) :] = NEVER
     return logits
 
 
@@ -129,11 +134,12 @@ def _normalizer(logits: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tenso
 
 
 def _at_labels(log_p: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
-    mine, columns = _own_columns(labels, shard)
+    mine, columns = own_columns(labels, shard)
     return _sum_over(log_p.gather(-1, columns.unsqueeze(-1)).squeeze(-1) * mine, shard.group)
 
 
-def _own_columns(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+def own_columns(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Which labels are rows of this rank, and their numbers among them."""
     mine = (labels >= shard.first) & (labels < shard.last)
     return mine, (labels - shard.first) * mine
 
@@ -148,7 +154,7 @@ def _gradient(
 ) -> Tensor:
     """In place of `log_p`, over logits / T."""
     gradient = gradient_without_labels(log_p, entropy, grad_log_probs, grad_entropy)
-    mine, columns = _own_columns(labels, shard)
+    mine, columns = own_columns(labels, shard)
     return gradient.scatter_add_(-1, columns.unsqueeze(-1), (grad_log_probs * mine).unsqueeze(-1))
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from dovetail.config.checks.examined import Check, Examined
-from dovetail.config.errors import Problem
+from dovetail.config.checks.examined import Check, Examined, Findings
 
 
-def _devices(run: Examined) -> Iterator[Problem]:
+def _devices(run: Examined) -> Findings:
     settings, shared = run.config.async_training, run.config.actor_rollout_ref.hybrid_engine
     if settings.mode == "one_step_off" and shared:
         yield run.error(
             "<async_training.mode> generates while it trains, and <actor_rollout_ref.hybrid_engine> lets both take "
-            "turns on the same devices; set hybrid_engine=False with @rollout.nnodes=1, or "
-            "async_training.mode=fully_async, which carries unfinished responses over."
+            "turns on the same devices; set hybrid_engine=False with @rollout.nnodes=1, or mode=fully_async."
         )
     elif settings.mode == "fully_async" and shared and not settings.partial_rollout:
         yield run.error(
@@ -27,9 +23,14 @@ def _devices(run: Examined) -> Iterator[Problem]:
             "<async_training.trigger_parameter_sync_step> is for engines on devices of their own, and "
             "<actor_rollout_ref.hybrid_engine> generates with the trainer's newest weights; use 1."
         )
+    if settings.mode != "off" and run.config.algorithm.adv_estimator == "remax":
+        yield run.error(
+            "<async_training.mode> takes groups as they come, and <algorithm.adv_estimator> generates a greedy "
+            "response under the same weights as each group; use grpo or rloo, or mode=off."
+        )
 
 
-def _staleness(run: Examined) -> Iterator[Problem]:
+def _staleness(run: Examined) -> Findings:
     settings = run.config.async_training
     bound, cycle = settings.staleness_bound, settings.trigger_parameter_sync_step
     if settings.mode == "one_step_off" and (bound != 1 or cycle != 1):
@@ -45,15 +46,7 @@ def _staleness(run: Examined) -> Iterator[Problem]:
         )
 
 
-def _estimator(run: Examined) -> Iterator[Problem]:
-    if run.config.async_training.mode != "off" and run.config.algorithm.adv_estimator == "remax":
-        yield run.error(
-            "<async_training.mode> takes groups as they come, and <algorithm.adv_estimator> generates a greedy "
-            "response under the same weights as each group; use grpo or rloo, or mode=off."
-        )
-
-
-def _stale_responses(run: Examined) -> Iterator[Problem]:
+def _stale_responses(run: Examined) -> Findings:
     config, correction = run.config, run.config.algorithm.rollout_correction
     prox, bound = config.async_training.prox, config.staleness_bound
     if bound == 0 or prox is None:
@@ -65,24 +58,19 @@ def _stale_responses(run: Examined) -> Iterator[Problem]:
         )
     elif correction.rollout_is is None and correction.rollout_rs is None:
         yield run.warning(
-            "<async_training.prox> compares the update with the weights before it, so responses up to "
-            f"{bound} steps old are trained on as if they were fresh; set @correction.rollout_is=token, or prox=null, "
-            "which clips against the engine.",
-            "correction.rollout_is",
+            f"@correction.rollout_is is not set, so with <async_training.prox> responses up to {bound} steps old are "
+            "trained on as if they were fresh; set @correction.rollout_is=token, or prox=null."
         )
     if prox == "loglinear" and (config.algorithm.use_kl_in_reward or config.needs_sum_pi_squared):
         yield run.error(
             "<async_training.prox> is known only in the update, and algorithm.use_kl_in_reward or "
             "<algorithm.adv_estimator> reads old log-probs before it; use prox=recompute."
         )
-
-
-def _interpolation(run: Examined) -> Iterator[Problem]:
-    if run.config.interpolates_old_log_probs and run.config.algorithm.rollout_correction.rollout_is_batch_normalize:
+    if prox == "loglinear" and correction.rollout_is_batch_normalize:
         yield run.error(
             "<correction.rollout_is_batch_normalize> needs the weights of the whole batch, and with "
             "<async_training.prox> the update makes them micro-batch by micro-batch; use False, or prox=recompute."
         )
 
 
-ASYNC_TRAINING: tuple[Check, ...] = (_devices, _staleness, _estimator, _stale_responses, _interpolation)
+ASYNC_TRAINING: tuple[Check, ...] = (_devices, _staleness, _stale_responses)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from dovetail.config.actor import ActorConfig
-from dovetail.config.checks.examined import Check, Examined, nearest_divisor, next_multiple
+from dovetail.config.checks.examined import Check, Examined, Findings, nearest_divisor, next_multiple
 from dovetail.config.critic import CriticConfig
-from dovetail.config.errors import Problem
+from dovetail.config.plan.batches import PASSES
 from dovetail.config.plan.layout import RoleLayout
 
 
 def _updates(run: Examined) -> list[tuple[str, ActorConfig | CriticConfig, RoleLayout]]:
-    """Roles that are trained: their name, section and layout."""
-    actor = ("actor", run.config.actor_rollout_ref.actor, run.layouts["actor"])
-    return [actor, ("critic", run.config.critic, run.layouts["critic"])] if "critic" in run.layouts else [actor]
+    """Roles that are trained: name, section and layout. A critic with the actor's sizes has the actor's findings."""
+    sections = {"actor": run.config.actor_rollout_ref.actor, "critic": run.config.critic}
+    trained = [(role, section, run.layouts[role]) for role, section in sections.items() if role in run.layouts]
+    names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "min_num_micro_batch")
+    sizes = [(*(getattr(section, name) for name in names), layout.data_parallel) for _, section, layout in trained]
+    return trained[:1] if sizes[1:] == sizes[:1] else trained
 
 
 def _prompts_per_round(layout: RoleLayout, n: int) -> int:
@@ -23,7 +25,7 @@ def _prompts_per_round(layout: RoleLayout, n: int) -> int:
     return layout.data_parallel // math.gcd(layout.data_parallel, n)
 
 
-def _sequences_per_rank(run: Examined) -> Iterator[Problem]:
+def _sequences_per_rank(run: Examined) -> Findings:
     """Every rank must get the same number of sequences, in a step and in a mini-batch."""
     n, prompts, actor = run.config.actor_rollout_ref.rollout.n, run.config.data.train_batch_size, run.layouts["actor"]
     step, rule = _prompts_per_round(actor, n), "sequences do not divide over the data-parallel size"
@@ -35,25 +37,19 @@ def _sequences_per_rank(run: Examined) -> Iterator[Problem]:
             f"{step}, e.g. {next_multiple(prompts, step)}."
         )
         return
-    seen: set[tuple[int, int]] = set()
     for role, section, layout in _updates(run):
         mini, step = section.ppo_mini_batch_size, _prompts_per_round(layout, n)
-        # The critic's size is the actor's unless it is set: one message is enough.
-        if layout.divides and mini <= prompts and mini % step and (mini, layout.data_parallel) not in seen:
+        if layout.divides and mini <= prompts and mini % step:
             yield run.error(
                 f"<{role}.ppo_mini_batch_size> x <rollout.n> = {mini * n} {rule} {layout.data_parallel}; use a "
                 f"multiple of {step}, e.g. {next_multiple(mini, step)}."
             )
-        seen.add((mini, layout.data_parallel))
 
 
-def _mini_batches(run: Examined) -> Iterator[Problem]:
-    prompts, seen = run.config.data.train_batch_size, set()
+def _mini_batches(run: Examined) -> Findings:
+    prompts = run.config.data.train_batch_size
     for role, section, _ in _updates(run):
         mini = section.ppo_mini_batch_size
-        if mini in seen:
-            continue
-        seen.add(mini)
         if mini > prompts:
             yield run.error(
                 f"<{role}.ppo_mini_batch_size> is larger than <data.train_batch_size> (both count prompts over all "
@@ -66,8 +62,8 @@ def _mini_batches(run: Examined) -> Iterator[Problem]:
             )
 
 
-def _micro_batches(run: Examined) -> Iterator[Problem]:
-    n, seen = run.config.actor_rollout_ref.rollout.n, set()
+def _micro_batches(run: Examined) -> Findings:
+    n = run.config.actor_rollout_ref.rollout.n
     for role, section, layout in _updates(run):
         mini, micro = section.ppo_mini_batch_size, section.ppo_micro_batch_size_per_gpu
         rows, left = divmod(mini * n, layout.data_parallel)
@@ -78,9 +74,8 @@ def _micro_batches(run: Examined) -> Iterator[Problem]:
                 f"<{role}.min_num_micro_batch> asks for more micro-batches than a rank has sequences in a mini-batch "
                 f"({rows}); use {max(1, rows)} or less."
             )
-        if section.use_dynamic_bsz or not micro or left or (micro, mini, layout.data_parallel) in seen:
+        if section.use_dynamic_bsz or not micro or left:
             continue
-        seen.add((micro, mini, layout.data_parallel))
         if micro > rows:
             yield run.warning(
                 f"<{role}.ppo_micro_batch_size_per_gpu> is more than the {rows} sequences that a data-parallel rank "
@@ -94,85 +89,53 @@ def _micro_batches(run: Examined) -> Iterator[Problem]:
             )
 
 
-# What cuts each pass: the role, whether by tokens, sequences, tokens. Rows of one section stand together.
-_CUTS = (
-    ("actor", "actor.use_dynamic_bsz", "actor.ppo_micro_batch_size_per_gpu", "actor.ppo_max_token_len_per_gpu"),
-    (
-        "actor",
-        "rollout.log_prob_use_dynamic_bsz",
-        "rollout.log_prob_micro_batch_size_per_gpu",
-        "rollout.log_prob_max_token_len_per_gpu",
-    ),
-    (
-        "ref",
-        "ref.log_prob_use_dynamic_bsz",
-        "ref.log_prob_micro_batch_size_per_gpu",
-        "ref.log_prob_max_token_len_per_gpu",
-    ),
-    ("critic", "critic.use_dynamic_bsz", "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_max_token_len_per_gpu"),
-)
-
-
-def _cuts(run: Examined) -> Iterator[Problem]:
+def _cuts(run: Examined) -> Findings:
     """Without a token budget a pass needs a number of sequences."""
-    actor = run.config.actor_rollout_ref.actor
-    for role, dynamic, micro, _ in _CUTS:
-        if _computes(run, role) and not run.value(dynamic) and run.value(micro) is None:
+    for name in ("update actor", "log-probs", "reference log-probs", "update critic"):
+        each = PASSES[name]
+        dynamic, micro = f"{each.section}.{each.dynamic}", f"{each.section}.{each.sequences}"
+        if each.role in run.layouts and not run.value(dynamic) and run.value(micro) is None:
             yield run.error(
                 f"@{micro} is not set and <{dynamic}>, so nothing says how much one device computes at a time; set "
                 f"@{micro}=4 (sequences), or @{dynamic}=True (by tokens)."
             )
             # The other passes inherit the actor's cut: one message is enough.
-            if dynamic == "actor.use_dynamic_bsz":
+            if name == "update actor":
                 break
-    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
-        yield run.warning(
-            "<actor.ppo_micro_batch_size_per_gpu> has no effect with <actor.use_dynamic_bsz>, which cuts by "
-            "<actor.ppo_max_token_len_per_gpu> tokens; take one of the two out."
-        )
 
 
-def _computes(run: Examined, role: str) -> bool:
-    """Whether the run has this role; `dovetail reward` trains the network of the section `critic` alone."""
-    return role in run.layouts and (run.config.trainer.method != "reward" or role == "critic")
-
-
-def _token_budgets(run: Examined) -> Iterator[Problem]:
-    forward = ("critic", "critic.use_dynamic_bsz", "", "critic.forward_max_token_len_per_gpu")
+def _token_budgets(run: Examined) -> Findings:
     seen: set[tuple[int, int]] = set()
-    for role, dynamic, _, key in (*_CUTS, forward):
-        layout, budget = run.layouts.get(role), run.value(key)
-        if layout is None or budget is None or not _computes(run, role) or not run.value(dynamic) or not layout.divides:
+    for name in ("update actor", "log-probs", "reference log-probs", "update critic", "values"):
+        each = PASSES[name]
+        key, layout = f"{each.section}.{each.tokens}", run.layouts.get(each.role)
+        budget, dynamic = run.value(key), run.value(f"{each.section}.{each.dynamic}")
+        if layout is None or budget is None or not dynamic or not layout.divides:
             continue
-        ranks = layout.ranks_per_sequence
+        ranks, together = layout.ranks_per_sequence, run.config.sequences_trained_together
+        longest = run.longest * together
         # Keys that inherit the same number would repeat the same message.
-        if budget * ranks >= run.longest or (budget, ranks) in seen:
+        if budget * ranks >= longest or (budget, ranks) in seen:
             continue
         seen.add((budget, ranks))
         shared = f" x {ranks} devices per sequence" if ranks > 1 else ""
+        what = "the longest sequence of" if together == 1 else "a pair of sequences, each as long as"
         yield run.error(
-            f"<{key}>{shared} tokens cannot hold the longest sequence of data.max_prompt_length + "
-            f"data.max_response_length = {run.longest} tokens; use {math.ceil(run.longest / ranks)} or more."
+            f"<{key}>{shared} tokens cannot hold {what} data.max_prompt_length + "
+            f"data.max_response_length = {run.longest} tokens; use {math.ceil(longest / ranks)} or more."
         )
 
 
-def _generation_batches(run: Examined) -> Iterator[Problem]:
+def _generation_batches(run: Examined) -> Findings:
     data, filters, wanted = run.config.data, run.config.algorithm.filter_groups, run.config.generation_batch_size
     generated, prompts, rounds = data.generation_batch_size, data.train_batch_size, filters.max_num_gen_batches
-    if not filters.enable:
-        # Asynchronous recipes set it to 1: they generate prompt by prompt.
-        if run.config.actor_rollout_ref.hybrid_engine and generated != prompts:
-            yield run.warning(
-                "<data.gen_batch_size> has no effect without algorithm.filter_groups.enable=True; "
-                f"{prompts} prompts are generated per step."
-            )
-    elif rounds and rounds * generated < prompts:
+    if filters.enable and rounds and rounds * generated < prompts:
         yield run.error(
             f"<algorithm.filter_groups.max_num_gen_batches> x data.gen_batch_size={generated} = "
             f"{rounds * generated} prompts can never fill <data.train_batch_size>; "
             f"use data.gen_batch_size={prompts} or more."
         )
-    elif generated < prompts:
+    elif filters.enable and generated < prompts:
         yield run.warning(
             "<data.gen_batch_size> is smaller than <data.train_batch_size>: every step needs several generation rounds "
             f"even when nothing is filtered; use {2 * prompts} or so."
@@ -185,7 +148,7 @@ def _generation_batches(run: Examined) -> Iterator[Problem]:
         )
 
 
-def _pipelines(run: Examined) -> Iterator[Problem]:
+def _pipelines(run: Examined) -> Findings:
     actor, layout = run.config.actor_rollout_ref.actor, run.layouts["actor"]
     stages, micro = layout.pipeline_parallel, actor.ppo_micro_batch_size_per_gpu
     if stages == 1 or not layout.divides or actor.use_dynamic_bsz or not micro:

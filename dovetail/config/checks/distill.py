@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from dovetail.config.checks.examined import Check, Examined
-from dovetail.config.errors import Problem
+from dovetail.config.checks.examined import Check, Examined, Findings
 
 
-def _distillation(run: Examined) -> Iterator[Problem]:
+def _distillation(run: Examined) -> Findings:
     config = run.config
     if not config.distills:
         return
@@ -30,12 +27,6 @@ def _distillation(run: Examined) -> Iterator[Problem]:
         )
     if config.async_training.mode != "off":
         yield run.error("<async_training.mode> cannot be combined with <trainer.method>; use async_training.mode=off.")
-    policy = config.actor_rollout_ref
-    if config.lists_teacher_tokens and "megatron" in (policy.actor.strategy, policy.ref.strategy):
-        yield run.error(
-            "<distill.kl> needs log-probs of listed tokens, which strategy=megatron does not compute; use "
-            "distill.kl=sampled, or actor_rollout_ref.actor.strategy=fsdp2."
-        )
     if config.distill.kl_coef == 0:
         yield run.warning("<distill.kl_coef> learns nothing from the teacher; use 1.0, or `dovetail train`.")
 

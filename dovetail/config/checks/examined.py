@@ -23,8 +23,7 @@ class Examined:
     def __init__(self, config: DovetailConfig, shape: ModelShape | None) -> None:
         self.config, self.shape = config, shape
         self.layouts = make_layouts(config)
-        rollout = config.actor_rollout_ref.rollout
-        self.longest = rollout.prompt_length + rollout.response_length if config.generates else config.data.longest
+        self.longest = config.longest_sequence
         """Longest row, in tokens."""
 
     def value(self, name: str) -> Any:
@@ -54,7 +53,8 @@ def _full(name: str) -> str:
     return f"{_SHORT.get(section, section)}.{rest}"
 
 
-Check = Callable[[Examined], Iterator[Problem]]
+Findings = Iterator[Problem]
+Check = Callable[[Examined], Findings]
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from dovetail.config.checks.examined import Check, Examined
-from dovetail.config.errors import Problem
+from dovetail.config.checks.examined import Check, Examined, Findings
 
 # Of full weights; a policy gradient needs far smaller steps than cross-entropy.
 _LOW_SFT_LR = 2e-6
 
 
-def _rows(run: Examined) -> Iterator[Problem]:
+def _rows(run: Examined) -> Findings:
     data = run.config.data
     if data.custom_cls.path is not None:
         yield run.error(
@@ -30,7 +27,7 @@ def _rows(run: Examined) -> Iterator[Problem]:
         )
 
 
-def _rates(run: Examined) -> Iterator[Problem]:
+def _rates(run: Examined) -> Findings:
     lr = run.config.actor_rollout_ref.actor.optim.lr
     if run.config.trainer.method == "sft" and 0 < lr < _LOW_SFT_LR:
         yield run.warning(f"@actor.optim.lr={lr:g} is a rate for RL; fine-tuning starts at 1e-5 or so.")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
-from dovetail.config.checks.examined import Check, Examined, nearest_divisor
-from dovetail.config.errors import Problem
+from dovetail.config.checks.examined import Check, Examined, Findings, nearest_divisor
 from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.model_shape import ModelShape
 
@@ -23,7 +21,7 @@ _GROUP_SIZES = {
 
 def _roles(run: Examined, *backends: str) -> list[RoleLayout]:
     """Training roles on `backends`; a reference cut like the actor is left out."""
-    copy = replace(run.layouts["actor"], role="ref")
+    copy = replace(run.layouts["actor"], role="ref") if "actor" in run.layouts else None
     return [
         layout
         for layout in (run.layouts.get(role) for role in ("actor", "ref", "critic", "reward_model"))
@@ -31,14 +29,15 @@ def _roles(run: Examined, *backends: str) -> list[RoleLayout]:
     ]
 
 
-def _strategies(run: Examined) -> Iterator[Problem]:
+def _strategies(run: Examined) -> Findings:
     policy, world = run.config.actor_rollout_ref, run.config.trainer.world_size
     if policy.actor.strategy == "single" and world > 1:
         yield run.error(
             f"<actor.strategy> trains in one process, and trainer.nnodes x trainer.n_gpus_per_node = {world}; use "
             "trainer.n_gpus_per_node=1, or @actor.strategy=fsdp2."
         )
-    if run.config.uses_reference and (policy.actor.strategy == "megatron") != (policy.ref.strategy == "megatron"):
+    shares = run.config.uses_reference and not run.config.teacher_devices
+    if shares and (policy.actor.strategy == "megatron") != (policy.ref.strategy == "megatron"):
         yield run.error(
             f"<ref.strategy> and <actor.strategy> cannot share one process; use @ref.strategy={policy.actor.strategy}."
         )
@@ -46,26 +45,14 @@ def _strategies(run: Examined) -> Iterator[Problem]:
     for role, section in trained.items():
         model, sequence = "critic.model" if role == "critic" else "model", section.ulysses_sequence_parallel_size
         key = f"{role}.ulysses_sequence_parallel_size"
-        names = ("tensor_model", "pipeline_model", "expert_model", "context")
-        cut = next((name for name in names if getattr(section.megatron, f"{name}_parallel_size") > 1), None)
         if sequence > 1 and not run.value(f"{model}.use_remove_padding"):
             yield run.error(
                 f"<{key}> cuts packed sequences and <{model}.use_remove_padding>; set "
                 f"@{model}.use_remove_padding=True, or @{key}=1."
             )
-        if section.strategy == "megatron" and sequence > 1:
-            yield run.warning(
-                f"<{key}> has no effect: it is for fsdp and fsdp2 and <{role}.strategy>; set it to 1 and "
-                f"@{role}.megatron.context_parallel_size={sequence}."
-            )
-        elif section.strategy != "megatron" and cut:
-            yield run.warning(
-                f"<{role}.megatron.{cut}_parallel_size> has no effect with <{role}.strategy>; set "
-                f"@{role}.strategy=megatron, or take the key out."
-            )
 
 
-def _megatron_sizes(run: Examined) -> Iterator[Problem]:
+def _megatron_sizes(run: Examined) -> Findings:
     for layout in _roles(run, "megatron"):
         prefix = f"{layout.role}.megatron"
         size = layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel
@@ -83,7 +70,7 @@ def _megatron_sizes(run: Examined) -> Iterator[Problem]:
             yield from _tensor_sizes(run, layout, prefix, run.shape)
 
 
-def _expert_size(run: Examined, layout: RoleLayout, key: str) -> Iterator[Problem]:
+def _expert_size(run: Examined, layout: RoleLayout, key: str) -> Findings:
     size, share = layout.expert_parallel, layout.expert_tensor_parallel
     per_stage = layout.world_size // layout.pipeline_parallel
     if per_stage % (size * share):
@@ -99,7 +86,7 @@ def _expert_size(run: Examined, layout: RoleLayout, key: str) -> Iterator[Proble
         yield run.error(f"@{key}={size} does not divide the model's {run.shape.num_experts} experts; use {best}.")
 
 
-def _pipeline_stages(run: Examined, layout: RoleLayout, prefix: str) -> Iterator[Problem]:
+def _pipeline_stages(run: Examined, layout: RoleLayout, prefix: str) -> Findings:
     key, virtual = f"{prefix}.pipeline_model_parallel_size", f"{prefix}.virtual_pipeline_model_parallel_size"
     option = f"{prefix}.override_transformer_config"
     if layout.virtual_pipeline > 1 and layout.pipeline_parallel == 1:
@@ -142,7 +129,7 @@ def _end_shares(layout: RoleLayout, num_layers: int) -> tuple[int, int] | None:
     return (first, last) if last > 0 and first <= each else None
 
 
-def _tensor_sizes(run: Examined, layout: RoleLayout, prefix: str, shape: ModelShape) -> Iterator[Problem]:
+def _tensor_sizes(run: Examined, layout: RoleLayout, prefix: str, shape: ModelShape) -> Findings:
     size, share = layout.tensor_parallel, layout.expert_tensor_parallel
     dense = shape.intermediate_size if any(not layer.is_moe for layer in shape.layers) else 0
     for name, parts, width, words in (
@@ -156,7 +143,7 @@ def _tensor_sizes(run: Examined, layout: RoleLayout, prefix: str, shape: ModelSh
     yield from _heads(run, f"{prefix}.tensor_model_parallel_size", size, layout.world_size)
 
 
-def _heads(run: Examined, key: str, size: int, world: int) -> Iterator[Problem]:
+def _heads(run: Examined, key: str, size: int, world: int) -> Findings:
     shape = run.shape
     if shape is None or size == 1:
         return
@@ -171,7 +158,7 @@ def _heads(run: Examined, key: str, size: int, world: int) -> Iterator[Problem]:
         )
 
 
-def _one_megatron_layout(run: Examined) -> Iterator[Problem]:
+def _one_megatron_layout(run: Examined) -> Findings:
     """Megatron keeps its process groups for the whole process, and the roles of a pool share processes."""
     first: dict[str, RoleLayout] = {}
     for layout in _roles(run, "megatron"):
@@ -185,7 +172,7 @@ def _one_megatron_layout(run: Examined) -> Iterator[Problem]:
                 )
 
 
-def _sharding(run: Examined) -> Iterator[Problem]:
+def _sharding(run: Examined) -> Findings:
     for layout in _roles(run, "fsdp", "fsdp2"):
         world, sequence = layout.world_size, layout.sequence_parallel
         key = f"{layout.role}.ulysses_sequence_parallel_size"
@@ -198,22 +185,12 @@ def _sharding(run: Examined) -> Iterator[Problem]:
         if layout is None or layout.backend not in ("fsdp", "fsdp2"):
             continue
         section = "reward_model.model.fsdp_config" if role == "reward_model" else f"{role}.fsdp_config"
-        fsdp, size = run.value(section), run.value(f"{section}.fsdp_size")
+        size = run.value(f"{section}.fsdp_size")
         if size == 0 or (size > 0 and layout.world_size % size):
             best = nearest_divisor(layout.world_size, size) if size else -1
             yield run.error(
                 f"<{section}.fsdp_size> does not divide the {layout.world_size} devices into equal groups; use {best}, "
                 "or -1 for one group."
-            )
-        if fsdp.offload_policy and layout.backend != "fsdp2":
-            yield run.warning(
-                f"<{section}.offload_policy> works with strategy fsdp2 only, here {layout.backend}; use "
-                f"@{role}.strategy=fsdp2, or @{section}.param_offload=True."
-            )
-        elif (fsdp.param_offload or fsdp.optimizer_offload) and run.config.trainer.device == "cpu":
-            yield run.warning(
-                f"@{section}.param_offload / optimizer_offload=True moves to host memory what trainer.device=cpu keeps "
-                "there already; set both to False."
             )
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
-from dovetail.config.checks.examined import Check, Examined, nearest_divisor
-from dovetail.config.errors import Problem
+from dovetail.config.checks.examined import Check, Examined, Findings, nearest_divisor
 
 
-def _engine_size(run: Examined) -> Iterator[Problem]:
+def _engine_size(run: Examined) -> Findings:
     rollout, world, shape = run.config.actor_rollout_ref.rollout, run.layouts["rollout"].world_size, run.shape
     tensor, size = rollout.tensor_model_parallel_size, rollout.engine_world_size
     per_node = rollout.n_gpus_per_node if rollout.own_devices else run.config.trainer.n_gpus_per_node
@@ -33,20 +31,19 @@ def _engine_size(run: Examined) -> Iterator[Problem]:
     replicas = tensor * rollout.data_parallel_size
     if rollout.expert_parallel_size not in (1, replicas):
         yield run.error(
-            f"<rollout.expert_parallel_size> must be 1 or tensor_model_parallel_size x data_parallel_size = "
-            f"{replicas}: engines share experts over all of their devices; use {replicas}."
+            "<rollout.expert_parallel_size> must be 1 or tensor_model_parallel_size x data_parallel_size: engines "
+            f"share experts over all of their devices; use {replicas}."
         )
     elif rollout.expert_parallel_size > 1 and shape is not None and not shape.is_moe:
         yield run.error(f"<rollout.expert_parallel_size>, but {shape.model_type} has no experts to share; use 1.")
 
 
-def _devices(run: Examined) -> Iterator[Problem]:
+def _devices(run: Examined) -> Findings:
     policy, rollout = run.config.actor_rollout_ref, run.config.actor_rollout_ref.rollout
     if not policy.hybrid_engine and rollout.nnodes == 0:
         yield run.error(
-            "<actor_rollout_ref.hybrid_engine> gives generation its own devices and <rollout.nnodes>; set "
-            "@rollout.nnodes=1 and n_gpus_per_node, or hybrid_engine=True.",
-            "rollout.nnodes",
+            "<rollout.nnodes> and <actor_rollout_ref.hybrid_engine> gives generation its own devices; set "
+            "@rollout.nnodes=1 and n_gpus_per_node, or hybrid_engine=True."
         )
     elif policy.hybrid_engine and rollout.nnodes > 0:
         yield run.error(
@@ -54,103 +51,69 @@ def _devices(run: Examined) -> Iterator[Problem]:
             "set hybrid_engine=False, or nnodes=0."
         )
     elif rollout.weight_sync == "colocated" and rollout.nnodes > 0:
-        yield run.error(
-            "<rollout.weight_sync> needs engine and trainer on the same devices and <rollout.nnodes>; use "
-            "weight_sync=broadcast."
-        )
+        yield run.error("<rollout.weight_sync> needs the trainer's devices and <rollout.nnodes>; use broadcast.")
     if rollout.kv_cache_dtype == "fp8" and run.config.trainer.device == "cpu":
         yield run.error("<rollout.kv_cache_dtype> needs CUDA and trainer.device=cpu; use @rollout.kv_cache_dtype=auto.")
-    if rollout.enforce_eager and rollout.cudagraph_capture_sizes:
-        yield run.warning(
-            "<rollout.cudagraph_capture_sizes> has no effect with enforce_eager=True; set enforce_eager=False to "
-            "capture graphs."
-        )
 
 
-def _training_samples(run: Examined) -> Iterator[Problem]:
+def _samples(run: Examined) -> Findings:
     rollout = run.config.actor_rollout_ref.rollout
     greedy = "do_sample=False" if not rollout.do_sample else "temperature=0" if rollout.temperature == 0 else None
-    fix = "use @rollout.do_sample=True and @rollout.temperature=1.0"
     # Log-probs are trained under the temperature of the samples; under that of a greedy choice they are not numbers.
-    if greedy and rollout.n > 1:
-        yield run.error(
-            f"@rollout.{greedy} makes the <rollout.n> responses to a prompt identical, so nothing can be learned from "
-            f"comparing them; {fix}."
-        )
-    elif greedy:
-        yield run.error(f"@rollout.{greedy} never explores: training needs sampled responses; {fix}.")
-    for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+    if greedy:
+        why = f"makes the {rollout.n} responses to a prompt identical" if rollout.n > 1 else "never explores"
+        yield run.error(f"@rollout.{greedy} {why}; use @rollout.do_sample=True and @rollout.temperature=1.0.")
+    for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
         if getattr(rollout, name) != neutral and not (name == "top_k" and rollout.top_k == 0):
             yield run.warning(
                 f"<rollout.{name}> samples from another distribution than the one whose log-probs are trained; use "
                 f"{neutral} in training (validation has its own in val_kwargs)."
             )
-
-
-def _validation_samples(run: Examined) -> Iterator[Problem]:
-    val, key = run.config.actor_rollout_ref.rollout.val_kwargs, "rollout.val_kwargs"
+    val, key = rollout.val_kwargs, "rollout.val_kwargs"
     if val.n > 1 and (not val.do_sample or val.temperature == 0):
-        how = "do_sample=False" if not val.do_sample else "temperature=0"
         yield run.warning(
-            f"<{key}.n> with {how} gives {val.n} identical greedy responses; use @{key}.do_sample=True and "
-            f"@{key}.temperature=1.0, or n=1."
+            f"<{key}.n> gives identical greedy responses; use @{key}.do_sample=True and @{key}.temperature=1.0, or n=1."
         )
     elif val.do_sample and val.temperature == 0:
-        yield run.warning(
-            f"<{key}.do_sample> with temperature=0 is greedy; use temperature=1.0 to sample, or do_sample=False.",
-            f"{key}.temperature",
-        )
-    elif not val.do_sample and val.temperature > 0:
-        yield run.warning(
-            f"<{key}.temperature> has no effect with do_sample=False; set @{key}.do_sample=True.", f"{key}.do_sample"
-        )
+        yield run.warning(f"@{key}.temperature=0 with do_sample=True is greedy; use 1.0 to sample, or do_sample=False.")
 
 
-def _conversations(run: Examined) -> Iterator[Problem]:
+def _conversations(run: Examined) -> Findings:
     rollout, turns = run.config.actor_rollout_ref.rollout, run.config.actor_rollout_ref.rollout.multi_turn
-    if not rollout.uses_agents and (turns.tool_config_path or turns.interaction_config_path):
-        yield run.warning(
-            "@rollout.multi_turn has tools or a simulated user and enable=False, so they are never called; set "
-            "@rollout.multi_turn.enable=True.",
-            "rollout.multi_turn.enable",
-        )
+    if not rollout.uses_agents and turns.tool_config_path:
+        yield run.warning("<rollout.multi_turn.enable>, so the tools of tool_config_path are never called; use True.")
     elif rollout.uses_agents and not run.config.data.return_raw_chat:
-        yield run.error(
-            "@data.return_raw_chat=False leaves out the messages that conversations begin with; use True.",
-            "data.return_raw_chat",
-        )
+        yield run.error("<data.return_raw_chat> leaves out the messages that conversations begin with; use True.")
     elif rollout.uses_agents and rollout.engine_world_size > 1:
         yield run.error(
             f"<rollout.tensor_model_parallel_size> with conversations: the {rollout.engine_world_size} processes of an "
-            "engine would each drive its own; use @rollout.tensor_model_parallel_size=1."
+            "engine would each drive its own; use 1."
         )
 
 
-def _lengths(run: Examined) -> Iterator[Problem]:
+def _lengths(run: Examined) -> Findings:
     rollout, context = run.config.actor_rollout_ref.rollout, run.shape.context_length if run.shape else None
     limit, prompt, response = rollout.max_model_len, rollout.prompt_length, rollout.response_length
     if context is not None and run.longest > context:
         room = context - prompt
         fix = f"use data.max_response_length={room}" if room > 0 else "use shorter prompts and responses"
         yield run.error(
-            f"@data.max_prompt_length={prompt} + @data.max_response_length={response} = {run.longest} tokens exceed "
-            f"the model's context of {context}; {fix}, or stretch the context with "
-            "+@model.override_config.rope_scaling.",
-            "data.max_response_length",
+            f"@data.max_response_length={response} + data.max_prompt_length={prompt} = {run.longest} tokens exceed "
+            f"the model's context of {context}; {fix}, or stretch it with +@model.override_config.rope_scaling."
         )
     elif context is not None and limit and limit > context:
         yield run.error(f"<rollout.max_model_len> exceeds the model's context of {context}; use {context}.")
     if limit and limit < run.longest:
         yield run.error(
-            f"<rollout.max_model_len> is less than data.max_prompt_length + data.max_response_length = {run.longest}, "
-            f"so responses would be cut short; use {run.longest}, or null."
+            f"<rollout.max_model_len> is less than data.max_prompt_length + data.max_response_length = {run.longest}; "
+            f"use {run.longest}, or null."
         )
     for name in ("prompt_length", "response_length"):
         if getattr(rollout, name) != getattr(run.config.data, f"max_{name}"):
             yield run.error(f"<rollout.{name}> disagrees with <data.max_{name}>; set one of them, the other follows.")
 
 
-def _engine_steps(run: Examined) -> Iterator[Problem]:
+def _engine_steps(run: Examined) -> Findings:
     rollout = run.config.actor_rollout_ref.rollout
     length, sequences = rollout.context_length, rollout.max_num_seqs
     # The other engines have no such limit on a step, or ignore it.
@@ -168,17 +131,14 @@ def _engine_steps(run: Examined) -> Iterator[Problem]:
         )
 
 
-def _overlong_buffer(run: Examined) -> Iterator[Problem]:
+def _overlong_buffer(run: Examined) -> Findings:
     reward, limit = run.config.reward_model, run.config.overlong_limit
     buffer, response = reward.overlong_buffer, run.config.data.max_response_length
     if not buffer.enable:
         return
     fifth = f"use {max(1, limit // 5)} or so"
     if buffer.len == 0:
-        yield run.warning(
-            "<reward_model.overlong_buffer.len> leaves no tokens over which the penalty grows, so there is none; use a "
-            f"fifth of the response, e.g. {max(1, response // 5)}, or enable=False."
-        )
+        yield run.warning(f"<reward_model.overlong_buffer.len> is no room in which the penalty could grow; {fifth}.")
     elif buffer.len > limit:
         yield run.error(
             f"<reward_model.overlong_buffer.len> is more than the longest response of {limit} tokens; {fifth}."
@@ -190,22 +150,15 @@ def _overlong_buffer(run: Examined) -> Iterator[Problem]:
         )
     elif limit != response:
         yield run.warning(
-            f"<reward_model.max_resp_len> differs from <data.max_response_length>, so the penalty ends elsewhere than "
+            "<reward_model.max_resp_len> differs from <data.max_response_length>, so the penalty ends elsewhere than "
             f"the responses do; use {response}."
-        )
-    if reward.reward_manager != "dapo" and reward.reward_manager_module.path is None:
-        yield run.warning(
-            f"<reward_model.overlong_buffer.enable> is read by reward_manager=dapo, here {reward.reward_manager}; set "
-            "reward_model.reward_manager=dapo.",
-            "reward_model.reward_manager",
         )
 
 
 ROLLOUT: tuple[Check, ...] = (
     _engine_size,
     _devices,
-    _training_samples,
-    _validation_samples,
+    _samples,
     _conversations,
     _lengths,
     _engine_steps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dovetail.config.plan.batches import PassBatches
+from dovetail.config.plan.batches import PASSES, PassBatches
 from dovetail.config.plan.layout import GIB
 from dovetail.config.root import DovetailConfig
 
@@ -14,18 +14,6 @@ if TYPE_CHECKING:
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _KEYS = {"update actor": _ACTOR, "update critic": "critic"}
-# Where each pass reads its micro-batch from: (token budget, sequences).
-_CUTS = {
-    "update actor": (f"{_ACTOR}.ppo_max_token_len_per_gpu", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
-    "update critic": ("critic.ppo_max_token_len_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
-    "values": ("critic.forward_max_token_len_per_gpu", "critic.forward_micro_batch_size_per_gpu"),
-    "log-probs": (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
-    "reference log-probs": (
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-    ),
-    "reward model": ("reward_model.forward_max_token_len_per_gpu", "reward_model.micro_batch_size_per_gpu"),
-}
 
 
 def advise(config: DovetailConfig, phase: PhaseMemory, batch: PassBatches | None, longest: float) -> str:
@@ -75,12 +63,12 @@ def _batch_remedy(config: DovetailConfig, phase: PhaseMemory, largest: str, batc
         return f"{where}.enable_gradient_checkpointing=True"
     flexible = phase.items["activations"] + phase.items["logits"]
     room = phase.device_bytes - (phase.total - flexible)
-    budget_key, micro_key = _CUTS[phase.name]
+    keys = PASSES[phase.name]
     tokens = int(batch.tokens_per_device * max(0.0, room) / flexible)
     if batch.token_budget is not None and tokens >= longest:
-        return f"{budget_key}={tokens // 256 * 256 or tokens}"
+        return f"{keys.section}.{keys.tokens}={tokens // 256 * 256 or tokens}"
     if batch.micro_batch is not None and batch.micro_batch > 1 and tokens >= longest:
-        return f"{micro_key}={max(1, int(tokens / longest))}"
+        return f"{keys.section}.{keys.sequences}={max(1, int(tokens / longest))}"
     if config.actor_rollout_ref.actor.strategy == "megatron":
         return f"a larger {_ACTOR}.megatron.context_parallel_size or tensor_model_parallel_size"
     sequence = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size

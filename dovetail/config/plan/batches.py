@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from dovetail.config.base import look_up
 from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.root import DovetailConfig
 
@@ -45,15 +47,16 @@ class BatchPlan:
     max_sequence_length: int
     max_tokens: int
     max_response_tokens: int
+    # 0: nothing is generated.
     sequences_per_engine: float
     passes: tuple[PassBatches, ...]
 
 
 def make_batches(config: DovetailConfig, layouts: dict[str, RoleLayout]) -> BatchPlan:
-    """Every pass of one step over `data.train_batch_size` prompts."""
+    """Every pass of one step over `data.train_batch_size` prompts, or rows of a data set."""
     rollout = config.actor_rollout_ref.rollout
-    prompts, n = config.data.train_batch_size, rollout.n
-    length = rollout.prompt_length + rollout.response_length
+    prompts, length = config.data.train_batch_size, config.longest_sequence
+    n = rollout.n if config.generates else config.rows_per_example
     generated = config.generation_batch_size
     filters = config.algorithm.filter_groups
     rounds = filters.max_num_gen_batches if filters.enable else 1
@@ -66,73 +69,77 @@ def make_batches(config: DovetailConfig, layouts: dict[str, RoleLayout]) -> Batc
         max_sequence_length=length,
         max_tokens=prompts * n * length,
         max_response_tokens=prompts * n * rollout.response_length,
-        sequences_per_engine=generated * n / (layouts["rollout"].num_engines or 1),
+        sequences_per_engine=generated * n / (layouts["rollout"].num_engines or 1) if "rollout" in layouts else 0,
         passes=tuple(_passes(config, layouts, prompts * n, length)),
     )
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """How a role cuts its sequences: by count or by tokens."""
+Cut = tuple[int | None, int | None]
+"""Sequences or tokens of a micro-batch; neither: in one piece."""
 
-    micro_batch: int | None
-    token_budget: int | None
 
-    @classmethod
-    def of(cls, dynamic: bool, micro_batch: int | None, token_budget: int | None) -> _Cut:
-        return cls(None, token_budget) if dynamic else cls(micro_batch, None)
+class Pass(NamedTuple):
+    """A pass over the sequences of a step: who computes it, and the keys of `section` that cut it."""
+
+    role: str
+    section: str
+    dynamic: str = "use_dynamic_bsz"
+    sequences: str = "ppo_micro_batch_size_per_gpu"
+    tokens: str = "ppo_max_token_len_per_gpu"
+
+    def cut(self, config: DovetailConfig) -> Cut:
+        """How the run cuts it."""
+        section = look_up(config, "", self.section)
+        if getattr(section, self.dynamic):
+            return None, getattr(section, self.tokens) or config.critic.forward_max_token_len
+        own = getattr(section, self.sequences)
+        return own or (config.critic.forward_micro_batch_size if self.section == "critic" else None), None
+
+
+_LOG_PROBS = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+_FORWARD = "forward_max_token_len_per_gpu"
+PASSES = {
+    "log-probs": Pass("actor", "actor_rollout_ref.rollout", *_LOG_PROBS),
+    "reference log-probs": Pass("ref", "actor_rollout_ref.ref", *_LOG_PROBS),
+    "values": Pass("critic", "critic", sequences="forward_micro_batch_size_per_gpu", tokens=_FORWARD),
+    "update critic": Pass("critic", "critic"),
+    "reward model": Pass("reward_model", "reward_model", sequences="micro_batch_size_per_gpu", tokens=_FORWARD),
+    "update actor": Pass("actor", "actor_rollout_ref.actor"),
+}
 
 
 def _passes(config: DovetailConfig, layouts: dict[str, RoleLayout], sequences: int, length: int) -> list[PassBatches]:
-    policy, critic = config.actor_rollout_ref, config.critic
-    actor, rollout, ref = policy.actor, policy.rollout, policy.ref
-    n = rollout.n
+    """A batch of a data set is one optimizer step; generated ones have passes before the update."""
     passes = []
-    if config.has_log_prob_pass:
-        cut = _Cut.of(
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_micro_batch_size_per_gpu,
-            rollout.log_prob_max_token_len_per_gpu,
-        )
-        passes.append(_pass("log-probs", layouts["actor"], cut, sequences, length))
-    if "ref" in layouts:
-        cut = _Cut.of(
-            ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu
-        )
-        passes.append(_pass("reference log-probs", layouts["ref"], cut, sequences, length))
-    if "critic" in layouts:
-        cut = _Cut.of(critic.use_dynamic_bsz, critic.forward_micro_batch_size, critic.forward_max_token_len)
-        passes.append(_pass("values", layouts["critic"], cut, sequences, length))
-        cut = _Cut.of(critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
-        mini = critic.ppo_mini_batch_size * n
-        passes.append(
-            _pass("update critic", layouts["critic"], cut, sequences, length, mini=mini, epochs=critic.ppo_epochs)
-        )
-    if "reward_model" in layouts:
-        reward = config.reward_model
-        budget = reward.forward_max_token_len_per_gpu or critic.forward_max_token_len
-        cut = _Cut.of(reward.use_dynamic_bsz, reward.micro_batch_size_per_gpu, budget)
-        passes.append(_pass("reward model", layouts["reward_model"], cut, sequences, length))
-    cut = _Cut.of(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu)
-    mini = actor.ppo_mini_batch_size * n
-    passes.append(_pass("update actor", layouts["actor"], cut, sequences, length, mini=mini, epochs=actor.ppo_epochs))
+    for name, each in PASSES.items():
+        updates = name.startswith("update")
+        if each.role not in layouts or not (updates or config.generates):
+            continue
+        if name == "log-probs" and not config.has_log_prob_pass:
+            continue
+        mini, epochs = None, int(updates)
+        if updates and config.generates:
+            section = look_up(config, "", each.section)
+            mini, epochs = section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n, section.ppo_epochs
+        passes.append(_pass(name, layouts[each.role], each.cut(config), sequences, length, mini, epochs))
     return passes
 
 
 def _pass(
-    name: str, layout: RoleLayout, cut: _Cut, sequences: int, length: int, *, mini: int | None = None, epochs: int = 0
+    name: str, layout: RoleLayout, cut: Cut, sequences: int, length: int, mini: int | None, epochs: int
 ) -> PassBatches:
     """An update in mini-batches of `mini` sequences, or a forward pass over everything at once."""
+    micro_batch, token_budget = cut
     mini = min(mini or sequences, sequences)
     per_rank = mini / layout.data_parallel
     mini_batches = math.ceil(sequences / mini)
     shared = layout.ranks_per_sequence
-    if cut.token_budget is not None:
+    if token_budget is not None:
         # Ranks that share a sequence pool their budgets.
-        micro_batches = max(1, math.ceil(per_rank * length / (cut.token_budget * shared)))
-        tokens = min(cut.token_budget, math.ceil(per_rank * length / shared))
+        micro_batches = max(1, math.ceil(per_rank * length / (token_budget * shared)))
+        tokens = min(token_budget, math.ceil(per_rank * length / shared))
     else:
-        micro = min(cut.micro_batch or math.ceil(per_rank), math.ceil(per_rank))
+        micro = min(micro_batch or math.ceil(per_rank), math.ceil(per_rank))
         micro_batches = math.ceil(per_rank / micro)
         tokens = math.ceil(micro * length / shared)
     return PassBatches(
@@ -142,8 +149,8 @@ def _pass(
         sequences_per_rank=_whole(sequences / layout.data_parallel),
         mini_batches=mini_batches,
         sequences_per_mini_batch=_whole(per_rank),
-        micro_batch=cut.micro_batch,
-        token_budget=cut.token_budget,
+        micro_batch=micro_batch,
+        token_budget=token_budget,
         micro_batches=micro_batches,
         optimizer_steps=mini_batches * epochs,
         tokens_per_device=tokens,

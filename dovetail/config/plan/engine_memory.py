@@ -87,6 +87,8 @@ def engine_memory(
         length = rollout.context_length
         if is_paged:  # whole pages, and one beside them for a prompt's last page
             length = (math.ceil(length / PAGE) + 1) * PAGE
+        elif rollout.uses_agents and rollout.enable_prefix_caching:
+            length *= 2  # conversations between two turns keep as many tokens as those that run
         cache = min(cache, running * length * per_token)
     return EngineMemory(weights, workspace, cache, per_token, rollout.context_length, budget)
 

@@ -36,12 +36,17 @@ class Family:
     known: bool = True
 
 
+def _biases(switch: Switch, **traits: Any) -> Family:
+    """A family with one switch for the biases of all linear layers."""
+    return Family(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **traits)
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "smollm3": Family(mlp_bias=("mlp_bias", False), tied=True),
-    "mistral": Family(qkv_bias=False, out_bias=False, mlp_bias=False),
-    "ministral": Family(qkv_bias=False, out_bias=False, mlp_bias=False),
-    "mixtral": Family(qkv_bias=False, out_bias=False, mlp_bias=False),
+    "mistral": _biases(False),
+    "ministral": _biases(False),
+    "mixtral": _biases(False),
     "granite": Family(),
     "qwen2": Family(qkv_bias=True, out_bias=False, mlp_bias=False),
     "qwen2_moe": Family(qkv_bias=("qkv_bias", True), out_bias=False, mlp_bias=False, shared_expert_gate=True),
@@ -57,28 +62,13 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(tied=True, head_dim=256, mlp_bias=False),
     "gemma2": Family(tied=True, head_dim=256, norms_per_layer=4, mlp_bias=False),
     "gemma3_text": Family(tied=True, head_dim=256, norms_per_layer=4, qk_norm="head", mlp_bias=False),
-    "phi3": Family(qkv_bias=False, out_bias=False, mlp_bias=False),
-    "phi": Family(
-        qkv_bias=True, out_bias=True, mlp_bias=True, gated_mlp=False, norms_per_layer=1, norm_bias=True, head_bias=True
-    ),
-    "starcoder2": Family(
-        qkv_bias=("use_bias", True),
-        out_bias=("use_bias", True),
-        mlp_bias=("use_bias", True),
-        gated_mlp=False,
-        norm_bias=True,
-        tied=True,
-    ),
+    "phi3": _biases(False),
+    "phi": _biases(True, gated_mlp=False, norms_per_layer=1, norm_bias=True, head_bias=True),
+    "starcoder2": _biases(("use_bias", True), gated_mlp=False, norm_bias=True, tied=True),
     "olmo2": Family(qk_norm="full", mlp_bias=False),
     "glm4": Family(out_bias=False, mlp_bias=False, norms_per_layer=4),
     "glm4_moe": Family(out_bias=False, mlp_bias=False, qk_norm="head", qk_norm_key="use_qk_norm"),
-    "gpt_oss": Family(
-        qkv_bias=("attention_bias", True),
-        out_bias=("attention_bias", True),
-        router_bias=True,
-        expert_bias=True,
-        attention_sinks=True,
-    ),
+    "gpt_oss": _biases(("attention_bias", True), router_bias=True, expert_bias=True, attention_sinks=True),
 }
 
 # Top-level types whose language model sits in `text_config`, or, in files written before transformers 4.52, beside it.

@@ -8,16 +8,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from dovetail.config.actor import ActorConfig
-from dovetail.config.critic import CriticConfig
-from dovetail.config.fsdp import FSDPConfig
+from dovetail.config.actor import RoleConfig
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.plan.stages import pipeline_stages
-from dovetail.config.ref import RefConfig
 from dovetail.config.reward import RewardModelConfig
 from dovetail.config.root import DovetailConfig
 
-TrainingSection = ActorConfig | CriticConfig | RefConfig | RewardModelConfig
+TrainingSection = RoleConfig | RewardModelConfig
 
 SHARED_POOL = "global"
 GIB = 1024**3
@@ -93,26 +90,30 @@ def make_layouts(config: DovetailConfig) -> dict[str, RoleLayout]:
     """The layout of every role that the run has, by role."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     world = config.trainer.world_size
+    if config.trainer.method == "reward":
+        return {"critic": _training_layout("critic", critic, world)}
     layouts = {
-        "actor": _training_layout("actor", policy.actor, policy.actor.fsdp_config, world),
+        "actor": _training_layout("actor", policy.actor, world),
         "rollout": _rollout_layout(config),
     }
+    if not config.generates:
+        return {"actor": layouts["actor"]}
     if config.uses_reference:
-        layouts["ref"] = _training_layout("ref", policy.ref, policy.ref.fsdp_config, world)
+        own = config.teacher_devices
+        pool = "teacher" if own else SHARED_POOL
+        layouts["ref"] = _training_layout("ref", policy.ref, own or world, pool)
     if config.uses_critic:
-        layouts["critic"] = _training_layout("critic", critic, critic.fsdp_config, world)
+        layouts["critic"] = _training_layout("critic", critic, world)
     if reward.enable:
         own = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else 0
         pool = "reward_model" if own else SHARED_POOL
-        fsdp = reward.model.fsdp_config
-        layouts["reward_model"] = _training_layout("reward_model", reward, fsdp, own or world, pool)
+        layouts["reward_model"] = _training_layout("reward_model", reward, own or world, pool)
     return layouts
 
 
-def _training_layout(
-    role: str, section: TrainingSection, fsdp: FSDPConfig, world: int, pool: str = SHARED_POOL
-) -> RoleLayout:
+def _training_layout(role: str, section: TrainingSection, world: int, pool: str = SHARED_POOL) -> RoleLayout:
     """Layout of a role that runs on a training backend."""
+    fsdp = section.fsdp_config
     if section.strategy == "megatron":
         return _megatron_layout(role, section.megatron, world, pool)
     # A sharding over one process is no sharding: the plain backend does the same.

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.plan.advice import advise
 from dovetail.config.plan.batches import BatchPlan, PassBatches
-from dovetail.config.plan.engine_memory import engine_memory
+from dovetail.config.plan.engine_memory import EngineMemory, engine_memory
 from dovetail.config.plan.layout import GIB, Device, RoleLayout
 from dovetail.config.plan.model_shape import Shapes
-from dovetail.config.plan.role_memory import RoleMemory, role_memories
+from dovetail.config.plan.role_memory import RoleMemory, role_memories, teacher_layer_bytes
 from dovetail.config.root import DovetailConfig
 
 ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "KV cache", "engine", "waiting roles", "runtime")
@@ -90,8 +90,8 @@ class MemoryPlan:
 def make_memory(
     config: DovetailConfig, layouts: dict[str, RoleLayout], batches: BatchPlan, shapes: Shapes, device: Device
 ) -> MemoryPlan | None:
-    """Memory of every phase; None when the policy's shape is not known."""
-    if shapes.policy is None:
+    """Memory of every phase; None when the shape of the policy, or of what is trained in its place, is not known."""
+    if (shapes.policy if "actor" in layouts else shapes.critic) is None:
         return None
     memory = _Memory(config, layouts, batches, shapes, device)
     phases = memory.phases()
@@ -107,8 +107,8 @@ def make_memory(
         device_bytes=device.memory_bytes,
         phases=tuple(phases),
         host_bytes_per_node=sum(role.on_host() for role in memory.roles.values()) * config.trainer.n_gpus_per_node,
-        cached_tokens=memory.engine.cached_tokens,
-        full_sequences=memory.engine.full_sequences,
+        cached_tokens=memory.engine.cached_tokens if memory.engine else 0,
+        full_sequences=memory.engine.full_sequences if memory.engine else 0.0,
         verdict=_verdict(phases, device),
         advice=tuple(advice),
         stages=tuple(memory.stages()),
@@ -121,28 +121,31 @@ class _Memory:
     def __init__(
         self, config: DovetailConfig, layouts: dict[str, RoleLayout], batches: BatchPlan, shapes: Shapes, device: Device
     ) -> None:
-        assert shapes.policy is not None, "the memory plan needs the policy's shape"
         self.rollout = config.actor_rollout_ref.rollout
         self.layouts, self.batches, self.device = layouts, batches, device
         self.roles = role_memories(config, layouts, shapes, device)
-        self.engine = engine_memory(
-            shapes.policy,
-            layouts["rollout"],
-            self.rollout,
-            device=device,
-            sequences_per_replica=batches.sequences_per_engine / self.rollout.data_parallel_size,
-            shares_weights=_shares_weights(config, layouts),
-        )
+        self.teacher_layer = teacher_layer_bytes(config, shapes)
+        self.engine: EngineMemory | None = None
+        if "rollout" in layouts:
+            assert shapes.policy is not None, "the memory plan needs the policy's shape"
+            self.engine = engine_memory(
+                shapes.policy,
+                layouts["rollout"],
+                self.rollout,
+                device=device,
+                sequences_per_replica=batches.sequences_per_engine / self.rollout.data_parallel_size,
+                shares_weights=_shares_weights(config, layouts),
+            )
 
     def phases(self) -> list[PhaseMemory]:
         """Every phase on the devices that it fills most."""
-        phases = [self._rollout_phase()]
+        phases = [] if self.engine is None else [self._rollout_phase(self.engine)]
         for batch in self.batches.passes:
             # With LoRA the actor computes the reference's log-probs.
             role = "actor" if batch.role == "ref" and "ref" not in self.roles else batch.role
             if role in self.roles:
                 phases.append(max(self._training_stages(role, batch), key=lambda phase: phase.total))
-        return [*phases, self._sync_phase()]
+        return phases if self.engine is None else [*phases, self._sync_phase(self.engine)]
 
     def stages(self) -> Iterator[StageMemory]:
         """Every pipeline stage of the roles that train on Megatron, with its part of the model."""
@@ -164,9 +167,9 @@ class _Memory:
                     items=phase.items,
                 )
 
-    def _rollout_phase(self) -> PhaseMemory:
+    def _rollout_phase(self, engine: EngineMemory) -> PhaseMemory:
         """Generation: the engine, and what the training roles leave on the same device."""
-        engine, pool, obstacle = self.engine, self.layouts["rollout"].pool, None
+        pool, obstacle = self.layouts["rollout"].pool, None
         if not engine.fits:
             need = engine.cache_per_token * engine.max_length
             obstacle = (
@@ -180,7 +183,7 @@ class _Memory:
         """A phase in which `role` computes, on the devices of every pipeline stage."""
         active, rest = self.roles[role], 0.0
         layout = active.layout
-        if layout.pool == self.layouts["rollout"].pool:
+        if self.engine is not None and layout.pool == self.layouts["rollout"].pool:
             # What the engine leaves on the device.
             if self.rollout.free_cache_engine is False:
                 rest = self.engine.weights + self.engine.workspace + self.engine.cache
@@ -198,14 +201,14 @@ class _Memory:
             for stage in range(layout.pipeline_parallel)
         ]
 
-    def _sync_phase(self) -> PhaseMemory:
+    def _sync_phase(self, engine: EngineMemory) -> PhaseMemory:
         """Weights on their way: the trainer's, a bucket sent and received, and the engine's where it shares devices."""
         actor, shared = self.roles["actor"], self.layouts["rollout"].pool == self.layouts["actor"].pool
         states = max(actor.stages, key=lambda stage: stage.weights)
         items = {
             "weights": 0.0 if actor.always_on_host else states.weights,
             "optimizer": actor.waiting_optimizer(states),
-            "engine": shared * self.engine.weights + 2 * self.rollout.update_weights_bucket_megabytes * MIB,
+            "engine": shared * engine.weights + 2 * self.rollout.update_weights_bucket_megabytes * MIB,
         }
         return self._phase("weight sync", actor.layout.pool, items, active="actor", at=states.stage)
 
@@ -223,6 +226,7 @@ class _Memory:
         """A phase of the role `active`, beside the other roles of the pool at stage `at` and the runtime."""
         mates: list[RoleMemory] = [r for name, r in self.roles.items() if name != active and r.layout.pool == pool]
         waiting = sum((role.waiting(at) for role in mates), 0.0)
+        waiting += self.teacher_layer if "actor" in self.layouts and self.layouts["actor"].pool == pool else 0.0
         items = {**items, "waiting roles": waiting, "runtime": self.device.runtime_bytes}
         every_item = {item: items.get(item, 0.0) for item in ITEMS}
         return PhaseMemory(name, pool, every_item, self.device.memory_bytes, stage, obstacle)

@@ -91,7 +91,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Every stored parameter; tied weights count once."""
-        return sum(self.parts().values())
+        return sum(self.parts.values())
 
     @property
     def active_parameters(self) -> int:
@@ -101,10 +101,12 @@ class ModelShape:
             return self.parameters
         return self.parameters - routed + routed * self.experts_per_token // self.num_experts
 
-    def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Cache of one token over all layers on an unsharded engine; sliding windows are not subtracted."""
-        return self.num_layers * (self.latent_cache_width or 2 * self.num_kv_heads * self.head_dim) * bytes_per_value
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Cache of one token over all layers, two bytes per value, sliding windows not subtracted."""
+        return 2 * self.num_layers * (self.latent_cache_width or 2 * self.num_kv_heads * self.head_dim)
 
+    @property
     def parts(self) -> dict[str, int]:
         """Parameters by part of the model."""
         layers = ("attention", "mlp", "router", "shared_experts", "routed_experts", "norms")
@@ -131,6 +133,8 @@ def read_shapes(config: DovetailConfig) -> Shapes:
     notices: list[str] = []
 
     def read(key: str, folder: str, changes: Raw) -> ModelShape | None:
+        if not folder:
+            return None  # the checks ask for it
         try:
             shape = shape_from_config(_merged(read_config_json(folder), changes))
         except ModelShapeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dovetail.config.plan.batches import BatchPlan, make_batches
@@ -71,15 +71,4 @@ def make_plan(
 def _summary(path: str, shape: ModelShape | None) -> ModelSummary | None:
     if shape is None:
         return None
-    return ModelSummary(
-        path=path,
-        model_type=shape.model_type,
-        parameters=shape.parameters,
-        active_parameters=shape.active_parameters,
-        parts=shape.parts(),
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        context_length=shape.context_length,
-        kv_bytes_per_token=shape.kv_bytes_per_token(),
-    )
+    return ModelSummary(path, **{each.name: getattr(shape, each.name) for each in fields(ModelSummary)[1:]})

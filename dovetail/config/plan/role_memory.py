@@ -133,35 +133,42 @@ def role_memories(
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     actor, ref = policy.actor, policy.ref
     roles: dict[str, RoleMemory] = {}
-    if shapes.policy is not None:
+    if "actor" in layouts and shapes.policy is not None:
         fused, layout = policy.model.use_fused_kernels, layouts["actor"]
-        memory = _role_memory(actor, layout, shapes.policy, actor.fsdp_config, actor.optim, policy.model)
+        memory = _role_memory(actor, layout, shapes.policy, actor.optim, policy.model)
         compiled = actor.use_torch_compile and device.is_accelerator and not layout.is_megatron
         roles["actor"] = replace(memory, fused_head=fused, needs_entropy=actor.needs_entropy, compiled=compiled)
         # With LoRA the reference is the actor with its adapters switched off: no second copy.
         reference = shapes.teacher if config.distills else None if policy.model.uses_lora else shapes.policy
         if "ref" in layouts and reference is not None:
-            memory = _role_memory(ref, layouts["ref"], reference, ref.fsdp_config)
+            memory = _role_memory(ref, layouts["ref"], reference)
             roles["ref"] = replace(memory, fused_head=fused)
     if "critic" in layouts and shapes.critic is not None:
         shape = _with_value_head(shapes.critic)
-        roles["critic"] = _role_memory(critic, layouts["critic"], shape, critic.fsdp_config, critic.optim, critic.model)
+        roles["critic"] = _role_memory(critic, layouts["critic"], shape, critic.optim, critic.model)
     if "reward_model" in layouts and shapes.reward is not None:
         shape = _with_value_head(shapes.reward)
-        roles["reward_model"] = _role_memory(reward, layouts["reward_model"], shape, reward.model.fsdp_config)
+        roles["reward_model"] = _role_memory(reward, layouts["reward_model"], shape)
     return roles
+
+
+def teacher_layer_bytes(config: DovetailConfig, shapes: Shapes) -> float:
+    """The teacher's output layer, which every student's device keeps with `distill.kl=full`."""
+    if not config.compares_vocabularies or shapes.teacher is None:
+        return 0.0
+    dtype = config.actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype
+    return float(shapes.teacher.vocab_size * shapes.teacher.hidden_size * _bytes(dtype))
 
 
 def _role_memory(
     section: TrainingSection,
     layout: RoleLayout,
     shape: ModelShape,
-    fsdp: FSDPConfig,
     optim: OptimConfig | None = None,
     model: ModelConfig | None = None,
 ) -> RoleMemory:
     """The memory of a role on a training backend; without an optimizer it is frozen."""
-    megatron = section.megatron if layout.is_megatron else None
+    fsdp, megatron = section.fsdp_config, section.megatron if layout.is_megatron else None
     precision = _megatron_precision(megatron, optim) if megatron else _fsdp_precision(fsdp, optim, layout)
     trainable, checkpointing = 0.0, False
     if optim is not None and model is not None:

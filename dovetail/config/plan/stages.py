@@ -24,22 +24,14 @@ def pipeline_stages(
                 "account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split cannot be combined "
                 "with a number of layers for the first or last stage"
             )
-        return _counting_ends(num_layers, pipeline, virtual, int(count_embedding), int(count_head))
-    counts = stage_sizes(num_layers, pipeline, first=first, last=last)
-    if virtual == 1:
-        starts = [sum(counts[:stage]) for stage in range(pipeline)]
-        return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
-    for stage, count in enumerate(counts):
-        if count % virtual:
-            raise ValueError(
-                f"pipeline stage {stage} has {count} layers, which {virtual} virtual chunks cannot share equally"
-            )
+        sizes = _counting_ends(num_layers, pipeline, virtual, int(count_embedding), int(count_head))
+    else:
+        sizes = _chunk_sizes(stage_sizes(num_layers, pipeline, first=first, last=last), virtual)
     held: list[list[int]] = [[] for _ in range(pipeline)]
     next_layer = 0
-    for _ in range(virtual):
-        for stage, count in enumerate(counts):
-            held[stage].extend(range(next_layer, next_layer + count // virtual))
-            next_layer += count // virtual
+    for chunk, size in enumerate(sizes):
+        held[chunk % pipeline].extend(range(next_layer, next_layer + size))
+        next_layer += size
     return tuple(tuple(layers) for layers in held)
 
 
@@ -71,9 +63,18 @@ def stage_sizes(
     return tuple(sizes)
 
 
-def _counting_ends(
-    num_layers: int, pipeline: int, virtual: int, embedding: int, head: int
-) -> tuple[tuple[int, ...], ...]:
+def _chunk_sizes(stages: tuple[int, ...], virtual: int) -> list[int]:
+    """Layers of each virtual chunk: the first of every stage, then the second of every stage, ..."""
+    for stage, count in enumerate(stages):
+        if count % virtual:
+            raise ValueError(
+                f"pipeline stage {stage} has {count} layers, which {virtual} virtual chunks cannot share equally"
+            )
+    return [count // virtual for _ in range(virtual) for count in stages]
+
+
+def _counting_ends(num_layers: int, pipeline: int, virtual: int, embedding: int, head: int) -> list[int]:
+    """The same where the embedding and the head take the place of a layer."""
     places = num_layers + embedding + head
     chunks = pipeline * virtual
     if places % chunks:
@@ -81,10 +82,7 @@ def _counting_ends(
             f"{num_layers} layers and {embedding + head} end{'s' * (embedding + head > 1)} that count as one cannot be "
             f"shared equally by {pipeline} pipeline stages" + (f" of {virtual} virtual chunks" if virtual > 1 else "")
         )
-    held: list[list[int]] = [[] for _ in range(pipeline)]
-    next_layer = 0
-    for chunk in range(chunks):
-        size = places // chunks - (embedding if chunk == 0 else 0) - (head if chunk == chunks - 1 else 0)
-        held[chunk % pipeline].extend(range(next_layer, next_layer + size))
-        next_layer += size
-    return tuple(tuple(layers) for layers in held)
+    sizes = [places // chunks] * chunks
+    sizes[0] -= embedding
+    sizes[-1] -= head
+    return sizes

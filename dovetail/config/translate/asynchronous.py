@@ -50,9 +50,8 @@ def v1_mode(group: Group) -> None:
     group.values |= {_MODE: (mode, _V1), _HYBRID: (shared, _V1)}
     if mode != "off":
         for old, new in (("max_off_policy_threshold", "max_staleness"), ("max_off_policy_strategy", "on_stale")):
-            if (key := f"{_SAMPLER}.{old}") in group.leaves:
-                group.consumed.append(key)
-                group.values[f"{_ASYNC}.{new}"] = (group.leaves[key], key)
+            for key, value in group.take(f"{_SAMPLER}.{old}").items():
+                group.values[f"{_ASYNC}.{new}"] = (value, key)
     written = ", ".join(f"{key}={value}" for key, (value, _) in group.values.items() if value is not None)
     group.notice(_V1, f"{_V1}={name} is read as {written}.")
 
@@ -66,9 +65,9 @@ def one_step_off_devices(group: Group) -> None:
 def streamed_batch(group: Group) -> None:
     """Fully asynchronous lists set `data.train_batch_size=0`: a step takes what `require_batches` asks for."""
     leaves, notes = group.leaves, []
-    prompts, batches = _first_set(group, *_PROMPTS), _first_set(group, _BATCHES)
+    prompts = next(iter(group.take(*_PROMPTS).values()), None)
+    batches = group.take(_BATCHES).get(_BATCHES)
     batch = leaves.get(_BATCH, DataConfig.model_fields["train_batch_size"].default)
-    group.consumed += [key for key in (*_PROMPTS, _BATCHES) if key in leaves]
     if batch == 0 and not isinstance(batch, bool):
         mini = leaves.get(_MINI, ActorConfig.model_fields["ppo_mini_batch_size"].default)
         batches = 1 if batches is None else batches
@@ -111,22 +110,18 @@ def _count_cycles(group: Group, batch: int) -> list[str]:
 def old_policy(group: Group) -> None:
     """Which log-probs are the old ones, in two switches. Recomputing wins, as it does there."""
     leaves, keys = group.leaves, (_PROX_LOG_PROBS, *_ENGINE_LOG_PROBS)
-    given = [key for key in keys if leaves.get(key) is not None]
-    group.consumed += [key for key in keys if key in leaves]
+    given = group.take(*keys)
     if not given:
         return
-    written = ", ".join(f"{key}={leaves[key]}" for key in given)
-    recompute = leaves.get(_PROX_LOG_PROBS) or any(leaves.get(key) is False for key in _ENGINE_LOG_PROBS)
+    written = ", ".join(f"{key}={value}" for key, value in given.items())
+    first = next(iter(given))
+    recompute = given.get(_PROX_LOG_PROBS) or any(given.get(key) is False for key in _ENGINE_LOG_PROBS)
     if leaves.get(_MODE) in ("one_step_off", "fully_async") and not recompute and leaves.get(_BYPASS) is False:
         why = "the first takes the engine's log-probs as the old ones, the second recomputes them"
         return group.problem(_BYPASS, f"{written} and {_BYPASS}=False: {why}; keep one of the two.")
     prox = "recompute" if recompute else None
-    group.values[f"{_ASYNC}.prox"] = (prox, given[0])
-    group.notice(given[0], f"{written}: read as {_ASYNC}.prox={prox or 'null'}.")
-
-
-def _first_set(group: Group, *keys: str) -> Any:
-    return next((group.leaves[key] for key in keys if group.leaves.get(key) is not None), None)
+    group.values[f"{_ASYNC}.prox"] = (prox, first)
+    group.notice(first, f"{written}: read as {_ASYNC}.prox={prox or 'null'}.")
 
 
 def _is_count(value: Any) -> bool:

@@ -32,6 +32,11 @@ class Group:
     def problem(self, key: str, message: str) -> None:
         self.problems.append(Problem(key, message))
 
+    def take(self, *keys: str) -> dict[str, Any]:
+        """Those of `keys` that are set, which are consumed; null means "not set"."""
+        self.consumed += [key for key in keys if key in self.leaves]
+        return {key: self.leaves[key] for key in keys if self.leaves.get(key) is not None}
+
     def size(self, *keys: str) -> Any:
         """The first of `keys` that is set, else 1."""
         return next((self.leaves[key] for key in keys if self.leaves.get(key) is not None), 1)
@@ -49,9 +54,7 @@ _RATIO_CAPS = (f"{_ACTOR}.tis_imp_ratio_cap", f"{_ACTOR}.behav_imp_weight_cap")
 
 def ratio_cap(group: Group) -> None:
     """First generation: one cap on the token ratio; -1 switches it off."""
-    group.consumed += [key for key in _RATIO_CAPS if key in group.leaves]
-    for key in group.consumed:
-        cap = group.leaves[key]
+    for key, cap in group.take(*_RATIO_CAPS).items():
         if not isinstance(cap, int | float) or cap <= 0:
             group.notice(key, f"{key}={cap} means no importance weights here, as it did.")
             continue
@@ -62,14 +65,9 @@ def ratio_cap(group: Group) -> None:
 def flat_importance_sampling(group: Group) -> None:
     """Second generation: `algorithm.rollout_is` and `algorithm.rollout_is_*` (see `FLAT_KEYS`)."""
     prefix = "algorithm.rollout_is"
-    values = {
-        key.removeprefix("algorithm."): value
-        for key, value in group.leaves.items()
-        if key == prefix or key.startswith(f"{prefix}_")
-    }
+    values = {key.removeprefix("algorithm."): value for key, value in group.take(*_FLAT_NAMES).items()}
     if not values:
         return
-    group.consumed += [f"algorithm.{name}" for name, _, _ in FLAT_KEYS if name in values]
     threshold, level = values.get("rollout_is_threshold"), values.get("rollout_is_level", "token")
     mode, lower = values.get("rollout_is_mode", "truncate"), values.get("rollout_is_threshold_lower")
     if level not in _REJECTION:
@@ -98,7 +96,8 @@ def early_rollout_correction(group: Group) -> None:
     """Third generation, first names: rejection by level, a separate lower bound, a veto, `use_policy_gradient`."""
     leaves = group.leaves
     name, lower, upper = leaves.get(_RS), leaves.get(f"{_BOUND}_lower"), leaves.get(_BOUND)
-    group.consumed += [key for key in (f"{_BOUND}_lower", *_VETOES) if key in leaves]
+    vetoes = group.take(*_VETOES)
+    group.take(f"{_BOUND}_lower")
     if isinstance(name, str) and name in _REJECTION:
         group.consumed += [_RS, _BOUND]
         upper = leaves.get(_THRESHOLD, 2.0) if upper is None else upper
@@ -107,8 +106,8 @@ def early_rollout_correction(group: Group) -> None:
         group.notice(_RS, f"{_RS}={name} is read as {_REJECTION[name]} with the bounds {bounds}.")
     elif name is not None:
         group.values |= {_RS: (name, _RS), _BOUND: (upper, _BOUND)}
-    for key in _VETOES:
-        _veto(group, leaves.get(key), key)
+    for key, threshold in vetoes.items():
+        _veto(group, threshold, key)
     threshold = leaves.get(_THRESHOLD)
     if isinstance(threshold, str) and "_" in threshold:
         # `lower_upper` drops weights outside the two instead of cutting them.
@@ -120,13 +119,12 @@ def early_rollout_correction(group: Group) -> None:
         group.consumed.append(_IS)
         reason = "a geometric mean is no importance weight; the rejection stays"
         group.notice(_IS, f"{_IS}=geometric is read as null: {reason}.")
-    for old in ("use_policy_gradient", "use_pure_rollout_correction"):
-        key = f"{_CORRECTION}.{old}"
-        if key in leaves:
-            group.consumed.append(key)
-            if leaves[key]:
-                group.values[f"{_CORRECTION}.loss_type"] = ("reinforce", key)
-                group.notice(key, f"{key} is read as {_CORRECTION}.loss_type=reinforce.")
+    for key, on in group.take(
+        f"{_CORRECTION}.use_policy_gradient", f"{_CORRECTION}.use_pure_rollout_correction"
+    ).items():
+        if on:
+            group.values[f"{_CORRECTION}.loss_type"] = ("reinforce", key)
+            group.notice(key, f"{key} is read as {_CORRECTION}.loss_type=reinforce.")
     group.consumed += [key for key in group.values if key in leaves]
 
 
@@ -148,11 +146,10 @@ def _veto(group: Group, threshold: Any, key: str) -> None:
 
 def implied_megatron(group: Group) -> None:
     """Lists for a Megatron file set `*.megatron.*` and no strategy, because that file chose the backend."""
-    leaves = group.leaves
-    group.consumed += [key for key in ("model_engine",) if key in leaves]
+    leaves, engine = group.leaves, group.take("model_engine")
     if leaves.get(f"{_ACTOR}.strategy") is not None:
         return
-    if leaves.get("model_engine") == "megatron":
+    if engine.get("model_engine") == "megatron":
         group.values[f"{_ACTOR}.strategy"] = ("megatron", "model_engine")
         group.notice("model_engine", f"model_engine=megatron is read as {_ACTOR}.strategy=megatron.")
         return
@@ -165,12 +162,8 @@ def implied_megatron(group: Group) -> None:
 
 def global_micro_batches(group: Group) -> None:
     """Micro-batch sizes that count sequences over all devices become sizes on one device."""
-    for old, new in GLOBAL_MICRO_BATCHES.items():
-        size = group.leaves.get(old)
-        group.consumed += [old] if old in group.leaves else []
-        if size is None:
-            continue
-        replicas = _data_parallel_size(group, old)
+    for old, size in group.take(*GLOBAL_MICRO_BATCHES).items():
+        new, replicas = GLOBAL_MICRO_BATCHES[old], _data_parallel_size(group, old)
         if not isinstance(size, int) or size <= 0 or replicas is None or size % replicas:
             count = "the number of data-parallel ranks" if replicas is None else f"{replicas} data-parallel ranks"
             why = f"counts sequences over all devices and does not divide by {count}"
@@ -219,7 +212,7 @@ GLOBAL_MICRO_BATCHES = {
     )
 } | {"data.micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu"}
 
-# The second generation for the documents: name, typed key, meaning.
+# The second generation: name, typed key, meaning.
 FLAT_KEYS = (
     ("rollout_is", "rollout_is", "true: weights at `rollout_is_level`; false: none"),
     ("rollout_is_level", "rollout_is", "token or sequence; geometric is a rejection rule only"),
@@ -227,11 +220,13 @@ FLAT_KEYS = (
     ("rollout_is_threshold", "rollout_is_threshold", "with mask also the upper bound of `rollout_rs_threshold`"),
     ("rollout_is_threshold_lower", "rollout_rs_threshold", "with mask the lower bound, null: 1 / upper; else unused"),
     ("rollout_is_veto_threshold", "rollout_rs", "seq_max_k2 with the threshold 0.5 x log(veto)^2"),
-    ("rollout_is_batch_normalize", "rollout_is_batch_normalize", ""),
+    ("rollout_is_batch_normalize", "rollout_is_batch_normalize", "the same value"),
 )
+_FLAT_NAMES = tuple(f"algorithm.{name}" for name, _, _ in FLAT_KEYS)
 
-# What the other rules do, for the documents: written as, read as, why.
 GROUP_SPELLINGS = (
+    *((old, new, "divided by the number of data-parallel ranks") for old, new in GLOBAL_MICRO_BATCHES.items()),
+    *((f"algorithm.{old}", f"{_CORRECTION}.{new}", meaning) for old, new, meaning in FLAT_KEYS),
     (_RATIO_CAPS[0], _THRESHOLD, "with `rollout_is=token`; not positive: no weights"),
     (f"{_RS}=token, sequence, geometric", f"{_RS}=token_k1, seq_sum_k1, seq_mean_k1", ""),
     (f"{_BOUND}_lower", f"{_BOUND}=lower_upper", ""),
@@ -240,3 +235,4 @@ GROUP_SPELLINGS = (
     (f"{_ACTOR}.megatron.*", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
     ("model_engine=megatron", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
 )
+"""What these rules do, for the documents: written as, read as, why."""

@@ -13,8 +13,7 @@ from typing import Any
 
 from dovetail.config.errors import Notice, Problem
 from dovetail.config.translate import asynchronous
-from dovetail.config.translate.groups import GROUP_RULES, Group
-from dovetail.config.translate.sft import SFT_SPELLINGS
+from dovetail.config.translate.groups import GROUP_RULES, GROUP_SPELLINGS, Group
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,37 @@ TRANSLATIONS: tuple[Translation, ...] = (
     *_moved_from_fsdp(),
     *_optimizers(),
     *_adapters(),
-    *(Translation(old, new) for old, new in SFT_SPELLINGS),
+    # verl's SFT trainers have model, optimizer and micro-batch at the root; here they are the actor's.
+    Translation("model.partial_pretrain", f"{_MODEL}.path"),
+    Translation("model.strategy", f"{_ACTOR}.strategy"),
+    Translation("model.fsdp_config.offload_params", f"{_ACTOR}.fsdp_config.param_offload"),
+    Translation("model.fsdp_config.*", f"{_ACTOR}.fsdp_config.*"),
+    Translation("model.*", f"{_MODEL}.*"),
+    Translation("optim.warmup_steps_ratio", f"{_ACTOR}.optim.lr_warmup_steps_ratio"),
+    Translation("optim.*", f"{_ACTOR}.optim.*"),
+    Translation("ulysses_sequence_parallel_size", f"{_ACTOR}.ulysses_sequence_parallel_size"),
+    Translation("use_remove_padding", f"{_MODEL}.use_remove_padding"),
+    Translation("data.micro_batch_size_per_gpu", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
+    Translation("data.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
+    Translation("data.max_token_len_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
+    Translation("data.response_key", "sft.response_key"),
+    Translation("data.prompt_dict_keys", "sft.prompt_dict_keys"),
+    Translation("data.response_dict_keys", "sft.response_dict_keys"),
+    Translation("data.messages_key", "sft.messages_key"),
+    Translation("data.tools_key", "sft.tools_key"),
+    Translation("data.multiturn.messages_key", "sft.messages_key"),
+    Translation("data.multiturn.tools_key", "sft.tools_key"),
+    Translation("data.balance_dp_token", "trainer.balance_batch"),
+    Translation("data.chat_template", f"{_MODEL}.custom_chat_template"),
+    Translation("trainer.checkpoint.*", f"{_ACTOR}.checkpoint.*"),
 )
+
+OTHER_SPELLINGS = (
+    *((rule.old, rule.new, rule.why) for rule in TRANSLATIONS),
+    *GROUP_SPELLINGS,
+    *asynchronous.SPELLINGS,
+)
+"""For the documents: written as, read as, why."""
 
 # Other spellings of a value, by the key they are for.
 _OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD"}
@@ -210,7 +238,7 @@ def translate(leaves: Mapping[str, Any]) -> Translated:
         done.leaves.setdefault(key, value)
     for key, spellings in VALUE_SPELLINGS.items():
         value = done.leaves.get(key)
-        if isinstance(value, str | bool) and value in spellings:
+        if isinstance(value, str | int) and value in spellings:
             done.leaves[key] = spellings[value]
             done.notices.append(Notice(key, f"{key}={value} is read as {spellings[value]}."))
     return done

@@ -17,13 +17,18 @@ export async function compare(place, group, drawAnswer, closed) {
   box.addEventListener("close", () => { open = false; box.remove(); closed(); });
   box.showModal();
 
-  const draw = async (side, step) => {
+  let newest = 0; // of what was asked for; replies to older ones are dropped
+  let picked = false;
+
+  const draw = async (side, step, mine = newest) => {
     const at = { ...place, step };
     const reply = await ask("group", { ...at, key: group.key });
+    if (mine !== newest) return;
     side.replaceChildren(el("h3", { text: `step ${step}` }), el("div", { class: "answers" }, reply.answers.map((answer) => drawAnswer(answer, at))));
   };
   const show = async (other) => {
     const [early, late] = other < step ? [other, step] : [step, other];
+    newest += 1;
     for (const pick of picks.children) pick.setAttribute("aria-pressed", String(Number(pick.dataset.step) === other));
     await Promise.all([draw(left, early), draw(right, late)]);
     right.hidden = false;
@@ -38,12 +43,12 @@ export async function compare(place, group, drawAnswer, closed) {
     cursor = reply.next;
     for (const other of reply.steps) {
       known.push(other);
-      picks.append(el("button", { class: "chip", data: { step: String(other) }, text: `step ${other}`, onclick: () => show(other) }));
+      picks.append(el("button", { class: "chip", data: { step: String(other) }, text: `step ${other}`, onclick: () => { picked = true; show(other); } }));
     }
     status.textContent = known.length ? `This prompt is in ${known.length + 1} steps${cursor === null ? "." : ` so far, ${reply.left} steps left to read …`}`
       : cursor === null ? "No other step has this prompt. Validation prompts come back at every validation, training prompts in the next epoch." : status.textContent;
-    if (known.length && right.childElementCount === 0) await show(known.at(-1));
+    if (!picked && known.length && right.childElementCount === 0) await show(known.at(-1));
   }
   // The first one shown came from the first bite; the earliest step tells more.
-  if (open && known.length) await show(Math.min(...known));
+  if (open && !picked && known.length) await show(Math.min(...known));
 }

@@ -8,6 +8,7 @@ export async function config(box, state) {
   let other = others.some((run) => run.name === state.parameters.other) ? state.parameters.other : "";
   let only = state.parameters.only ?? "changed";
   let rows = [];
+  let asked = 0;
   const words = el("input", { type: "search", placeholder: "search keys, values, meanings …", "aria-label": "Search the configuration" });
   words.addEventListener("input", debounce(paint, 150));
   const table = el("div", { class: "card table-box" });
@@ -29,7 +30,10 @@ export async function config(box, state) {
   const remember = () => go({ parameters: { other, only } }, { replace: true });
 
   async function load() {
-    rows = (await ask("config", { run: state.run, other })).rows;
+    const mine = ++asked;
+    const reply = await ask("config", { run: state.run, other });
+    if (mine !== asked) return; // another run was chosen meanwhile
+    rows = reply.rows;
     drawBar();
     paint();
   }

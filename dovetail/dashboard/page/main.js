@@ -19,8 +19,10 @@ const views = () => Object.keys(VIEWS).filter((key) => !SPECIAL.includes(key) ||
 const $ = (id) => document.getElementById(id);
 
 let current = null;
+let numShown = 0;
 let stamps = {};
 let numRuns = 0;
+let looking = false;
 
 export function say(text) {
   $("message").textContent = text ?? "";
@@ -61,6 +63,7 @@ function drawStatus() {
 }
 
 async function show() {
+  const mine = ++numShown;
   readAddress(Object.keys(VIEWS));
   drawFrame();
   current?.close?.();
@@ -74,15 +77,19 @@ async function show() {
   const box = el("div", { class: `view ${state.view}` });
   view.replaceChildren(box);
   try {
-    current = await VIEWS[state.view][1](box, state);
+    const made = await VIEWS[state.view][1](box, state);
+    // A reader may have gone on to another view meanwhile: keys and news are for that one.
+    if (mine !== numShown) { made.close?.(); return; }
+    current = made;
     box.dataset.ready = "1";
   } catch (error) {
-    say(error.message);
+    if (mine === numShown) say(error.message);
   }
 }
 
 async function lookForNews() {
-  if (document.hidden || !state.run) return;
+  if (document.hidden || looking || !state.run) return;
+  looking = true;
   try {
     const reply = await ask("pulse", { run: [...state.shown] });
     const changed = Object.keys(reply.stamps).filter((name) => reply.stamps[name] !== stamps[name]);
@@ -98,6 +105,8 @@ async function lookForNews() {
   } catch (error) {
     $("message").dataset.lost = "1";
     say(error.message);
+  } finally {
+    looking = false;
   }
 }
 

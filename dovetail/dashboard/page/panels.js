@@ -27,10 +27,14 @@ const order = (row) => ROWS.indexOf(row.split(" ")[0]) * 1e6 + (Number(row.repla
 
 // `place`: run, step, and how many steps up to it. `words`, `wait_words`: what phases and waits are called.
 export async function showTimeline(panel, place, { words, wait_words }, { waits = false } = {}) {
-  let timeline;
+  const mine = panel.asked = (panel.asked ?? 0) + 1;
+  let timeline = null;
+  let problem = "";
   try {
     timeline = await ask("timeline", place);
-  } catch (error) { panel.note(error.message); panel.plot.hidden = true; return; }
+  } catch (error) { problem = error.message; }
+  if (mine !== panel.asked) return; // another step was chosen meanwhile
+  if (problem) { panel.note(problem); panel.plot.hidden = true; return; }
   panel.plot.hidden = false;
   panel.note("");
   const hasEngines = timeline.spans.some((span) => span.worker.startsWith("engine "));

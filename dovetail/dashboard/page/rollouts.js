@@ -26,7 +26,7 @@ export async function rollouts(box, state) {
   search.addEventListener("input", debounce(() => change({ words: search.value.trim() }), 300));
   const summary = el("div", { class: "soft summary", role: "status" });
   const list = el("div", { class: "groups" });
-  const more = el("button", { class: "button", hidden: true, text: "More", onclick: () => { first += PAGE; load({ append: true }); } });
+  const more = el("button", { class: "button", hidden: true, text: "More", onclick: () => { more.disabled = true; first += PAGE; load({ append: true }); } });
   const legend = el("span", {});
   const colours = select("Colour tokens by", [], "", (colour) => change({ colour }), { id: "colour" });
   const agents = el("span", { class: "inline", hidden: true });
@@ -40,7 +40,9 @@ export async function rollouts(box, state) {
   el("div", { class: "bar" }, chips, agents, search, select("in", [["step", "this step"], ["run", "all steps"]], wish.scope, (scope) => change({ scope }), { id: "scope" })),
   summary, list, more);
 
+  let left = false; // the reader is in another view
   function remember() {
+    if (left) return;
     const kept = Object.fromEntries(Object.entries(wish).filter(([name, value]) => value && !["all", "recorded"].includes(value) && !(name === "kind" && value === "rollouts") && !(name === "scope" && value === "step")));
     go({ parameters: kept }, { replace: true });
   }
@@ -93,6 +95,7 @@ export async function rollouts(box, state) {
     list.append(...reply.groups.map((group) => drawGroup(group, place)));
     if (!reply.groups.length && !append) list.append(el("p", { class: "empty", text: "No response of this step matches." }));
     more.hidden = first + PAGE >= reply.num_groups;
+    more.disabled = false;
   }
 
   async function searchRun(mine) {
@@ -172,9 +175,9 @@ export async function rollouts(box, state) {
   }
   return {
     refresh: async () => {
-      const known = steps.length;
-      const fresh = (await ask("steps", { run: state.run, kind: wish.kind })).steps;
-      if (fresh.length === known) return;
+      const [known, kind] = [steps.length, wish.kind];
+      const fresh = (await ask("steps", { run: state.run, kind })).steps;
+      if (fresh.length === known || kind !== wish.kind) return;
       // Readers who look at the newest step stay there; others are not disturbed.
       const atEnd = follow && (known === 0 || wish.step === steps.at(-1)) && wish.scope === "step" && !list.contains(document.activeElement);
       steps = fresh;
@@ -182,7 +185,7 @@ export async function rollouts(box, state) {
       if (atEnd) { wish.step = steps.at(-1); first = 0; await load(); }
     },
     key: (key) => { if (key === ",") move(-1); if (key === ".") move(1); },
-    close: () => { asked += 1; searching?.abort(); },
+    close: () => { left = true; asked += 1; searching?.abort(); document.querySelector("dialog.compare")?.close(); },
   };
 }
 

@@ -21,7 +21,7 @@ from tests.config.plan import known_models as known
 pytestmark = pytest.mark.unit
 
 ALONE = RoleLayout(role="actor", backend="fsdp2", pool="global", world_size=1, data_parallel=1)
-NUM_TOKENS = 256
+NUM_TOKENS = 64
 
 
 def saved_bytes(config: Any, *, compiled: bool) -> int:

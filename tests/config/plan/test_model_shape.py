@@ -108,8 +108,8 @@ def test_active_parameters_are_those_of_the_chosen_experts() -> None:
 
 
 def test_latent_attention_caches_one_compressed_vector() -> None:
-    assert shape_from_config(known.DEEPSEEK_V3).kv_bytes_per_token() == 61 * (512 + 64) * 2
-    assert shape_from_config(known.LLAMA_3_8B).kv_bytes_per_token() == 32 * 2 * 8 * 128 * 2
+    assert shape_from_config(known.DEEPSEEK_V3).kv_bytes_per_token == 61 * (512 + 64) * 2
+    assert shape_from_config(known.LLAMA_3_8B).kv_bytes_per_token == 32 * 2 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize(

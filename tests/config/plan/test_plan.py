@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dovetail.config import load_config
-from dovetail.config.plan import Plan, make_plan, read_shapes, shape_from_config
+from dovetail.config.plan import Plan, Shapes, make_plan, read_shapes, shape_from_config
 from dovetail.config.plan.batches import PassBatches
 from dovetail.config.plan.memory import PhaseMemory
 from tests.config.plan import known_models as known
@@ -127,6 +127,44 @@ def test_the_same_recipe_does_not_fit_small_devices_and_says_why() -> None:
     assert "does not fit in 40.0 GiB" in plan.memory.verdict
     assert any("update actor needs" in line and "use_fused_kernels=True" in line for line in plan.memory.advice)
     assert any("KV cache" in line and "tensor_model_parallel_size=64" in line for line in plan.memory.advice)
+
+
+@pytest.mark.parametrize(("method", "role"), [("sft", "actor"), ("dpo", "actor"), ("reward", "critic")])
+def test_training_on_a_data_set_needs_the_memory_of_the_same_update_in_rl(method: str, role: str) -> None:
+    keys = ("data.train_files=x.parquet", "data.train_batch_size=64", "trainer.n_gpus_per_node=8")
+    keys += (f"{A}.use_dynamic_bsz=True", f"{A}.ppo_max_token_len_per_gpu=4096", f"{A}.ppo_mini_batch_size=64")
+    keys += ("critic.ppo_max_token_len_per_gpu=4096",)
+    rl = phase_of(plan_of(keys, known.QWEN2_5_7B), f"update {role}")
+    plan = plan_of(keys, known.QWEN2_5_7B, f"trainer.method={method}")
+    assert plan.memory is not None
+    [phase] = plan.memory.phases
+    states = ("weights", "gradients", "optimizer", "activations", "logits")
+    assert {name: phase.items[name] for name in states} == {name: rl.items[name] for name in states}
+    assert phase.total == sum(phase.items[name] for name in (*states, "runtime"))
+    assert phase.fits
+    assert [layout.role for layout in plan.layouts] == [role]
+    update = pass_of(plan, f"update {role}")
+    assert (plan.batches.sequences, update.optimizer_steps) == (64 if method == "sft" else 128, 1)
+    tight = plan_of(keys, known.QWEN2_5_7B, f"trainer.method={method}", memory=10)
+    assert tight.memory is not None
+    assert not tight.memory.fits
+    assert all(f"update {role} needs" in line for line in tight.memory.advice)
+
+
+def test_a_teacher_of_its_own_devices_leaves_its_output_layer_with_the_student() -> None:
+    keys = ["trainer.method=distill", "distill.teacher.path=x", f"{A}.use_dynamic_bsz=True", "distill.kl=full"]
+    shape = shape_from_config(known.QWEN2_5_7B)
+    shapes = Shapes(shape, teacher=shape_from_config(known.QWEN2_5_32B))
+
+    def update(*more: str) -> PhaseMemory:
+        return phase_of(make_plan(load_config(overrides=[*keys, *more]).config, shapes), "update actor")
+
+    apart = ("distill.teacher.nnodes=1", "distill.teacher.n_gpus_per_node=4")
+    layer = 2 * 152064 * 5120
+    assert update(*apart).items["waiting roles"] == layer
+    assert update(*apart, "distill.kl=top_k").items["waiting roles"] == 0
+    # On shared devices the sharded teacher waits there too.
+    assert update().items["waiting roles"] == pytest.approx(layer + 2 * 32_763_876_352 / 8)
 
 
 def test_following_the_advice_for_logits_makes_the_phase_smaller() -> None:
