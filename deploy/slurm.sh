@@ -14,7 +14,8 @@
 set -euo pipefail
 
 source "${DOVETAIL_VENV:-.venv}/bin/activate"
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${nodes%%$'\n'*}   # not with head: under pipefail the job ends when head leaves before scontrol has written all
 gpus=${SLURM_GPUS_ON_NODE:-8}
 
 export RAY_AUTH_MODE=token

@@ -35,7 +35,8 @@ actor_rollout_ref:
   actor: {ppo_mini_batch_size: 64, use_dynamic_bsz: true}
 algorithm: {adv_estimator: grpo}
 """
-SCONTROL = "#!/bin/bash\nprintf 'node-a\\nnode-b\\n'\n"
+# More names than a pipe holds: a script that reads only the first one must not be ended by the writer's SIGPIPE.
+SCONTROL = "#!/bin/bash\nprintf 'node-a\\n'\nprintf 'node-b-%s\\n' {1..20000}\n"
 SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
 RAY = '#!/bin/bash\nprintf \'%s\\n\' "$@" >> "$RAY_CALLS"\necho >> "$RAY_CALLS"\n'
 
