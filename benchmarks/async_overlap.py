@@ -6,7 +6,8 @@ responses is forced from `traces/lengths.json` (log-normal, 99th percentile ten 
 other, each a whole run on Ray:
 
     sync          the same two processes take turns; its parts are generation and training alone, each drained
-    one_step_off  the next batch is generated while this one trains: at best the longer of sync's two parts
+    one_step_off  the next batch is generated while this one trains: at best the longer of sync's two parts; as lengths
+                  differ from batch to batch, the median of each step's longer part is beside it
     generation    fully_async, whose trainer updates nothing: generation alone, never drained
     fully_async   at best the longer of `generation` and sync's training
 
@@ -200,7 +201,10 @@ def summary(results: Mapping[str, Mapping[str, Sequence[float]]], folder: Path, 
     sync = results["sync"]
     medians = {side: statistics.median(result["step_s"]) for side, result in results.items()}
     generation = statistics.median(sync["gen_s"])
-    training = statistics.median(step - gen for step, gen in zip(sync["step_s"], sync["gen_s"], strict=True))
+    updates = [step - gen for step, gen in zip(sync["step_s"], sync["gen_s"], strict=True)]
+    training = statistics.median(updates)
+    # A step that trains on one batch while the next is generated takes the longer of these two, in every step anew.
+    pairs = statistics.median(map(max, zip(sync["gen_s"][1:], updates[:-1], strict=True)))
     lines = [f"sync: {medians['sync']:.2f} s, of which generation {generation:.2f} s and training {training:.2f} s"]
     records = read_records(folder / "run-sync")
     bounds = {"one_step_off": generation, "fully_async": medians.get("generation")}
@@ -218,6 +222,8 @@ def summary(results: Mapping[str, Mapping[str, Sequence[float]]], folder: Path, 
             f"{predicted.staleness_mean:.2f}, engine idle {predicted.engine_idle:.0%}, trainer "
             f"{predicted.trainer_idle:.0%}"
         )
+        if side == "one_step_off":
+            lines.append(f"{side}: the longer of each step's two parts {pairs:.2f} s {step / pairs - 1:+.1%}")
     return "\n".join(lines)
 
 
