@@ -36,7 +36,7 @@ from dovetail.protocol import DataProto
 from dovetail.rollout.native.engine import NativeEngine
 
 GROUPS, GROUP_SIZE = 32, 8
-ROUNDS = 4
+ROUNDS = 2
 """How many times `GROUPS` are measured where trajectories are carried on, after as many that are not."""
 SHAPES = ((4, 8), (4, 32), (16, 4))
 """Turns of a trajectory, and tokens of a turn."""
