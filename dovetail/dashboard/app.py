@@ -125,7 +125,8 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
     @app.get("/api/pulse")
     async def pulse(run: Annotated[list[str], Query(max_length=20)]) -> dict[str, Any]:
         known = {entry.name: entry for entry in runs.find()}
-        return {"stamps": {name: known[name].stamp() for name in run if name in known}, "num_runs": len(known)}
+        stamps = {name: known[name].stamp() for name in run if name in known}
+        return {"stamps": stamps, "num_runs": len(known), "num_not_listed": runs.num_not_listed}
 
     @app.get("/api/overview")
     async def overview(

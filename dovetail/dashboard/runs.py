@@ -134,19 +134,28 @@ class Runs:
     def __init__(self, roots: Sequence[str | os.PathLike[str]]) -> None:
         self._roots = [Path(root).expanduser().absolute() for root in roots]
         self._runs: dict[str, Run] = {}
+        self.num_not_listed = 0
+        """Run folders beyond the most that are listed."""
         problems = [problem for root in self._roots if (problem := _problem(root))]
         if problems:
             raise DashboardError("\n".join(problems))
         self.find()
 
     def find(self) -> list[Run]:
-        """All runs, those given first, in the order of the roots."""
-        known = {run.folder: run for run in self._runs.values()}
+        """The runs, those given first, in the order of the roots; `_MOST_RUNS` at most."""
+        known = {run.folder for run in self._runs.values()}
+        beyond = set()
         for root in self._roots:
             for folder in _run_folders(root):
-                if folder not in known and len(self._runs) < _MOST_RUNS:
-                    run = Run(self._free_name(folder, root), folder)
-                    self._runs[run.name] = known[folder] = run
+                if folder in known:
+                    continue
+                if len(self._runs) == _MOST_RUNS:
+                    beyond.add(folder)
+                    continue
+                run = Run(self._free_name(folder, root), folder)
+                self._runs[run.name] = run
+                known.add(folder)
+        self.num_not_listed = len(beyond)
         return list(self._runs.values())
 
     def get(self, name: str) -> Run:

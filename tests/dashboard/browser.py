@@ -17,6 +17,16 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# Addresses of the replies that the page has read. A timer runs after everything that awaited the reply.
+_RECORD_READ = """
+window.read = [];
+const json = Response.prototype.json;
+Response.prototype.json = function () {
+  const reply = json.call(this);
+  reply.then(() => setTimeout(() => window.read.push(this.url)));
+  return reply;
+};
+"""
 
 
 def chromium() -> str:
@@ -70,6 +80,7 @@ def show(page: Page, server: Server, place: str = "") -> Page:
     """Open a view and wait until it has what it asked for. Errors in the page fail the test."""
     if not hasattr(page, "problems"):
         page.problems = []  # type: ignore[attr-defined]
+        page.add_init_script(_RECORD_READ)
         page.on("pageerror", lambda error: page.problems.append(str(error)))  # type: ignore[attr-defined]
         page.on("console", lambda said: page.problems.append(said.text) if said.type == "error" else None)  # type: ignore[attr-defined]
     page.goto("about:blank")

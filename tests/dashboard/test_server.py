@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from dovetail.cli.main import main
+from dovetail.dashboard import runs
 from dovetail.dashboard.app import HOST, bind, build_app, plotly_file
 from dovetail.dashboard.runs import Run, Runs
 from dovetail.observability.run_folder import RunFolder
@@ -200,3 +201,12 @@ def test_a_folder_of_runs_shows_all_of_them_and_new_ones(tmp_path: Path) -> None
     assert [run["name"] for run in page.get("/api/runs").json()] == ["a/x", "b/x", "c"]
     same_names = client(tmp_path / "a" / "x", tmp_path / "b" / "x")
     assert [run["name"] for run in same_names.get("/api/runs").json()] == ["x", "b/x"]
+
+
+def test_runs_beyond_the_most_that_are_listed_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_MOST_RUNS", 2)
+    for name in "abcd":
+        write_config(tmp_path / name, {})
+    page = client(tmp_path, tmp_path)  # a folder that is given twice is counted once
+    assert [run["name"] for run in page.get("/api/runs").json()] == ["a", "b"]
+    assert page.get("/api/pulse?run=a").json()["num_not_listed"] == 2

@@ -52,6 +52,11 @@ function drawOverlays() {
       el("span", { text: run.name }), el("small", { class: "soft", text: run.state }))));
 }
 
+function drawNotListed({ num_runs, num_not_listed }) {
+  $("not-listed").hidden = !num_not_listed;
+  $("not-listed").textContent = `${num_not_listed} more runs are not listed: this page lists ${num_runs}. Start \`dovetail dashboard\` with the folder of a run to see it.`;
+}
+
 function drawStatus() {
   const run = state.runs.find((one) => one.name === state.run);
   if (!run) { $("status").replaceChildren(); return; }
@@ -95,6 +100,7 @@ async function lookForNews() {
     const changed = Object.keys(reply.stamps).filter((name) => reply.stamps[name] !== stamps[name]);
     const first = !Object.keys(stamps).length;
     stamps = reply.stamps;
+    drawNotListed(reply);
     if (reply.num_runs !== numRuns || changed.length) {
       numRuns = reply.num_runs;
       state.runs = await ask("runs");
