@@ -1,6 +1,7 @@
-"""Every command and code block of the guide is carried out, page by page, as a reader would type it.
+"""Every command and code block of the guide and of the algorithms' pages is carried out, as a reader would type it.
 
-A page gets an empty folder; models it names are tiny ones with random weights.
+A page gets a folder with tiny models of random weights under the names it uses, and for an algorithm the file that
+`choosing.md` starts from. Blocks of `text` are formulas.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tests.ray_workers import quick_workers
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs" / "guide").glob("*.md")), *sorted((ROOT / "docs" / "algorithms").glob("*.md"))]
+RUN_FILE = next(block for block in blocks_of(ROOT / "docs" / "guide" / "choosing.md") if block.title == "run.yaml")
 _MODEL = re.compile(r"\bmodels/[\w.-]+")
 _FORKED = ("train", "sft", "export", "eval", "generate", "doctor", "check")
 ENVIRONMENT = dict(os.environ)
@@ -32,12 +34,12 @@ ENVIRONMENT = dict(os.environ)
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_every_block_of_the_page_does_what_it_says(page: Path, models: Path, tmp_path: Path) -> None:
-    for name in set(_MODEL.findall(page.read_text())):
+    for name in set(_MODEL.findall(page.read_text())) | {"models/policy"}:
         shutil.copytree(models / "policy", tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())
         config["max_position_embeddings"] = 8192  # the pages speak of answers of thousands of tokens
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    for block in blocks_of(page):
+    for block in [RUN_FILE, *blocks_of(page)] if page.parent.name == "algorithms" else blocks_of(page):
         run_block(block, tmp_path)
 
 
@@ -56,15 +58,16 @@ def run_block(block: Block, folder: Path) -> None:
     elif block.language == "bash":
         for command in block.commands():
             _run(_as_run(command, block), block, folder)
-    else:
+    elif block.language != "text":
         pytest.fail(f"{block}: a block of {block.language or 'no language'} without a title is not carried out")
 
 
 def _as_run(command: str, block: Block) -> list[str]:
     words = shlex.split(command, comments=True)
     if block.how == "check":
-        assert words[:2] == ["dovetail", "train"], f"{block}: only a training run can be checked instead"
-        return ["dovetail", "check", "--no-files", *words[2:]]
+        assert words[0] == "dovetail", f"{block}: only a training run can be checked instead"
+        method = {"train": [], "dpo": ["trainer.method=dpo"]}[words[1]]
+        return ["dovetail", "check", "--no-files", *words[2:], *method]
     if block.how == "dry":
         if words[0] == "make":
             return ["make", "-C", str(ROOT), "--dry-run", *words[1:]]
