@@ -114,7 +114,6 @@ check: setup     ## style, layers, types, generated docs, the site without a war
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyrefly check --summarize-errors
 	$(BIN)/python -m dovetail.config.document --check docs/configuration.md
-	$(BIN)/python tools/api_reference.py --check docs/api.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: setup    ## rewrite the code in the house format
@@ -123,7 +122,6 @@ format: setup    ## rewrite the code in the house format
 
 docs: setup      ## regenerate docs/configuration.md from the config classes, build the site into build/site
 	$(BIN)/python -m dovetail.config.document docs/configuration.md
-	$(BIN)/python tools/api_reference.py docs/api.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: setup engines sglang-env ## speed, as ratios against the alternative in the same run
