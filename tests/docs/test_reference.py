@@ -26,6 +26,7 @@ DOCS = ROOT / "docs"
 BLOCKS = [block for page in sorted(DOCS.glob("*.md")) for block in blocks_of(page)]
 _KEYS = re.compile(r"(?:[a-z_]+(?:\.[a-z_]+)+=.*\n)+")
 CHAINS = [block for block in BLOCKS if not block.language and not _KEYS.fullmatch(block.text)]
+OF_VLLM = {"EngineCore", "ModelRunner"}
 PYTHON_PAGES = sorted({block.page for block in BLOCKS if block.language == "python"})
 
 CONFIG = """
@@ -159,6 +160,21 @@ def test_files_named_in_call_chains_exist(page: str) -> None:
     files = [str(path.relative_to(ROOT)) for folder in ("dovetail", "tests") for path in (ROOT / folder).rglob("*.py")]
     named = {name for block in CHAINS if block.page == page for name in re.findall(r"[\w/]*\w\.py\b", block.text)}
     assert sorted(name for name in named if not any(file.endswith(f"/{name}") for file in files)) == []
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "megatron.md", "training.md"])
+def test_classes_and_functions_named_in_call_chains_exist(page: str) -> None:
+    code = "".join(path.read_text() for path in (ROOT / "dovetail").rglob("*.py"))
+    chains = "".join(re.sub(r"[\w/]*\w\.py\b", "", block.text) for block in CHAINS if block.page == page)
+    named = set(re.findall(r"\b(?:_?[a-z]+_[a-z_]+|[A-Z]+[a-z]+[A-Z]\w+)\b", chains))
+    assert named - set(re.findall(r"\w+", code)) - OF_VLLM == set()
+
+
+def test_files_and_folders_named_in_the_architecture_exist() -> None:
+    paths = [f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for path in (ROOT / "dovetail").rglob("*")]
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", (DOCS / "architecture.md").read_text()))
+    assert len(named) > 50
+    assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in paths)) == []
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
