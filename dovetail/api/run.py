@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What a run has left in its folder. `train()` returns one; `Run("runs/mine")` opens one of another day.
+    """What a run has left in its folder. `train()` returns one; `Run("runs/mine")` opens an earlier one.
 
     Every property reads the folder anew, so it also shows a run that is still training.
     """

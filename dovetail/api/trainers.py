@@ -24,7 +24,7 @@ class Trainer:
         model: Folder of the model, or its name on the hub (`Qwen/Qwen2.5-0.5B-Instruct`).
         data: Prompts: a path (parquet, JSON lines, `hf://datasets/...`), a list of dicts, a `datasets.Dataset` or a
             `pandas.DataFrame`. A row has `prompt`, text or chat messages, and any other columns.
-        val_data: Prompts that are answered before, and after, training.
+        val_data: Prompts for validation, before and after training.
         engine: What generates: `native`, `vllm` or `sglang`.
         output: Run folder. A run that was stopped there continues. Default: a new folder below `runs/`.
         steps: Training steps. Default: every prompt once.
@@ -156,8 +156,8 @@ class GRPO(_RL):
     `reward` is a function, `file.py:function`, the name of a built-in rule (`gsm8k`), a reward model's path, or a list
     of functions whose scores are added. A function takes what it names: `response`, `prompt` and columns of the row; or
     verl's `(data_source, solution_str, ground_truth, extra_info)`; or TRL's lists, `(prompts, completions, **columns)`.
-    It returns a number, or a dict with `score`. It runs in processes of its own, one of a notebook too. Without a
-    reward, the column `data_source` of a row names the built-in rule.
+    It returns a number, or a dict with `score`. It runs in processes of its own, also when a notebook defines it.
+    Without a reward, the column `data_source` of a row names the built-in rule.
 
     The other arguments are those of `Trainer`.
     """
