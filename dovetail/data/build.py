@@ -134,14 +134,12 @@ class PromptLoader:
         return collate([self.dataset[int(index)] for index in indices])
 
 
-def example_loader(
-    config: DovetailConfig, dataset: ExampleDataset[Any], *, is_training: bool, batch_size: int | None = None
-) -> PromptLoader:
+def example_loader(config: DovetailConfig, dataset: ExampleDataset[Any], *, is_training: bool) -> PromptLoader:
     """Batches of training examples, shuffled and endless, or of validation examples, all of them in order."""
     data = config.data
     build = partial(_build_sampler, config, dataset) if is_training else partial(PromptSampler, dataset.source_sizes)
     sampler = build(
-        batch_size=batch_size or (data.train_batch_size if is_training else data.val_batch_size or len(dataset)),
+        batch_size=data.train_batch_size if is_training else data.val_batch_size or len(dataset),
         seed=config.data_seed,
         shuffle=data.shuffle if is_training else data.validation_shuffle,
         drop_last=is_training,
@@ -153,9 +151,7 @@ def example_loader(
     return PromptLoader(dataset, sampler, num_workers=data.dataloader_num_workers if is_training else 0)
 
 
-def build_train_loader(
-    config: DovetailConfig, tokenizer: Any, processor: Any = None, *, weights: Sequence[float] | None = None
-) -> PromptLoader:
+def build_train_loader(config: DovetailConfig, tokenizer: Any, processor: Any = None) -> PromptLoader:
     """Training prompts, `config.generation_batch_size` at a time, mixed by `data.train_weights`."""
     data = config.data
     dataset = _build_dataset(config, data.train_paths, data.train_max_samples, tokenizer, processor)
@@ -166,7 +162,7 @@ def build_train_loader(
         seed=config.data_seed,
         shuffle=data.shuffle,
         drop_last=True,
-        weights=data.train_weights if weights is None else weights,
+        weights=data.train_weights,
         fingerprint=getattr(dataset, "fingerprint", ""),
     )
     if isinstance(dataset, PromptDataset) and not isinstance(sampler, TorchOrder):

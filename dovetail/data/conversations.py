@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dovetail.config.data import DataConfig
 from dovetail.config.sft import SFTConfig
-from dovetail.data.encode import Messages, truncate
+from dovetail.data.encode import Messages, is_message, short, truncate
 from dovetail.data.errors import DataError
 from dovetail.data.examples import ExampleDataset, Renderer, TooLong, pad_rows
-from dovetail.data.files import Rows
 from dovetail.protocol import DataProto
 
 
@@ -42,18 +40,10 @@ Conversation = tuple[TokenRow, ...]
 class ConversationDataset(ExampleDataset[Conversation]):
     """The conversations of one or more files. Each is one row, or several where the template rewrites its history."""
 
-    def __init__(
-        self,
-        files: Sequence[str | Rows],
-        tokenizer: Any,
-        renderer: Renderer | None,
-        config: DataConfig,
-        sft: SFTConfig,
-        **which: int,
-    ) -> None:
-        """`which`: `max_samples` and `seed`."""
+    def __init__(self, *source: Any, sft: SFTConfig, **which: int) -> None:
+        """`source` and `which` as for `ExampleDataset`."""
         self._sft = sft
-        super().__init__(files, tokenizer, renderer, config, **which)
+        super().__init__(*source, **which)
 
     def encode(self, row: Mapping[str, Any]) -> Iterator[Conversation]:
         messages = self._messages(row)
@@ -149,17 +139,9 @@ def conversation_rows(renderer: Renderer, messages: Messages, tools: Any = None)
 
 def checked_messages(value: Any, name: str) -> Messages:
     """A list of messages with role and content, without the Nones that Arrow fills in."""
-    if isinstance(value, (list, tuple, np.ndarray)) and len(value) and all(_is_message(entry) for entry in value):
+    if isinstance(value, (list, tuple, np.ndarray)) and len(value) and all(is_message(entry) for entry in value):
         return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    raise DataError(f"{name} is {shown}; it must be a list of messages with role and content.")
-
-
-def _is_message(entry: Any) -> bool:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
-        return False
-    return entry.get("content") is not None or entry.get("tool_calls") is not None
+    raise DataError(f"{name} is {short(value)}; it must be a list of messages with role and content.")
 
 
 def _as_messages(value: Any, role: str, name: str) -> Messages:

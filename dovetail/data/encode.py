@@ -34,9 +34,9 @@ class PromptEncoder:
         """The prompt as messages, or as the text it is."""
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}] if self.tokenizer.chat_template else prompt
-        if not isinstance(prompt, (list, tuple)) or not prompt or not all(_is_message(entry) for entry in prompt):
+        if not isinstance(prompt, (list, tuple)) or not prompt or not all(is_message(entry) for entry in prompt):
             raise DataError(
-                f"{where}: the prompt is {_short(prompt)}; it must be text or a list of messages with role and content."
+                f"{where}: the prompt is {short(prompt)}; it must be text or a list of messages with role and content."
             )
         if not self.tokenizer.chat_template:
             raise DataError(
@@ -111,14 +111,14 @@ def too_long(num_tokens: int, limit: int) -> str:
     )
 
 
-def _is_message(entry: Any) -> bool:
+def is_message(entry: Any) -> bool:
     """A template would write nothing for a role or a content that is not there."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
         return False
     return entry.get("content") is not None or entry.get("tool_calls") is not None
 
 
-def _short(value: Any, limit: int = 80) -> str:
+def short(value: Any, limit: int = 80) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

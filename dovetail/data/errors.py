@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
+
+_MOST_SHOWN = 20
+
 
 class DataError(ValueError):
     """A file, a column or a prompt that cannot be used. The message names it and the way out."""
+
+
+def refuse_rows(refused: Sequence[str], *, skip: bool) -> None:
+    """Raise for rows that cannot be used, a line each; with `skip` (`data.skip_bad_rows`) only say that they are left
+    out."""
+    if not refused:
+        return
+    head = f"{len(refused)} row{'s' * (len(refused) != 1)} cannot be used:"
+    more = [f"and {len(refused) - _MOST_SHOWN} more"] if len(refused) > _MOST_SHOWN else []
+    listed = "\n  ".join([head, *refused[:_MOST_SHOWN], *more])
+    if not skip:
+        raise DataError(f"{listed}\nMend these rows, or set data.skip_bad_rows=True to leave them out.")
+    logger.warning("%s\nLeft out, as data.skip_bad_rows=True says.", listed)

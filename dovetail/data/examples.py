@@ -16,7 +16,7 @@ import torch
 
 from dovetail.config.data import DataConfig
 from dovetail.data.encode import pad_id
-from dovetail.data.errors import DataError
+from dovetail.data.errors import DataError, refuse_rows
 from dovetail.data.files import Rows, read_rows
 from dovetail.data.sampler import shuffled
 from dovetail.protocol import DataProto
@@ -24,7 +24,6 @@ from dovetail.protocol import DataProto
 logger = logging.getLogger(__name__)
 
 Example = TypeVar("Example")
-_MOST_SHOWN = 20
 
 
 class Renderer(Protocol):
@@ -145,7 +144,10 @@ class ExampleDataset(ABC, Generic[Example]):
                 row_ids += [2 * (first + number) + part for part in range(len(examples))]
             self.source_sizes.append(len(self._examples) - before)
             first += len(file)
-        self._report(refused)
+        if self.num_too_long:
+            logger.warning("%d rows do not fit and are left out", self.num_too_long)
+        refuse_rows(refused, skip=self.config.skip_bad_rows)
+        self.num_bad = len(refused)
         return row_ids
 
     def _wanted(self, max_samples: int, seed: int) -> range | set[int]:
@@ -154,19 +156,6 @@ class ExampleDataset(ABC, Generic[Example]):
             return range(total)
         order = shuffled(total, seed, -1) if self.config.shuffle else np.arange(total)
         return set(order[:max_samples].tolist())
-
-    def _report(self, refused: Sequence[str]) -> None:
-        if self.num_too_long:
-            logger.warning("%d rows do not fit and are left out", self.num_too_long)
-        if not refused:
-            return
-        more = [f"and {len(refused) - _MOST_SHOWN} more"] if len(refused) > _MOST_SHOWN else []
-        head = f"{len(refused)} row{'s' * (len(refused) != 1)} cannot be used:"
-        listed = "\n  ".join([head, *refused[:_MOST_SHOWN], *more])
-        if not self.config.skip_bad_rows:
-            raise DataError(f"{listed}\nMend these rows, or set data.skip_bad_rows=True to leave them out.")
-        self.num_bad = len(refused)
-        logger.warning("%s\nLeft out, as data.skip_bad_rows=True says.", listed)
 
 
 def pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int) -> dict[str, torch.Tensor]:

@@ -27,10 +27,10 @@ from dovetail.data.encode import (
     process_media,
     truncate,
 )
-from dovetail.data.errors import DataError
+from dovetail.data.errors import DataError, refuse_rows
 from dovetail.data.files import UNNAMED_SOURCE, Rows, needed_columns, read_rows
 from dovetail.data.sampler import shuffled
-from dovetail.data.scan import BadRow, RowRules, ground_truth_problem, scan_rows
+from dovetail.data.scan import RowRules, ground_truth_problem, scan_rows
 from dovetail.protocol import DataProto
 from dovetail.protocol.schema import COLUMNS
 
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 _FROM_THE_FILE = ("data_source", "reward_model", "extra_info")
 RESERVED = frozenset(COLUMNS) - set(_FROM_THE_FILE) | {"index", "full_prompts", "reward_failed"}
 """Names that the columns of a batch have. A file's own columns of these names are found in `extra_info` alone."""
-_MOST_SHOWN = 20
 
 
 class PromptDataset:
@@ -230,7 +229,9 @@ class PromptDataset:
         """Look at all rows now, so that none ends the run at its hundredth step; name all that cannot be used."""
         if type(self).__getitem__ is not PromptDataset.__getitem__:  # a user's class may read rows in its own way
             return parts
-        config, kept, refused = self.config, [], []
+        config = self.config
+        kept: list[np.ndarray] = []
+        refused: list[str] = []
         limit = config.max_prompt_length if config.filter_overlong_prompts or config.truncation == "error" else None
         rules = RowRules(
             self.encoder, config.prompt_key, (config.image_key, config.video_key), self._requires_ground_truth, limit
@@ -243,12 +244,9 @@ class PromptDataset:
             if config.filter_overlong_prompts:
                 overlong += [int(row) for row in rows if self._has_long_media(file, int(row))]
                 self._note_left_out(file, len(overlong), len(rows) + len(bad))
-            refused += [(file.path, row) for row in unusable]
+            refused += [f"{file.path} row {row.row}: {row.reason}" for row in unusable]
             kept.append(rows[~np.isin(rows, overlong)])
-        if refused and not config.skip_bad_rows:
-            raise DataError(_refusal(refused))
-        if refused:
-            logger.warning("%s Left out, as data.skip_bad_rows=True says.", _listed(refused))
+        refuse_rows(refused, skip=config.skip_bad_rows)
         return kept
 
     def _note_left_out(self, file: Rows, count: int, total: int) -> None:
@@ -276,16 +274,6 @@ class PromptDataset:
             f"{names}: none of {read} prompts is left; all are longer than "
             f"data.max_prompt_length={self.config.max_prompt_length}, or bad, or data.*_max_samples is 0."
         )
-
-
-def _refusal(refused: Sequence[tuple[str, BadRow]]) -> str:
-    return f"{_listed(refused)}\nMend these rows, or set data.skip_bad_rows=True to leave them out."
-
-
-def _listed(refused: Sequence[tuple[str, BadRow]]) -> str:
-    lines = "".join(f"\n  {path} row {bad.row}: {bad.reason}" for path, bad in refused[:_MOST_SHOWN])
-    more = f"\n  and {len(refused) - _MOST_SHOWN} more" if len(refused) > _MOST_SHOWN else ""
-    return f"{len(refused)} row{'s' * (len(refused) != 1)} cannot be used:{lines}{more}"
 
 
 def _as_text(value: Any) -> str:

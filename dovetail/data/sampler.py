@@ -66,11 +66,6 @@ class PromptSampler:
         return self._epoch
 
     @property
-    def position(self) -> int:
-        """Rows of this epoch given out so far."""
-        return self._position
-
-    @property
     def num_rows(self) -> int:
         """Rows of one epoch."""
         return sum(self._quotas)

@@ -85,13 +85,16 @@ def read_result(result: Any) -> dict[str, Any]:
 
 
 def combine_results(results: Sequence[dict[str, Any]], specs: Sequence[FunctionSpec]) -> dict[str, Any]:
-    """The weighted sum of several rewards; each one's own score stays visible as `score/<name>`."""
+    """The weighted sum of several rewards; each one's own score stays visible as `score/<name>`, with its number behind
+    a name that several have."""
     if len(results) == 1 and specs[0].weight == 1.0:
         return results[0]
     combined: dict[str, Any] = {"score": 0.0}
-    for result, spec in zip(results, specs, strict=True):
+    labels = [spec.label for spec in specs]
+    for number, (result, spec) in enumerate(zip(results, specs, strict=True), start=1):
         combined["score"] += spec.weight * result["score"]
-        combined[f"score/{spec.label}"] = result["score"]
+        own = spec.label if labels.count(spec.label) == 1 else f"{spec.label}_{number}"
+        combined[f"score/{own}"] = result["score"]
         for name, value in result.items():
             combined.setdefault(name, value)
     return combined

@@ -1,4 +1,4 @@
-"""`BaseTrainer`: the driver's loop under every method. Steps, stops, checkpoints, records; knows no data and no loss.
+"""`BaseTrainer`: the driver's loop under every method. Steps, stops, checkpoints, records; knows no rows and no loss.
 
 A method says what a step is (`_train_step`), how it validates, and which part of a checkpoint is its own.
 """
@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError
 from dovetail.controller.freeze_gc import frozen_gc
+from dovetail.data.build import PromptLoader
+from dovetail.models.flops import StepUtilisation
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.protocol import DataProto
@@ -42,25 +44,29 @@ class BaseTrainer(ABC, Generic[Groups]):
         self,
         config: DovetailConfig,
         *,
+        train_loader: PromptLoader,
+        val_loader: PromptLoader | None,
         tracker: Tracker,
         create_groups: Callable[[], Groups],
-        total_steps: int,
         last_step: int | None = None,
         on_phase: Callable[[str | None], None] | None = None,
         stop: StopRequest | None = None,
     ) -> None:
         self.config = config
+        self.train_loader = train_loader
+        self.val_loader = val_loader
         self.stop = stop or StopRequest()
         self.tracker = tracker
         self.timers = PhaseTimers(self._phase_changed, after_phase=self.stop.phase_ended)
         self.checkpoints = TrainerCheckpoints(config)
+        self.utilisation = StepUtilisation(config)
         self.global_step = 0
-        self.total_steps = total_steps
-        self._last_step = total_steps if last_step is None else min(total_steps, last_step)
+        self.total_steps = total_training_steps(config, len(train_loader))
+        self._last_step = self.total_steps if last_step is None else min(self.total_steps, last_step)
         self._on_phase = on_phase
         self._saved_step = 0
         self._last_metrics: Metrics = {}
-        self._skipped_steps = SkippedSteps(total_steps)
+        self._skipped_steps = SkippedSteps(self.total_steps)
         self._create_groups = create_groups
         self._groups: Groups | None = None
 

@@ -256,7 +256,7 @@ def _choose_example_lengths(choices: _Choices, num_rows: int) -> None:
     keys = ("data.max_length", "data.max_prompt_length", "data.max_response_length")
     if not num_rows or not choices.is_open(*keys):
         return
-    from dovetail.trainer.example_lengths import MOST_ROWS, example_lengths
+    from dovetail.trainer.examples import MOST_ROWS, example_lengths
 
     if (longest := example_lengths(choices.config)) is None:
         return  # the checks of the run name what is missing or wrong

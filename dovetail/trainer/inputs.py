@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dovetail.config.errors import ConfigError, Problem, name_some
 from dovetail.config.hub import is_hub_name
@@ -31,6 +32,18 @@ def missing_inputs(config: DovetailConfig) -> list[Problem]:
         *_user_code(config),
         *_other_files(config),
     ]
+
+
+def named_models(config: DovetailConfig) -> dict[str, Any]:
+    """The sections of the networks that the run uses, by their key."""
+    models: dict[str, Any] = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
+    if config.uses_critic:
+        models["critic.model"] = config.critic.model
+    if config.reward_model.enable and config.reward_model.model.path:
+        models["reward_model.model"] = config.reward_model.model
+    if config.distills and config.distill.teacher.path:
+        models["distill.teacher"] = config.distill.teacher
+    return models
 
 
 def no_gpu() -> ConfigError:
@@ -86,13 +99,7 @@ def _data_files(config: DovetailConfig) -> Iterator[Problem]:
 
 def _folders(config: DovetailConfig) -> Iterator[Problem]:
     model = config.actor_rollout_ref.model
-    folders = {"actor_rollout_ref.model.path": model.path}
-    if config.uses_critic:
-        folders["critic.model.path"] = config.critic.model.path
-    if config.reward_model.enable and config.reward_model.model.path:
-        folders["reward_model.model.path"] = config.reward_model.model.path
-    if config.distills and config.distill.teacher.path:
-        folders["distill.teacher.path"] = config.distill.teacher.path
+    folders = {f"{section}.path": named.path for section, named in named_models(config).items()}
     if config.data.tokenizer:
         folders["data.tokenizer"] = config.data.tokenizer
     elif model.tokenizer_path:

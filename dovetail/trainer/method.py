@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dovetail.config.root import DovetailConfig
+from dovetail.data.build import PromptLoader
 from dovetail.observability.tracker import Tracker
-from dovetail.trainer.base import BaseTrainer
+from dovetail.trainer.base import BaseTrainer, total_training_steps
 from dovetail.trainer.groups import TrainedGroups
 from dovetail.trainer.recording import Recording
-from dovetail.trainer.stopping import StopRequest
 
 if TYPE_CHECKING:
     from dovetail.trainer.ppo import RayPPOTrainer
@@ -47,8 +47,16 @@ class Method(ABC):
     total_steps: int
     """Steps of the run, for consoles and schedules."""
 
-    @abstractmethod
-    def __init__(self, config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> None: ...
+    def __init__(self, config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> None:
+        self._config, self._options, self._open_things = config, options, open_things
+
+    def _use_loaders(self, train: PromptLoader | None, val: PromptLoader | None) -> None:
+        """`train` is None for a run that only validates: it draws none."""
+        loader = val if train is None else train
+        assert loader is not None, "the checks ask for one of the two"
+        self._train_loader, self._val_loader = loader, val
+        self._open_things.callback(loader.close)
+        self.total_steps = total_training_steps(self._config, len(loader))
 
     def cluster_started(self, *, use_gpu: bool) -> None:
         """The cluster's nodes and devices are known. Called before `create_groups`."""
@@ -58,16 +66,14 @@ class Method(ABC):
     def create_groups(self, *, use_gpu: bool) -> TrainedGroups:
         """Start the worker processes."""
 
+    def create_trainer(self, tracker: Tracker, **run: Any) -> BaseTrainer[Any]:
+        """The trainer; `run` are the other arguments of `BaseTrainer`."""
+        loaders = {"train_loader": self._train_loader, "val_loader": self._val_loader}
+        return self._trainer()(self._config, tracker=tracker, **loaders, **run)
+
     @abstractmethod
-    def create_trainer(
-        self,
-        tracker: Tracker,
-        create_groups: Callable[[], Any],
-        *,
-        on_phase: Callable[[str | None], None],
-        stop: StopRequest,
-    ) -> BaseTrainer[Any]:
-        """The trainer; `create_groups` is this method's, with the checks that all methods share."""
+    def _trainer(self) -> Callable[..., BaseTrainer[Any]]:
+        """The trainer's class, with the arguments that only it takes."""
 
 
 def open_method(config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> Method:

@@ -9,16 +9,13 @@ from dovetail.config.errors import Problem
 from dovetail.config.root import DovetailConfig
 from dovetail.models.folder import check_model_folder
 from dovetail.models.load import Role, load_config, load_processor, load_tokenizer, model_folder
+from dovetail.trainer.inputs import named_models
 
 
 def refuse_unknown_fields(config: DovetailConfig) -> None:
     """Fail here, instead of in every worker that builds a network with such a field."""
-    sections = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
-    if config.uses_critic:
-        sections["critic.model"] = config.critic.model
-    for name, model in sections.items():
-        # Only workers import the module that may register the architecture.
-        if not model.override_config or model.external_lib is not None:
+    for name, model in _known_models(config).items():
+        if not model.override_config:
             continue
         try:
             load_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
@@ -31,34 +28,26 @@ def fetch_models(config: DovetailConfig) -> None:
 
     Workers on other machines fetch for themselves, into the cache of their machine.
     """
-    paths = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
-    if config.uses_critic:
-        paths["critic.model.path"] = config.critic.model.path
-    if config.reward_model.enable and config.reward_model.model.path:
-        paths["reward_model.model.path"] = config.reward_model.model.path
-    if config.distills and config.distill.teacher.path:
-        paths["distill.teacher.path"] = config.distill.teacher.path
-    for key, path in paths.items():
+    for name, model in named_models(config).items():
         try:
-            model_folder(path)
+            model_folder(model.path)
         except FileNotFoundError as error:
-            raise ConfigError([Problem(key, f"{key}={path}: {error}")]) from error
+            raise ConfigError([Problem(f"{name}.path", f"{name}.path={model.path}: {error}")]) from error
 
 
 def refuse_broken_models(config: DovetailConfig) -> None:
     """Fail here, in one line, instead of in every worker that reads the folder."""
-    policy, reward = config.actor_rollout_ref.model, config.reward_model
-    folders: dict[tuple[str, Role], bool] = {(policy.path, "policy"): policy.trust_remote_code}
-    if config.uses_critic:
-        folders[config.critic.model.path, "value"] = config.critic.model.trust_remote_code
-    if reward.enable and reward.model.path:
-        folders[reward.model.path, "reward"] = reward.model.trust_remote_code
-    if config.distills and config.distill.teacher.path and config.distill.teacher.external_lib is None:
-        folders[config.distill.teacher.path, "policy"] = config.distill.teacher.trust_remote_code
-    # Only workers import the module that may register the architecture.
-    if policy.external_lib is None:
-        for (path, role), trust_remote_code in folders.items():
-            check_model_folder(model_folder(path), role, trust_remote_code=trust_remote_code)
+    roles: dict[str, Role] = {"critic.model": "value", "reward_model.model": "reward"}
+    for name, model in _known_models(config).items():
+        role = roles.get(name, "policy")
+        check_model_folder(model_folder(model.path), role, trust_remote_code=model.trust_remote_code)
+
+
+def _known_models(config: DovetailConfig) -> dict[str, Any]:
+    """Without those whose architecture a module may register that only workers import (`external_lib`)."""
+    if config.actor_rollout_ref.model.external_lib is not None:  # workers import it before any role is built
+        return {}
+    return {name: model for name, model in named_models(config).items() if model.external_lib is None}
 
 
 def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:

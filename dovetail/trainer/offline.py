@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +10,11 @@ import torch
 
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import RayClassWithInitArgs, WorkerGroup
-from dovetail.data.build import PromptLoader
-from dovetail.models.flops import StepUtilisation
-from dovetail.observability.tracker import Tracker
 from dovetail.protocol import DataProto
 from dovetail.trainer.arrange import PADDING, imbalance, lay_out
-from dovetail.trainer.base import BaseTrainer, Metrics, total_training_steps
+from dovetail.trainer.base import BaseTrainer, Metrics
 from dovetail.trainer.groups import TrainedGroups, start_processes
 from dovetail.trainer.step_metrics import memory_metrics, throughput_metrics, timing_metrics, update_metrics
-from dovetail.trainer.stopping import StopRequest
 from dovetail.workers.offline import IS_PADDING, MESH, OfflineWorker
 
 _OWN_AREAS = ("actor/", "critic/", "memory/")
@@ -48,32 +43,18 @@ def create_offline_groups(
 
 
 class OfflineTrainer(BaseTrainer[OfflineGroups]):
-    """Trains one group. `rows_per_example` rows of a batch belong together; `phase` names the update in timings."""
+    """Trains one group. `rows_per_example` rows of a batch belong together; `phase` names the update in timings. The
+    other arguments are those of `BaseTrainer`."""
 
     def __init__(
         self,
         config: DovetailConfig,
         *,
-        train_loader: PromptLoader,
-        val_loader: PromptLoader | None,
-        tracker: Tracker,
-        create_groups: Callable[[], OfflineGroups],
         rows_per_example: int = 1,
         phase: str = "update_actor",
-        on_phase: Callable[[str | None], None] | None = None,
-        stop: StopRequest | None = None,
+        **run: Any,
     ) -> None:
-        super().__init__(
-            config,
-            tracker=tracker,
-            create_groups=create_groups,
-            total_steps=total_training_steps(config, len(train_loader)),
-            on_phase=on_phase,
-            stop=stop,
-        )
-        self.train_loader = train_loader
-        self.val_loader = val_loader
-        self.utilisation = StepUtilisation(config)
+        super().__init__(config, **run)
         self._rows_per_example = rows_per_example
         self._phase = phase
 

@@ -6,7 +6,7 @@ GRPO, RLOO, REINFORCE++, ReMax, OPO, GPG and Dr. GRPO are configurations of this
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal
@@ -15,11 +15,8 @@ from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
 from dovetail.algorithms.rollout_correction import interpolation_weights
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError
-from dovetail.data.build import PromptLoader
-from dovetail.models.flops import StepUtilisation
 from dovetail.observability.ledger import DrawLedger
 from dovetail.observability.sinks import choose_answers
-from dovetail.observability.tracker import Tracker
 from dovetail.parallel.balance import inverse_order
 from dovetail.protocol import DataProto, stage_columns
 from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
@@ -27,7 +24,7 @@ from dovetail.trainer.agent_metrics import agent_metrics
 from dovetail.trainer.answer_files import AnswerFiles
 from dovetail.trainer.arrange import PADDING, group_sizes, imbalance, lay_out
 from dovetail.trainer.async_metrics import drift_metrics, staleness_metrics
-from dovetail.trainer.base import BaseTrainer, EngineSpans, Metrics, total_training_steps
+from dovetail.trainer.base import BaseTrainer, EngineSpans, Metrics
 from dovetail.trainer.batch_math import (
     add_advantages,
     add_baselines,
@@ -54,7 +51,6 @@ from dovetail.trainer.step_metrics import (
     token_counts,
     update_metrics,
 )
-from dovetail.trainer.stopping import StopRequest
 from dovetail.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
@@ -63,44 +59,28 @@ Role = Literal["actor", "critic"]
 
 
 class RayPPOTrainer(BaseTrainer[RoleGroups]):
-    """Call `init_workers`, then `fit`. Takes everything it needs as arguments, so tests can pass small fakes."""
+    """Call `init_workers`, then `fit`. The arguments that are not named here are those of `BaseTrainer`."""
 
     def __init__(
         self,
         config: DovetailConfig,
         *,
         tokenizer: Any,
-        train_loader: PromptLoader,
-        val_loader: PromptLoader | None,
         rewards: RewardRunner,
-        tracker: Tracker,
-        create_groups: Callable[[], RoleGroups],
-        on_phase: Callable[[str | None], None] | None = None,
-        stop: StopRequest | None = None,
         recording: Recording | None = None,
+        **run: Any,
     ) -> None:
-        super().__init__(
-            config,
-            tracker=tracker,
-            create_groups=create_groups,
-            total_steps=total_training_steps(config, len(train_loader)),
-            last_step=None if recording is None else recording.last_step,
-            on_phase=on_phase,
-            stop=stop,
-        )
+        super().__init__(config, last_step=None if recording is None else recording.last_step, **run)
         self.tokenizer = tokenizer
-        self.train_loader = train_loader
-        self.val_loader = val_loader
         self.rewards = rewards
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.draws = PromptDraws(config.trainer.seed)
-        self.utilisation = StepUtilisation(config)
         self.weight_version = 0
         """The last global step that is over: its weights generate. 0 are those the run began with."""
         self._num_generated = 0
         self._recording = recording
         """Of a run that is replayed: where its batches come from."""
-        self._answer_files = AnswerFiles(config.trainer, tracker.folder, tokenizer)
+        self._answer_files = AnswerFiles(config.trainer, self.tracker.folder, tokenizer)
         self.stream: RolloutStream | None = None
         """Generation that runs ahead of training; None when they take turns."""
 
@@ -146,9 +126,9 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         metrics: Metrics = {}
         started = self._started_scores(batch)
         batch, order = self._arranged(batch, metrics)
-        if started is None:
-            return Rollout(batch, order, self._start_rewards(batch), metrics)
-        return Rollout(batch, order, self._start_rewards(batch, started=[started[row] for row in order]), metrics)
+        if started is not None:
+            started = [started[row] for row in order]
+        return Rollout(batch, order, self._start_rewards(batch, started=started), metrics)
 
     def learn(self, rollout: Rollout) -> tuple[DataProto, Metrics]:
         """One update from a collected batch, wherever it came from; returns it with all columns, and the metrics.
@@ -382,7 +362,7 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         validation = validate(
             self.config,
             self.val_loader,
-            lambda prompts, **meta: self._answers(prompts, **meta),
+            self._answers,
             self._score_validation,
             self._answer_files.validation_dump(self.global_step),
         )

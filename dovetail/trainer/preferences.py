@@ -42,14 +42,9 @@ class DPOMethod(OfflineMethod):
     worker, trainer = PreferenceWorker, PreferenceTrainer
     rows_per_example = 2
 
-    def _read(self, files: tuple[str, ...], *, max_samples: int, seed: int) -> PreferenceDataset:
-        data, labelled = self._config.data, self._config.trainer.method == "dpo" and self._config.dpo.loss_type == "kto"
-        which = {"max_samples": max_samples, "seed": seed}
-        return PreferenceDataset(files, self._tokenizer, self._renderer, data, labelled=labelled, **which)
-
 
 class RewardMethod(DPOMethod):
     """Preferences for a reward model."""
 
     worker, trainer = RewardTrainingWorker, OfflineTrainer
-    folder, phase = "critic", "update_critic"
+    folder = "critic"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from dovetail.agents.build import audit_template
@@ -13,7 +14,7 @@ from dovetail.data.errors import DataError
 from dovetail.data.prompts import PromptDataset
 from dovetail.observability.tracker import Tracker
 from dovetail.rewards.build import build_reward_runner, other_scoring_nodes
-from dovetail.trainer.base import total_training_steps
+from dovetail.trainer.base import BaseTrainer
 from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.devices import joins_cluster, uses_gpu
 from dovetail.trainer.groups import RoleGroups, create_groups
@@ -21,28 +22,23 @@ from dovetail.trainer.method import Method, RunOptions
 from dovetail.trainer.model_folders import load_readers
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.registered import refuse_unmet_names
-from dovetail.trainer.stopping import StopRequest
 
 
 class RLMethod(Method):
     """The prompts, their rewards, and `RayPPOTrainer` or `RayDAPOTrainer`."""
 
     def __init__(self, config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> None:
-        self._config, self._options = config, options
+        super().__init__(config, options, open_things)
         # The devices of a cluster are known once it is joined.
         self._knows_devices = not (options.use_ray and joins_cluster(config))
         on_gpu = uses_gpu(config) if self._knows_devices else False
         self._tokenizer, processor = load_readers(config)
-        self._val_loader = build_val_loader(config, self._tokenizer, processor)
-        # A run that only validates may name no training prompts, and draws none.
-        train_loader = (
-            build_train_loader(config, self._tokenizer, processor) if config.data.train_paths else self._val_loader
-        )
-        assert train_loader is not None, "the checks ask for one of the two"
-        self._train_loader = train_loader
+        val_loader = build_val_loader(config, self._tokenizer, processor)
+        trains = bool(config.data.train_paths)
+        self._use_loaders(build_train_loader(config, self._tokenizer, processor) if trains else None, val_loader)
         if self._knows_devices:
             self._refuse_unread_images(on_cuda=on_gpu)
-        refuse_unmet_names(config, train_loader.dataset[0])
+        refuse_unmet_names(config, self._train_loader.dataset[0])
         uses_agents = config.actor_rollout_ref.rollout.uses_agents
         self._audit = audit_template(config, self._tokenizer) if uses_agents else None
         self._rewards = open_things.enter_context(build_reward_runner(config, self._tokenizer))
@@ -50,7 +46,6 @@ class RLMethod(Method):
             # An agent's environment may score; a source without a rule is then met, and named, when a row needs it.
             if isinstance(dataset, PromptDataset) and not uses_agents:
                 self._rewards.check_data_sources(dataset.data_sources())
-        self.total_steps = total_training_steps(config, len(train_loader))
 
     def cluster_started(self, *, use_gpu: bool) -> None:
         if self._options.use_ray:
@@ -62,28 +57,14 @@ class RLMethod(Method):
         generates = self._options.recording is None
         return create_groups(self._config, use_ray=self._options.use_ray, use_gpu=use_gpu, generates=generates)
 
-    def create_trainer(
-        self,
-        tracker: Tracker,
-        create_groups: Callable[[], RoleGroups],
-        *,
-        on_phase: Callable[[str | None], None],
-        stop: StopRequest,
-    ) -> RayPPOTrainer:
+    def create_trainer(self, tracker: Tracker, **run: Any) -> BaseTrainer[Any]:
         if self._audit is not None:
             tracker.folder.write_template_audit(self._audit.to_dict())
-        return (self._options.trainer_class or self._trainer_class)(
-            self._config,
-            tokenizer=self._tokenizer,
-            train_loader=self._train_loader,
-            val_loader=self._val_loader,
-            rewards=self._rewards,
-            tracker=tracker,
-            create_groups=create_groups,
-            on_phase=on_phase,
-            stop=stop,
-            recording=self._options.recording,
-        )
+        return super().create_trainer(tracker, **run)
+
+    def _trainer(self) -> Callable[..., RayPPOTrainer]:
+        kind, recording = self._options.trainer_class or self._trainer_class, self._options.recording
+        return partial(kind, tokenizer=self._tokenizer, rewards=self._rewards, recording=recording)
 
     @property
     def _trainer_class(self) -> type[RayPPOTrainer]:

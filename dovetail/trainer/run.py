@@ -141,7 +141,10 @@ def run_training(
         method.cluster_started(use_gpu=use_gpu)
         open_things.enter_context(stop.listening())  # after Ray's start, which sets a handler of its own
         trainer = method.create_trainer(
-            tracker, lambda: _create_groups(method, folder.path, use_gpu=use_gpu), on_phase=view.phase, stop=stop
+            tracker,
+            create_groups=lambda: _create_groups(method, folder.path, use_gpu=use_gpu),
+            on_phase=view.phase,
+            stop=stop,
         )
         trainer.timers.extend(timers)
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,8 +20,9 @@ from dovetail.workers.sft import SFTWorker
 class SFTTrainer(OfflineTrainer):
     """`samples` are the prompts and answers of the validation data that are generated again, by `tokenizer`."""
 
-    tokenizer: Any
-    samples: list[TokenRow]
+    def __init__(self, config: DovetailConfig, *, tokenizer: Any, samples: list[TokenRow], **run: Any) -> None:
+        super().__init__(config, **run)
+        self.tokenizer, self.samples = tokenizer, samples
 
     def _validate(self) -> Metrics:
         metrics = super()._validate()
@@ -59,19 +62,12 @@ class SFTMethod(OfflineMethod):
 
     worker, trainer = SFTWorker, SFTTrainer
 
-    def _read(self, files: tuple[str, ...], *, max_samples: int, seed: int) -> ConversationDataset:
-        data, sft, which = self._config.data, self._config.sft, {"max_samples": max_samples, "seed": seed}
-        return ConversationDataset(files, self._tokenizer, self._renderer, data, sft, **which)
-
     def create_groups(self, *, use_gpu: bool) -> OfflineGroups:
         config, use_ray = _with_room_for(self._config, self._samples()), self._options.use_ray
         return create_offline_groups(config, self.worker, use_ray=use_ray, use_gpu=use_gpu)
 
-    def create_trainer(self, *args: Any, **kwargs: Any) -> OfflineTrainer:
-        trainer = super().create_trainer(*args, **kwargs)
-        assert isinstance(trainer, SFTTrainer), "the class that this one names"
-        trainer.tokenizer, trainer.samples = self._tokenizer, self._samples()
-        return trainer
+    def _trainer(self) -> Callable[..., OfflineTrainer]:
+        return partial(super()._trainer(), tokenizer=self._tokenizer, samples=self._samples())
 
     def _samples(self) -> list[TokenRow]:
         """The first conversations that have a prompt before their first answer."""

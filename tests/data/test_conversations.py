@@ -32,7 +32,7 @@ def opened(rows: list[dict[str, Any]], family: str | None = "qwen2.5", sft: Any 
     tokenizer = family_tokenizer(family or "qwen2.5")
     renderer = None if family is None else ChatRenderer(tokenizer)
     config = DataConfig(**{"max_length": 4096, **data})
-    return ConversationDataset([ListRows("rows", "0", rows)], tokenizer, renderer, config, SFTConfig(**(sft or {})))
+    return ConversationDataset([ListRows("rows", "0", rows)], tokenizer, renderer, config, sft=SFTConfig(**(sft or {})))
 
 
 def trained_text(family: str, row: TokenRow) -> str:
@@ -156,7 +156,7 @@ def test_what_is_too_long_is_refused_left_out_or_cut(caplog: pytest.LogCaptureFi
 def test_a_batch_is_padded_on_the_right_and_masks_fit_the_ids(tmp_path: Path) -> None:
     file = write_rows([{"messages": TALK}, {"messages": TALK[1:3]}], tmp_path / "talks.jsonl")
     tokenizer = family_tokenizer("qwen3")
-    data = ConversationDataset([str(file)], tokenizer, ChatRenderer(tokenizer), DataConfig(), SFTConfig())
+    data = ConversationDataset([str(file)], tokenizer, ChatRenderer(tokenizer), DataConfig(), sft=SFTConfig())
     batch = data.batch([0, 1]).tensors
     rows = [*data[0], *data[1]]
     assert len(rows) == 3, "the first conversation is two rows with this template"

@@ -13,7 +13,7 @@ from dovetail.config import DovetailConfig
 from dovetail.protocol import DataProto, validate_stage
 from dovetail.rewards.build import build_reward_runner
 from dovetail.rewards.errors import RewardError
-from dovetail.rewards.functions import FunctionSpec
+from dovetail.rewards.functions import FunctionSpec, combine_results
 from dovetail.rewards.managers import BatchRewardManager, DAPORewardManager
 from dovetail.rewards.runner import RewardRunner
 from tests.models.tiny import tiny_tokenizer
@@ -146,6 +146,12 @@ def test_rewards_are_added_by_weight_and_stay_visible() -> None:
     assert columns["score"].tolist() == [4.0, 1.5]
     assert columns["score/length"].tolist() == [4.0, 3.0]
     assert columns["score/slow_judge"].tolist() == [1.0, 0.0]
+
+
+def test_functions_of_one_name_keep_their_own_scores() -> None:
+    specs = [FunctionSpec("a.py", "score", weight=0.5), FunctionSpec("b.py", "score")]
+    combined = combine_results([{"score": 1.0}, {"score": 3.0}], specs)
+    assert combined == {"score": 3.5, "score/score_1": 1.0, "score/score_2": 3.0}
 
 
 def test_reward_model_scores_are_added_and_a_nan_among_them_fails_its_row() -> None:

@@ -113,7 +113,7 @@ def test_rows_of_a_data_set_get_the_length_they_need(
         file.write(json.dumps(longer) + "\n")
     config = chosen(talks).config
     assert (config.data.max_length, config.data.filter_overlong_prompts) == (512, True)
-    monkeypatch.setattr("dovetail.trainer.example_lengths.MOST_ROWS", 1)
+    monkeypatch.setattr("dovetail.trainer.examples.MOST_ROWS", 1)
     assert chosen(talks).config.data.filter_overlong_prompts
     (tmp_path / "long.jsonl").write_text(json.dumps({"neither": 1}) + "\n")
     assert chosen(talks).config.data.max_length is None, "the run says what is wrong with the row"

@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from safetensors.torch import load_file, save_file
 from dovetail.cli.main import main
 from dovetail.config import DovetailConfig
 from dovetail.data.files import prompt_row
+from dovetail.models.errors import ModelError
 from dovetail.observability.run_folder import read_json_lines
+from dovetail.trainer.method import RunOptions, open_method
+from dovetail.trainer.model_folders import refuse_broken_models
 from dovetail.trainer.shared_folder import with_absolute_folders
 from tests.trainer.toy_run import DAPO, Toy
 
@@ -97,6 +102,28 @@ def test_a_broken_model_is_one_line_and_no_traceback(
     [line] = [line for line in shown.splitlines() if str(folder) in line]
     assert said[what] in line
     assert "Traceback" not in shown
+
+
+def test_a_network_whose_module_only_workers_import_is_not_looked_at_before(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine"}))
+    keys = {"reward_model.enable": True, "reward_model.model.path": str(tmp_path)}
+    with pytest.raises(ModelError, match="mine"):
+        refuse_broken_models(toy.config(tmp_path, keys))
+    refuse_broken_models(toy.config(tmp_path, {**keys, "reward_model.model.external_lib": "my_models"}))
+
+
+def test_threads_that_read_prompts_ahead_end_with_the_run(toy: Toy, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+
+    def readers() -> list[str]:
+        return [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("prompts")]
+
+    config = toy.config(tmp_path, {"data.dataloader_num_workers": 2})
+    with ExitStack() as open_things:
+        method = open_method(config, RunOptions(use_ray=False), open_things)
+        method._train_loader.next_batch()
+        assert readers()
+    assert not readers()
 
 
 _HOLD = """

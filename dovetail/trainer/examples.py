@@ -1,8 +1,9 @@
-"""How long the rows of a data set are: some of them are encoded as `sft`, `dpo` and `reward` will. Chooses nothing."""
+"""The rows of a data set as `sft`, `dpo` and `reward` train on them, and how long they are. Chooses nothing."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from dovetail.agents.chat import ChatRenderer, ChatTemplateError
 from dovetail.config.root import DovetailConfig
@@ -24,24 +25,34 @@ class ExampleLengths(NamedTuple):
     row: int
 
 
+def read_examples(
+    config: DovetailConfig, tokenizer: Any, files: Sequence[str], *, max_samples: int
+) -> ConversationDataset | PreferenceDataset:
+    """The examples of `trainer.method`."""
+    data = config.data
+    renderer = ChatRenderer(tokenizer, **data.apply_chat_template_kwargs) if tokenizer.chat_template else None
+    source = files, tokenizer, renderer, data
+    which = {"max_samples": max_samples, "seed": config.data_seed}
+    if config.trainer.method == "sft":
+        return ConversationDataset(*source, sft=config.sft, **which)
+    labelled = config.trainer.method == "dpo" and config.dpo.loss_type == "kto"
+    return PreferenceDataset(*source, labelled=labelled, **which)
+
+
 def example_lengths(config: DovetailConfig) -> ExampleLengths | None:
     """None where the rows, or the tokenizer, cannot be read: the checks of the run say why."""
     keys = ("max_length", "max_prompt_length", "max_response_length")
     data = config.data.model_copy(update={**dict.fromkeys(keys, _ANY_LENGTH), "filter_overlong_prompts": False})
-    which = {"max_samples": MOST_ROWS, "seed": config.data_seed}
+    config = config.model_copy(update={"data": data})
     try:
-        tokenizer, _ = load_readers(config)
-        renderer = ChatRenderer(tokenizer, **data.apply_chat_template_kwargs) if tokenizer.chat_template else None
-        if config.trainer.method == "sft":
-            talks = ConversationDataset(data.train_paths, tokenizer, renderer, data, config.sft, **which)
-            return ExampleLengths(0, 0, max(len(row.ids) for number in range(len(talks)) for row in talks[number]))
-        labelled = config.trainer.method == "dpo" and config.dpo.loss_type == "kto"
-        preferences = PreferenceDataset(data.train_paths, tokenizer, renderer, data, labelled=labelled, **which)
+        examples = read_examples(config, load_readers(config)[0], data.train_paths, max_samples=MOST_ROWS)
     except (DataError, ModelError, ChatTemplateError, FileNotFoundError):
         return None
+    if isinstance(examples, ConversationDataset):
+        return ExampleLengths(0, 0, max(len(row.ids) for number in range(len(examples)) for row in examples[number]))
     prompt = response = 0
-    for number in range(len(preferences)):
-        example = preferences[number]
+    for number in range(len(examples)):
+        example = examples[number]
         rows = (example.chosen, example.rejected) if isinstance(example, Pair) else (example.response,)
         prompt, response = max(prompt, len(example.prompt)), max(response, *(len(row.ids) for row in rows))
     return ExampleLengths(prompt, response, prompt + response)
