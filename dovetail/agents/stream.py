@@ -238,6 +238,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
             return
         group.ended[index] = trajectory
         del group.sessions[index], group.deadlines[index]
+        self._submitter.submit(self._stream.end_session, session.name)
         self._note_ended(group)
 
     def _note_ended(self, group: _Group) -> None:

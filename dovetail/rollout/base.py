@@ -303,6 +303,9 @@ class RolloutEngine(ABC):
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         """End these requests (all when None) with what they have generated; return how many responses ended."""
 
+    def end_session(self, session: str) -> None:
+        """No request of this session follows; what the engine keeps for it may go."""
+
     @abstractmethod
     def pause(self) -> None:
         """Stop writing tokens; requests keep their place. Returns once no step is in flight."""

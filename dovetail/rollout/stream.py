@@ -105,6 +105,10 @@ class EngineStream:
         mine = self._running_ids() if request_ids is None else self._running_ids() & set(request_ids)
         return self._engine.abort(mine) if mine else 0
 
+    def end_session(self, session: str) -> None:
+        """No request of this session follows."""
+        self._engine.end_session(session)
+
     def close(self) -> None:
         """Abort what is running. Results that were not taken are dropped."""
         self._closed = True

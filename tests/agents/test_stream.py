@@ -17,6 +17,7 @@ from dovetail.rollout.native.engine import NativeEngine
 from tests.agents.exactness import agents_for, check_engine, check_log_probs, rollout_config, task_prompts
 from tests.agents.test_loops import ScriptedTools
 from tests.models.tiny import tiny_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -106,6 +107,17 @@ def test_generation_in_the_background(folder: Path) -> None:
     rows = DataProto.concat(parts)
     order = np.argsort(rows.non_tensor_batch["uid"].astype(str), kind="stable").tolist()
     equal_rows(rows.select_idxs(order), finished(other, 2))
+
+
+def test_the_engine_is_told_which_conversations_are_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, rollout = NativeEngine(folder), rollout_config()
+    over: list[str] = []
+    monkeypatch.setattr(engine, "end_session", over.append)
+    stream = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
+    stream.start(task_prompts(2))
+    finished(stream, 2)
+    wait_until(lambda: len(over) == 8, "the end of eight conversations")
+    assert sorted(over) == [f"draw-{group}/{sample}" for group in range(2) for sample in range(4)]
 
 
 def test_what_is_unfinished_goes_on_elsewhere_from_its_tokens(folder: Path, tmp_path: Path) -> None:

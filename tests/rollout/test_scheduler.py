@@ -194,3 +194,33 @@ def test_sessions_keep_no_more_tokens_than_allowed() -> None:
     cache.keep("e", 1, range(64))
     cache.clear()
     assert cache.restore("e", 0, range(64)) == 0
+
+
+@pytest.mark.parametrize("while_it_is_written", [True, False])
+def test_a_session_that_is_over_takes_no_room_from_those_that_go_on(while_it_is_written: bool) -> None:
+    slots = Slots()
+    scheduler = Scheduler(2, 64, slots)
+    scheduler.add([_turn("over", [5, 6, 7]), _turn("goes on", [8, 9])])
+    scheduler.refill()
+    _prefill_all(scheduler, slots)
+    if while_it_is_written:
+        scheduler.end_session("over")
+        scheduler.refill()
+    for row in scheduler.rows:
+        row.finish_reason = "stop"
+    if not while_it_is_written:
+        scheduler.end_session("over")
+    scheduler.refill()
+    assert slots.kept == {"goes on": [8]}
+
+
+def test_what_is_kept_for_a_session_that_is_over_goes() -> None:
+    cache = SlotKVCache(max_kept_tokens=128)
+    cache.reserve(1, 64)
+    cache.layer(0, torch.ones(1, 1, 4), torch.ones(1, 1, 4))
+    before = cache.nbytes
+    cache.keep("over", 0, range(64))
+    cache.forget_session("over")
+    cache.forget_session("never there")
+    assert cache.nbytes == before
+    assert cache.restore("over", 0, range(64)) == 0

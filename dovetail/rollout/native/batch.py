@@ -73,6 +73,10 @@ class RunningBatch:
     def abort(self, request_ids: Collection[str] | None) -> int:
         return self.scheduler.abort(request_ids)
 
+    def end_session(self, session: str) -> None:
+        self.scheduler.end_session(session)
+        self.cache.forget_session(session)
+
     def drain(self) -> None:
         """Return once every generated token is booked: here every step is, before it returns."""
 

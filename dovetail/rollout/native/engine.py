@@ -250,6 +250,11 @@ class NativeEngine(RolloutEngine):
             self._deliver_finished()
             return count
 
+    def end_session(self, session: str) -> None:
+        if isinstance(self._batch, RunningBatch):  # pages go by their age
+            with self._gate.between_steps():
+                self._batch.end_session(session)
+
     def pause(self) -> None:
         self._gate.pause()
         with self._gate.between_steps():

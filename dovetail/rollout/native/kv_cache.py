@@ -112,6 +112,9 @@ class SlotKVCache:
                 side[layer][slot, :, :length] = tensor[:, :length]
         return length
 
+    def forget_session(self, session: str) -> None:
+        self._kept.pop(session, None)
+
     def forget_sessions(self) -> None:
         self._kept.clear()
 

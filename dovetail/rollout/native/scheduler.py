@@ -83,6 +83,7 @@ class Scheduler:
         self.rows: list[Sample] = []
         self.waiting: deque[Sample] = deque()
         self._slots = slots
+        self._ended: set[Sample] = set()  # of sessions that are over, and still in their slots
 
     @property
     def demand(self) -> tuple[int, int, int]:
@@ -106,8 +107,9 @@ class Scheduler:
         changed = False
         holders = self._prompt_holders()
         for slot, row in enumerate(self.rows):
-            if row.finish_reason is not None and (session := self._session_of(row)):
+            if row.finish_reason is not None and (session := self._session_of(row)) and row not in self._ended:
                 self._slots.keep(session, slot, row.sequence[: row.num_cached])
+        self._ended = {row for row in self._ended if row.finish_reason is None}
         for slot, row in enumerate(self.rows):
             if row.finish_reason is not None and self.waiting:
                 self._enter(slot, holders)
@@ -174,6 +176,10 @@ class Scheduler:
             sample.finish_reason = "abort"
         self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
         return len(chosen)
+
+    def end_session(self, session: str) -> None:
+        """Its entries need not be kept when its last sample leaves its slot."""
+        self._ended |= {row for row in self.rows if row.request.session == session}
 
     def _enter(self, slot: int, holders: dict[int, int]) -> None:
         sample = self.waiting.popleft()
