@@ -303,7 +303,7 @@ class RolloutEngine(ABC):
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         """End these requests (all when None) with what they have generated; return how many responses ended."""
 
-    def end_session(self, session: str) -> None:
+    def end_session(self, session: str) -> None:  # noqa: B027 - most engines keep nothing
         """No request of this session follows; what the engine keeps for it may go."""
 
     @abstractmethod
