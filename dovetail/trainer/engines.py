@@ -39,19 +39,12 @@ class SeparateEngines:
     written again is the batch that would have been written.
     """
 
-    def __init__(
-        self,
-        config: DovetailConfig,
-        trainer: WorkerGroup,
-        start: Callable[[], WorkerGroup],
-        *,
-        on_restart: Callable[[str], None] = lambda reason: None,
-    ) -> None:
+    def __init__(self, config: DovetailConfig, trainer: WorkerGroup, start: Callable[[], WorkerGroup]) -> None:
         self._rollout = config.actor_rollout_ref.rollout
         self._trainer = trainer
         self._start = start
         self._restarts_left = self._rollout.restart_engine
-        self.on_restart = on_restart
+        self.on_restart: Callable[[str], None] = lambda reason: None
         self.group = start()
         self.num_restarts = 0
         self._version = 0
@@ -82,8 +75,6 @@ class SeparateEngines:
 
     def recover(self, error: WorkerError) -> None:
         """Start the engines again, with the trainer's weights, if they died and may be; else raise `error`."""
-        if not _engine_died(error) or self._restarts_left <= 0:
-            raise error
         self._restart(error)
         self.bring_up_to_date()
 
@@ -167,11 +158,12 @@ class SeparateEngines:
             try:
                 return work()
             except WorkerError as error:
-                if not _engine_died(error) or self._restarts_left <= 0:
-                    raise
                 self._restart(error)
 
     def _restart(self, error: WorkerError) -> None:
+        """Raises `error` where the engines did not die, or may not be started again."""
+        if not _engine_died(error) or self._restarts_left <= 0:
+            raise error
         self._restarts_left -= 1
         self.num_restarts += 1
         logger.warning("%s Starting the engines again; %d restarts are left.", error, self._restarts_left)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -49,13 +49,11 @@ class Generator(ABC):
     def num_engines(self) -> int: ...
 
     @abstractmethod
-    def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
+    def start(self, request: DataProto, snapshot: DataProto | None) -> None:
         """Begin; with `snapshot` from what it holds."""
 
     @abstractmethod
-    def advance(
-        self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
-    ) -> list[DataProto]:
+    def advance(self, *, missing: Sequence[int], must_finish: Sequence[str]) -> list[DataProto]:
         """Generate, or wait for a while; returns what has finished. `missing[e]` groups of engine e would be enough."""
 
     def collect(self) -> list[DataProto]:
@@ -99,16 +97,14 @@ class OnTrainerDevices(Generator):
     def num_engines(self) -> int:
         return self._group.dp_size("rollout")
 
-    def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
+    def start(self, request: DataProto, snapshot: DataProto | None) -> None:
         if self._waiting is not None:  # several chunks start together
             earlier, known = self._waiting
             request = DataProto.concat([earlier, request])
             snapshot = known if snapshot is None else snapshot
         self._waiting = request, snapshot
 
-    def advance(
-        self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
-    ) -> list[DataProto]:
+    def advance(self, *, missing: Sequence[int], must_finish: Sequence[str]) -> list[DataProto]:
         request, snapshot = self._waiting or (None, None)
         self._waiting = None
         parts = self._group.generate_groups(
@@ -121,6 +117,10 @@ class OnTrainerDevices(Generator):
 
     def abort(self, uids: Sequence[str]) -> None:
         self._group.abort_groups(list(uids))
+        if self._waiting is not None:
+            request, snapshot = self._waiting
+            left = rows_of(request, set(request.non_tensor_batch["uid"]) - set(uids))
+            self._waiting = None if left is None else (left, snapshot)
 
     def take_weights(self, version: int) -> dict[str, float]:
         self._version = version
@@ -140,12 +140,12 @@ class OnOwnDevices(Generator):
     def num_engines(self) -> int:
         return self._engines.group.dp_size("rollout")
 
-    def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
-        self._call(lambda group: group.submit_groups(request, snapshot or self._seen))
+    def start(self, request: DataProto, snapshot: DataProto | None) -> None:
+        self._seen = snapshot or self._seen
+        known = rows_of(self._seen, request.non_tensor_batch["uid"])
+        self._call(lambda group: group.submit_groups(request, known))
 
-    def advance(
-        self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
-    ) -> list[DataProto]:
+    def advance(self, *, missing: Sequence[int], must_finish: Sequence[str]) -> list[DataProto]:
         finished = self._call(lambda group: self._finished(group.take_groups(_POLL_S))) or []
         if self._needs_snapshot():
             self.snapshot()
@@ -212,6 +212,13 @@ def draw_uid(number: int) -> str:
 
 def draw_number(uid: str) -> int:
     return int(str(uid).removeprefix("draw-"))
+
+
+def rows_of(batch: DataProto | None, uids: Iterable[str]) -> DataProto | None:
+    """The rows of these groups; None where there are none."""
+    wanted = set(uids)
+    rows = [] if batch is None else [row for row, uid in enumerate(batch.non_tensor_batch["uid"]) if uid in wanted]
+    return batch.select_idxs(rows) if batch is not None and rows else None
 
 
 def _num_tokens(snapshot: DataProto | None) -> int:

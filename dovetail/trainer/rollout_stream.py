@@ -51,7 +51,6 @@ class RolloutStream:
         self._settings = config.async_training
         self._rollout = config.actor_rollout_ref.rollout
         self._count = config.generation_batch_size
-        self._repeats_batches = config.algorithm.filter_groups.enable
         self._draw_prompts = draw_prompts
         self._total_steps = total_steps
         self._max_in_flight = self._settings.max_in_flight or self._count + math.ceil(self._count / 8)
@@ -227,7 +226,7 @@ class RolloutStream:
     def _start_lost(self) -> None:
         draws = list(self._running.values())
         if self._generator.lost() and draws:
-            self._generator.start(draws, self._request(draws), None)
+            self._generator.start(self._request(draws), None)
 
     def _begin(self, draws: Sequence[Draw], snapshot: DataProto | None) -> None:
         self._start_lost()  # first: engines that died since are new ones, and would get these draws twice
@@ -236,7 +235,7 @@ class RolloutStream:
             for index in share:
                 draws[index].engine = engine
         self._running.update((draw.number, draw) for draw in draws)
-        self._generator.start(draws, self._request(draws), snapshot)
+        self._generator.start(self._request(draws), snapshot)
 
     def _request(self, draws: Sequence[Draw]) -> DataProto:
         prompts = DataProto.concat([draw.prompt for draw in draws])
@@ -261,9 +260,8 @@ class RolloutStream:
             missing = [max(1, self._count - len(self._ready))] * len(shares)
         if self._waits_for_scores and self.scores.wait(_SCORE_POLL_S):
             return  # it may be the one that the step waits for
-        running = list(self._running.values())
         uids = [draw_uid(number) for number in must_finish]
-        self._receive_all(self._generator.advance(running, missing=missing, must_finish=uids))
+        self._receive_all(self._generator.advance(missing=missing, must_finish=uids))
         self._start_lost()
         self._watch(must_finish, wait_began)
 

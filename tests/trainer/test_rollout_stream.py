@@ -18,7 +18,7 @@ from dovetail.rewards.errors import Failure
 from dovetail.rollout.assemble import assemble
 from dovetail.rollout.base import GenerationResult
 from dovetail.trainer import rollout_stream
-from dovetail.trainer.generators import Draw, Generator
+from dovetail.trainer.generators import Generator, OnOwnDevices, OnTrainerDevices
 from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.prompt_draws import PromptDraws
 from dovetail.trainer.rollout_stream import RolloutStream
@@ -43,22 +43,20 @@ class Scripted(Generator):
     def num_engines(self) -> int:
         return 1
 
-    def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
+    def start(self, request: DataProto, snapshot: DataProto | None) -> None:
         uids = [str(uid) for uid in request.non_tensor_batch["uid"]]
         assert not set(uids) & set(self.waiting), "an engine refuses what it already generates"
         self.started.append(uids)
         self.waiting += uids
 
-    def advance(
-        self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
-    ) -> list[DataProto]:
+    def advance(self, *, missing: Sequence[int], must_finish: Sequence[str]) -> list[DataProto]:
         done = [self.waiting.pop() for _ in range(min(self.finishing, len(self.waiting)))]
         if self.dies_next:
             self.dies_next, self.is_lost, self.waiting = False, True, []
         return [group(uid, self.version) for uid in done]
 
     def collect(self) -> list[DataProto]:
-        return self.advance((), missing=(), must_finish=())
+        return self.advance(missing=(), must_finish=())
 
     def snapshot(self) -> DataProto | None:
         return None
@@ -285,3 +283,64 @@ def test_a_step_that_is_given_up_keeps_its_scores(toy: Toy, tmp_path: Path, monk
         given = uids(stream.next(1))
         assert all(future.done() for future in stream.scores.of(map(rollout_stream.draw_number, given)) or [Future()])
         stream.undo_step(0)
+
+
+class Calls:
+    """A group of engines that notes what it is called with; `known` is what they have of unfinished groups."""
+
+    def __init__(self, known: DataProto | None = None) -> None:
+        self.known = known
+        self.calls: list[tuple[Any, ...]] = []
+
+    def dp_size(self, mesh: str) -> int:
+        return 1
+
+    def submit_groups(self, request: DataProto, snapshot: DataProto | None) -> None:
+        self.calls.append((uids(request), None if snapshot is None else uids(snapshot)))
+
+    def snapshot_groups(self) -> list[DataProto | None]:
+        return [self.known]
+
+    def abort_groups(self, names: list[str]) -> None: ...
+
+    def generate_groups(self, request: DataProto | None, *_: Any) -> list[DataProto | None]:
+        self.calls.append((None if request is None else uids(request),))
+        return []
+
+
+def named(*names: str) -> DataProto:
+    versions = torch.zeros(len(names), 1, dtype=torch.int32)
+    return DataProto.from_dict({"weight_version": versions}, {"uid": np.array(names, dtype=object)})
+
+
+def on_own_devices(known: DataProto | None = None) -> tuple[OnOwnDevices, list[tuple[Any, ...]]]:
+    group = Calls(known)
+    engines: Any = type("Engines", (), {"group": group, "num_restarts": 0})()
+    return OnOwnDevices(engines), group.calls
+
+
+def test_engines_are_sent_the_tokens_of_the_draws_that_start_and_of_no_other() -> None:
+    generator, calls = on_own_devices(named("draw-0", "draw-1"))
+    generator.snapshot()
+    generator.start(named("draw-2"), None)
+    generator.start(named("draw-1", "draw-2"), None)
+    assert calls == [(["draw-2"], None), (["draw-1", "draw-2"], ["draw-1"])]
+
+
+def test_tokens_of_a_checkpoint_outlive_an_engine_that_dies_before_it_is_asked_for_more() -> None:
+    generator, calls = on_own_devices()
+    generator.start(named("draw-0"), named("draw-0"))
+    generator.start(named("draw-0"), None)  # as after a death
+    assert calls == [(["draw-0"], ["draw-0"])] * 2
+
+
+def test_a_draw_that_is_dropped_before_its_turn_is_not_generated() -> None:
+    group: Any = Calls()
+    generator = OnTrainerDevices(group, max_in_flight=4)
+    generator.start(named("draw-0", "draw-1"), None)
+    generator.abort(["draw-0"])
+    generator.advance(missing=[1], must_finish=[])
+    generator.start(named("draw-2"), None)
+    generator.abort(["draw-2"])
+    generator.advance(missing=[1], must_finish=[])
+    assert group.calls == [(["draw-1"],), (None,)]

@@ -21,7 +21,7 @@ from dovetail.rollout.assemble import assemble
 from dovetail.rollout.base import GenerationResult
 from dovetail.trainer import rollout_stream
 from dovetail.trainer.async_plan import RecordsError, make_async_plan
-from dovetail.trainer.generators import Draw, Generator, draw_number
+from dovetail.trainer.generators import Generator, draw_number
 from dovetail.trainer.prompt_draws import PromptDraws
 from dovetail.trainer.rollout_stream import RolloutStream
 from dovetail.trainer.run_speeds import long_tailed_groups, read_records
@@ -178,9 +178,9 @@ class OnSimulatedTime(Generator):
     def num_engines(self) -> int:
         return 1
 
-    def start(self, draws: Sequence[Draw], request: DataProto, snapshot: DataProto | None) -> None:
-        for draw in draws:
-            self.engine.start(SimulatedGroup(draw.number, LENGTHS[draw.number % len(LENGTHS)], draw.version))
+    def start(self, request: DataProto, snapshot: DataProto | None) -> None:
+        for number in map(draw_number, request.non_tensor_batch["uid"]):
+            self.engine.start(SimulatedGroup(number, LENGTHS[number % len(LENGTHS)], self.engine.version))
 
     def run(self, until: float) -> None:
         self.now = max(self.now, until)
@@ -190,9 +190,7 @@ class OnSimulatedTime(Generator):
         finished, self.finished = self.finished, []
         return [_rows(group) for group in finished]
 
-    def advance(
-        self, running: Sequence[Draw], *, missing: Sequence[int], must_finish: Sequence[str]
-    ) -> list[DataProto]:
+    def advance(self, *, missing: Sequence[int], must_finish: Sequence[str]) -> list[DataProto]:
         if not self.finished:
             self.run(self.engine.next_end())
         return self.collect()
