@@ -28,6 +28,7 @@ from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import RolloutCorrectionConfig
 from dovetail.config.view import ConfigView
 from dovetail.models.vocabulary_divergence import Teacher
+from dovetail.parallel.micro_batches import MicroBatchPlan
 from dovetail.protocol import DataProto
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
 from dovetail.workers.mini_batches import makes_one_step, optimizer_steps
@@ -139,7 +140,7 @@ class DataParallelPPOActor:
             counts = global_counts(mini_batch, self.backend)
             plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
             if self._select_tokens is not None:
-                mini_batch = self._with_selection(mini_batch, options)
+                mini_batch = self._with_selection(mini_batch, plan, options)
             parts = self.backend.forward_backward(cut(mini_batch, plan), self._loss_fn(counts), options)
             # The schedule counts training steps, as users set it, not the optimizer steps inside one.
             step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
@@ -262,11 +263,10 @@ class DataParallelPPOActor:
             **config.policy_loss.model_dump(exclude={"loss_mode"}),
         }
 
-    def _with_selection(self, mini_batch: DataProto, options: ForwardOptions) -> DataProto:
+    def _with_selection(self, mini_batch: DataProto, plan: MicroBatchPlan, options: ForwardOptions) -> DataProto:
         """Add `loss_selection`: tokens chosen by comparing the mini-batch's tokens over all ranks."""
         assert self._select_tokens is not None, "only called for losses that select tokens"
         columns = mini_batch.tensors
-        plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
         outputs = self.backend.forward(cut(mini_batch, plan), replace(options, entropy=False))
         width = response_width(mini_batch)
         log_prob = restore([at_responses(output.log_probs, width) for output in outputs], plan).float()

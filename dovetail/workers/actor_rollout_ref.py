@@ -8,11 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from dovetail.backends.base import TrainBackend
-from dovetail.config.actor import ActorConfig
 from dovetail.config.fsdp import full_dtype
-from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
-from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.models.load import load_config, load_tokenizer
 from dovetail.models.vocabulary_divergence import Teacher, load_output_layer
@@ -41,12 +38,9 @@ class ActorRolloutRefWorker(CheckpointedRole):
     """
 
     def __init__(self, config: DovetailConfig, role: str = "actor_rollout_ref") -> None:
-        super().__init__()
-        # Losses and engines that a run names may be registered there.
-        import_user_modules(config.trainer.import_modules)
+        super().__init__(config)
         if role not in ROLES:
             raise ValueError(f"role={role!r} is not one of {', '.join(ROLES)}.")
-        self.config = config
         self._is_actor, self._is_rollout, self._is_ref = (
             part in role.split("_") for part in ("actor", "rollout", "ref")
         )
@@ -59,11 +53,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
     def init_model(self, total_training_steps: int = -1) -> None:
         """Build what the role needs. `total_training_steps` is the length of the learning-rate schedule."""
         policy = self.config.actor_rollout_ref
-        self.join_group(
-            timeout_seconds=policy.nccl_timeout,
-            float32_matmul_precision=self.config.trainer.float32_matmul_precision,
-            full_determinism=self.config.trainer.full_determinism,
-        )
+        self.join_group()
         actor_backend: TrainBackend | None = None
         if self._is_actor:
             actor_backend = build_actor(policy, total_training_steps, world_size=self.world_size, device=self.device)
@@ -220,19 +210,9 @@ class ActorRolloutRefWorker(CheckpointedRole):
         if self.hybrid is not None:
             self.hybrid.close()
 
-    _exports_source = True
-
     @property
     def _trained(self) -> DataParallelPPOActor:
         return self._need(self.actor, "actor")
-
-    @property
-    def _section(self) -> ActorConfig:
-        return self.config.actor_rollout_ref.actor
-
-    @property
-    def _model(self) -> ModelConfig:
-        return self.config.actor_rollout_ref.model
 
     def _build_ref(self, actor_backend: TrainBackend | None) -> DataParallelPPOActor:
         policy, model = self.config.actor_rollout_ref, self.config.reference_model

@@ -203,29 +203,9 @@ def build_value(
     )
 
 
-def build_reward(
-    model: RewardNetworkConfig,
-    *,
-    strategy: Strategy,
-    megatron: MegatronConfig | None = None,
-    sp_size: int = 1,
-    world_size: int = 1,
-    device: torch.device,
-) -> TrainBackend:
-    """The reward model: inference only."""
-    if model.path is None:
-        raise ValueError("reward_model.enable=True needs reward_model.model.path: the folder of a sequence classifier.")
-    return build_value(
-        model,
-        strategy=strategy,
-        fsdp=model.fsdp_config,
-        megatron=megatron,
-        optim=None,
-        sp_size=sp_size,
-        world_size=world_size,
-        role="reward",
-        device=device,
-    )
+def build_reward(model: RewardNetworkConfig, **options: Any) -> TrainBackend:
+    """The reward model: inference only. `options` are those of `build_value`."""
+    return build_value(model, fsdp=model.fsdp_config, optim=None, role="reward", **options)
 
 
 def _on_megatron(

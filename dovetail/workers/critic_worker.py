@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.config.critic import CriticConfig
-from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
-from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_critic
@@ -16,10 +13,10 @@ from dovetail.workers.training_role import CheckpointedRole, loaded
 class CriticWorker(CheckpointedRole):
     """Values of responses and updates of the network that predicts them."""
 
+    _trains = "critic"
+
     def __init__(self, config: DovetailConfig) -> None:
-        super().__init__()
-        import_user_modules(config.trainer.import_modules)
-        self.config = config
+        super().__init__(config)
         self._critic: DataParallelPPOCritic | None = None
 
     @property
@@ -32,11 +29,7 @@ class CriticWorker(CheckpointedRole):
     def init_model(self, total_training_steps: int = -1) -> None:
         """Build network, optimizer and schedule."""
         config = self.config.critic
-        self.join_group(
-            timeout_seconds=config.nccl_timeout or self.config.actor_rollout_ref.nccl_timeout,
-            float32_matmul_precision=self.config.trainer.float32_matmul_precision,
-            full_determinism=self.config.trainer.full_determinism,
-        )
+        self.join_group(config.nccl_timeout)
         backend = build_critic(config, total_training_steps, world_size=self.world_size, device=self.device)
         rows = config.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // backend.rank_info.dp_size
         self._critic = DataParallelPPOCritic(
@@ -59,18 +52,9 @@ class CriticWorker(CheckpointedRole):
     def update_critic(self, data: DataProto) -> DataProto:
         """One update; metrics in `meta_info["metrics"]`, equal on every rank."""
         with loaded(self.critic.backend, self.config.critic.offloading, trains=True):
-            return DataProto(meta_info={"metrics": self.critic.update_critic(data)})
-
-    _exports_source = False
+            metrics = self.critic.update_critic(data) | self.critic.backend.memory()
+        return DataProto(meta_info={"metrics": metrics})
 
     @property
     def _trained(self) -> DataParallelPPOCritic:
         return self.critic
-
-    @property
-    def _section(self) -> CriticConfig:
-        return self.config.critic
-
-    @property
-    def _model(self) -> ModelConfig:
-        return self.config.critic.model

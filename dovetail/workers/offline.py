@@ -13,11 +13,7 @@ from torch import Tensor
 from dovetail.algorithms.masked import at_least_float32, masked_sum
 from dovetail.algorithms.offline.registry import LOSS_MASK, REF_LOG_PROB, OfflineLoss
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
-from dovetail.config.actor import ActorConfig
-from dovetail.config.critic import CriticConfig
-from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
-from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_actor
@@ -135,20 +131,13 @@ class OfflineWorker(CheckpointedRole):
     """A policy that is trained on a data set. A subclass says which loss."""
 
     def __init__(self, config: DovetailConfig) -> None:
-        super().__init__()
-        # The losses that a run names may be registered there.
-        import_user_modules(config.trainer.import_modules)
-        self.config = config
+        super().__init__(config)
         self._learner: OfflineLearner | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_training_steps: int = -1) -> None:
         """Build network, optimizer and schedule."""
-        self.join_group(
-            timeout_seconds=self.config.actor_rollout_ref.nccl_timeout,
-            float32_matmul_precision=self.config.trainer.float32_matmul_precision,
-            full_determinism=self.config.trainer.full_determinism,
-        )
+        self.join_group()
         section = self._section
         backend = self._build_backend(total_training_steps)
         limit = MicroBatchLimit.of(
@@ -157,7 +146,7 @@ class OfflineWorker(CheckpointedRole):
             section.ppo_max_token_len_per_gpu,
             section.min_num_micro_batch,
         )
-        self._learner = OfflineLearner(backend, self._build_loss(), limit, area=self._area)
+        self._learner = OfflineLearner(backend, self._build_loss(), limit, area=self._trains)
         self.register_in_mesh(MESH, backend)
         self._init_engine(backend)
         backend.offload(params=section.offloading.param_offload, optimizer=section.offloading.optimizer_offload)
@@ -195,23 +184,11 @@ class OfflineWorker(CheckpointedRole):
     def _init_engine(self, backend: TrainBackend) -> None:
         """For a worker that also generates."""
 
-    _area = "actor"
-    """First part of the names of metrics about the optimizer."""
-    _exports_source = True
-
     @property
     def _trained(self) -> OfflineLearner:
         if self._learner is None:
             raise RuntimeError("init_model has not been called.")
         return self._learner
-
-    @property
-    def _section(self) -> ActorConfig | CriticConfig:
-        return self.config.actor_rollout_ref.actor
-
-    @property
-    def _model(self) -> ModelConfig:
-        return self.config.actor_rollout_ref.model
 
 
 def _read(output: TokenOutput, name: str) -> Tensor:

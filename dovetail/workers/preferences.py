@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dovetail.algorithms.offline.registry import OfflineLoss, preference_loss, reward_model_loss
 from dovetail.backends.base import TrainBackend
-from dovetail.config.critic import CriticConfig
-from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.workers.build import build_critic
 from dovetail.workers.offline import OfflineWorker
@@ -27,8 +25,7 @@ class PreferenceWorker(OfflineWorker):
 class RewardTrainingWorker(OfflineWorker):
     """A network that learns to score the preferred response higher, as the section `critic` says."""
 
-    _area = "critic"
-    _exports_source = False
+    _trains = "critic"
 
     def _build_backend(self, total_training_steps: int) -> TrainBackend:
         return build_critic(
@@ -37,11 +34,3 @@ class RewardTrainingWorker(OfflineWorker):
 
     def _build_loss(self) -> OfflineLoss:
         return reward_model_loss(center_coefficient=self.config.reward_training.center_coefficient)
-
-    @property
-    def _section(self) -> CriticConfig:
-        return self.config.critic
-
-    @property
-    def _model(self) -> ModelConfig:
-        return self.config.critic.model

@@ -11,7 +11,6 @@ from torch import Tensor
 from dovetail.backends.base import TrainBackend
 from dovetail.config.model import RewardNetworkConfig
 from dovetail.config.root import DovetailConfig
-from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.models.load import load_tokenizer
 from dovetail.protocol import DataProto
@@ -26,9 +25,7 @@ class RewardModelWorker(TrainingRole):
     model's own tokenizer and chat template; the trained token ids are never touched."""
 
     def __init__(self, config: DovetailConfig) -> None:
-        super().__init__()
-        import_user_modules(config.trainer.import_modules)
-        self.config = config
+        super().__init__(config)
         self._backend: TrainBackend | None = None
         self._tokenizers: tuple[Any, Any] | None = None
 
@@ -42,11 +39,7 @@ class RewardModelWorker(TrainingRole):
     def init_model(self) -> None:
         """Build the network, and keep both tokenizers when they differ."""
         config = self.config.reward_model
-        self.join_group(
-            timeout_seconds=config.nccl_timeout or self.config.actor_rollout_ref.nccl_timeout,
-            float32_matmul_precision=self.config.trainer.float32_matmul_precision,
-            full_determinism=self.config.trainer.full_determinism,
-        )
+        self.join_group(config.nccl_timeout)
         self._backend = build_reward(
             config.model,
             strategy=config.strategy,
@@ -90,7 +83,9 @@ class RewardModelWorker(TrainingRole):
         columns = data.tensors
         kept = columns["attention_mask"][:, -width:].bool()
         rows = []
-        for index, messages in enumerate(data.non_tensor_batch["raw_prompt"]):
+        for index, prompt in enumerate(data.non_tensor_batch["raw_prompt"]):
+            # Text: the policy has no chat template.
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             answer = written_by.decode(columns["responses"][index][kept[index]], skip_special_tokens=True)
             rows.append(_conversation_ids(reader, [*messages, {"role": "assistant", "content": answer}]))
         return _right_padded(rows, self._longest_input(rows), reader.pad_token_id or 0)

@@ -17,7 +17,6 @@ from torch import Tensor
 from dovetail.agents.build import build_agents
 from dovetail.agents.stream import Agents
 from dovetail.config.root import DovetailConfig
-from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, register
 from dovetail.controller.errors import WorkerError
 from dovetail.models.load import load_tokenizer, model_folder
@@ -41,9 +40,7 @@ class RolloutWorker(TrainingRole):
     """One engine, or one process of an engine that several processes share."""
 
     def __init__(self, config: DovetailConfig) -> None:
-        super().__init__()
-        import_user_modules(config.trainer.import_modules)
-        self.config = config
+        super().__init__(config)
         self._rollout = config.actor_rollout_ref.rollout
         self.engine: RolloutEngine | None = None
         self._receiver: WeightReceiver | None = None
@@ -58,7 +55,7 @@ class RolloutWorker(TrainingRole):
         """Start the engine. It may read the model folder, but generates from the trainer's weights only."""
         policy, size = self.config.actor_rollout_ref, self._rollout.engine_world_size
         if size > 1:  # processes that share an engine must know each other before it starts
-            self.join_group(timeout_seconds=policy.nccl_timeout)
+            self.join_group()
         self.engine = engine_class_for(self._rollout).from_config(
             self._rollout,
             str(model_folder(policy.model.path)),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
+from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, Worker, register
 from dovetail.models.load import load_tokenizer, model_folder
 from dovetail.workers.device_peak import device_peak
@@ -35,18 +36,25 @@ logger = logging.getLogger(__name__)
 class TrainingRole(Worker):
     """A worker that holds backends. Subclasses build them in `init_model`."""
 
-    config: DovetailConfig
     _trace: StepTrace | None = None
 
-    def join_group(
-        self, *, timeout_seconds: int, float32_matmul_precision: str = "highest", full_determinism: bool = False
-    ) -> None:
-        """Join the process group. Roles that share a process share the group: a second call does nothing."""
-        if full_determinism:
+    def __init__(self, config: DovetailConfig) -> None:
+        super().__init__()
+        # Losses and engines that a run names may be registered there.
+        import_user_modules(config.trainer.import_modules)
+        self.config = config
+
+    def join_group(self, nccl_timeout: int | None = None) -> None:
+        """Compute as the run says, and join the process group, with the role's own timeout in seconds if it has one.
+
+        Roles that share a process share the group: a second call does nothing.
+        """
+        if self.config.trainer.full_determinism:
             _compute_deterministically()
-        torch.set_float32_matmul_precision(float32_matmul_precision)
+        torch.set_float32_matmul_precision(self.config.trainer.float32_matmul_precision)
         if self.world_size > 1 and not dist.is_initialized():
-            self.init_process_group(timeout=timedelta(seconds=timeout_seconds))
+            seconds = nccl_timeout or self.config.actor_rollout_ref.nccl_timeout
+            self.init_process_group(timeout=timedelta(seconds=seconds))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def device_peak(self, dtype: str) -> float | None:
@@ -85,16 +93,16 @@ class CheckpointedRole(TrainingRole):
     def _trained(self) -> Trained:
         raise NotImplementedError
 
+    _trains: ClassVar[Literal["actor", "critic"]] = "actor"
+    """Which section of the configuration says how; also the first part of the names of its metrics."""
+
     @property
     def _section(self) -> ActorConfig | CriticConfig:
-        raise NotImplementedError
+        return self.config.actor_rollout_ref.actor if self._trains == "actor" else self.config.critic
 
     @property
     def _model(self) -> ModelConfig:
-        raise NotImplementedError
-
-    _exports_source: bool
-    """Whether an export also takes other files of the model's folder along, see `save_hf_folder`."""
+        return self.config.actor_rollout_ref.model if self._trains == "actor" else self.config.critic.model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
@@ -137,7 +145,8 @@ class CheckpointedRole(TrainingRole):
         model = self._model
         tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
         wanted = None if dtype is None else getattr(torch, dtype)
-        source = model_folder(model.path) if self._exports_source else None
+        # Of a policy also other files of its folder, see `save_hf_folder`.
+        source = model_folder(model.path) if self._trains == "actor" else None
         with loaded(self._trained.backend, self._section.offloading):
             export_hf_folder(self._trained.backend, Path(out), tokenizer=tokenizer, dtype=wanted, source=source)
 

@@ -191,6 +191,13 @@ def test_a_module_of_the_user_is_imported_before_the_network_is_built(
     assert name in sys.modules
 
 
+def test_an_update_of_the_critic_reports_memory(tmp_path: Path) -> None:
+    """While only the critic is trained (`trainer.critic_warmup`), no other role does."""
+    worker = CriticWorker(run_config(small_model(tmp_path)))
+    worker.init_model(1)
+    assert worker.update_critic(rollout_batch()).meta_info["metrics"]["memory/host_peak_gib"] > 0
+
+
 def test_triton_without_cuda_is_refused_with_the_way_out(tmp_path: Path) -> None:
     keys = {"actor_rollout_ref.model.fused_kernel_options": {"impl_backend": "triton"}}
     with pytest.raises(ValueError, match=re.escape("impl_backend=triton needs CUDA")):
@@ -223,9 +230,9 @@ def deterministic_after() -> Iterator[None]:
 
 
 def test_full_determinism_reaches_torch(deterministic_after: None) -> None:
-    TrainingRole().join_group(timeout_seconds=1)
+    TrainingRole(DovetailConfig()).join_group()
     assert not torch.are_deterministic_algorithms_enabled()
-    TrainingRole().join_group(timeout_seconds=1, full_determinism=True)
+    TrainingRole(DovetailConfig(trainer={"full_determinism": True})).join_group()
     assert torch.are_deterministic_algorithms_enabled()
 
 

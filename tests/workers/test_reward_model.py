@@ -99,6 +99,16 @@ def test_answers_are_read_again_with_the_models_own_tokenizer_and_template(polic
         assert found[row].count_nonzero() == 1
 
 
+def test_a_prompt_that_is_text_is_read_as_what_a_user_says(policy: Path, classifier: Path) -> None:
+    """Policies without a chat template have prompts as text."""
+    batch = chat_batch(tiny_tokenizer())
+    group = reward_group(policy, classifier, max_length=64)
+    expected = group.compute_rm_score(batch).tensors["rm_scores"]
+    texts = [messages[0]["content"] for messages in batch.non_tensor_batch["raw_prompt"]]
+    plain = DataProto.from_dict(dict(batch.tensors), {"raw_prompt": texts}, batch.meta_info)
+    torch.testing.assert_close(group.compute_rm_score(plain).tensors["rm_scores"], expected, atol=0, rtol=0)
+
+
 def test_a_conversation_that_is_too_long_loses_its_beginning(policy: Path, classifier: Path) -> None:
     found = reward_group(policy, classifier, max_length=9).compute_rm_score(chat_batch(tiny_tokenizer()))
     ids = torch.tensor(reversed_tokenizer().encode("[user]Q0?<end>[assistant]Yes.<end>", add_special_tokens=False))
