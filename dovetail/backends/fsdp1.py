@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from dovetail.backends.sharding import Precision, is_meta, sharding_units
+from dovetail.backends.sharding import Precision, Sharding, is_meta, sharding_units
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.models.load import initialize_buffers, materialize
 from dovetail.models.weights import load_weights
@@ -34,7 +34,7 @@ _STRATEGIES = {
 }
 
 
-class Fsdp1Sharding:
+class Fsdp1Sharding(Sharding):
     """A module wrapped unit by unit."""
 
     def __init__(
@@ -62,9 +62,8 @@ class Fsdp1Sharding:
         _allocate(module, device)
         if self._shapes is not None:
             initialize_buffers(module)
-        self.module = FSDP(module, **self._settings)
+        self.module = self._root = FSDP(module, **self._settings)
         self.reduce_factor = mesh.world_size
-        self.is_unsharded = False
 
     @torch.no_grad()
     def load_weights(self, path: Path) -> None:
@@ -77,29 +76,16 @@ class Fsdp1Sharding:
         load_weights(shards, path)
         set_model_state_dict(self.module, dict(get_model_state_dict(shards)))
 
-    @property
-    def state_module(self) -> nn.Module:
-        return self.module
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():
             yield self.plain_name(name), parameter
 
-    def compute_context(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def accumulating(self) -> AbstractContextManager[object]:
         # Alone there is nothing to synchronise, and FSDP1 then keeps half-precision gradients it cannot give back.
-        return nullcontext() if self.reduce_factor == 1 else self.module.no_sync()
-
-    def after_forward(self) -> None:
-        return None
-
-    def state_changed(self) -> None:
-        return None
+        return nullcontext() if self.reduce_factor == 1 else self._root.no_sync()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        return self.module.clip_grad_norm_(max_norm)
+        return self._root.clip_grad_norm_(max_norm)
 
     def full_tensors(
         self, *, gradients: bool = False, wanted: Callable[[str], bool] | None = None

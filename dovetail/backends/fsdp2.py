@@ -6,9 +6,8 @@ One shard group, or several that hold a replica each (hybrid sharding), accordin
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from dovetail.backends.sharding import Precision, is_meta, sharding_units
+from dovetail.backends.sharding import Precision, Sharding, is_meta, sharding_units
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.models.load import materialize
-from dovetail.models.weights import load_weights
 from dovetail.parallel.mesh import ParallelMesh
 
 
@@ -80,7 +78,7 @@ def fsdp2_clip_grad_norm_(
     return norm
 
 
-class Fsdp2Sharding:
+class Fsdp2Sharding(Sharding):
     """A module sharded in place by ``apply_fsdp2``."""
 
     def __init__(
@@ -104,22 +102,8 @@ class Fsdp2Sharding:
         # The reduction averages over all ranks of the mesh, also over those that share a sequence: each of them holds
         # the gradient of its own tokens only, so the sum over all ranks is what is wanted.
         self.reduce_factor = mesh.world_size
-        self.is_unsharded = False
         self._device = device
         self._offloads = config.offload_policy
-
-    def load_weights(self, path: Path) -> None:
-        load_weights(self.module, path)
-
-    @property
-    def state_module(self) -> nn.Module:
-        return self.module
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters()
-
-    def compute_context(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -137,9 +121,6 @@ class Fsdp2Sharding:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def state_changed(self) -> None:
-        return None
-
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         return fsdp2_clip_grad_norm_(self.module.parameters(), max_norm, device=self._device)
 
@@ -153,9 +134,6 @@ class Fsdp2Sharding:
                 continue
             tensor = tensor.to(self._device)
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def plain_name(self, name: str) -> str:
-        return name
 
     def move_parameters(self, device: torch.device) -> None:
         if not self._offloads:

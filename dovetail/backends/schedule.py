@@ -115,14 +115,9 @@ class TrainingProgress:
         self._schedule = schedule
         self._num_skipped = 0
 
-    @property
-    def has_schedule(self) -> bool:
-        return self._schedule is not None
-
     def stepped(self, grad_norm: float, *, advance_schedule: bool) -> StepResult:
         """Count one step of the optimizer. A norm that is not finite says that it was skipped."""
-        if self._schedule is None:
-            raise RuntimeError(NOT_TRAINABLE)
+        assert self._schedule is not None, "backends with an optimizer have a schedule"
         lr = self._schedule.lr
         skipped = not math.isfinite(grad_norm)
         if skipped:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.config.fsdp import WrapPolicyConfig
+from dovetail.models.weights import load_weights
 
 _HEAD_NAMES = frozenset({"lm_head", "score", "classifier"})
 
@@ -34,57 +35,52 @@ def is_meta(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-class Sharding(Protocol):
-    """A module whose parameters are spread over processes, and the operations that depend on how."""
+class Sharding(ABC):
+    """A module whose parameters are spread over processes, and the operations that depend on how. What is not abstract
+    is that of one process."""
 
-    @property
-    def module(self) -> nn.Module:
-        """What to call for a forward pass."""
-        ...
+    module: nn.Module
+    """What to call for a forward pass."""
+    reduce_factor: int = 1
+    """By how much the loss must be multiplied for the reduction to give the sum over ranks."""
+    is_unsharded: bool = False
+    """Whether this process holds every parameter whole, as plain tensors."""
 
     @property
     def state_module(self) -> nn.Module:
         """What the optimizer steps and a checkpoint holds: ``module``, unless masters are kept apart from it."""
-        ...
-
-    @property
-    def reduce_factor(self) -> int:
-        """By how much the loss must be multiplied for the reduction to give the sum over ranks."""
-        ...
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether this process holds every parameter whole, as plain tensors."""
-        ...
+        return self.module
 
     def load_weights(self, path: Path) -> None:
         """Fill the parameters from a Hugging Face folder, tensor by tensor: no rank ever holds the whole model."""
-        ...
+        load_weights(self.state_module, path)
+        self.state_changed()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, as the optimizer sees them, under the names of the module before sharding."""
-        ...
+        return self.state_module.named_parameters()
 
     def compute_context(self) -> AbstractContextManager[object]:
         """Around every forward pass: autocast where the sharding does not cast by itself."""
-        ...
+        return nullcontext()
 
     def accumulating(self) -> AbstractContextManager[object]:
         """Around forward and backward of every micro-batch but the last: no reduction of gradients."""
-        ...
+        return nullcontext()
 
     def after_forward(self) -> None:
         """Give gathered parameters back after a forward pass that no backward follows."""
-        ...
+        return
 
     def state_changed(self) -> None:
         """The parameters of ``state_module`` were written: bring ``module`` up to date."""
-        ...
+        return
 
+    @abstractmethod
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; return the norm before, of the whole model, equal on all ranks."""
-        ...
 
+    @abstractmethod
     def full_tensors(
         self, *, gradients: bool = False, wanted: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
@@ -92,15 +88,14 @@ class Sharding(Protocol):
 
         Those ``wanted`` by name, the same on every rank; None: all.
         """
-        ...
 
     def plain_name(self, name: str) -> str:
         """The name before sharding of a parameter of ``module``."""
-        ...
+        return name
 
+    @abstractmethod
     def move_parameters(self, device: torch.device) -> None:
         """Move this rank's part of the parameters."""
-        ...
 
 
 def sharding_units(model: nn.Module, policy: WrapPolicyConfig) -> list[nn.Module]:

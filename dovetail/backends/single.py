@@ -9,20 +9,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from dovetail.backends.sharding import Precision, is_meta
+from dovetail.backends.sharding import Precision, Sharding, is_meta
 from dovetail.models.load import materialize
-from dovetail.models.weights import load_weights
 
 
-class SingleProcess:
+class SingleProcess(Sharding):
     """The module as it is, or two of it in mixed precision."""
 
-    reduce_factor = 1
     is_unsharded = True
 
     def __init__(
@@ -30,35 +27,27 @@ class SingleProcess:
     ) -> None:
         if is_meta(module):
             materialize(module, device)
-        self.module = self.state_module = module.to(device)
+        self.module = module.to(device)
+        self._masters: nn.Module | None = None
         self._precision = precision
         self._device = device
         # Frozen weights under adapters need no second set: they are cast where they are used.
         if precision.is_mixed and all(parameter.requires_grad for parameter in module.parameters()):
             self._separate_masters()
 
-    def load_weights(self, path: Path) -> None:
-        load_weights(self.state_module, path)
-        self.state_changed()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.state_module.named_parameters()
+    @property
+    def state_module(self) -> nn.Module:
+        return self.module if self._masters is None else self._masters
 
     def compute_context(self) -> AbstractContextManager[object]:
-        if not self._precision.is_mixed or self._has_masters:
+        if not self._precision.is_mixed or self._masters is not None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._precision.compute)
 
-    def accumulating(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def after_forward(self) -> None:
-        return None
-
     @torch.no_grad()
     def state_changed(self) -> None:
-        if self._has_masters:
-            torch._foreach_copy_(list(self.module.parameters()), list(self.state_module.parameters()))
+        if self._masters is not None:
+            torch._foreach_copy_(list(self.module.parameters()), list(self._masters.parameters()))
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(self.state_module.parameters(), max_norm)
@@ -74,20 +63,13 @@ class SingleProcess:
             elif parameter.grad is not None:
                 yield name, parameter.grad
 
-    def plain_name(self, name: str) -> str:
-        return name
-
     def move_parameters(self, device: torch.device) -> None:
         self.module.to(device)
         self.state_module.to(device)
 
-    @property
-    def _has_masters(self) -> bool:
-        return self.state_module is not self.module
-
     def _separate_masters(self) -> None:
-        self.state_module = copy.deepcopy(self.module)
-        for parameter, master in zip(self.module.parameters(), self.state_module.parameters(), strict=True):
+        self._masters = copy.deepcopy(self.module)
+        for parameter, master in zip(self.module.parameters(), self._masters.parameters(), strict=True):
             parameter.data = parameter.data.to(self._precision.compute)
             parameter.register_post_accumulate_grad_hook(_adding_to(master))
 

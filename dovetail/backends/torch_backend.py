@@ -195,7 +195,7 @@ class TorchBackend(TrainBackend):
             return self._call(self.module, micro_batch, options)
 
     def _require_optimizer(self) -> torch.optim.Optimizer:
-        if self._optimizer is None or not self._progress.has_schedule:
+        if self._optimizer is None:
             raise RuntimeError(NOT_TRAINABLE)
         return self._optimizer
 

@@ -188,10 +188,7 @@ class Monitors:
 
     def stopped(self, identities: Sequence[ProcessIdentity]) -> dict[int, ProcessState]:
         """By pid of the worker: itself, or the child of it that is stopped."""
-        nodes: dict[str, list[int]] = defaultdict(list)
-        for identity in identities:
-            nodes[identity.node_id].append(identity.pid)
-        answers = self.ask("stopped", nodes)
+        answers = self.ask("stopped", _pids_by_node(identities))
         return {
             identity.pid: answers[identity.node_id][identity.pid]
             for identity in identities
@@ -208,10 +205,7 @@ class Monitors:
 
     def kill(self, identities: Sequence[ProcessIdentity]) -> None:
         """SIGKILL: Ray asks a worker to end itself, which a stopped one cannot."""
-        nodes: dict[str, list[int]] = defaultdict(list)
-        for identity in identities:
-            nodes[identity.node_id].append(identity.pid)
-        self.ask("kill", nodes)
+        self.ask("kill", _pids_by_node(identities))
 
     def _actor(self, node_id: str) -> Any:
         import ray
@@ -228,3 +222,10 @@ class Monitors:
                 .remote()
             )
         return self._actors[node_id]
+
+
+def _pids_by_node(identities: Sequence[ProcessIdentity]) -> dict[str, list[int]]:
+    nodes: dict[str, list[int]] = defaultdict(list)
+    for identity in identities:
+        nodes[identity.node_id].append(identity.pid)
+    return nodes

@@ -91,21 +91,17 @@ class WorkerProcesses:
         with self._lock:
             if self.failure is None:
                 role, method = self._lost_call(rank)
-                where = self.identities[rank] if rank < len(self.identities) else None
-                self.failure = kind(
-                    role,
-                    rank,
-                    method,
-                    pid=where.pid if where else None,
-                    node=where.node if where else None,
-                    reason=reason,
-                    worker_traceback=stacks,
-                )
+                self.failure = kind(role, rank, method, **self.place(rank), reason=reason, worker_traceback=stacks)
                 logger.error("%s", self.failure)
                 self._kill()
                 if kind is WorkerHungError and self.watchdog is not None:
                     self.watchdog.monitors.kill(self.identities)
             return self.failure
+
+    def place(self, rank: int) -> dict[str, Any]:
+        """Pid and node of a rank, as errors have them; empty before they are known."""
+        known = self.identities[rank : rank + 1]
+        return {"pid": known[0].pid, "node": known[0].node} if known else {}
 
     def abandon(self, error: WorkerError) -> None:
         """Ranks hang in a call that has failed elsewhere: stop all of them; later calls raise ``error``."""
@@ -191,14 +187,15 @@ class RayCall:
     def _give_up(self, ranks: Sequence[int], reason: str) -> WorkerError:
         """Of the ranks that have not finished, find the one that hangs, name it and stop the group."""
         watchdog, identities = self.processes.watchdog, self.processes.identities
-        stacks = watchdog.monitors.stacks([identities[rank] for rank in ranks]) if watchdog and identities else []
-        hung = find_hung_rank(dict(zip(ranks, stacks, strict=False)))
+        known = watchdog.monitors.stacks([identities[rank] for rank in ranks]) if watchdog and identities else []
+        stacks = dict(zip(ranks, known, strict=False))
+        hung = find_hung_rank(stacks)
         rank = ranks[0] if hung is None else hung
         others = [other for other in ranks if other != rank]
         if others:
             how = "wait for it in a collective" if hung is not None else "have not finished either"
             reason += f" Ranks {others} {how}."
-        error = self.processes.report_hang(rank, reason, dict(zip(ranks, stacks, strict=False)).get(rank, ""))
+        error = self.processes.report_hang(rank, reason, stacks.get(rank, ""))
         if watchdog is not None:
             watchdog.mark_reported(error)
         return error
@@ -285,15 +282,7 @@ class RayCall:
         cause = getattr(error, "cause", None)
         if isinstance(cause, WorkerError):
             return cause
-        where = self.processes.identities[rank] if self.processes.identities else None
-        return WorkerError(
-            self.role,
-            rank,
-            self.method,
-            pid=where.pid if where else None,
-            node=where.node if where else None,
-            reason=_reason(error),
-        )
+        return WorkerError(self.role, rank, self.method, **self.processes.place(rank), reason=_reason(error))
 
 
 def is_death(error: BaseException) -> bool:

@@ -201,7 +201,7 @@ class MegatronBackend(TrainBackend):
         return None if self._stepper is None else self._stepper.optimizer
 
     def _require_stepper(self) -> MegatronStepper:
-        if self._stepper is None or not self._progress.has_schedule:
+        if self._stepper is None:
             raise RuntimeError(NOT_TRAINABLE)
         return self._stepper
 

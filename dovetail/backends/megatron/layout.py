@@ -41,8 +41,6 @@ class MegatronLayout:
     dp_group: dist.ProcessGroup
     dp_cp_group: dist.ProcessGroup
     """Ranks with equal dense parameters: who reduces gradients together."""
-    expert_dp_group: dist.ProcessGroup
-    """Ranks with equal experts."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -132,7 +130,6 @@ def _layout_in_use(vpp_size: int) -> MegatronLayout:
         etp_group=state.get_expert_tensor_parallel_group(),
         dp_group=state.get_data_parallel_group(),
         dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
-        expert_dp_group=state.get_expert_data_parallel_group(),
     )
 
 

@@ -32,11 +32,6 @@ class MegatronModel:
     `value` `output_layer.bias`, whole on every tensor-parallel rank of the last stage."""
     layout: MegatronLayout
 
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the whole embedding: the vocabulary rounded up to a multiple of the tensor-parallel ranks."""
-        return padded_vocab_size(self.hf_config.get_text_config().vocab_size, self.layout.tp_size)
-
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     """Megatron cuts the vocabulary into equal parts. The rows added here are zero and are cut off on export."""

@@ -77,7 +77,6 @@ class TorchLinear(Replicated):
         *,
         parallel_mode: str | None = "duplicated",
         config: Any,
-        init_method: Any,
         bias: bool = False,
         **_: Any,
     ) -> None:
@@ -85,8 +84,6 @@ class TorchLinear(Replicated):
         assert parallel_mode == "duplicated", "MLA's down projections are replicated"
         assert not bias, "MLA's down projections have no bias"
         self.weight = nn.Parameter(_empty(config, output_size, input_size))
-        if config.perform_initialization:
-            init_method(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
@@ -105,7 +102,6 @@ class _GroupedLinear(nn.Module):
         output_size: int,
         *,
         config: Any,
-        init_method: Any,
         bias: bool,
         pg_collection: Any = None,
         **_: Any,
@@ -121,8 +117,6 @@ class _GroupedLinear(nn.Module):
         sizes[self.split_dim] //= group.size()
         for index in range(num_gemms):
             weight = nn.Parameter(_empty(config, *sizes))
-            if config.perform_initialization:
-                init_method(weight)
             weight.allreduce = False  # pyrefly: ignore[missing-attribute]  reduced over ranks with the same experts
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=self.split_dim, stride=1)
             self.register_parameter(f"weight{index}", weight)
