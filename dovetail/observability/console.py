@@ -32,7 +32,7 @@ class StepConsole(Protocol):
         """Something happened beside the numbers."""
 
     def answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
-        """Show answers to validation prompts."""
+        """Show responses to validation prompts."""
 
     def close(self) -> None: ...
 

@@ -70,7 +70,7 @@ class RunFolder:
         for name in (CONFIG, PLAN):
             if (file := self.path / f"{_BEFORE}{name}").exists():
                 os.replace(file, kept / name)
-        logger.warning("%s holds an earlier run; its metrics and answers are now in %s", self.path, kept.name)
+        logger.warning("%s holds an earlier run; its metrics and responses are now in %s", self.path, kept.name)
 
     def resume(self, step: int) -> None:
         """Continue after `step`: everything recorded beyond it is taken away, because it will happen again.
@@ -136,7 +136,7 @@ class RunFolder:
         write_text(self.path / NOW, _line(facts))
 
     def write_answers(self, step: int, rows: Iterable[Mapping[str, Any]], kind: AnswerKind = "rollouts") -> Path:
-        """Write the answers of a step, one JSON object per line. The file appears only when complete."""
+        """Write the responses of a step, one JSON object per line. The file appears only when complete."""
         file = self.path / kind / f"step_{step}.jsonl"
         write_json_lines(file, rows)
         return file

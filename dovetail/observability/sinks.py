@@ -31,7 +31,7 @@ class ShownAnswer:
 
 
 def choose_answers(rows: Sequence[Mapping[str, Any]], count: int) -> list[ShownAnswer]:
-    """`count` of them, -1: all. Every validation of the same prompts chooses the same places, so answers compare."""
+    """`count` of them, -1: all. Every validation of the same prompts chooses the same places, so responses compare."""
     places = range(len(rows)) if count < 0 else random.Random(_SEED).sample(range(len(rows)), min(count, len(rows)))
     return [ShownAnswer(rows[place]["input"], rows[place]["output"], rows[place]["score"]) for place in sorted(places)]
 
