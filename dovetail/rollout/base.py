@@ -175,6 +175,7 @@ class RolloutEngine(ABC):
     """How often the engine has died and been started again."""
     restarts_left: int = 0
     """How often it may be. An engine in the trainer's process ends with it."""
+    _version: int = 0
     _staged: tuple[int, Mapping[str, torch.Tensor]] | None = None
     _closed: bool = False
     _asleep: frozenset[MemoryTag] = frozenset()
@@ -198,9 +199,9 @@ class RolloutEngine(ABC):
         """
 
     @property
-    @abstractmethod
     def weight_version(self) -> int:
         """Version given with the last weight update; 0 for the weights the engine started with."""
+        return self._version
 
     def open_stream(self) -> EngineStream:
         """Requests in, results as they finish. Streams share the engine; each gets the results of its own requests."""

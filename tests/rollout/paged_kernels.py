@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native.cuda.decoder import FusedDecoder
-from dovetail.rollout.native.cuda.kernels import attention, plain, small_batch
+from dovetail.rollout.native.cuda.kernels import attention, small_batch
 from dovetail.rollout.native.cuda.kernels import linear as linear_kernels
 from dovetail.rollout.native.cuda.kernels.attention import decode_attention, prefill_attention
 from dovetail.rollout.native.cuda.kernels.device import Device
@@ -30,6 +30,7 @@ from dovetail.rollout.native.cuda.slots import SlotState
 from dovetail.rollout.native.noise import stream_key
 from dovetail.rollout.native.sampler import Filters, SamplingRows, filter_weights, sample
 from tests.models.tiny import tiny_model
+from tests.rollout import plain_ops as plain
 
 pytestmark = pytest.mark.unit
 

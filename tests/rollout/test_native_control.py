@@ -79,6 +79,20 @@ def test_tensors_that_do_not_fit_are_named_and_the_engine_refuses_to_generate_un
     assert tokens(engine.generate(requests([[5]], GREEDY))) == greedy_of(tiny_model("llama", seed=1), [[5]])
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(top_k=5, top_p=0.9, max_new_tokens=12), GREEDY])
+def test_logits_that_are_no_numbers_are_an_error_that_names_the_weights(
+    sampling: SamplingParams, tmp_path: Path
+) -> None:
+    engine = NativeEngine(save_tiny_model("llama", tmp_path, tokenizer=False))
+    good = dict(weights(tiny_model("llama", seed=1)))
+    rows = prompts(4)
+    engine.update_weights((good | {"model.norm.weight": torch.full((128,), torch.nan)}).items(), 1)
+    with pytest.raises(EngineError, match=r"not finite.*its weights or its activations"):
+        engine.generate(requests(rows, sampling))
+    engine.update_weights(good.items(), 2)
+    assert tokens(engine.generate(requests(rows, GREEDY))) == greedy_of(tiny_model("llama", seed=1), rows)
+
+
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     engine = NativeEngine(save_tiny_model("qwen3_moe", tmp_path, tokenizer=False))
     model = tiny_model("qwen3_moe", seed=1)

@@ -18,7 +18,7 @@ from dovetail.rollout.native.cuda.batch import PagedBatch
 from dovetail.rollout.native.cuda.pages import FP8
 from dovetail.rollout.native.engine import NativeEngine
 from tests.models.tiny import tiny_model
-from tests.rollout import test_native_control, test_native_engine
+from tests.rollout import plain_ops, test_native_control, test_native_engine
 from tests.rollout.test_native_engine import plain_log_probs, prompts, requests, tokens, transformers_greedy
 
 pytestmark = pytest.mark.engine
@@ -42,10 +42,10 @@ SHARED_CLAIMS = [
 
 def paged_engine(model: Any, *, page_size: int = 8, max_num_seqs: int = 4, **options: Any) -> NativeEngine:
     """An engine over small pages, so that sequences cross many of them."""
-    engine = NativeEngine(model, max_num_seqs=max_num_seqs, paged=True)
-    engine._batch = PagedBatch(
-        engine._model, torch.device("cpu"), max_num_seqs, 64, engine._max_model_len, page_size=page_size, **options
-    )
+    engine = NativeEngine(model, max_num_seqs=max_num_seqs, ops=plain_ops)
+    sizes = max_num_seqs, 64, engine._max_model_len
+    options = {"page_size": page_size, "ops": plain_ops, **options}
+    engine._batch = PagedBatch(engine._model, torch.device("cpu"), *sizes, **options)
     return engine
 
 
@@ -70,7 +70,7 @@ def _cases() -> list[Any]:
 def test_what_holds_for_slots_holds_for_pages(
     claim: Any, fixed: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = functools.partial(NativeEngine, paged=True)
+    engine = functools.partial(NativeEngine, ops=plain_ops)
     monkeypatch.setattr(test_native_engine, "NativeEngine", engine)
     monkeypatch.setattr(test_native_control, "NativeEngine", engine)
     names = set(inspect.signature(claim).parameters) - set(fixed)
@@ -221,7 +221,7 @@ def test_pages_are_added_for_requests_that_come_while_others_run() -> None:
 
 def test_after_an_update_short_responses_decode_before_long_ones_are_recomputed() -> None:
     model = tiny_model("llama")
-    engine = NativeEngine(model, paged=True, max_prefill_tokens=16)
+    engine = NativeEngine(model, ops=plain_ops, max_prefill_tokens=16)
     rows = [prompts(1, shortest=length, longest=length)[0] for length in (200, 10)]
     with engine.open_stream() as stream:
         stream.submit(*requests(rows, replace(GREEDY, max_new_tokens=30)))

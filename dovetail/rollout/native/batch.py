@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from dovetail.rollout.native.attention import DecodeStep, PrefillStep, plan_spans
 from dovetail.rollout.native.images import prefill_images, prefill_positions
 from dovetail.rollout.native.kv_cache import SlotKVCache
-from dovetail.rollout.native.sampler import SamplingRows, sample
+from dovetail.rollout.native.sampler import SamplingRows, require_finite, sample
 from dovetail.rollout.native.scheduler import Sample, Scheduler
 
 # Room given to a sequence before its real length is known; short responses never pay for a long limit.
@@ -149,8 +149,10 @@ class RunningBatch:
             kv_step=DecodeStep(self.cache, places, [length + 1 for length in lengths], self._spans),
         )
         tokens, log_probs = sample(output.logits[0], self._sampling, places + 1)
+        scores = log_probs.tolist()
+        require_finite(scores)
         any_finished = False
-        for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
+        for row, token, log_prob in zip(rows, tokens.tolist(), scores, strict=True):
             row.num_cached += 1
             row.extend([token], [log_prob], version)
             any_finished |= row.finish_reason is not None

@@ -56,7 +56,7 @@ class NativeEngine(RolloutEngine):
     `max_model_len` prompt plus response (default: what the model's positions allow). `device` and `dtype` are for
     weights the engine owns; shared weights stay as they are. On CUDA, `gpu_memory_utilization` bounds the KV cache by a
     share of the device's memory, `kv_cache_dtype="fp8"` halves what a token takes of it, and `enforce_eager` turns CUDA
-    graphs off. `paged` picks the batch: None means pages and Triton kernels on CUDA, dense slots on CPU.
+    graphs off. A CPU has dense slots in the place of pages, unless `ops` gives the paged batch operations for it.
     `enable_prefix_caching` keeps the cache of finished sequences, on a CPU of those with a session, until the weights
     change or others need the room.
 
@@ -81,7 +81,7 @@ class NativeEngine(RolloutEngine):
         enforce_eager: bool = False,
         enable_prefix_caching: bool = True,
         kv_on_update: Literal["recompute", "keep"] = "recompute",
-        paged: bool | None = None,
+        ops: Any = None,
         **model_args: Unpack[ModelArgs],
     ) -> None:
         if isinstance(model, nn.Module):
@@ -99,7 +99,7 @@ class NativeEngine(RolloutEngine):
         self._eos_ids = eos_ids_of(self._model.generation_config, self._model.config)
         self._shapes = [parameter.shape for parameter in self._model.parameters()]
         self._batch: RunningBatch | PagedBatch
-        self._paged = self._device.type == "cuda" if paged is None else paged
+        self._paged = self._device.type == "cuda" or ops is not None
         if self._paged:
             from dovetail.rollout.native.cuda.batch import PagedBatch
             from dovetail.rollout.native.cuda.pages import cache_dtype_of
@@ -114,6 +114,7 @@ class NativeEngine(RolloutEngine):
                 cache_dtype=cache_dtype_of(kv_cache_dtype, self._model.dtype, self._device),
                 use_graphs=not enforce_eager,
                 reuse_prefixes=enable_prefix_caching,
+                ops=ops,
             )
         elif kv_cache_dtype == "fp8":
             raise ValueError("kv_cache_dtype=fp8 is for CUDA; on a CPU leave rollout.kv_cache_dtype at auto.")
@@ -129,7 +130,6 @@ class NativeEngine(RolloutEngine):
                 "the old weights; their log-probs are then not those of the weights. Use recompute for exact ones."
             )
         self._gate = StepGate()
-        self._version = 0
         self._still_from_folder = self._folder is not None
         self._loader: WeightLoader | None = None  # for an update that is staged
         self._running: dict[Sample, Callable[[GenerationResult], None]] = {}
@@ -153,10 +153,6 @@ class NativeEngine(RolloutEngine):
             kv_on_update=config.kv_on_update,
             **model,
         )
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
 
     @property
     def stats(self) -> BatchStats:

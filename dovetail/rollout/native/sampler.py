@@ -10,14 +10,15 @@ distribution (chain rule) for V/128 + 128 random numbers a row instead of V.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.base import EngineError, SamplingParams
 from dovetail.rollout.native.noise import exponentials, fold, stream_key
 
 # Part of what a seed means: another value gives other, equally distributed, samples.
@@ -125,6 +126,15 @@ def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) ->
     return tokens, log_probs.float()
 
 
+def require_finite(log_probs: Iterable[float]) -> None:
+    """EngineError for tokens that were drawn from logits that are NaN or infinite."""
+    if not math.isfinite(sum(log_probs)):
+        raise EngineError(
+            "the model's logits are not finite (NaN or infinity): its weights or its activations are not. Look at the "
+            "loss and the gradients of the training steps before, or use a dtype with a wider range."
+        )
+
+
 def race_blocks(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """One draw per row from weights (rows, vocab) that need not add up to 1, with the row's own random numbers."""
     return _race(weights, _block_sums(weights), keys)
@@ -184,5 +194,6 @@ def _threshold(
         if not bool(complete.all()):
             return None
     count = keep.sum(dim=-1, keepdim=True)
-    threshold = largest.gather(-1, count - 1).squeeze(-1)
+    # NaN compares with nothing, and nothing is kept: whoever reads the log-probs sees it.
+    threshold = largest.gather(-1, (count - 1).clamp(min=0)).squeeze(-1)
     return threshold.masked_fill(unlimited, 0)

@@ -80,7 +80,6 @@ class VLLMEngine(RolloutEngine):
         self._logprobs = self._extend_sampler(settings.logprobs)
         self._kv_cache_bytes = sum(self._call("dovetail_kv_cache_bytes"))
         self._gate = StepGate()
-        self._version = 0
         self._adapter: Any = None  # vLLM's LoRARequest of the adapter in use
         self._running = RunningSamples()
         self._has_ended = False
@@ -111,10 +110,6 @@ class VLLMEngine(RolloutEngine):
                 **beside_this_process(device),
             )
         return cls(settings, bucket_bytes=bucket_bytes)
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
 
     @property
     def frees_memory(self) -> bool:

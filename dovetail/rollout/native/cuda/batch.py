@@ -18,12 +18,13 @@ from dovetail.rollout.base import EngineError
 from dovetail.rollout.native.batch import BatchStats
 from dovetail.rollout.native.cuda.decoder import build_decoder, can_be_captured
 from dovetail.rollout.native.cuda.graphs import DecodeSteps
-from dovetail.rollout.native.cuda.kernels.ops import Ops, ops_for
+from dovetail.rollout.native.cuda.kernels.ops import Ops, triton_ops
 from dovetail.rollout.native.cuda.paged_step import PagedPrefill
 from dovetail.rollout.native.cuda.pages import KVShape, PagePool
 from dovetail.rollout.native.cuda.scheduler import PagedScheduler, Row
 from dovetail.rollout.native.cuda.slots import SlotState, needs_raw_log_probs
 from dovetail.rollout.native.cuda.transfer import Readback, upload
+from dovetail.rollout.native.sampler import require_finite
 from dovetail.rollout.native.scheduler import Sample
 
 _STEPS = 4
@@ -72,7 +73,7 @@ class PagedBatch:
         self._memory_share = memory_share
         self._max_pages = max_pages
         self._max_model_len = max_model_len
-        self._ops = ops_for(device) if ops is None else ops
+        self._ops = triton_ops() if ops is None else ops
         self._decoder = build_decoder(model, self._ops, fuse=fuse)
         shape = _kv_shape(model, page_size, cache_dtype or model.dtype)
         self._pool = PagePool(shape, device)
@@ -316,20 +317,28 @@ class PagedBatch:
         launch = self._launches.popleft()
         tokens = self._tokens.read(launch.index)[: launch.num_steps, : len(launch.rows)].T.tolist()
         log_probs = self._log_probs.read(launch.index)[: launch.num_steps, : len(launch.rows)].T.tolist()
-        for row, row_tokens, row_log_probs in zip(launch.rows, tokens, log_probs, strict=True):
-            sample = row.sample
-            if sample.finish_reason is not None:
-                continue
-            if row_tokens[-1] < 0:
-                last = next(i for i, token in enumerate(row_tokens) if token < 0)
-                row_tokens = [*row_tokens[:last], -2 - row_tokens[last]]
-                sample.extend(row_tokens, row_log_probs[: last + 1], launch.version)
-                assert sample.finish_reason is not None, "device and host agree on what ends a sequence"
-                self._scheduler.leave(row)
-                self._any_finished = True
-            else:
-                sample.extend(row_tokens, row_log_probs, launch.version)
-            self.stats.decode_tokens += len(row_tokens)
+        try:
+            for row, row_tokens, row_log_probs in zip(launch.rows, tokens, log_probs, strict=True):
+                if row.sample.finish_reason is None:
+                    self._book_row(row, row_tokens, row_log_probs, launch.version)
+        except EngineError:
+            # The device is ahead of what was booked: start again from the tokens that the host has.
+            self._launches.clear()
+            self.forget_cache()
+            raise
+
+    def _book_row(self, row: Row, tokens: list[int], log_probs: list[float], version: int) -> None:
+        ended = tokens[-1] < 0
+        if ended:
+            last = next(i for i, token in enumerate(tokens) if token < 0)
+            tokens, log_probs = [*tokens[:last], -2 - tokens[last]], log_probs[: last + 1]
+        require_finite(log_probs)
+        row.sample.extend(tokens, log_probs, version)
+        self.stats.decode_tokens += len(tokens)
+        if ended:
+            assert row.sample.finish_reason is not None, "device and host agree on what ends a sequence"
+            self._scheduler.leave(row)
+            self._any_finished = True
 
 
 def _kv_shape(model: PreTrainedModel, page_size: int, dtype: torch.dtype) -> KVShape:

@@ -1,20 +1,12 @@
-"""Which implementation of the engine's operations runs on a device: Triton kernels on CUDA, plain PyTorch elsewhere."""
+"""The operations of the paged batch. A test may give others, under the same names."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-import torch
-
-from dovetail.rollout.native.cuda.kernels import plain
-
 Ops: TypeAlias = Any
-"""The functions of `kernels.plain` under their names there; `small_batch` is the module of those kernels, or None."""
-
-
-def ops_for(device: torch.device) -> Ops:
-    return triton_ops() if device.type == "cuda" else plain
+"""The functions of `triton_ops`; `small_batch` is the module of those kernels, or None."""
 
 
 def triton_ops() -> Ops:

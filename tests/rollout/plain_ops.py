@@ -1,4 +1,4 @@
-"""What the Triton kernels compute, in plain PyTorch: the definition they are tested against, and the CPU's way.
+"""What the Triton kernels compute, in plain PyTorch: the definition they are tested against, and pages on a CPU.
 
 Slow on purpose: one sequence at a time where that reads best.
 """
