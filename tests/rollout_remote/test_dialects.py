@@ -7,15 +7,19 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
 
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, UnsupportedPromptError
 from dovetail.rollout.remote import pool
+from dovetail.rollout.remote.calls import SampleCalls
+from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.rollout.remote.loop import LoopThread
+from dovetail.rollout.remote.pool import ServerPool
 from tests.models.tiny import save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.unit
@@ -169,6 +173,7 @@ class _SGLang:
     def __init__(self, fake: _Fake) -> None:
         self.version = "default"
         self.written_by: str | None = None
+        self.first_token = 10
         fake.routes |= {
             "GET /model_info": lambda body: {"model_path": "m", "model_type": "llama", "weight_version": self.version},
             "POST /generate": self._generate,
@@ -181,13 +186,112 @@ class _SGLang:
         }
 
     def _generate(self, body: Any) -> Any:
-        tokens = [10 + n for n in range(body["sampling_params"]["max_new_tokens"])]
+        tokens = [self.first_token + n for n in range(body["sampling_params"]["max_new_tokens"])]
         meta = {"finish_reason": {"type": "length"}, "weight_version": self.written_by or self.version}
         return {"output_ids": tokens, "meta_info": meta | {"output_token_logprobs": [[-0.25, t, None] for t in tokens]}}
 
+    def restart(self) -> None:
+        self.version, self.first_token = "default", 90
+
     def _update(self, body: Any) -> Any:
-        self.version = body["new_version"]
+        self.version, self.first_token = body["new_version"], 10
         return {"success": True, "message": ""}
+
+
+class _VLLM:
+    """The routes of a vLLM server with the extension. Its tokens name the version of its weights: 50 + version, or 99
+    where it has those it was started with."""
+
+    def __init__(self, fake: _Fake) -> None:
+        self.version: int | None = None
+        self.num_version_asks = 0
+        fake.routes |= {
+            "GET /v1/models": MODELS,
+            "POST /v1/completions": lambda body: _completion([99 if self.version is None else 50 + self.version] * 4),
+            "POST /collective_rpc": self._call,
+            "POST /pause": {},
+            "POST /resume": {},
+            "POST /reset_prefix_cache": {},
+        }
+
+    def restart(self) -> None:
+        self.version = None
+
+    def _call(self, body: Any) -> Any:
+        answer: Any = None
+        if body["method"] == "dovetail_server_info":
+            self.num_version_asks += 1
+            answer = {"weight_version": self.version, "num_workers": 1, "dtype": "float32", "shape": {}}
+            answer["logprobs"] = "temperature"
+        elif body["method"] == "dovetail_kv_cache_bytes":
+            answer = 0
+        elif body["method"] == "dovetail_set_version":
+            (self.version,) = body["args"]
+        return {"results": [answer]}
+
+
+def test_turns_of_an_agent_ask_only_the_server_that_wrote_them_for_its_version(
+    fake: _Fake, folder: Path, tmp_path: Path
+) -> None:
+    other = _Fake()
+    both = [_VLLM(fake), _VLLM(other)]
+    model = tiny_model("llama_tied")
+    with RemoteRollout([fake.url, other.url], str(folder), weights_folder=str(tmp_path)) as engine:
+        turns = [GenerationRequest(str(number), [5, 6], PLAIN, session="agent") for number in range(10)]
+        engine.update_weights(model.named_parameters(), 3)
+        (first,) = engine.generate(turns[:1])  # the first one after an update asks all
+        before = [len(server.bodies("GET /v1/models")) for server in (fake, other)]
+        for server in both:
+            server.num_version_asks = 0
+        results = [result for turn in turns[1:] for result in engine.generate([turn])]
+        assert [result.token_ids for result in [first, *results]] == [[53] * 4] * 10
+        assert [len(server.bodies("GET /v1/models")) for server in (fake, other)] == before
+        assert sorted(server.num_version_asks for server in both) == [0, 9]
+    other.close()
+
+
+def test_responses_that_end_together_share_one_question_for_the_version() -> None:
+    class Asked:
+        count = 0
+
+        async def weight_version(self, server: str) -> int:
+            self.count += 1
+            await asyncio.sleep(0)
+            return 3
+
+    async def main() -> None:
+        dialect, unused = Asked(), AsyncMock()
+        calls = SampleCalls(ServerPool(["http://a:1"], HttpClient()), cast(Any, dialect), unused)
+        assert await asyncio.gather(*(calls._version_now("http://a:1") for _ in range(20))) == [3] * 20
+        assert dialect.count <= 2
+        assert await calls._version_now("http://a:1") == 3
+        assert dialect.count <= 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_was_started_again_unnoticed_answers_nothing_with_its_old_weights(
+    kind: Any, fake: _Fake, folder: Path, tmp_path: Path
+) -> None:
+    other = _Fake()
+    fakes = [_VLLM(one) if kind == "vllm" else _SGLang(one) for one in (fake, other)]
+    asked = [GenerationRequest(str(number), [5, 6], PLAIN) for number in range(8)]
+    urls = [fake.url, other.url]
+    with RemoteRollout(urls, str(folder), dialect=kind, weights_folder=str(tmp_path)) as engine:
+        engine.update_weights(tiny_model("llama_tied").named_parameters(), 3)
+        good = [result.token_ids for result in engine.generate(asked)]
+        fakes[0].restart()
+        assert [result.token_ids for result in engine.generate(asked)] == good
+    with RemoteRollout(urls[1:], str(folder), dialect=kind, weights_folder=str(tmp_path)) as engine:
+        engine.update_weights(tiny_model("llama_tied").named_parameters(), 4)
+        engine.generate(asked)
+        fakes[1].restart()
+        with pytest.raises(EngineError, match="those it was started with, not 4"):
+            engine.generate(asked)
+        engine.reload_weights = lambda fresh: fresh.update_weights(tiny_model("llama_tied").named_parameters(), 4)
+        assert len({tuple(result.token_ids) for result in engine.generate(asked)} & {(99,) * 4, (90, 91, 92, 93)}) == 0
+    other.close()
 
 
 def test_an_sglang_server_takes_weights_from_disk_and_one_that_wrote_with_others_is_taken_out(

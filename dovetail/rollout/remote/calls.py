@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from dovetail.observability.waits import waiting
@@ -30,11 +32,22 @@ _SHUT_S = 1800.0
 Ended = Callable[[RemoteSample, BaseException | None], None]
 
 
+@dataclass(slots=True)
+class _AskedVersion:
+    """What a server said of its weights when it was last asked."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    at: float = -math.inf
+    version: int | None = None
+
+
 class SampleCalls:
     """All methods belong to one event loop.
 
     `version` is that of the servers' weights; it may change while the gate is shut and no call runs. With
-    `must_match`, a server that says it wrote with another version is taken out and its response is not used.
+    `must_match`, a server that wrote with another version, because it was started again, is taken out and its response
+    is not used. A version is asked for when the response is there: a server that was started again has none from then
+    on, so whoever has it now has had it all the time.
     `no_server` is awaited when no server is left: it raises, or shuts the gate until there is one again.
     """
 
@@ -46,6 +59,7 @@ class SampleCalls:
         self.must_match = False
         self.is_open = True
         self._failure = ""
+        self._versions: dict[str, _AskedVersion] = defaultdict(_AskedVersion)
         self._changed = asyncio.Condition()
         self._live: dict[RemoteSample, asyncio.Task[None] | None] = {}  # the event loop alone would not keep the tasks
         # The final dot keeps one name from being the beginning of another: SGLang aborts by prefix.
@@ -153,11 +167,25 @@ class SampleCalls:
         sample.server, sample.call_id = server, next(self._names)
         version = self.version
         part = await self._dialect.complete(server, sample)
-        if self.must_match and part.weight_version not in (None, version):
-            reason = f"it wrote with weights of version {part.weight_version}, not {version}."
-            self._pool.mark_down(server, reason)
-            raise ServerGoneError(f"{server} is of no use: {reason}", url=server)
+        if self.must_match and part.token_ids:
+            in_part = self._dialect.parts_have_version
+            written_by = part.weight_version if in_part else await self._version_now(server)
+            if written_by != version:
+                own = "those it was started with" if written_by is None else f"weights of version {written_by}"
+                reason = f"it wrote with {own}, not {version}."
+                self._pool.mark_down(server, reason)
+                raise ServerGoneError(f"{server} is of no use: {reason}", url=server)
         return part
+
+    async def _version_now(self, server: str) -> int | None:
+        """What the server says, asked no earlier than this call; those that come while one asks share the next one."""
+        since, asked = time.monotonic(), self._versions[server]
+        async with asked.lock:
+            if asked.at < since:
+                at = time.monotonic()
+                asked.version = await self._dialect.weight_version(server)
+                asked.at = at
+            return asked.version
 
     async def _end_calls(self, samples: Sequence[RemoteSample]) -> None:
         give_up, answer_s = time.monotonic() + _GIVE_UP_S, _FIRST_ANSWER_S

@@ -43,12 +43,18 @@ class Dialect(ABC):
     health_path: ClassVar[str] = "/health"
     shared: bool = True
     """Whether others than this process may call the servers, so that they must be paused for an update."""
+    parts_have_version: ClassVar[bool] = False
+    """Whether what a call wrote comes with the version of the weights that wrote it (`Part.weight_version`)."""
 
     def __init__(self, client: HttpClient) -> None:
         self.client = client
 
     @abstractmethod
     async def info(self, server: str) -> ServerInfo: ...
+
+    async def weight_version(self, server: str) -> int | None:
+        """As in `info`."""
+        return (await self.info(server)).weight_version
 
     @abstractmethod
     async def complete(self, server: str, sample: RemoteSample) -> Part:

@@ -75,6 +75,8 @@ class ServerPool:
         self._room = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._calls: dict[str, set[asyncio.Future[Any]]] = {server: set() for server in self.servers}
         self._down: dict[str, str] = {}
+        self.num_failures = 0
+        """How often a server has gone down."""
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._heard: dict[str, float] = dict.fromkeys(self.servers, time.monotonic())
         self._watch: asyncio.Task | None = None
@@ -126,6 +128,7 @@ class ServerPool:
         if server in self._down:
             return
         self._down[server] = reason
+        self.num_failures += 1
         lost, self._calls[server] = self._calls[server], set()
         left = len(self.up())
         logger.warning("server %s is down: %s %d requests move on; %d servers left.", server, reason, len(lost), left)

@@ -12,7 +12,7 @@ from dovetail.rollout.response import GrowingResponse
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one call to a server wrote. `weight_version` is what the server says of itself, where it says so."""
+    """What one call to a server wrote. `weight_version` is that of `ServerInfo`, where `Dialect.parts_have_version`."""
 
     token_ids: list[int]
     log_probs: list[float]

@@ -48,6 +48,7 @@ class SGLangDialect(Dialect):
     """
 
     name = "sglang"
+    parts_have_version = True
     # SGLang's /health generates a token, which counts as a running request and needs memory that may be released.
     health_path = "/model_info"
 
@@ -70,14 +71,14 @@ class SGLangDialect(Dialect):
         with understood(server, answer):
             model = str(answer["model_path"])
             shape = {"model_type": answer["model_type"]} if answer.get("model_type") else {}
-            version = str(answer["weight_version"])
+            version = _version(answer["weight_version"])
         with understood(server, own):
             usage = (own.get("internal_states") or [{}])[0].get("memory_usage", {})
             return ServerInfo(
                 model,
                 self._max_model_len,
                 self._logprobs,
-                weight_version=int(version) if version.isdecimal() else None,  # "default" before the first update
+                weight_version=version,
                 num_workers=int(own["tp_size"]) * int(own.get("pp_size", 1)),
                 kv_cache_bytes=int(float(usage.get("kvcache", 0.0)) * _GIB),
                 shape=shape,
@@ -108,7 +109,6 @@ class SGLangDialect(Dialect):
         with understood(server, answer):
             meta = answer["meta_info"]
             entries = meta.get("output_token_logprobs") or []
-            version = str(meta.get("weight_version", ""))
             tokens = [int(entry[1]) for entry in entries]
             reason = finish_reason(server, meta["finish_reason"]["type"])
             end = next((at + 1 for at, token in enumerate(tokens) if token in sample.stop_token_ids), None)
@@ -119,7 +119,7 @@ class SGLangDialect(Dialect):
                 tokens,
                 [float(entry[0]) for entry in entries[: len(tokens)]],
                 reason,
-                weight_version=int(version) if version.isdecimal() else None,
+                weight_version=_version(meta.get("weight_version")),
             )
 
     async def abort(self, server: str, call_ids: Collection[str]) -> None:
@@ -274,6 +274,11 @@ class SGLangDialect(Dialect):
 
     async def _name_version(self, server: str, name: str) -> None:
         await self._post(server, "/update_weight_version", {"new_version": name, "abort_all_requests": False})
+
+
+def _version(name: object) -> int | None:
+    """SGLang calls it "default" before the first update."""
+    return int(str(name)) if str(name).isdecimal() else None
 
 
 class _TensorsIn:

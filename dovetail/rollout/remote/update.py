@@ -42,6 +42,8 @@ class WeightUpdater:
         """Held while the servers are, by the thread that sends: others wait before they look at `partial_update`."""
         self.partial_update = ""
         self.has_updated = False
+        self._num_failures_seen: int | None = None
+        """How often servers of the pool had gone down when all were last asked for their version."""
 
     def update(
         self, weights: NamedTensors, version: int, *, stay_paused: bool, channel: WeightChannel | None = None
@@ -76,15 +78,21 @@ class WeightUpdater:
         self._calls.version = version
         self._calls.must_match = self.has_updated = True
         self.partial_update = ""
+        self._num_failures_seen = None
 
     async def take_out_forgetful(self) -> None:
-        """Take out servers whose version is another than that of the last update: they were started again."""
-        if not self.has_updated:
+        """Take out servers whose version is another than that of the last update: they were started again.
+
+        They are asked after an update and after one of them went down. That saves tokens that would be thrown away:
+        whoever is started again at another time is found out by what it writes.
+        """
+        if not self.has_updated or self._num_failures_seen == self._pool.num_failures:
             return
         servers = self._pool.up()
         for server, info in zip(servers, await self._infos(servers), strict=True):
             if isinstance(info, ServerInfo) and info.weight_version != self._calls.version:
                 self._pool.mark_down(server, _wrong_version(info, self._calls.version))
+        self._num_failures_seen = self._pool.num_failures
 
     async def admit(self, server: str, folder: str, shape: Mapping[str, Any], *, paused: bool) -> None:
         """A server is back: the same model, and the current weights, or it stays out (ServerError)."""

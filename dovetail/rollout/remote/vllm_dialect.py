@@ -45,17 +45,21 @@ class VLLMDialect(Dialect):
             raise
         with understood(server, extended):
             first = extended[0]
-            versions = {entry["weight_version"] for entry in extended}
             return ServerInfo(
                 model,
                 max_model_len,
                 await self._logprobs(server, first["logprobs"]),
-                weight_version=first["weight_version"] if len(versions) == 1 else None,
+                weight_version=_common_version(extended),
                 num_workers=int(first["num_workers"]),
                 dtype=first["dtype"],
                 kv_cache_bytes=sum(int(size) for size in await self._call(server, "dovetail_kv_cache_bytes")),
                 shape=first["shape"],
             )
+
+    async def weight_version(self, server: str) -> int | None:
+        extended = await self._call(server, "dovetail_server_info")
+        with understood(server, extended):
+            return _common_version(extended)
 
     async def complete(self, server: str, sample: RemoteSample) -> Part:
         sampling = sample.request.sampling
@@ -175,6 +179,11 @@ def part_of(server: str, choice: dict[str, Any], sample: RemoteSample) -> Part:
             url=server,
         )
     return Part([int(token) for token in token_ids], scores, reason)
+
+
+def _common_version(workers: list[Any]) -> int | None:
+    versions = {worker["weight_version"] for worker in workers}
+    return versions.pop() if len(versions) == 1 else None
 
 
 def _first_problem(answers: list[Any]) -> str | None:
