@@ -24,10 +24,10 @@ from dovetail.weight_sync.sharding_manager import (
 )
 from dovetail.weight_sync.shared_memory import (
     IpcHandle,
-    SharedMemoryBuckets,
     export_ipc_handle,
     import_ipc_handle,
     read_bucket_file,
+    shared_memory_buckets,
 )
 from dovetail.weight_sync.stream import (
     ExpectedWeights,
@@ -58,7 +58,6 @@ __all__ = [
     "MegatronVLLMShardingManager",
     "NamedTensors",
     "SampledWeights",
-    "SharedMemoryBuckets",
     "WeightAccount",
     "WeightMismatchError",
     "WeightReceiver",
@@ -71,6 +70,7 @@ __all__ = [
     "iter_buckets",
     "read_bucket_file",
     "require_equal",
+    "shared_memory_buckets",
     "tensor_checksum",
     "weight_checksum",
     "write_peft_folder",

@@ -44,7 +44,7 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        return sum(_aligned(entry.num_bytes) for entry in self.entries)
+        return sum(aligned(entry.num_bytes) for entry in self.entries)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views into the buffer."""
@@ -93,7 +93,7 @@ def iter_buckets(weights: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES
     used = 0
     for name, tensor in weights:
         entry = BucketEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), used)
-        size = _aligned(entry.num_bytes)
+        size = aligned(entry.num_bytes)
         if entries and used + size > bucket_bytes:
             assert buffer is not None, "a bucket with entries has a buffer"
             yield Bucket(tuple(entries), buffer)
@@ -118,5 +118,5 @@ def _grown(buffer: Tensor | None, used: int, num_bytes: int, device: torch.devic
     return larger
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -13,7 +13,7 @@ import pytest
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
 from dovetail.rollout.remote.weights import save_tensors
 from dovetail.rollout.sglang import SGLangRollout
-from dovetail.weight_sync import BroadcastFailedError, SharedMemoryBuckets, WeightSender, weight_checksum
+from dovetail.weight_sync import BroadcastFailedError, WeightSender, shared_memory_buckets, weight_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_sglang.conftest import needs_sglang
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
@@ -65,10 +65,9 @@ def test_the_prompt_of_these_tests_really_sits_in_the_radix_cache(engine: SGLang
     old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=1)
     engine.update_weights(old.named_parameters(), 0)
     engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
-    with SharedMemoryBuckets(save=save_tensors) as files:  # an update that leaves the caches alone
-        for path in files.write(new.named_parameters()):
-            for server in engine.servers:
-                engine._loop.run(engine._sglang.load_file(server, path))
+    for path in shared_memory_buckets(new.named_parameters(), save=save_tensors):  # leaves the caches alone
+        for server in engine.servers:
+            engine._loop.run(engine._sglang.load_file(server, path))
     stale = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
     assert mean_gap(log_probs(new, PROMPT, stale.token_ids), stale.log_probs) > 0.01
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from dovetail.weight_sync import (
     BroadcastFailedError,
-    SharedMemoryBuckets,
     WeightReceiver,
     WeightSender,
     read_bucket_file,
+    shared_memory_buckets,
     weight_checksum,
 )
 from tests.ranks import run_ranks
@@ -30,17 +30,20 @@ def _weights() -> list[tuple[str, torch.Tensor]]:
     return [(f"layer.{n}", torch.randn(40, n + 1)) for n in range(12)] + [("half", torch.randn(9).bfloat16())]
 
 
+def _open_buckets() -> list[str]:
+    """Files of buckets that this process has open."""
+    files = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)]
+    return [file for file in files if "dovetail-weights" in file]
+
+
 def _share(rank: int, world_size: int) -> tuple[dict[str, str], list[str]]:
     got: list[tuple[str, torch.Tensor]] = []
-    paths: list[str] = []
     if rank == 0:
-        with SharedMemoryBuckets(2048) as shared:
-            for path in shared.write(_weights()):
-                paths.append(str(path))
-                dist.broadcast_object_list([str(path)], src=0)
-                dist.barrier()
+        for path in shared_memory_buckets(_weights(), 2048):
+            dist.broadcast_object_list([str(path)], src=0)
+            dist.barrier()
         dist.broadcast_object_list([None], src=0)
-        return weight_checksum(_weights()), [path for path in paths if os.path.exists(path)]
+        return weight_checksum(_weights()), _open_buckets()
     while True:
         message: list[str | None] = [None]
         dist.broadcast_object_list(message, src=0)
@@ -114,10 +117,31 @@ def test_nothing_is_lost_when_the_senders_process_ends_with_its_send() -> None:
     assert process.exitcode == 0
 
 
-def test_no_shared_memory_files_are_left_when_a_reader_fails() -> None:
-    before = set(Path("/dev/shm").glob("dovetail-weights-*"))
-    with SharedMemoryBuckets() as shared:
-        buckets = shared.write(_weights())
-        assert next(buckets).exists()
+def _write_and_wait(told: Any) -> None:
+    for path in shared_memory_buckets(_weights()):
+        told.send(str(path))
+        told.recv()
+
+
+def test_a_writer_that_is_killed_leaves_nothing_in_memory_but_what_readers_have_mapped() -> None:
+    before = set(Path("/dev/shm").glob("dovetail-*"))
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_write_and_wait, args=(theirs,))
+    process.start()
+    theirs.close()
+    path = ours.recv()
+    got = read_bucket_file(path)
+    process.kill()
+    process.join(60)
+    assert weight_checksum(got) == weight_checksum(_weights())
+    assert not os.path.exists(path)
+    assert set(Path("/dev/shm").glob("dovetail-*")) <= before
+
+
+def test_no_file_is_left_open_when_a_reader_fails() -> None:
+    buckets = shared_memory_buckets(_weights())
+    next(buckets)
+    assert len(_open_buckets()) == 1
     buckets.close()
-    assert set(Path("/dev/shm").glob("dovetail-weights-*")) <= before
+    assert _open_buckets() == []

@@ -19,7 +19,6 @@ from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor
 
 from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.remote.client import ServerError
@@ -27,12 +26,13 @@ from dovetail.rollout.remote.dialect import Dialect, ServerInfo
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.weight_sync import (
     BroadcastFailedError,
+    Bucket,
     DiskVersion,
     DiskWeights,
     ExpectedWeights,
     NamedTensors,
-    SharedMemoryBuckets,
     WeightSender,
+    shared_memory_buckets,
 )
 from dovetail.weight_sync.group import LOOPBACK, GroupBackend, address_towards
 
@@ -109,10 +109,9 @@ class SharedMemoryChannel(WeightChannel):
 
     def deliver(self, servers: Mapping[str, ServerInfo], weights: NamedTensors) -> Failures:
         failures = self.loop.run(self._on_each(servers, self._begin))
-        with SharedMemoryBuckets(self.bucket_bytes, save=save_tensors) as files:
-            for path in files.write(weights):
-                left = [server for server in servers if server not in failures]
-                failures |= self.loop.run(self._on_each(left, partial(self.dialect.load_file, path=path)))
+        for path in shared_memory_buckets(weights, self.bucket_bytes, save_tensors):
+            left = [server for server in servers if server not in failures]
+            failures |= self.loop.run(self._on_each(left, partial(self.dialect.load_file, path=path)))
         return failures
 
 
@@ -213,9 +212,9 @@ def _connect_quietly(connect: Callable[[], None]) -> None:
         logger.warning("the group for the weights is not complete: %s", error)
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+def save_tensors(bucket: Bucket, path: Path) -> None:
     """In the form that `Dialect.load_file` reads."""
-    torch.save(list(tensors.items()), path)
+    torch.save(list(bucket.on_host().items()), path)
 
 
 def own_address(servers: Iterable[str]) -> str:

@@ -40,12 +40,12 @@ from dovetail.weight_sync import (
     Bucket,
     IpcHandle,
     NamedTensors,
-    SharedMemoryBuckets,
     entries_of,
     export_ipc_handle,
     import_ipc_handle,
     iter_buckets,
     read_bucket_file,
+    shared_memory_buckets,
 )
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,6 @@ class RayVLLMEngine(RolloutEngine):
         self._bucket_bytes = bucket_bytes
         self.restarts_left = restarts
         self._on_device = on_device
-        self._version = 0
         self._running: dict[str, _Running] = {}  # by the request's id
         self._taking = threading.Lock()
         self._replacing = threading.RLock()  # held while a dead actor is replaced: others wait for the new one
@@ -216,10 +215,6 @@ class RayVLLMEngine(RolloutEngine):
         self._shares = shares if shares is not None and self._can_read(shares) else None
 
     from_config = VLLMEngine.from_config  # which builds one of these for `mode=async`
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
 
     def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
         added = {request.request_id: _Running(request, deliver) for request in requests}
@@ -356,9 +351,8 @@ class RayVLLMEngine(RolloutEngine):
                 memory = bucket.buffer.to(self._shares)
                 yield self.actor.receive_shared.remote(export_ipc_handle(memory), bucket.header())
             return
-        with SharedMemoryBuckets(self._bucket_bytes) as files:
-            for path in files.write(weights):
-                yield self.actor.receive_file.remote(str(path))
+        for path in shared_memory_buckets(weights, self._bucket_bytes):
+            yield self.actor.receive_file.remote(str(path))
 
     @property
     def _needs_weights(self) -> bool:

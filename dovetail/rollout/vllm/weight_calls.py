@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from dovetail.weight_sync import NamedTensors, SharedMemoryBuckets
+from dovetail.weight_sync import NamedTensors, shared_memory_buckets
 
 Call: TypeAlias = tuple[str, tuple[Any, ...]]
 """A method of `WorkerExtension` and its arguments, for every worker alike."""
@@ -32,6 +32,5 @@ def loads_in_place(weights: NamedTensors, *, copy: bool = True) -> Iterator[Call
 
 def loads_through_shared_memory(weights: NamedTensors, bucket_bytes: int) -> Iterator[Call]:
     """For workers in other processes of this machine."""
-    with SharedMemoryBuckets(bucket_bytes) as shared:
-        for path in shared.write(weights):
-            yield "dovetail_load_file", (str(path),)
+    for path in shared_memory_buckets(weights, bucket_bytes):
+        yield "dovetail_load_bucket", (str(path),)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dovetail.rollout.expected import model_shape
@@ -110,8 +111,13 @@ class WorkerExtension:
             return f"loading weights failed with {type(error).__name__}: {error}"
         return None
 
-    def dovetail_load_file(self, path: str) -> str | None:
+    def dovetail_load_bucket(self, path: str) -> str | None:
+        """From shared memory."""
         return self.dovetail_load(read_bucket_file(path))
+
+    def dovetail_load_file(self, path: str) -> str | None:
+        """From a safetensors file."""
+        return self.dovetail_load(list(load_file(path).items()))
 
     def dovetail_receive(self) -> str | None:
         """Load everything the sender of the group sends. Drains the stream even after a misfit: others still read."""
