@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.config import ConfigError, load_config
-from dovetail.config.arguments import split_arguments
+from dovetail.config.overrides import split_arguments
 
 if TYPE_CHECKING:
     from dovetail.config.root import DovetailConfig

@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.config.arguments import split_arguments
 from dovetail.config.checks import check_config
 from dovetail.config.errors import ConfigError, Notice, Problem
 from dovetail.config.load import load_config
+from dovetail.config.overrides import split_arguments
 from dovetail.config.plan import Plan, Shapes, make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.trainer.async_plan import AsyncPlan, RecordsError, make_async_plan

@@ -29,11 +29,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.config.arguments import split_arguments
 from dovetail.config.checks import check_config
 from dovetail.config.effects import unsupported_in_runs
 from dovetail.config.errors import ConfigError
 from dovetail.config.load import load_config
+from dovetail.config.overrides import split_arguments
 from dovetail.config.root import DovetailConfig
 
 if TYPE_CHECKING:

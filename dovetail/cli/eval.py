@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.config.arguments import split_arguments
+from dovetail.config.overrides import split_arguments
 
 if TYPE_CHECKING:
     from dovetail.trainer.evaluate import Evaluation

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from dovetail.config import ConfigError, load_config
-from dovetail.config.arguments import split_arguments
+from dovetail.config.overrides import split_arguments
 from dovetail.trainer.choose import choose_open_keys
 
 

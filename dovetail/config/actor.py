@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from dovetail.config.base import Rule, Section, key, read_with, section, unsupported, unused, when_is
-from dovetail.config.checkpoint import CheckpointConfig
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.names import POLICY_LOSSES, listed
 from dovetail.config.optim import OptimConfig
 
+Content = Literal["model", "optimizer", "extra", "hf_model"]
 Strategy = Literal["single", "fsdp", "fsdp2", "megatron"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 # A trailing + takes the gradient of the unbiased k2 estimate whatever the value's estimator.
@@ -45,6 +45,17 @@ class PolicyLossConfig(Section):
     kl_cov_ratio: float = key(0.0002, "Share of tokens penalised by `kl_cov`.", ge=0, le=1)
     ppo_kl_coef: float = key(0.1, "Weight of the penalty of `kl_cov`.", ge=0)
     dro_beta: float = key(0.1, "Weight of the quadratic penalty of `dro`.", ge=0)
+
+
+class CheckpointConfig(Section):
+    """Contents of saved and loaded checkpoints."""
+
+    save_contents: list[Content] = key(
+        ["model", "optimizer", "extra"],
+        "What to save: sharded weights, optimizer state, schedule and RNG, a Hugging Face folder.",
+    )
+    load_contents: list[Content] | None = key(None, "What to load. Null: what was saved.")
+    async_save: bool = key(False, "Write in the background while training goes on.")
 
 
 class RoleConfig(Section):

@@ -7,13 +7,14 @@ effect: a notice) or `unsupported` (cannot run: an error when a run starts). Kno
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 ANY = object()
@@ -185,3 +186,16 @@ def extra_of(field: FieldInfo, name: str) -> Any:
     """What the helpers above wrote beside a field: `rules`, `inherits` or `keeps_null`."""
     extra = field.json_schema_extra
     return extra.get(name) if isinstance(extra, dict) else None
+
+
+def from_home(path: str) -> str:
+    """`path` with `~` as a shell would have it. Raises ValueError for the home of a user who does not exist."""
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        user = expanded.partition("/")[0]
+        raise ValueError(f"{user} is the home of no user here; write the whole path, or ./{path} for that very name.")
+    return expanded
+
+
+HomePath = Annotated[str, AfterValidator(from_home)]
+"""A path of the configuration: `~` is expanded once, here, and not by every part that reads a path."""

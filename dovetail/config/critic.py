@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dovetail.config.actor import ActorConfig, LossAggMode, RoleConfig, Strategy
+from dovetail.config.actor import ActorConfig, CheckpointConfig, LossAggMode, RoleConfig, Strategy
 from dovetail.config.base import all_of, inherits, key, read_with, section, unused, when_is
-from dovetail.config.checkpoint import CheckpointConfig
 from dovetail.config.model import CriticModelConfig
 from dovetail.config.optim import CriticOptimConfig
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.config.base import Section, key, read_with, unused, when_is, when_not
+from dovetail.config.base import HomePath, Section, key, read_with, unused, when_is, when_not
 from dovetail.config.fsdp import NO_OPTIMIZER, Dtype
-from dovetail.config.home import HomePath
 
 
 class MegatronConfig(Section):

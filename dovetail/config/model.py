@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from dovetail.config.base import (
+    HomePath,
     Section,
     inherits,
     key,
@@ -17,7 +18,6 @@ from dovetail.config.base import (
     when_not,
 )
 from dovetail.config.fsdp import FSDPConfig
-from dovetail.config.home import HomePath
 
 
 def _is_megatron(config: Any, key: str) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from dovetail.config.base import Section, key, unused, when_is
-from dovetail.config.home import HomePath
+from dovetail.config.base import HomePath, Section, key, unused, when_is
 
 
 class MultiTurnConfig(Section):

@@ -1,7 +1,8 @@
-"""Read overrides: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`, from a command line or from a launch list on disk."""
+"""Read overrides (`a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`) from a command line or a launch list; tell them from files."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,16 @@ class ParsedOverrides:
     notices: list[Notice]
 
 
+def split_arguments(items: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Files (with `~` expanded) and overrides, each in the order given.
+
+    `~/a.yaml`, `runs/lr=1/a.yaml` and an existing `lr=1.yaml` are files; `a.b=c`, `+a.b=c`, `~a.b` and `--option` are
+    overrides.
+    """
+    files = [item for item in items if _is_file(item)]
+    return [Path(os.path.expanduser(item)) for item in files], [item for item in items if not _is_file(item)]
+
+
 def parse_overrides(texts: Sequence[str], *, source: str, shell_quotes: bool = False) -> ParsedOverrides:
     """Read one override per text. With `shell_quotes`, quotes around a whole value are a shell's and are taken off."""
     parsed = ParsedOverrides([], [], [])
@@ -61,6 +72,17 @@ def read_overrides_file(path: Path) -> ParsedOverrides:
     for line in path.read_text(encoding="utf-8").splitlines():
         texts.extend(_overrides_of_line(line))
     return parse_overrides(texts, source=str(path), shell_quotes=True)
+
+
+def _is_file(item: str) -> bool:
+    if item.startswith(("+", "--")):
+        return False
+    if item.endswith((".yaml", ".yml")) and os.path.isfile(os.path.expanduser(item)):
+        return True
+    name, is_assignment, _ = item.partition("=")
+    if is_assignment:
+        return "/" in name or os.sep in name
+    return not item.startswith("~") or "/" in item
 
 
 def _parse(text: str, source: str, shell_quotes: bool) -> Override:

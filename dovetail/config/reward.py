@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from dovetail.config.actor import ULYSSES, ActorConfig, Strategy
-from dovetail.config.base import Section, inherits, key, read_with, section, unsupported, unused, when_is
+from dovetail.config.base import HomePath, Section, inherits, key, read_with, section, unsupported, unused, when_is
 from dovetail.config.critic import CriticConfig
 from dovetail.config.data import CustomClassConfig
 from dovetail.config.fsdp import FSDPConfig
-from dovetail.config.home import HomePath
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import RewardNetworkConfig
 from dovetail.config.names import REWARD_MANAGERS, listed

@@ -8,6 +8,7 @@ from pydantic import field_validator
 
 from dovetail.config.actor import ActorConfig
 from dovetail.config.base import (
+    HomePath,
     Section,
     all_of,
     inherits,
@@ -22,7 +23,6 @@ from dovetail.config.base import (
 )
 from dovetail.config.data import DataConfig
 from dovetail.config.fsdp import Dtype, full_dtype
-from dovetail.config.home import HomePath
 from dovetail.config.multi_turn import AgentLoopConfig, MultiTurnConfig
 from dovetail.config.names import ENGINES, listed
 

@@ -12,17 +12,15 @@ from dovetail.config.async_training import AsyncTrainingConfig
 from dovetail.config.base import Section, key, look_up, read_with, section, unused, when_is
 from dovetail.config.critic import CriticConfig
 from dovetail.config.data import DataConfig
-from dovetail.config.distill import DistillConfig
 from dovetail.config.inherit import fill_distillation, fill_inherited, fill_old_policy
+from dovetail.config.methods import DistillConfig, DPOConfig, RewardTrainingConfig, SFTConfig
 from dovetail.config.model import ModelConfig
 from dovetail.config.names import READ_FOR_NAMES, unknown_names
-from dovetail.config.preferences import DPOConfig, RewardTrainingConfig
 from dovetail.config.profiler import ProfilerConfig
 from dovetail.config.ray_init import RayInitConfig
 from dovetail.config.ref import RefConfig
 from dovetail.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from dovetail.config.rollout import RolloutConfig
-from dovetail.config.sft import SFTConfig
 from dovetail.config.trainer import TrainerConfig
 
 _NOT_SAMPLED = "trainer.method={trainer.method} samples no responses"

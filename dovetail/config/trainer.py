@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from dovetail.config.base import Section, key, read_with, unsupported, unused, when_is
-from dovetail.config.home import HomePath
+from dovetail.config.base import HomePath, Section, key, read_with, unsupported, unused, when_is
 from dovetail.config.names import LOGGERS, listed
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dovetail.config.sft import SFTConfig
+from dovetail.config.methods import SFTConfig
 from dovetail.data.encode import Messages, is_message, short, truncate
 from dovetail.data.errors import DataError
 from dovetail.data.examples import ExampleDataset, Renderer, TooLong, pad_rows

@@ -23,7 +23,7 @@ from typing import Any
 
 from dovetail.checkpoint.manifest import BrokenCheckpoint, verify_folder
 from dovetail.checkpoint.store import CheckpointStore
-from dovetail.config.checkpoint import CheckpointConfig
+from dovetail.config.actor import CheckpointConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError, WorkerGroup
 from dovetail.observability.disk import DiskFullError, free_bytes, is_full_disk

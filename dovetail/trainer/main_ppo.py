@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dovetail.config import ConfigError, load_config
-from dovetail.config.arguments import split_arguments
+from dovetail.config.overrides import split_arguments
 from dovetail.trainer.choose import choose_open_keys
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.run import exit_code_of, run_training

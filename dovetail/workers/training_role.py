@@ -17,8 +17,7 @@ from dovetail.backends.base import TrainBackend
 from dovetail.backends.export import export_hf_folder
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.sharded import CONTENTS, read_description
-from dovetail.config.actor import ActorConfig
-from dovetail.config.checkpoint import CheckpointConfig
+from dovetail.config.actor import ActorConfig, CheckpointConfig
 from dovetail.config.critic import CriticConfig
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig

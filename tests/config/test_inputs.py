@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dovetail.config import ConfigError, load_config
-from dovetail.config.arguments import split_arguments
 from dovetail.config.errors import Problem
 from dovetail.config.keys import catalogue
+from dovetail.config.overrides import split_arguments
 from dovetail.config.ray_init import refuse_rank_variables
 from dovetail.config.root import DovetailConfig
 

@@ -10,7 +10,7 @@ import pytest
 
 from dovetail.agents.chat import _TOOL, ChatRenderer, ChatTemplateError, _cases
 from dovetail.config.data import DataConfig
-from dovetail.config.sft import SFTConfig
+from dovetail.config.methods import SFTConfig
 from dovetail.data.conversations import ConversationDataset, TokenRow, conversation_rows
 from dovetail.data.errors import DataError
 from dovetail.data.files import ListRows, write_rows

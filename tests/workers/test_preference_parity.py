@@ -10,7 +10,7 @@ import torch
 
 from dovetail.algorithms.offline import preference_loss, reward_model_loss
 from dovetail.backends.base import RankInfo
-from dovetail.config.preferences import DPOConfig
+from dovetail.config.methods import DPOConfig
 from dovetail.data.examples import pad_rows
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_actor, build_value

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dovetail.config.checks.algorithm import ALGORITHM
 from dovetail.config.checks.async_training import ASYNC_TRAINING
 from dovetail.config.checks.batches import BATCHES, CUTS
-from dovetail.config.checks.distill import DISTILL
 from dovetail.config.checks.examined import Examined
+from dovetail.config.checks.methods import DISTILL, OFFLINE
 from dovetail.config.checks.networks import NETWORKS
-from dovetail.config.checks.offline import OFFLINE
 from dovetail.config.checks.parallelism import PARALLELISM
 from dovetail.config.checks.rollout import ROLLOUT
 from dovetail.config.checks.schedule import SCHEDULE
