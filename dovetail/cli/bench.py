@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.config import ConfigError, load_config
+from dovetail.config import load_config
 from dovetail.config.overrides import split_arguments
 
 if TYPE_CHECKING:
@@ -56,24 +55,11 @@ def run(args: argparse.Namespace) -> int:
         if not files and not args.overrides_file and not any(text.startswith(f"{_MODEL_KEY}=") for text in overrides):
             _write_small_model(Path(folder))
             small = [*_SMALL, f"{_MODEL_KEY}={folder}"]
-        try:
-            # Later overrides win: what the user says stands over the small run, a full answer stands over both.
-            loaded = load_config(files, [*small, *overrides, *_FORCED], overrides_files=args.overrides_file)
-        except ConfigError as error:
-            sys.stderr.write(f"{error}\n")
-            return 2
-        return _measure(loaded.config, args.steps, force_ray=args.ray)
+        # Later overrides win: what the user says stands over the small run, a full answer stands over both.
+        config = load_config(files, [*small, *overrides, *_FORCED], overrides_files=args.overrides_file).config
+        from dovetail.doctor.bench import bench_training
 
-
-def _measure(config: DovetailConfig, steps: int, *, force_ray: bool) -> int:
-    from dovetail.doctor.bench import bench_training
-    from dovetail.trainer.run import USER_ERRORS
-
-    try:
-        result = bench_training(config, steps=steps, use_ray=force_ray or config.trainer.world_size > 1)
-    except USER_ERRORS as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+        result = bench_training(config, steps=args.steps, use_ray=args.ray or config.trainer.world_size > 1)
     show(config, result)
     return 0
 

@@ -47,14 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the files and say what they hold. Exit code 2: the data cannot be used."""
-    from dovetail.data.errors import DataError
-
-    try:
-        splits = _generate(args) if args.kind in GENERATED else _convert(args)
-        _write(args, splits)
-    except DataError as error:
-        sys.stderr.write(f"dovetail data: {error}\n")
-        return 2
+    _write(args, _generate(args) if args.kind in GENERATED else _convert(args))
     return 0
 
 

@@ -61,16 +61,6 @@ def run(args: argparse.Namespace) -> int:
         f"({os.cpu_count()} cores)."
     )
     say("The first step is timed; after it you are told how long the others will take here.")
-    from dovetail.trainer.run import USER_ERRORS
-
-    try:
-        return _train(demo, args)
-    except USER_ERRORS as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-
-
-def _train(demo: Demo, args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from dovetail.demo.smollm2 import smollm2_folder

@@ -42,23 +42,18 @@ def run(args: argparse.Namespace) -> int:
     set_logging(args.verbose)
     files, overrides = split_arguments(args.inputs)
     from dovetail.trainer.evaluate import evaluate
-    from dovetail.trainer.run import USER_ERRORS
     from dovetail.trainer.saved_model import find_model, override, sampling_overrides
 
-    try:
-        model = find_model(args.model)
-        if args.data:
-            overrides.append(override("data.val_files", args.data))
-        out = args.out or Path("runs/eval") / model.name
-        overrides += [override("trainer.default_local_dir", str(out)), "trainer.logger=[file]"]
-        config = model.config(files, overrides).config
-        asked = sampling_overrides(config, n=args.n, temperature=args.temperature, max_tokens=args.max_tokens)
-        config = model.config(files, [*overrides, *asked]).config
-        use_ray = args.ray or config.trainer.world_size > 1 or not config.actor_rollout_ref.hybrid_engine
-        evaluation = evaluate(config, model=model.folder, use_ray=use_ray)
-    except USER_ERRORS as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    model = find_model(args.model)
+    if args.data:
+        overrides.append(override("data.val_files", args.data))
+    out = args.out or Path("runs/eval") / model.name
+    overrides += [override("trainer.default_local_dir", str(out)), "trainer.logger=[file]"]
+    config = model.config(files, overrides).config
+    asked = sampling_overrides(config, n=args.n, temperature=args.temperature, max_tokens=args.max_tokens)
+    config = model.config(files, [*overrides, *asked]).config
+    use_ray = args.ray or config.trainer.world_size > 1 or not config.actor_rollout_ref.hybrid_engine
+    evaluation = evaluate(config, model=model.folder, use_ray=use_ray)
     show(evaluation, model.folder)
     return 0
 

@@ -51,17 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     set_logging(args.verbose)
-    from dovetail.trainer.run import USER_ERRORS
     from dovetail.trainer.saved_model import find_model
 
-    try:
-        config = find_model(args.model).config(overrides=[*args.set, *_FORCED]).config
-        prompts = _prompts(args, config.data.prompt_key)
-        sampling = {"n": args.n, "temperature": args.temperature, "max_tokens": args.max_tokens}
-        responses = generate(args.model, prompts, overrides=args.set, **sampling)
-    except USER_ERRORS as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    config = find_model(args.model).config(overrides=[*args.set, *_FORCED]).config
+    prompts = _prompts(args, config.data.prompt_key)
+    sampling = {"n": args.n, "temperature": args.temperature, "max_tokens": args.max_tokens}
+    responses = generate(args.model, prompts, overrides=args.set, **sampling)
     for prompt, samples in zip(prompts, responses, strict=True):
         _show(prompt, samples)
     if args.jsonl is not None:

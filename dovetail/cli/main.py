@@ -6,18 +6,19 @@ import argparse
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import dovetail
 
-# Name -> (module with `add_arguments(parser)` and `run(args) -> exit code`, one line of help).
+# Name -> (module with `add_arguments(parser)` and `run(args) -> exit code`, one line of help). A module of several
+# commands has their `DESCRIPTIONS`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("dovetail.cli.check", "resolve a configuration, print its plan and say whether it can run"),
     "train": ("dovetail.cli.train", "train a policy as the configuration says"),
-    "sft": ("dovetail.cli.sft", "fine-tune a model on conversations"),
-    "dpo": ("dovetail.cli.dpo", "train a policy on preferences: DPO, IPO, KTO, ORPO, SimPO"),
-    "reward": ("dovetail.cli.reward", "train a reward model on preferences"),
-    "distill": ("dovetail.cli.distill", "train a student on its own samples, judged by a teacher"),
+    "sft": ("dovetail.cli.train", "fine-tune a model on conversations"),
+    "dpo": ("dovetail.cli.train", "train a policy on preferences: DPO, IPO, KTO, ORPO, SimPO"),
+    "reward": ("dovetail.cli.train", "train a reward model on preferences"),
+    "distill": ("dovetail.cli.train", "train a student on its own samples, judged by a teacher"),
     "eval": ("dovetail.cli.eval", "score a checkpoint or a model folder: accuracy, pass@k, best@N, by data source"),
     "generate": ("dovetail.cli.generate", "print what a checkpoint or a model folder responds to prompts"),
     "export": ("dovetail.cli.export", "write the policy of a checkpoint as a Hugging Face folder"),
@@ -56,14 +57,31 @@ def _run(command: str, arguments: list[str]) -> int:
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(
         prog=f"dovetail {command}",
-        description=module.__doc__ or summary,
+        description=getattr(module, "DESCRIPTIONS", {}).get(command, module.__doc__ or summary),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_arguments: Callable[[argparse.ArgumentParser], None] = module.add_arguments
-    run: Callable[[argparse.Namespace], int] = module.run
-    add_arguments(parser)
+    module.add_arguments(parser)
+    parser.set_defaults(command=command)
     # Intermixed: overrides and options come in any order on launch lines.
-    return run(parser.parse_intermixed_args(arguments))
+    args = parser.parse_intermixed_args(arguments)
+    try:
+        return module.run(args)
+    except Exception as error:
+        if not _is_of_user(error):
+            raise
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _is_of_user(error: Exception) -> bool:
+    """Whether the message alone says what to change. Imports torch only for what a configuration error is not."""
+    from dovetail.config.errors import ConfigError
+
+    if isinstance(error, ConfigError):
+        return True
+    from dovetail.trainer.run import USER_ERRORS
+
+    return isinstance(error, USER_ERRORS)
 
 
 def _top_parser() -> argparse.ArgumentParser:

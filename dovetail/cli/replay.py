@@ -24,12 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dovetail.trainer.recording import RecordError
     from dovetail.trainer.replay import replay_run
-    from dovetail.trainer.run import USER_ERRORS
 
     folder: Path = args.run_folder.absolute()
     try:
         replay = replay_run(folder, args.out or folder / "replay", use_ray=not args.local)
-    except (RecordError, *USER_ERRORS) as error:
+    except RecordError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     for sentence in replay.differences[:_MOST_SHOWN]:

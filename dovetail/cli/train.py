@@ -9,14 +9,48 @@ With `algorithm.filter_groups.enable=True` groups without signal are generated a
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import sys
 from pathlib import Path
 
-from dovetail.config import ConfigError, load_config
+from dovetail.cli.eval import set_logging
+from dovetail.config import load_config
 from dovetail.config.overrides import split_arguments
 from dovetail.trainer.choose import choose_open_keys
+
+DESCRIPTIONS = {
+    "sft": """\
+Fine-tune on conversations: `dovetail sft [FILE.yaml ...] key=value ...`. The loss is on the assistant's tokens only.
+
+  dovetail sft model=~/models/Qwen2.5-0.5B data=chats.jsonl
+
+Rows have `messages` (with `tools`), or a prompt and a response: see docs/sft.md. Launch lists of verl's
+fsdp_sft_trainer work with --overrides-file.
+""",
+    "dpo": """\
+Train a policy on preferences: `dovetail dpo [FILE.yaml ...] key=value ...`. DPO, or what `dpo.loss_type` names.
+
+  dovetail dpo model=~/models/Qwen2.5-0.5B-Instruct data=pairs.jsonl dpo.beta=0.1
+
+Rows have a prompt, `chosen` and `rejected`; with dpo.loss_type=kto also a prompt, `completion` and `label`: see
+docs/preferences.md.
+""",
+    "reward": """\
+Train a reward model on preferences: `dovetail reward [FILE.yaml ...] key=value ...`.
+
+  dovetail reward model=~/models/Qwen2.5-0.5B-Instruct data=pairs.jsonl
+
+Rows have a prompt, `chosen` and `rejected`. Optimizer and batches are set at `critic.*`. What `dovetail export` writes
+of it works as `reward_model.model.path`: see docs/preferences.md.
+""",
+    "distill": """\
+Distill a teacher into a student: `dovetail distill [FILE.yaml ...] key=value ...`.
+
+The student (`actor_rollout_ref.model.path`) samples responses to the prompts of `data.train_files`, and learns from how
+likely the teacher (`distill.teacher.path`) finds each of its tokens. Both need one tokenizer. A task reward is mixed in
+with `distill.reward_coef`. Every other key is that of `dovetail train`.
+""",
+}
+"""Of the commands that set `trainer.method`, for their `--help`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,21 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="log what the parts do")
 
 
-def run(args: argparse.Namespace, method: str | None = None) -> int:
-    """`method` is that of a command of its own, such as `dovetail sft`; without one, `trainer.method` says it."""
-    logging.basicConfig(
-        level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
-    os.environ.setdefault("DOVETAIL_LOGGING_LEVEL", "INFO" if args.verbose else "WARNING")
+def run(args: argparse.Namespace) -> int:
+    """`dovetail sft` and its like set `trainer.method`; for `dovetail train` it says what is done."""
+    set_logging(args.verbose)
     files, overrides = split_arguments(args.inputs)
-    if method is not None:
-        overrides = [*overrides, f"trainer.method={method}"]
-    try:
-        loaded = load_config(files, overrides, overrides_files=args.overrides_file)
-        loaded = choose_open_keys(loaded, one_process=args.local)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    if args.command in DESCRIPTIONS:
+        overrides = [*overrides, f"trainer.method={args.command}"]
+    loaded = load_config(files, overrides, overrides_files=args.overrides_file)
+    loaded = choose_open_keys(loaded, one_process=args.local)
     for notice in loaded.notices:
         sys.stderr.write(f"notice: {notice.key}: {notice.message}\n")
     for choice in loaded.choices:
