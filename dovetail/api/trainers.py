@@ -75,11 +75,12 @@ class Trainer:
 
     def check(self) -> bool:
         """Print what `dovetail check` prints: choices, plan and problems. True when the run can start."""
-        from dovetail.cli.check import report
-        from dovetail.config.plan import read_shapes
+        from dovetail.cli.check import VALID, check
+        from dovetail.cli.show_plan import show
 
-        loaded = self._load()
-        return report(loaded.config, read_shapes(loaded.config), loaded.notices, choices=loaded.choices) == 0
+        checked = check(self._load())
+        show(checked)
+        return checked.exit_code == VALID
 
     def train(self) -> Run:
         """Train to the last step, and return the run. Called again, it continues from the newest checkpoint."""

@@ -15,15 +15,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.config.checks import check_config
 from dovetail.config.errors import ConfigError, Notice, Problem
-from dovetail.config.load import load_config
+from dovetail.config.load import LoadedConfig, load_config
 from dovetail.config.overrides import split_arguments
-from dovetail.config.plan import Plan, Shapes, make_plan, read_shapes
+from dovetail.config.plan import Plan, make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.trainer.async_plan import AsyncPlan, RecordsError, make_async_plan
 from dovetail.trainer.choose import choose_open_keys
@@ -33,6 +33,35 @@ if TYPE_CHECKING:
     from dovetail.trainer.run_speeds import RunRecords
 
 VALID, INVALID, TOO_BIG = 0, 2, 3
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is said about a configuration."""
+
+    plan: Plan | None = None
+    notices: Sequence[Notice] = ()
+    problems: Sequence[Problem] = ()
+    schedule: AsyncPlan | None = None
+    choices: Sequence[Notice] = ()
+
+    @property
+    def exit_code(self) -> int:
+        if any(problem.severity == "error" for problem in self.problems):
+            return INVALID
+        memory = self.plan.memory if self.plan else None
+        return TOO_BIG if memory is not None and not memory.fits else VALID
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "valid": self.exit_code != INVALID,
+            "chosen": [{"key": choice.key, "message": choice.message} for choice in self.choices],
+            "problems": [{"severity": p.severity, "key": p.key, "message": p.message} for p in self.problems],
+            "notices": [{"key": notice.key, "message": notice.message} for notice in self.notices],
+            "plan": self.plan.to_dict() if self.plan else None,
+            "async": self.schedule.to_dict() if self.schedule else None,
+        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,45 +109,40 @@ def run(args: argparse.Namespace) -> int:
             device_memory_gib=args.device_memory_gib,
         )
     except ConfigError as error:
-        return _report(args.format, None, [], error.problems)
-    shapes = read_shapes(loaded.config)
-    notices = [*loaded.notices, *(Notice(text.split("=")[0], text) for text in shapes.notices)]
-    return report(
-        loaded.config,
-        shapes,
-        notices,
-        output=args.format,
-        device_memory_gib=args.device_memory_gib,
-        look_for_files=not args.no_files,
-        like=args.like,
-        lengths=args.lengths,
-        choices=loaded.choices,
-    )
+        checked = Checked(problems=error.problems)
+    else:
+        memory, look = args.device_memory_gib, not args.no_files
+        checked = check(loaded, memory, look_for_files=look, like=args.like, lengths=args.lengths)
+    if args.format == "json":
+        sys.stdout.write(json.dumps(checked.to_dict(), indent=2) + "\n")
+    else:
+        from dovetail.cli.show_plan import show
+
+        show(checked)
+    return checked.exit_code
 
 
-def report(
-    config: DovetailConfig,
-    shapes: Shapes,
-    notices: Sequence[Notice],
-    *,
-    output: str = "text",
+def check(
+    loaded: LoadedConfig,
     device_memory_gib: float | None = None,
+    *,
     look_for_files: bool = True,
     like: Path | None = None,
     lengths: tuple[float, float] | None = None,
-    choices: Sequence[Notice] = (),
-) -> int:
-    """Check a loaded configuration and print what came out."""
-    findings = [*(missing_inputs(config) if look_for_files else []), *check_config(config, shapes.policy)]
-    valid = all(finding.severity != "error" for finding in findings)
-    plan = make_plan(config, shapes, device_memory_gib=device_memory_gib) if valid else None
-    schedule = None
-    if valid and config.async_training.mode != "off":
+) -> Checked:
+    """Look at a loaded configuration from all sides."""
+    config, shapes = loaded.config, read_shapes(loaded.config)
+    notices = [*loaded.notices, *(Notice(text.split("=")[0], text) for text in shapes.notices)]
+    problems = [*(missing_inputs(config) if look_for_files else []), *check_config(config, shapes.policy)]
+    if any(problem.severity == "error" for problem in problems):
+        return Checked(None, notices, problems, None, loaded.choices)
+    plan, schedule = make_plan(config, shapes, device_memory_gib=device_memory_gib), None
+    if config.async_training.mode != "off":
         try:
             schedule = make_async_plan(config, None if like is None else _records(config, like, lengths))
         except RecordsError as error:
-            findings.append(Problem("--like", str(error)))
-    return _report(output, plan, notices, findings, schedule, choices)
+            problems.append(Problem("--like", str(error)))
+    return Checked(plan, notices, problems, schedule, loaded.choices)
 
 
 def _records(config: DovetailConfig, like: Path, lengths: tuple[float, float] | None) -> RunRecords:
@@ -140,41 +164,3 @@ def _lengths(text: str) -> tuple[float, float]:
     if not 1 <= values[0] <= values[1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a median and a 99th percentile in tokens, such as 200,2000.")
     return values
-
-
-def _report(
-    output: str,
-    plan: Plan | None,
-    notices: Sequence[Notice],
-    problems: Sequence[Problem],
-    schedule: AsyncPlan | None = None,
-    choices: Sequence[Notice] = (),
-) -> int:
-    valid = all(problem.severity != "error" for problem in problems)
-    if output == "json":
-        sys.stdout.write(json.dumps(_as_json(valid, plan, notices, problems, schedule, choices), indent=2) + "\n")
-    else:
-        from dovetail.cli.show_plan import show
-
-        show(plan, notices, problems, schedule, choices=choices)
-    if not valid:
-        return INVALID
-    return TOO_BIG if plan is not None and plan.memory is not None and not plan.memory.fits else VALID
-
-
-def _as_json(
-    valid: bool,
-    plan: Plan | None,
-    notices: Sequence[Notice],
-    problems: Sequence[Problem],
-    schedule: AsyncPlan | None,
-    choices: Sequence[Notice],
-) -> dict[str, Any]:
-    return {
-        "valid": valid,
-        "chosen": [{"key": choice.key, "message": choice.message} for choice in choices],
-        "problems": [{"severity": f.severity, "key": f.key, "message": f.message} for f in problems],
-        "notices": [{"key": notice.key, "message": notice.message} for notice in notices],
-        "plan": plan.to_dict() if plan else None,
-        "async": schedule.to_dict() if schedule else None,
-    }

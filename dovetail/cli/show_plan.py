@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -12,51 +13,38 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.config.errors import Notice, Problem
+from dovetail.config.errors import Problem
 from dovetail.config.plan.batches import BatchPlan, PassBatches
 from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.memory import MemoryPlan, PhaseMemory, StageMemory
 from dovetail.config.plan.plan import ModelSummary, Plan
 from dovetail.trainer.async_plan import AsyncPlan
 
+if TYPE_CHECKING:
+    from dovetail.cli.check import Checked
+
 GIB = 1024**3
 # Tables are laid out for this width; a narrower terminal wraps them.
 WIDTH = 100
 
 
-def show(
-    plan: Plan | None,
-    notices: Sequence[Notice],
-    findings: Sequence[Problem],
-    schedule: AsyncPlan | None = None,
-    console: Console | None = None,
-    choices: Sequence[Notice] = (),
-) -> None:
+def show(checked: Checked) -> None:
     """Print notices, what was chosen, the plan (when there is one), problems and the verdict."""
-    if console is not None:
-        _draw(console, plan, notices, findings, schedule, choices)
-        return
     console = Console(highlight=False)
     if console.is_terminal:
-        _draw(console, plan, notices, findings, schedule, choices)
+        _draw(console, checked)
         return
     # Rich fills every line up to the width; in a log or a file only the text should remain.
     console = Console(highlight=False, width=WIDTH, no_color=True)
     with console.capture() as captured:
-        _draw(console, plan, notices, findings, schedule, choices)
+        _draw(console, checked)
     sys.stdout.write(_without_padding(captured.get()))
 
 
-def _draw(
-    console: Console,
-    plan: Plan | None,
-    notices: Sequence[Notice],
-    findings: Sequence[Problem],
-    schedule: AsyncPlan | None,
-    choices: Sequence[Notice],
-) -> None:
-    _bullets(console, "Notices", "cyan", [str(notice) for notice in notices])
-    _bullets(console, "Chosen", "cyan", [choice.message for choice in choices])
+def _draw(console: Console, checked: Checked) -> None:
+    plan, schedule, findings = checked.plan, checked.schedule, checked.problems
+    _bullets(console, "Notices", "cyan", [str(notice) for notice in checked.notices])
+    _bullets(console, "Chosen", "cyan", [choice.message for choice in checked.choices])
     if plan is not None:
         if plan.model is not None:
             _heading(console, "Model")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.cli.check import Checked
 from dovetail.cli.show_plan import show
 from dovetail.config import load_config
 from dovetail.config.checks import check_config
@@ -57,7 +58,7 @@ def test_the_671b_script_resolves_to_memory_for_each_of_512_devices(capsys: pyte
     assert all(20 * GIB < stage.total < 96 * GIB for stage in stages)
     held = sum(stage.dense_parameters + 32 * stage.expert_parameters for stage in stages)
     assert held == pytest.approx(shape.parameters)
-    show(plan, [], [])
+    show(Checked(plan))
     table = capsys.readouterr().out.split("Pipeline stages of the actor")[1]
     assert "1-8" in table
     assert "59-60" in table
