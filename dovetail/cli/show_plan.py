@@ -85,21 +85,13 @@ def _split(schedule: AsyncPlan) -> Text:
 
 
 def _predictions(schedule: AsyncPlan, console: Console) -> Padding:
-    table = _table(console)
-    table.add_column("predicted")
-    for name in ("step (s)", "training (s)", "engines idle", "trainer idle", "staleness mean", "max"):
-        table.add_column(name, justify="right")
+    numbers = ("step (s)", "training (s)", "engines idle", "trainer idle", "staleness mean", "max")
+    table = _table(console, ["predicted"], numbers)
     for name, each in (("taking turns", schedule.taking_turns), (schedule.mode, schedule.prediction)):
         if each is not None:
+            times = (f"{each.step_s:.2f}", f"{each.train_s:.2f}")
             shares = (f"{each.engine_idle:.0%}", f"{each.trainer_idle:.0%}")
-            table.add_row(
-                name,
-                f"{each.step_s:.2f}",
-                f"{each.train_s:.2f}",
-                *shares,
-                f"{each.staleness_mean:.2f}",
-                str(each.staleness_max),
-            )
+            table.add_row(name, *times, *shares, f"{each.staleness_mean:.2f}", str(each.staleness_max))
     return Padding(table if schedule.prediction else "", (0, 0, 0, 1))
 
 
@@ -126,9 +118,15 @@ def _bullets(console: Console, title: str, colour: str, lines: list[str]) -> Non
     console.print()
 
 
-def _table(console: Console) -> Table:
+def _table(console: Console, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """With columns of `words` on the left and of `numbers` on the right."""
     style = box.SIMPLE_HEAD if console.is_terminal else box.MARKDOWN
-    return Table(box=style, header_style="bold", pad_edge=not console.is_terminal, padding=(0, 1))
+    table = Table(box=style, header_style="bold", pad_edge=not console.is_terminal, padding=(0, 1))
+    for name in words:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
 
 
 def _model(model: ModelSummary) -> Text:
@@ -144,10 +142,7 @@ def _model(model: ModelSummary) -> Text:
 
 
 def _placement(layouts: Sequence[RoleLayout], console: Console) -> Padding:
-    table = _table(console)
-    for name in ("role", "runs on", "pool"):
-        table.add_column(name)
-    table.add_column("devices", justify="right")
+    table = _table(console, ["role", "runs on", "pool"], ["devices"])
     table.add_column("layout", overflow="fold")
     for layout in layouts:
         row = (layout.role.replace("_", " "), layout.backend, layout.pool, f"{layout.world_size:,}", _sizes(layout))
@@ -196,11 +191,8 @@ def _step(batches: BatchPlan) -> Text:
 
 
 def _passes(passes: Sequence[PassBatches], console: Console) -> Padding:
-    table = _table(console)
-    table.add_column("pass")
-    for name in ("sequences\nper rank", "mini-\nbatches", "sequences\nin each", "cut by", "micro-batches\nin each"):
-        table.add_column(name, justify="right")
-    table.add_column("optimizer\nsteps", justify="right")
+    cuts = ("sequences\nper rank", "mini-\nbatches", "sequences\nin each", "cut by", "micro-batches\nin each")
+    table = _table(console, ["pass"], [*cuts, "optimizer\nsteps"])
     for batch in passes:
         # At the longest lengths; shorter answers need fewer cuts by tokens.
         most = "<= " if batch.token_budget is not None else ""
@@ -224,10 +216,8 @@ def _cut(batch: PassBatches) -> str:
 
 def _memory(memory: MemoryPlan, console: Console) -> Padding:
     used = [name for name in memory.phases[0].items if any(phase.items[name] for phase in memory.phases)]
-    table = _table(console)
-    table.add_column("", no_wrap=True)
-    for phase in memory.phases:
-        table.add_column(phase.name.replace(" ", "\n", 1), justify="right")
+    table = _table(console, [""], [phase.name.replace(" ", "\n", 1) for phase in memory.phases])
+    table.columns[0].no_wrap = True
     if any(phase.stage is not None for phase in memory.phases):
         table.add_row("pipeline stage", *("-" if phase.stage is None else str(phase.stage) for phase in memory.phases))
     for name in used:
@@ -238,10 +228,8 @@ def _memory(memory: MemoryPlan, console: Console) -> Padding:
 
 
 def _stages(stages: Sequence[StageMemory], console: Console) -> Padding:
-    table = _table(console)
     names = ("stage", "layers", "ex-\nperts", "dense\n(B)", "routed\n(B)", "wei-\nghts", "grad-\nients", "opti-\nmizer")
-    for name in (*names, "activ-\nations", "logits", "rest", "total"):
-        table.add_column(name, justify="right")
+    table = _table(console, [], [*names, "activ-\nations", "logits", "rest", "total"])
     # Stages in the middle are alike; one row stands for all that are.
     alike = [list(group) for _, group in groupby(stages, key=_stage_cells)]
     for group in alike:
