@@ -7,47 +7,46 @@ from dovetail.config.checks.examined import Check, Examined, Findings
 
 def _devices(run: Examined) -> Findings:
     settings, shared = run.config.async_training, run.config.actor_rollout_ref.hybrid_engine
+    shared_async = settings.mode == "fully_async" and shared
     if settings.mode == "one_step_off" and shared:
         yield run.error(
-            "<async_training.mode> generates while it trains, and <actor_rollout_ref.hybrid_engine> lets both take "
-            "turns on the same devices; set hybrid_engine=False with @rollout.nnodes=1, or mode=fully_async."
+            "<async_training.mode> generates while it trains, and with <actor_rollout_ref.hybrid_engine> both take "
+            "turns; set hybrid_engine=False with @rollout.nnodes=1, or mode=fully_async."
         )
-    elif settings.mode == "fully_async" and shared and not settings.partial_rollout:
+    elif shared_async and not settings.partial_rollout:
         yield run.error(
-            "<async_training.partial_rollout> finishes every response before an update, and with "
-            "<actor_rollout_ref.hybrid_engine> nothing is generated during it: this is a synchronous run; set "
-            "partial_rollout=True, hybrid_engine=False, or async_training.mode=off."
+            "<async_training.partial_rollout> with <actor_rollout_ref.hybrid_engine> is a synchronous run: nothing is "
+            "generated during an update; set partial_rollout=True, hybrid_engine=False, or async_training.mode=off."
         )
-    elif settings.mode == "fully_async" and shared and settings.trigger_parameter_sync_step > 1:
+    elif shared_async and settings.trigger_parameter_sync_step > 1:
         yield run.error(
-            "<async_training.trigger_parameter_sync_step> is for engines on devices of their own, and "
-            "<actor_rollout_ref.hybrid_engine> generates with the trainer's newest weights; use 1."
+            "<async_training.trigger_parameter_sync_step> is for engines on devices of their own; with "
+            "<actor_rollout_ref.hybrid_engine> they always have the newest weights; use 1."
         )
-    if settings.mode != "off" and run.config.algorithm.adv_estimator == "remax":
+    if settings.mode != "off" and run.algorithm.adv_estimator == "remax":
         yield run.error(
-            "<async_training.mode> takes groups as they come, and <algorithm.adv_estimator> generates a greedy "
-            "response under the same weights as each group; use grpo or rloo, or mode=off."
+            "<async_training.mode> takes groups as they come, and <algorithm.adv_estimator> needs a greedy response "
+            "under the weights of each group; use grpo or rloo, or mode=off."
         )
 
 
 def _staleness(run: Examined) -> Findings:
-    settings = run.config.async_training
+    settings, key = run.config.async_training, "async_training.max_staleness"
     bound, cycle = settings.staleness_bound, settings.trigger_parameter_sync_step
     if settings.mode == "one_step_off" and (bound != 1 or cycle != 1):
         yield run.error(
-            f"@async_training.max_staleness={bound} and trigger_parameter_sync_step={cycle}: <async_training.mode> "
-            "sends weights after every step and is one step behind; take both keys out, or use mode=fully_async."
+            f"@{key}={bound} and trigger_parameter_sync_step={cycle}: <async_training.mode> sends weights after every "
+            "step and is one step behind; take both keys out, or use mode=fully_async."
         )
     elif settings.mode == "fully_async" and bound < cycle - 1:
         yield run.error(
-            f"@async_training.max_staleness={bound} with <async_training.trigger_parameter_sync_step>: the last step "
-            f"before new weights trains on responses that are {cycle - 1} steps old, so the run would wait for itself; "
-            f"use {cycle - 1} or more, or trigger_parameter_sync_step={bound + 1}."
+            f"@{key}={bound}: with <async_training.trigger_parameter_sync_step> responses get {cycle - 1} steps old: "
+            f"the run would wait for itself; use {cycle - 1} or more, or trigger_parameter_sync_step={bound + 1}."
         )
 
 
 def _stale_responses(run: Examined) -> Findings:
-    config, correction = run.config, run.config.algorithm.rollout_correction
+    config, correction = run.config, run.algorithm.rollout_correction
     prox, bound = config.async_training.prox, config.staleness_bound
     if bound == 0 or prox is None:
         return
@@ -58,18 +57,18 @@ def _stale_responses(run: Examined) -> Findings:
         )
     elif correction.rollout_is is None and correction.rollout_rs is None:
         yield run.warning(
-            f"@correction.rollout_is is not set, so with <async_training.prox> responses up to {bound} steps old are "
-            "trained on as if they were fresh; set @correction.rollout_is=token, or prox=null."
+            f"@correction.rollout_is is not set: with <async_training.prox> responses up to {bound} steps old count as "
+            "fresh; set @correction.rollout_is=token, or prox=null."
         )
-    if prox == "loglinear" and (config.algorithm.use_kl_in_reward or config.needs_sum_pi_squared):
+    if prox == "loglinear" and (run.algorithm.use_kl_in_reward or config.needs_sum_pi_squared):
         yield run.error(
             "<async_training.prox> is known only in the update, and algorithm.use_kl_in_reward or "
             "<algorithm.adv_estimator> reads old log-probs before it; use prox=recompute."
         )
     if prox == "loglinear" and correction.rollout_is_batch_normalize:
         yield run.error(
-            "<correction.rollout_is_batch_normalize> needs the weights of the whole batch, and with "
-            "<async_training.prox> the update makes them micro-batch by micro-batch; use False, or prox=recompute."
+            "<correction.rollout_is_batch_normalize> needs the weights of the whole batch, and <async_training.prox> "
+            "makes them micro-batch by micro-batch; use False, or prox=recompute."
         )
 
 

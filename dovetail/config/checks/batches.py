@@ -20,72 +20,55 @@ def _updates(run: Examined) -> list[tuple[str, ActorConfig | CriticConfig, RoleL
     return trained[:1] if sizes[1:] == sizes[:1] else trained
 
 
-def _prompts_per_round(layout: RoleLayout, n: int) -> int:
-    """The smallest number of prompts whose sequences divide over the data-parallel ranks."""
-    return layout.data_parallel // math.gcd(layout.data_parallel, n)
-
-
 def _sequences_per_rank(run: Examined) -> Findings:
     """Every rank must get the same number of sequences, in a step and in a mini-batch."""
-    n, prompts, actor = run.config.actor_rollout_ref.rollout.n, run.config.data.train_batch_size, run.layouts["actor"]
-    step, rule = _prompts_per_round(actor, n), "sequences do not divide over the data-parallel size"
-    if not actor.divides:
-        return
-    if prompts % step:
-        yield run.error(
-            f"<data.train_batch_size> x <rollout.n> = {prompts * n} {rule} {actor.data_parallel}; use a multiple of "
-            f"{step}, e.g. {next_multiple(prompts, step)}."
-        )
-        return
-    for role, section, layout in _updates(run):
-        mini, step = section.ppo_mini_batch_size, _prompts_per_round(layout, n)
-        if layout.divides and mini <= prompts and mini % step:
+    n, prompts = run.rollout.n, run.data.train_batch_size
+    sizes = [("data.train_batch_size", prompts, run.layouts["actor"])]
+    sizes += [(f"{role}.ppo_mini_batch_size", each.ppo_mini_batch_size, layout) for role, each, layout in _updates(run)]
+    for key, size, layout in sizes:
+        # The smallest number of prompts whose sequences divide over the data-parallel ranks.
+        step = layout.data_parallel // math.gcd(layout.data_parallel, n)
+        if layout.divides and size <= prompts and size % step:
             yield run.error(
-                f"<{role}.ppo_mini_batch_size> x <rollout.n> = {mini * n} {rule} {layout.data_parallel}; use a "
-                f"multiple of {step}, e.g. {next_multiple(mini, step)}."
+                f"<{key}> x <rollout.n> = {size * n} sequences do not divide over the data-parallel size "
+                f"{layout.data_parallel}; use a multiple of {step}, e.g. {next_multiple(size, step)}."
             )
+            if key == "data.train_batch_size":
+                return
 
 
 def _mini_batches(run: Examined) -> Findings:
-    prompts = run.config.data.train_batch_size
+    prompts = run.data.train_batch_size
     for role, section, _ in _updates(run):
         mini = section.ppo_mini_batch_size
         if mini > prompts:
-            yield run.error(
-                f"<{role}.ppo_mini_batch_size> is larger than <data.train_batch_size> (both count prompts over all "
-                f"devices); use {prompts} or less."
-            )
+            yield run.error(f"<{role}.ppo_mini_batch_size> exceeds <data.train_batch_size>; use {prompts} or less.")
         elif prompts % mini:
             yield run.error(
-                f"<{role}.ppo_mini_batch_size> does not divide <data.train_batch_size>: the last mini-batch would have "
-                f"{prompts % mini} prompts, and all must be whole; use {nearest_divisor(prompts, mini)}."
+                f"<{role}.ppo_mini_batch_size> does not divide <data.train_batch_size>: {prompts % mini} prompts would "
+                f"be left for the last mini-batch; use {nearest_divisor(prompts, mini)}."
             )
 
 
 def _micro_batches(run: Examined) -> Findings:
-    n = run.config.actor_rollout_ref.rollout.n
     for role, section, layout in _updates(run):
-        mini, micro = section.ppo_mini_batch_size, section.ppo_micro_batch_size_per_gpu
-        rows, left = divmod(mini * n, layout.data_parallel)
+        micro, key = section.ppo_micro_batch_size_per_gpu, f"{role}.ppo_micro_batch_size_per_gpu"
+        rows, left = divmod(section.ppo_mini_batch_size * run.rollout.n, layout.data_parallel)
         if not layout.divides:
             continue
         if section.use_dynamic_bsz and section.min_num_micro_batch > rows:
             yield run.error(
-                f"<{role}.min_num_micro_batch> asks for more micro-batches than a rank has sequences in a mini-batch "
-                f"({rows}); use {max(1, rows)} or less."
+                f"<{role}.min_num_micro_batch> is more than the {rows} sequences of a rank's mini-batch; use "
+                f"{max(1, rows)} or less."
             )
         if section.use_dynamic_bsz or not micro or left:
             continue
         if micro > rows:
-            yield run.warning(
-                f"<{role}.ppo_micro_batch_size_per_gpu> is more than the {rows} sequences that a data-parallel rank "
-                f"has per mini-batch (<{role}.ppo_mini_batch_size> x n={n} / {layout.data_parallel} ranks); "
-                f"use {rows} or less."
-            )
+            yield run.warning(f"<{key}> is more than the {rows} sequences of a rank's mini-batch; use {rows} or less.")
         elif rows % micro:
             yield run.warning(
-                f"<{role}.ppo_micro_batch_size_per_gpu> does not divide the {rows} sequences of a rank's mini-batch, "
-                f"so the last micro-batch is smaller; use {nearest_divisor(rows, micro)} for equal ones."
+                f"<{key}> does not divide the {rows} sequences of a rank's mini-batch, so the last micro-batch is "
+                f"smaller; use {nearest_divisor(rows, micro)}."
             )
 
 
@@ -96,8 +79,8 @@ def _cuts(run: Examined) -> Findings:
         dynamic, micro = f"{each.section}.{each.dynamic}", f"{each.section}.{each.sequences}"
         if each.role in run.layouts and not run.value(dynamic) and run.value(micro) is None:
             yield run.error(
-                f"@{micro} is not set and <{dynamic}>, so nothing says how much one device computes at a time; set "
-                f"@{micro}=4 (sequences), or @{dynamic}=True (by tokens)."
+                f"@{micro} is not set and <{dynamic}>: say how much a device computes at a time, with @{micro}=4 "
+                f"(sequences) or @{dynamic}=True (by tokens)."
             )
             # The other passes inherit the actor's cut: one message is enough.
             if name == "update actor":
@@ -127,33 +110,27 @@ def _token_budgets(run: Examined) -> Findings:
 
 
 def _generation_batches(run: Examined) -> Findings:
-    data, filters, wanted = run.config.data, run.config.algorithm.filter_groups, run.config.generation_batch_size
+    data, filters, wanted = run.data, run.algorithm.filter_groups, run.config.generation_batch_size
     generated, prompts, rounds = data.generation_batch_size, data.train_batch_size, filters.max_num_gen_batches
     if filters.enable and rounds and rounds * generated < prompts:
         yield run.error(
-            f"<algorithm.filter_groups.max_num_gen_batches> x data.gen_batch_size={generated} = "
-            f"{rounds * generated} prompts can never fill <data.train_batch_size>; "
-            f"use data.gen_batch_size={prompts} or more."
+            f"<algorithm.filter_groups.max_num_gen_batches> x data.gen_batch_size={generated} = {rounds * generated} "
+            f"prompts can never fill <data.train_batch_size>; use data.gen_batch_size={prompts} or more."
         )
     elif filters.enable and generated < prompts:
-        yield run.warning(
-            "<data.gen_batch_size> is smaller than <data.train_batch_size>: every step needs several generation rounds "
-            f"even when nothing is filtered; use {2 * prompts} or so."
-        )
+        fix = f"use {2 * prompts} or so"
+        yield run.warning(f"<data.gen_batch_size> is below <data.train_batch_size>: every step needs rounds; {fix}.")
     if 0 <= data.train_max_samples < wanted:
         key = "gen_batch_size" if wanted != prompts else "train_batch_size"
-        yield run.error(
-            f"<data.train_max_samples> is less than data.{key}={wanted}, so a run has no step at all; use {wanted} or "
-            "more, or -1."
-        )
+        yield run.error(f"<data.train_max_samples> is below data.{key}={wanted}: no step at all; use {wanted}, or -1.")
 
 
 def _pipelines(run: Examined) -> Findings:
-    actor, layout = run.config.actor_rollout_ref.actor, run.layouts["actor"]
+    actor, layout = run.actor, run.layouts["actor"]
     stages, micro = layout.pipeline_parallel, actor.ppo_micro_batch_size_per_gpu
     if stages == 1 or not layout.divides or actor.use_dynamic_bsz or not micro:
         return
-    per_rank = actor.ppo_mini_batch_size * run.config.actor_rollout_ref.rollout.n // layout.data_parallel
+    per_rank = actor.ppo_mini_batch_size * run.rollout.n // layout.data_parallel
     count = per_rank // micro
     makes = f"<actor.ppo_micro_batch_size_per_gpu> makes {count} micro-batches"
     if layout.virtual_pipeline > 1 and count % stages:
@@ -163,17 +140,9 @@ def _pipelines(run: Examined) -> Findings:
             f"pipeline stages; use {max(1, per_rank // next_multiple(max(1, count), stages))}."
         )
     elif 0 < count < stages:
-        yield run.warning(
-            f"{makes} for {stages} pipeline stages, so most stages wait; use {max(1, per_rank // stages)}."
-        )
+        yield run.warning(f"{makes} for {stages} stages, so most of them wait; use {max(1, per_rank // stages)}.")
 
 
 CUTS: tuple[Check, ...] = (_cuts, _token_budgets)
-BATCHES: tuple[Check, ...] = (
-    _sequences_per_rank,
-    _mini_batches,
-    _micro_batches,
-    *CUTS,
-    _generation_batches,
-    _pipelines,
-)
+_SIZES: tuple[Check, ...] = (_sequences_per_rank, _mini_batches, _micro_batches)
+BATCHES: tuple[Check, ...] = (*_SIZES, *CUTS, _generation_batches, _pipelines)

@@ -22,6 +22,9 @@ class Examined:
 
     def __init__(self, config: DovetailConfig, shape: ModelShape | None) -> None:
         self.config, self.shape = config, shape
+        self.data, self.algorithm, self.trainer = config.data, config.algorithm, config.trainer
+        policy = config.actor_rollout_ref
+        self.actor, self.rollout, self.model = policy.actor, policy.rollout, policy.model
         self.layouts = make_layouts(config)
         self.longest = config.longest_sequence
         """Longest row, in tokens."""

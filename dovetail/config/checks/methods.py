@@ -9,27 +9,21 @@ _LOW_SFT_LR = 2e-6
 
 
 def _rows(run: Examined) -> Findings:
-    data = run.config.data
+    data = run.data
     if data.custom_cls.path is not None:
-        yield run.error(
-            "<data.custom_cls.path> makes prompts for generation, which <trainer.method> does not read; write the rows "
-            "to a file."
-        )
+        yield run.error("<data.custom_cls.path> makes prompts; <trainer.method> reads rows: write them to a file.")
     if data.truncation == "middle":
         yield run.error(
             "<data.truncation> cuts a piece out of a prompt, and with <trainer.method> what is trained may be in it; "
             "use error, left or right."
         )
     if 0 <= data.train_max_samples < data.train_batch_size:
-        yield run.error(
-            "<data.train_max_samples> is less than <data.train_batch_size>, so a run has no step at all; use "
-            f"{data.train_batch_size} or more, or -1."
-        )
+        yield run.error("<data.train_max_samples> is below <data.train_batch_size>: no step at all; use more, or -1.")
 
 
 def _rates(run: Examined) -> Findings:
-    lr = run.config.actor_rollout_ref.actor.optim.lr
-    if run.config.trainer.method == "sft" and 0 < lr < _LOW_SFT_LR:
+    lr = run.actor.optim.lr
+    if run.trainer.method == "sft" and 0 < lr < _LOW_SFT_LR:
         yield run.warning(f"@actor.optim.lr={lr:g} is a rate for RL; fine-tuning starts at 1e-5 or so.")
 
 
@@ -39,22 +33,14 @@ def _distillation(run: Examined) -> Findings:
         return
     if not config.distill.teacher.path:
         yield run.error("<trainer.method> needs a teacher and @distill.teacher.path is not set; give its folder.")
-    for key, on in (
-        ("actor.use_kl_loss", config.actor_rollout_ref.actor.use_kl_loss),
-        ("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward),
+    for key, off, why in (
+        ("actor.use_kl_loss", False, "punishes the KL to a reference, and the teacher is in its place"),
+        ("algorithm.use_kl_in_reward", False, "punishes the KL to a reference, and the teacher is in its place"),
+        ("algorithm.filter_groups.enable", False, "drops groups by reward, and a student learns from every token"),
+        ("async_training.mode", "off", "cannot be combined with it"),
     ):
-        if on:
-            yield run.error(
-                f"<{key}> punishes the KL to a reference, and with <trainer.method> the teacher is in its place; set "
-                f"@{key}=False."
-            )
-    if config.algorithm.filter_groups.enable:
-        yield run.error(
-            "<algorithm.filter_groups.enable> drops groups by their reward, and <trainer.method> learns from every "
-            "token; set algorithm.filter_groups.enable=False."
-        )
-    if config.async_training.mode != "off":
-        yield run.error("<async_training.mode> cannot be combined with <trainer.method>; use async_training.mode=off.")
+        if run.value(key) != off:
+            yield run.error(f"<{key}> with <trainer.method> {why}; use @{key}={off}.")
     if config.distill.kl_coef == 0:
         yield run.warning("<distill.kl_coef> learns nothing from the teacher; use 1.0, or `dovetail train`.")
 

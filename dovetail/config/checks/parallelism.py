@@ -30,26 +30,20 @@ def _roles(run: Examined, *backends: str) -> list[RoleLayout]:
 
 
 def _strategies(run: Examined) -> Findings:
-    policy, world = run.config.actor_rollout_ref, run.config.trainer.world_size
-    if policy.actor.strategy == "single" and world > 1:
+    strategy, world = run.actor.strategy, run.trainer.world_size
+    if strategy == "single" and world > 1:
         yield run.error(
             f"<actor.strategy> trains in one process, and trainer.nnodes x trainer.n_gpus_per_node = {world}; use "
             "trainer.n_gpus_per_node=1, or @actor.strategy=fsdp2."
         )
     shares = run.config.uses_reference and not run.config.teacher_devices
-    if shares and (policy.actor.strategy == "megatron") != (policy.ref.strategy == "megatron"):
-        yield run.error(
-            f"<ref.strategy> and <actor.strategy> cannot share one process; use @ref.strategy={policy.actor.strategy}."
-        )
-    trained = {"actor": policy.actor} | ({"critic": run.config.critic} if run.config.uses_critic else {})
-    for role, section in trained.items():
-        model, sequence = "critic.model" if role == "critic" else "model", section.ulysses_sequence_parallel_size
-        key = f"{role}.ulysses_sequence_parallel_size"
-        if sequence > 1 and not run.value(f"{model}.use_remove_padding"):
-            yield run.error(
-                f"<{key}> cuts packed sequences and <{model}.use_remove_padding>; set "
-                f"@{model}.use_remove_padding=True, or @{key}=1."
-            )
+    if shares and (strategy == "megatron") != (run.value("ref.strategy") == "megatron"):
+        yield run.error(f"<ref.strategy> and <actor.strategy> cannot share a process; use @ref.strategy={strategy}.")
+    models = {"actor": "model"} | ({"critic": "critic.model"} if run.config.uses_critic else {})
+    for role, model in models.items():
+        key, packs = f"{role}.ulysses_sequence_parallel_size", f"{model}.use_remove_padding"
+        if run.value(key) > 1 and not run.value(packs):
+            yield run.error(f"<{key}> cuts packed sequences and <{packs}>; set @{packs}=True, or @{key}=1.")
 
 
 def _megatron_sizes(run: Examined) -> Findings:
@@ -90,9 +84,7 @@ def _pipeline_stages(run: Examined, layout: RoleLayout, prefix: str) -> Findings
     key, virtual = f"{prefix}.pipeline_model_parallel_size", f"{prefix}.virtual_pipeline_model_parallel_size"
     option = f"{prefix}.override_transformer_config"
     if layout.virtual_pipeline > 1 and layout.pipeline_parallel == 1:
-        yield run.error(
-            f"<{virtual}> needs pipeline stages to interleave and <{key}>; set @{key}=2 or more, or @{virtual}=null."
-        )
+        yield run.error(f"<{virtual}> needs stages to interleave and <{key}>; set @{key}=2, or @{virtual}=null.")
     elif run.shape is not None and layout.divides:
         num_layers = run.shape.num_layers
         try:
