@@ -10,7 +10,7 @@ from typing import Any
 
 from dovetail.config.actor import ActorConfig
 from dovetail.config.data import DataConfig
-from dovetail.config.translate.groups import Group
+from dovetail.config.translate.groups import Translated, Values
 
 _ASYNC = "async_training"
 _MODE, _HYBRID = f"{_ASYNC}.mode", "actor_rollout_ref.hybrid_engine"
@@ -38,35 +38,36 @@ SPELLINGS = (
 """What these rules do, for the documents: written as, read as, why."""
 
 
-def v1_mode(group: Group) -> None:
+def v1_mode(keys: Translated) -> None:
     """`trainer.v1.trainer_mode`, and the bound of its sampler; a version there is a step here."""
-    name = group.leaves.get(_V1)
+    name = keys.leaves.get(_V1)
     if name is None:
         return
     if name not in _V1_MODES:
-        return group.problem(_V1, f"{_V1}={name}: use one of {', '.join(_V1_MODES)}.")
+        return keys.problem(_V1, f"{_V1}={name}: use one of {', '.join(_V1_MODES)}.")
     mode, shared = _V1_MODES[name]
-    group.consumed.append(_V1)
-    group.values |= {_MODE: (mode, _V1), _HYBRID: (shared, _V1)}
+    keys.take(_V1)
+    values: Values = {_MODE: (mode, _V1), _HYBRID: (shared, _V1)}
     if mode != "off":
         for old, new in (("max_off_policy_threshold", "max_staleness"), ("max_off_policy_strategy", "on_stale")):
-            for key, value in group.take(f"{_SAMPLER}.{old}").items():
-                group.values[f"{_ASYNC}.{new}"] = (value, key)
-    written = ", ".join(f"{key}={value}" for key, (value, _) in group.values.items() if value is not None)
-    group.notice(_V1, f"{_V1}={name} is read as {written}.")
+            for key, value in keys.take(f"{_SAMPLER}.{old}").items():
+                values[f"{_ASYNC}.{new}"] = (value, key)
+    keys.put_all(values)
+    written = ", ".join(f"{key}={value}" for key, (value, _) in values.items() if value is not None)
+    keys.notice(_V1, f"{_V1}={name} is read as {written}.")
 
 
-def one_step_off_devices(group: Group) -> None:
+def one_step_off_devices(keys: Translated) -> None:
     """The launch file of this trainer, which lists leave out, gives generation devices of its own."""
-    if group.leaves.get(_MODE) == "one_step_off" and group.leaves.get(_HYBRID) is None:
-        group.values[_HYBRID] = (False, f"{_MODE}=one_step_off")
+    if keys.leaves.get(_MODE) == "one_step_off" and keys.leaves.get(_HYBRID) is None:
+        keys.put(_HYBRID, False, f"{_MODE}=one_step_off")
 
 
-def streamed_batch(group: Group) -> None:
+def streamed_batch(keys: Translated) -> None:
     """Fully asynchronous lists set `data.train_batch_size=0`: a step takes what `require_batches` asks for."""
-    leaves, notes = group.leaves, []
-    prompts = next(iter(group.take(*_PROMPTS).values()), None)
-    batches = group.take(_BATCHES).get(_BATCHES)
+    leaves, notes = keys.leaves, []
+    prompts = next(iter(keys.take(*_PROMPTS).values()), None)
+    batches = keys.take(_BATCHES).get(_BATCHES)
     batch = leaves.get(_BATCH, DataConfig.model_fields["train_batch_size"].default)
     if batch == 0 and not isinstance(batch, bool):
         mini = leaves.get(_MINI, ActorConfig.model_fields["ppo_mini_batch_size"].default)
@@ -74,43 +75,44 @@ def streamed_batch(group: Group) -> None:
         if not isinstance(mini, int) or not isinstance(batches, int):
             return
         batch = mini * batches
-        group.consumed.append(_BATCH)
-        group.values[_BATCH] = (batch, f"{_BATCH}=0")
+        keys.take(_BATCH)
+        keys.put(_BATCH, batch, f"{_BATCH}=0")
         notes.append(f"{_BATCH}=0 is read as {batch}: require_batches={batches} mini-batches of {mini} prompts")
         if leaves.get(_MODE, "fully_async") == "fully_async":
-            notes += _count_cycles(group, batch)
+            notes += _count_cycles(keys, batch)
     elif batches not in (None, 1):
         notes.append(f"{_BATCHES}={batches} has no effect: {_BATCH}={batch} is the batch of a step")
     if isinstance(prompts, int) and isinstance(batch, int) and batch > 0:
-        group.values[_STEPS] = (prompts // batch, "total_rollout_steps")
+        if keys.spelling.get(_STEPS) == _STEPS:
+            keys.take(_STEPS)  # counted in cycles; the prompts go before it
+        keys.put(_STEPS, prompts // batch, "total_rollout_steps")
         notes.append(f"total_rollout_steps={prompts} prompts are {prompts // batch} steps of {batch}")
     if notes:
-        group.notice(_BATCH, f"{'; '.join(notes)}.")
+        keys.notice(_BATCH, f"{'; '.join(notes)}.")
 
 
-def _count_cycles(group: Group, batch: int) -> list[str]:
+def _count_cycles(keys: Translated, batch: int) -> list[str]:
     """A cycle is `trigger_parameter_sync_step` steps: what counts cycles there counts steps here."""
-    leaves = group.leaves
+    leaves = keys.leaves
     cycle = leaves.get(_CYCLE, _UPDATES_PER_CYCLE)
     if not isinstance(cycle, int):
         return []
-    group.values |= {_MODE: ("fully_async", f"{_BATCH}=0"), _CYCLE: (cycle, _CYCLE)}
+    keys.put_all({_MODE: ("fully_async", f"{_BATCH}=0"), _CYCLE: (cycle, _CYCLE)})
     if leaves.get(_HYBRID) is None:
-        group.values[_HYBRID] = (False, f"{_BATCH}=0")
-    counts = [key for key in ("trainer.test_freq", "trainer.save_freq", _STEPS) if _is_count(leaves.get(key))]
-    group.consumed += counts
-    group.values |= {key: (leaves[key] * cycle, key) for key in counts}
+        keys.put(_HYBRID, False, f"{_BATCH}=0")
+    counted = [key for key in ("trainer.test_freq", "trainer.save_freq", _STEPS) if _is_count(leaves.get(key))]
+    counts = keys.take(*counted)
+    keys.put_all({key: (count * cycle, key) for key, count in counts.items()})
     return [
         f"a step is one update of {batch} prompts, and weights go to the engines every {cycle} steps, a cycle of "
         f"{batch * cycle} prompts",
-        *(f"{key}={leaves[key]} cycles are {leaves[key] * cycle} steps" for key in counts),
+        *(f"{key}={count} cycles are {count * cycle} steps" for key, count in counts.items()),
     ]
 
 
-def old_policy(group: Group) -> None:
+def old_policy(keys: Translated) -> None:
     """Which log-probs are the old ones, in two switches. Recomputing wins, as it does there."""
-    leaves, keys = group.leaves, (_PROX_LOG_PROBS, *_ENGINE_LOG_PROBS)
-    given = group.take(*keys)
+    leaves, given = keys.leaves, keys.take(_PROX_LOG_PROBS, *_ENGINE_LOG_PROBS)
     if not given:
         return
     written = ", ".join(f"{key}={value}" for key, value in given.items())
@@ -118,10 +120,10 @@ def old_policy(group: Group) -> None:
     recompute = given.get(_PROX_LOG_PROBS) or any(given.get(key) is False for key in _ENGINE_LOG_PROBS)
     if leaves.get(_MODE) in ("one_step_off", "fully_async") and not recompute and leaves.get(_BYPASS) is False:
         why = "the first takes the engine's log-probs as the old ones, the second recomputes them"
-        return group.problem(_BYPASS, f"{written} and {_BYPASS}=False: {why}; keep one of the two.")
+        return keys.problem(_BYPASS, f"{written} and {_BYPASS}=False: {why}; keep one of the two.")
     prox = "recompute" if recompute else None
-    group.values[f"{_ASYNC}.prox"] = (prox, first)
-    group.notice(first, f"{written}: read as {_ASYNC}.prox={prox or 'null'}.")
+    keys.put(f"{_ASYNC}.prox", prox, first)
+    keys.notice(first, f"{written}: read as {_ASYNC}.prox={prox or 'null'}.")
 
 
 def _is_count(value: Any) -> bool:

@@ -1,11 +1,11 @@
 """Old spellings that mean something only together: three generations of importance-sampling keys, and micro-batch
-sizes that count sequences over all devices. Each rule takes the leaf keys and says which it consumed.
+sizes that count sequences over all devices. Each rule takes out leaf keys and puts in others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +14,11 @@ from dovetail.config.trainer import TrainerConfig
 
 
 @dataclass
-class Group:
-    """The leaf keys that are set; keys that a rule consumed, and what it sets: new key -> (value, how it was written).
+class Translated:
+    """Leaf keys on the way to their one spelling, what each was written as, and what there is to say about it."""
 
-    What is set to None is not set.
-    """
-
-    leaves: Mapping[str, Any]
-    consumed: list[str] = field(default_factory=list)
-    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    leaves: dict[str, Any]
+    spelling: dict[str, str] = field(default_factory=dict)
     notices: list[Notice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
@@ -33,14 +29,31 @@ class Group:
         self.problems.append(Problem(key, message))
 
     def take(self, *keys: str) -> dict[str, Any]:
-        """Those of `keys` that are set, which are consumed; null means "not set"."""
-        self.consumed += [key for key in keys if key in self.leaves]
-        return {key: self.leaves[key] for key in keys if self.leaves.get(key) is not None}
+        """Take `keys` out; returns those that are set. Null means "not set"."""
+        taken = {key: self.leaves.pop(key) for key in keys if key in self.leaves}
+        return {key: value for key, value in taken.items() if value is not None}
+
+    def put(self, new: str, value: Any, old: str) -> None:
+        """Give `new` the value that was written as `old`, unless another spelling gave it a different one."""
+        given = self.leaves.get(new)
+        if given is not None and value is not None and given != value:
+            both = f"{self.spelling.get(new, new)}={given} and {old}={value}"
+            self.problem(new, f"{both} set the same thing to different values; keep {new} only.")
+        elif value is not None:
+            self.leaves[new], self.spelling[new] = value, old
+
+    def put_all(self, values: Values) -> None:
+        """The same for several keys."""
+        for new, (value, old) in values.items():
+            self.put(new, value, old)
 
     def size(self, *keys: str) -> Any:
         """The first of `keys` that is set, else 1."""
         return next((self.leaves[key] for key in keys if self.leaves.get(key) is not None), 1)
 
+
+Values = dict[str, tuple[Any, str]]
+"""What a rule sets: new key -> (value, how it was written). None sets nothing."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
@@ -52,147 +65,147 @@ _VETOES = (f"{_CORRECTION}.rollout_token_veto_threshold", f"{_CORRECTION}.rollou
 _RATIO_CAPS = (f"{_ACTOR}.tis_imp_ratio_cap", f"{_ACTOR}.behav_imp_weight_cap")
 
 
-def ratio_cap(group: Group) -> None:
+def ratio_cap(keys: Translated) -> None:
     """First generation: one cap on the token ratio; -1 switches it off."""
-    for key, cap in group.take(*_RATIO_CAPS).items():
+    for key, cap in keys.take(*_RATIO_CAPS).items():
         if not isinstance(cap, int | float) or cap <= 0:
-            group.notice(key, f"{key}={cap} means no importance weights here, as it did.")
+            keys.notice(key, f"{key}={cap} means no importance weights here, as it did.")
             continue
-        group.values |= {_IS: ("token", key), _THRESHOLD: (cap, key)}
-        group.notice(key, f"{key}={cap} is read as {_IS}=token with rollout_is_threshold={cap}.")
+        keys.put_all({_IS: ("token", key), _THRESHOLD: (cap, key)})
+        keys.notice(key, f"{key}={cap} is read as {_IS}=token with rollout_is_threshold={cap}.")
 
 
-def flat_importance_sampling(group: Group) -> None:
+def flat_importance_sampling(keys: Translated) -> None:
     """Second generation: `algorithm.rollout_is` and `algorithm.rollout_is_*` (see `FLAT_KEYS`)."""
     prefix = "algorithm.rollout_is"
-    values = {key.removeprefix("algorithm."): value for key, value in group.take(*_FLAT_NAMES).items()}
-    if not values:
+    given = {key.removeprefix("algorithm."): value for key, value in keys.take(*_FLAT_NAMES).items()}
+    if not given:
         return
-    threshold, level = values.get("rollout_is_threshold"), values.get("rollout_is_level", "token")
-    mode, lower = values.get("rollout_is_mode", "truncate"), values.get("rollout_is_threshold_lower")
+    threshold, level = given.get("rollout_is_threshold"), given.get("rollout_is_level", "token")
+    mode, lower = given.get("rollout_is_mode", "truncate"), given.get("rollout_is_threshold_lower")
+    values: Values = {}
     if level not in _REJECTION:
-        return group.problem(f"{prefix}_level", f"{prefix}_level={level}: use one of {', '.join(_REJECTION)}.")
+        return keys.problem(f"{prefix}_level", f"{prefix}_level={level}: use one of {', '.join(_REJECTION)}.")
     if mode not in ("truncate", "mask"):
-        return group.problem(f"{prefix}_mode", f"{prefix}_mode={mode}: use truncate or mask.")
+        return keys.problem(f"{prefix}_mode", f"{prefix}_mode={mode}: use truncate or mask.")
     if level == "geometric" and mode == "truncate":
-        return group.problem(
+        return keys.problem(
             f"{prefix}_level",
             f"{prefix}_level=geometric with rollout_is_mode=truncate has no counterpart: a geometric mean "
             f"is not an importance weight; set {_RS}=seq_mean_k1 with rollout_rs_threshold.",
         )
-    if values.get("rollout_is") and threshold is not None and level != "geometric":
-        group.values |= {_IS: (level, prefix), _THRESHOLD: (threshold, f"{prefix}_threshold")}
+    if given.get("rollout_is") and threshold is not None and level != "geometric":
+        values |= {_IS: (level, prefix), _THRESHOLD: (threshold, f"{prefix}_threshold")}
     if mode == "mask" and threshold is not None:
         bounds = f"{lower if lower is not None else round(1 / threshold, 6)}_{threshold}"
-        group.values |= {_RS: (_REJECTION[level], f"{prefix}_mode"), _BOUND: (bounds, f"{prefix}_threshold")}
-    normalize = values.get("rollout_is_batch_normalize")
-    group.values[f"{_IS}_batch_normalize"] = (normalize, f"{prefix}_batch_normalize")
-    _veto(group, values.get("rollout_is_veto_threshold"), f"{prefix}_veto_threshold")
-    written = ", ".join(f"{key.rpartition('.')[2]}={value[0]}" for key, value in group.values.items() if value[0])
-    group.notice(prefix, f"{prefix}* is read as {_CORRECTION}: {written or 'no importance weights, no rejection'}.")
+        values |= {_RS: (_REJECTION[level], f"{prefix}_mode"), _BOUND: (bounds, f"{prefix}_threshold")}
+    values[f"{_IS}_batch_normalize"] = (given.get("rollout_is_batch_normalize"), f"{prefix}_batch_normalize")
+    _veto(keys, values, given.get("rollout_is_veto_threshold"), f"{prefix}_veto_threshold")
+    keys.put_all(values)
+    written = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, (value, _) in values.items() if value)
+    keys.notice(prefix, f"{prefix}* is read as {_CORRECTION}: {written or 'no importance weights, no rejection'}.")
 
 
-def early_rollout_correction(group: Group) -> None:
+def early_rollout_correction(keys: Translated) -> None:
     """Third generation, first names: rejection by level, a separate lower bound, a veto, `use_policy_gradient`."""
-    leaves = group.leaves
+    leaves, values = keys.leaves, {}
     name, lower, upper = leaves.get(_RS), leaves.get(f"{_BOUND}_lower"), leaves.get(_BOUND)
-    vetoes = group.take(*_VETOES)
-    group.take(f"{_BOUND}_lower")
+    vetoes = keys.take(*_VETOES)
+    keys.take(f"{_BOUND}_lower")
     if isinstance(name, str) and name in _REJECTION:
-        group.consumed += [_RS, _BOUND]
         upper = leaves.get(_THRESHOLD, 2.0) if upper is None else upper
         bounds = upper if lower is None else f"{lower}_{upper}"
-        group.values |= {_RS: (_REJECTION[name], f"{_RS}={name}"), _BOUND: (bounds, f"{_BOUND}_lower")}
-        group.notice(_RS, f"{_RS}={name} is read as {_REJECTION[name]} with the bounds {bounds}.")
+        values |= {_RS: (_REJECTION[name], f"{_RS}={name}"), _BOUND: (bounds, f"{_BOUND}_lower")}
+        keys.notice(_RS, f"{_RS}={name} is read as {_REJECTION[name]} with the bounds {bounds}.")
     elif name is not None:
-        group.values |= {_RS: (name, _RS), _BOUND: (upper, _BOUND)}
+        values |= {_RS: (name, _RS), _BOUND: (upper, _BOUND)}
     for key, threshold in vetoes.items():
-        _veto(group, threshold, key)
+        _veto(keys, values, threshold, key)
     threshold = leaves.get(_THRESHOLD)
     if isinstance(threshold, str) and "_" in threshold:
         # `lower_upper` drops weights outside the two instead of cutting them.
         lower, _, upper = threshold.partition("_")
-        group.consumed.append(_THRESHOLD)
-        group.values |= {_THRESHOLD: (upper, _THRESHOLD), f"{_THRESHOLD}_lower": (lower, _THRESHOLD)}
-        group.notice(_THRESHOLD, f"{_THRESHOLD}={threshold} is read as {upper} with {_THRESHOLD}_lower={lower}.")
+        values |= {_THRESHOLD: (upper, _THRESHOLD), f"{_THRESHOLD}_lower": (lower, _THRESHOLD)}
+        keys.notice(_THRESHOLD, f"{_THRESHOLD}={threshold} is read as {upper} with {_THRESHOLD}_lower={lower}.")
     if leaves.get(_IS) == "geometric" and name is not None:
-        group.consumed.append(_IS)
+        keys.take(_IS)
         reason = "a geometric mean is no importance weight; the rejection stays"
-        group.notice(_IS, f"{_IS}=geometric is read as null: {reason}.")
-    for key, on in group.take(
+        keys.notice(_IS, f"{_IS}=geometric is read as null: {reason}.")
+    for key, on in keys.take(
         f"{_CORRECTION}.use_policy_gradient", f"{_CORRECTION}.use_pure_rollout_correction"
     ).items():
         if on:
-            group.values[f"{_CORRECTION}.loss_type"] = ("reinforce", key)
-            group.notice(key, f"{key} is read as {_CORRECTION}.loss_type=reinforce.")
-    group.consumed += [key for key in group.values if key in leaves]
+            values[f"{_CORRECTION}.loss_type"] = ("reinforce", key)
+            keys.notice(key, f"{key} is read as {_CORRECTION}.loss_type=reinforce.")
+    keys.take(*values)
+    keys.put_all(values)
 
 
-def _veto(group: Group, threshold: Any, key: str) -> None:
+def _veto(keys: Translated, values: Values, threshold: Any, key: str) -> None:
     """A veto on single tokens is one more rejection rule. That rule is symmetric: it also vetoes tokens that are as
     much more likely."""
     if not isinstance(threshold, int | float) or not 0 < threshold < 1:
         return
     limit = round(0.5 * math.log(threshold) ** 2, 4)
-    first, first_bound = (group.values.get(name, (None, ""))[0] for name in (_RS, _BOUND))
-    group.values[_RS] = (f"{first},seq_max_k2" if first else "seq_max_k2", key)
-    group.values[_BOUND] = (f"{first_bound},{limit}" if first else limit, key)
-    group.notice(
+    first, first_bound = (values.get(name, (None, ""))[0] for name in (_RS, _BOUND))
+    values[_RS] = (f"{first},seq_max_k2" if first else "seq_max_k2", key)
+    values[_BOUND] = (f"{first_bound},{limit}" if first else limit, key)
+    keys.notice(
         key,
         f"{key}={threshold} is read as the rejection rule seq_max_k2 with the bound {limit}, "
         "which also drops sequences with a token that is as many times more likely.",
     )
 
 
-def implied_megatron(group: Group) -> None:
+def implied_megatron(keys: Translated) -> None:
     """Lists for a Megatron file set `*.megatron.*` and no strategy, because that file chose the backend."""
-    leaves, engine = group.leaves, group.take("model_engine")
+    leaves, engine = keys.leaves, keys.take("model_engine")
     if leaves.get(f"{_ACTOR}.strategy") is not None:
         return
     if engine.get("model_engine") == "megatron":
-        group.values[f"{_ACTOR}.strategy"] = ("megatron", "model_engine")
-        group.notice("model_engine", f"model_engine=megatron is read as {_ACTOR}.strategy=megatron.")
+        keys.put(f"{_ACTOR}.strategy", "megatron", "model_engine")
+        keys.notice("model_engine", f"model_engine=megatron is read as {_ACTOR}.strategy=megatron.")
         return
     for role in (_ACTOR, "critic"):
         used = next((key for key in leaves if key.startswith(f"{role}.megatron.")), None)
         if used is not None and leaves.get(f"{role}.strategy") is None:
-            group.values[f"{role}.strategy"] = ("megatron", used)
-            group.notice(f"{role}.strategy", f"{used} is set and {role}.strategy is not: it is read as megatron.")
+            keys.put(f"{role}.strategy", "megatron", used)
+            keys.notice(f"{role}.strategy", f"{used} is set and {role}.strategy is not: it is read as megatron.")
 
 
-def global_micro_batches(group: Group) -> None:
+def global_micro_batches(keys: Translated) -> None:
     """Micro-batch sizes that count sequences over all devices become sizes on one device."""
-    for old, size in group.take(*GLOBAL_MICRO_BATCHES).items():
-        new, replicas = GLOBAL_MICRO_BATCHES[old], _data_parallel_size(group, old)
+    for old, size in keys.take(*GLOBAL_MICRO_BATCHES).items():
+        new, replicas = GLOBAL_MICRO_BATCHES[old], _data_parallel_size(keys, old)
         if not isinstance(size, int) or size <= 0 or replicas is None or size % replicas:
             count = "the number of data-parallel ranks" if replicas is None else f"{replicas} data-parallel ranks"
             why = f"counts sequences over all devices and does not divide by {count}"
-            group.problem(old, f"{old}={size} {why}; set {new}.")
+            keys.problem(old, f"{old}={size} {why}; set {new}.")
             continue
-        group.values[new] = (size // replicas, old)
-        group.notice(old, f"{old}={size} over {replicas} data-parallel ranks is read as {new}={size // replicas}.")
+        keys.put(new, size // replicas, old)
+        keys.notice(old, f"{old}={size} over {replicas} data-parallel ranks is read as {new}={size // replicas}.")
 
 
-def _data_parallel_size(group: Group, key: str) -> int | None:
+def _data_parallel_size(keys: Translated, key: str) -> int | None:
     """Ranks that see different sequences in the role of `key`; None when the sizes do not fit."""
     roles = ("actor_rollout_ref.ref", "critic", "reward_model")
     # The old log-probs of the rollout section are computed by the actor.
     role = next((name for name in roles if key.startswith(name)), _ACTOR)
     devices = TrainerConfig.model_fields["n_gpus_per_node"].default
-    world = group.size("trainer.nnodes") * group.leaves.get("trainer.n_gpus_per_node", devices)
+    world = keys.size("trainer.nnodes") * keys.leaves.get("trainer.n_gpus_per_node", devices)
     names: tuple[str, ...] = ("ulysses_sequence_parallel_size",)
-    if (group.leaves.get(f"{role}.strategy") or group.leaves.get(f"{_ACTOR}.strategy")) == "megatron":
+    if (keys.leaves.get(f"{role}.strategy") or keys.leaves.get(f"{_ACTOR}.strategy")) == "megatron":
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         names = tuple(f"megatron.{name}" for name in sizes)
     shared = 1
     for name in names:
-        shared *= group.size(f"{role}.{name}", f"{_ACTOR}.{name}")
+        shared *= keys.size(f"{role}.{name}", f"{_ACTOR}.{name}")
     if not isinstance(world, int) or not isinstance(shared, int) or shared < 1 or world % shared:
         return None
     return world // shared
 
 
-GROUP_RULES: tuple[Callable[[Group], None], ...] = (
+GROUP_RULES: tuple[Callable[[Translated], None], ...] = (
     ratio_cap,
     flat_importance_sampling,
     early_rollout_correction,

@@ -7,13 +7,12 @@ Two spellings of one key that disagree are a problem that names both. Null in an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from dovetail.config.errors import Notice, Problem
 from dovetail.config.translate import asynchronous
-from dovetail.config.translate.groups import GROUP_RULES, GROUP_SPELLINGS, Group
+from dovetail.config.translate.groups import GROUP_RULES, GROUP_SPELLINGS, Translated
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,12 @@ class Translation:
 _ARR = "actor_rollout_ref"
 _ACTOR, _REF, _ROLLOUT, _MODEL = f"{_ARR}.actor", f"{_ARR}.ref", f"{_ARR}.rollout", f"{_ARR}.model"
 _CORRECTION = "algorithm.rollout_correction"
+_WHOLE_RUN, _NETWORK = "it holds for the whole run", "it is a choice of the network"
+
+
+def _moved(old: str, new: str, names: str, why: str = "") -> Iterator[Translation]:
+    """Keys that have the same names in another section."""
+    return (Translation(f"{old}.{name}", f"{new}.{name}", why) for name in names.split())
 
 
 def _moved_from_fsdp() -> Iterator[Translation]:
@@ -46,15 +51,17 @@ def _moved_from_fsdp() -> Iterator[Translation]:
         ("reward_model", "reward_model.model.fsdp_config"),
     ):
         why = "the role has one such key, whatever the backend"
-        yield Translation(f"{sharding}.strategy", f"{role}.strategy", why)
-        yield Translation(f"{sharding}.ulysses_sequence_parallel_size", f"{role}.ulysses_sequence_parallel_size", why)
+        yield from _moved(sharding, role, "strategy ulysses_sequence_parallel_size", why)
         yield Translation(f"{sharding}.dtype", f"{sharding}.mixed_precision.param_dtype", "it is the compute dtype")
         yield Translation(f"{sharding}.min_num_params", f"{sharding}.wrap_policy.min_num_params")
-        yield Translation(f"{sharding}.full_determinism", "trainer.full_determinism", "it holds for the whole run")
-    for name in ("use_torch_compile", "entropy_from_logits_with_chunking", "entropy_checkpointing"):
-        yield Translation(f"{_ACTOR}.fsdp_config.{name}", f"{_ACTOR}.{name}", "it is a choice of the head")
-    yield Translation(f"{_REF}.fsdp_config.use_torch_compile", f"{_REF}.use_torch_compile", "a choice of the head")
-    yield Translation(f"{_ARR}.ref.megatron.full_determinism", "trainer.full_determinism", "it holds for the whole run")
+        yield from _moved(sharding, "trainer", "full_determinism", _WHOLE_RUN)
+    names, why = (
+        "use_torch_compile entropy_from_logits_with_chunking entropy_checkpointing",
+        "it is a choice of the head",
+    )
+    yield from _moved(f"{_ACTOR}.fsdp_config", _ACTOR, names, why)
+    yield from _moved(f"{_REF}.fsdp_config", _REF, "use_torch_compile", why)
+    yield from _moved(f"{_REF}.megatron", "trainer", "full_determinism", _WHOLE_RUN)
 
 
 def _optimizers() -> Iterator[Translation]:
@@ -68,20 +75,18 @@ def _optimizers() -> Iterator[Translation]:
         yield Translation(f"{role}.checkpoint.contents", f"{role}.checkpoint.save_contents")
 
 
-def _adapters() -> Iterator[Translation]:
+def _models() -> Iterator[Translation]:
     for model in (_MODEL, "critic.model"):
+        yield Translation(f"{model}.enable_activation_offloading", f"{model}.enable_activation_offload")
         why = "adapters have the same keys for every backend"
         for name in ("rank", "alpha", "dropout", "merge", "adapter_path"):
             yield Translation(f"{model}.lora.{name}", f"{model}.lora_{name}", why)
-        for name in ("target_modules", "exclude_modules"):
-            yield Translation(f"{model}.lora.{name}", f"{model}.{name}", why)
+        yield from _moved(f"{model}.lora", model, "target_modules exclude_modules", why)
 
 
 TRANSLATIONS: tuple[Translation, ...] = (
     Translation("critic.model.fsdp_config.*", "critic.fsdp_config.*", "sharding belongs to the role"),
-    Translation("critic.fsdp.*", "critic.fsdp_config.*"),
-    Translation(f"{_ACTOR}.fsdp.*", f"{_ACTOR}.fsdp_config.*"),
-    Translation(f"{_REF}.fsdp.*", f"{_REF}.fsdp_config.*"),
+    *(Translation(f"{role}.fsdp.*", f"{role}.fsdp_config.*") for role in ("critic", _ACTOR, _REF)),
     Translation("actor_rollout_ref.critic.*", "critic.*"),
     Translation("reward_model.fsdp_config.*", "reward_model.model.fsdp_config.*"),
     Translation("reward_model.param_offload", "reward_model.megatron.param_offload"),
@@ -106,32 +111,22 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation("algorithm.kl_ctrl.coeff", "algorithm.kl_ctrl.kl_coef"),
     Translation(f"{_ACTOR}.policy_loss.rollout_correction.*", f"{_CORRECTION}.*"),
     Translation(f"{_CORRECTION}.bypass_old_logprob_for_rollout", f"{_CORRECTION}.bypass_mode"),
-    Translation(f"{_ACTOR}.use_fused_kernels", f"{_MODEL}.use_fused_kernels", "it is a choice of the network"),
-    Translation(f"{_ACTOR}.use_remove_padding", f"{_MODEL}.use_remove_padding", "it is a choice of the network"),
-    *(
-        Translation(f"{_ACTOR}.{name}", f"{_ACTOR}.policy_loss.{name}")
-        for name in ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+    *_moved(_ACTOR, _MODEL, "use_fused_kernels use_remove_padding", _NETWORK),
+    *_moved(
+        _ACTOR, f"{_ACTOR}.policy_loss", "loss_mode clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
     ),
     Translation(f"{_ACTOR}.dtype", f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype", "it is the compute dtype"),
     Translation(f"{_REF}.dtype", f"{_REF}.fsdp_config.mixed_precision.param_dtype", "it is the compute dtype"),
-    Translation(f"{_ACTOR}.policy_loss.tau_pos", f"{_ACTOR}.tau_pos"),
-    Translation(f"{_ACTOR}.policy_loss.tau_neg", f"{_ACTOR}.tau_neg"),
+    *_moved(f"{_ACTOR}.policy_loss", _ACTOR, "tau_pos tau_neg"),
     Translation(f"{_ACTOR}.ppo_infer_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
     Translation(f"{_ACTOR}.ppo_infer_max_token_len_per_gpu", f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"),
-    Translation(f"{_ROLLOUT}.trust_remote_code", f"{_MODEL}.trust_remote_code"),
-    Translation(f"{_MODEL}.enable_activation_offloading", f"{_MODEL}.enable_activation_offload"),
-    Translation("critic.model.enable_activation_offloading", "critic.model.enable_activation_offload"),
+    *_moved(_ROLLOUT, _MODEL, "trust_remote_code"),
     Translation(f"{_ROLLOUT}.multi_turn.max_turns", f"{_ROLLOUT}.multi_turn.max_assistant_turns"),
-    Translation(
-        f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
-        f"{_ROLLOUT}.update_weights_bucket_megabytes",
-    ),
+    *_moved(f"{_ROLLOUT}.checkpoint_engine", _ROLLOUT, "update_weights_bucket_megabytes"),
     Translation(f"{_ROLLOUT}.sglang_rollout_mode", f"{_ROLLOUT}.mode"),
     Translation(f"{_ROLLOUT}.val_kwargs.val_n", f"{_ROLLOUT}.val_kwargs.n"),
-    Translation(f"{_ROLLOUT}.seed", "trainer.seed", "one seed for the whole run"),
-    Translation(f"{_ROLLOUT}.full_determinism", "trainer.full_determinism", "it holds for the whole run"),
-    Translation("rollout.total_epochs", "trainer.total_epochs"),
-    Translation("rollout.test_freq", "trainer.test_freq"),
+    *_moved(_ROLLOUT, "trainer", "seed full_determinism", _WHOLE_RUN),
+    *_moved("rollout", "trainer", "total_epochs test_freq"),
     Translation("rollout.*", f"{_ROLLOUT}.*", "generation has one section"),
     Translation("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
     Translation("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
@@ -142,7 +137,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation("trainer.validate_before_train", "trainer.val_before_train"),
     *_moved_from_fsdp(),
     *_optimizers(),
-    *_adapters(),
+    *_models(),
     # verl's SFT trainers have model, optimizer and micro-batch at the root; here they are the actor's.
     Translation("model.partial_pretrain", f"{_MODEL}.path"),
     Translation("model.strategy", f"{_ACTOR}.strategy"),
@@ -156,13 +151,8 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation("data.micro_batch_size_per_gpu", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
     Translation("data.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
     Translation("data.max_token_len_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
-    Translation("data.response_key", "sft.response_key"),
-    Translation("data.prompt_dict_keys", "sft.prompt_dict_keys"),
-    Translation("data.response_dict_keys", "sft.response_dict_keys"),
-    Translation("data.messages_key", "sft.messages_key"),
-    Translation("data.tools_key", "sft.tools_key"),
-    Translation("data.multiturn.messages_key", "sft.messages_key"),
-    Translation("data.multiturn.tools_key", "sft.tools_key"),
+    *_moved("data", "sft", "response_key prompt_dict_keys response_dict_keys messages_key tools_key"),
+    *_moved("data.multiturn", "sft", "messages_key tools_key"),
     Translation("data.balance_dp_token", "trainer.balance_batch"),
     Translation("data.chat_template", f"{_MODEL}.custom_chat_template"),
     Translation("trainer.checkpoint.*", f"{_ACTOR}.checkpoint.*"),
@@ -197,50 +187,24 @@ VALUE_SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
 }
 
 
-@dataclass
-class Translated:
-    """Leaf keys in their one spelling, what each was written as, and what there is to say about it."""
-
-    leaves: dict[str, Any] = field(default_factory=dict)
-    spelling: dict[str, str] = field(default_factory=dict)
-    notices: list[Notice] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-
 def translate(leaves: Mapping[str, Any]) -> Translated:
     """Bring every leaf key to its one spelling."""
-    done = Translated()
-    remaining = _without_unused_adapters(leaves)
-    if remaining.get("rollout.n") is not None and remaining.get(f"{_ROLLOUT}.n") is not None:
-        value = remaining.pop("rollout.n")
-        done.notices.append(Notice("rollout.n", f"rollout.n={value} has no effect beside {_ROLLOUT}.n."))
-    for key in list(remaining):
+    done = Translated(_without_unused_adapters(leaves))
+    if done.leaves.get("rollout.n") is not None and done.leaves.get(f"{_ROLLOUT}.n") is not None:
+        value = done.leaves.pop("rollout.n")
+        done.notice("rollout.n", f"rollout.n={value} has no effect beside {_ROLLOUT}.n.")
+    for key in list(done.leaves):
         new, why = canonical(key)
-        if new == key:
-            continue
-        value = remaining.pop(key)
-        if value is not None:
-            message = f"{key} is read as {new}" + (f": {why}." if why else ".")
-            done.notices.append(Notice(key, message))
-            _assign(done, remaining, new, value, key)
+        if new != key and (value := done.leaves.pop(key)) is not None:
+            done.notice(key, f"{key} is read as {new}" + (f": {why}." if why else "."))
+            done.put(new, value, key)
     for rule in (*asynchronous.RULES, *GROUP_RULES):
-        group = Group({**remaining, **done.leaves})
-        rule(group)
-        done.notices += group.notices
-        done.problems += group.problems
-        for key in group.consumed:
-            remaining.pop(key, None)
-            done.leaves.pop(key, None)
-        for new, (value, old) in group.values.items():
-            if value is not None:
-                _assign(done, remaining, new, value, old)
-    for key, value in remaining.items():
-        done.leaves.setdefault(key, value)
+        rule(done)
     for key, spellings in VALUE_SPELLINGS.items():
         value = done.leaves.get(key)
         if isinstance(value, str | int) and value in spellings:
             done.leaves[key] = spellings[value]
-            done.notices.append(Notice(key, f"{key}={value} is read as {spellings[value]}."))
+            done.notice(key, f"{key}={value} is read as {spellings[value]}.")
     return done
 
 
@@ -262,15 +226,3 @@ def canonical(key: str) -> tuple[str, str]:
         if rule.why and rule.why not in reasons:
             reasons.append(rule.why)
     return key, "; ".join(reasons)
-
-
-def _assign(done: Translated, remaining: dict[str, Any], new: str, value: Any, old: str) -> None:
-    """Give `new` its value unless another spelling already gave it a different one."""
-    for given, where in ((remaining.get(new), new), (done.leaves.get(new), done.spelling.get(new, new))):
-        if given is not None and given != value:
-            why = "set the same thing to different values"
-            done.problems.append(Problem(new, f"{where}={given} and {old}={value} {why}; keep {new} only."))
-            return
-    remaining.pop(new, None)
-    done.leaves[new] = value
-    done.spelling[new] = old
