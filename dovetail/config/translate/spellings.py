@@ -55,12 +55,9 @@ def _moved_from_fsdp() -> Iterator[Translation]:
         yield Translation(f"{sharding}.dtype", f"{sharding}.mixed_precision.param_dtype", "it is the compute dtype")
         yield Translation(f"{sharding}.min_num_params", f"{sharding}.wrap_policy.min_num_params")
         yield from _moved(sharding, "trainer", "full_determinism", _WHOLE_RUN)
-    names, why = (
-        "use_torch_compile entropy_from_logits_with_chunking entropy_checkpointing",
-        "it is a choice of the head",
-    )
-    yield from _moved(f"{_ACTOR}.fsdp_config", _ACTOR, names, why)
-    yield from _moved(f"{_REF}.fsdp_config", _REF, "use_torch_compile", why)
+    names = "use_torch_compile entropy_from_logits_with_chunking entropy_checkpointing"
+    yield from _moved(f"{_ACTOR}.fsdp_config", _ACTOR, names, "it is a choice of the head")
+    yield from _moved(f"{_REF}.fsdp_config", _REF, "use_torch_compile", "it is a choice of the head")
     yield from _moved(f"{_REF}.megatron", "trainer", "full_determinism", _WHOLE_RUN)
 
 
