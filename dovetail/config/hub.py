@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -43,20 +44,8 @@ def fetch_model(name: str, *, weights: bool) -> Path:
     """The folder of a model on the hub, in the cache; without `weights` only what describes it."""
     from huggingface_hub import snapshot_download
 
-    repository, revision = _parts(name)
-    try:
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=None if weights else _READERS,
-                ignore_patterns=_NOT_READ,
-                etag_timeout=_SECONDS_FOR_AN_ANSWER,
-                local_files_only=not _can_be_asked(),
-            )
-        )
-    except _errors() as error:
-        raise HubError(_explain(name, repository, "model", error)) from error
+    wanted = {"allow_patterns": None if weights else _READERS, "ignore_patterns": _NOT_READ}
+    return _download(snapshot_download, name, "model", **wanted)
 
 
 def fetch_file(name: str, filename: str, *, kind: Kind = "model") -> Path:
@@ -65,21 +54,16 @@ def fetch_file(name: str, filename: str, *, kind: Kind = "model") -> Path:
 
     repository, revision = _parts(name)
     cached = try_to_load_from_cache(repository, filename, revision=revision, repo_type=kind)
-    if isinstance(cached, str):
-        return Path(cached)
+    return Path(cached) if isinstance(cached, str) else _download(hf_hub_download, name, kind, filename=filename)
+
+
+def _download(download: Callable[..., str], name: str, kind: Kind, **wanted: Any) -> Path:
+    repository, revision = _parts(name)
+    how = {"etag_timeout": _SECONDS_FOR_AN_ANSWER, "local_files_only": not _can_be_asked()}
     try:
-        return Path(
-            hf_hub_download(
-                repository,
-                filename,
-                revision=revision,
-                repo_type=kind,
-                etag_timeout=_SECONDS_FOR_AN_ANSWER,
-                local_files_only=not _can_be_asked(),
-            )
-        )
+        return Path(download(repository, revision=revision, repo_type=kind, **how, **wanted))
     except _errors() as error:
-        raise HubError(_explain(name, repository, kind, error, filename)) from error
+        raise HubError(_explain(name, repository, kind, error, wanted.get("filename"))) from error
 
 
 def make_repository(name: str) -> None:

@@ -12,7 +12,7 @@ from dovetail.config.async_training import AsyncTrainingConfig
 from dovetail.config.base import Section, key, look_up, read_with, section, unused, when_is
 from dovetail.config.critic import CriticConfig
 from dovetail.config.data import DataConfig
-from dovetail.config.inherit import fill_distillation, fill_inherited, fill_old_policy
+from dovetail.config.inherit import filled
 from dovetail.config.methods import DistillConfig, DPOConfig, RewardTrainingConfig, SFTConfig
 from dovetail.config.model import ModelConfig
 from dovetail.config.names import READ_FOR_NAMES, unknown_names
@@ -75,12 +75,7 @@ class DovetailConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _inherit(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        filled = fill_inherited(cls, values)
-        fill_old_policy(filled)
-        fill_distillation(filled)
-        return filled
+        return filled(cls, values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _names_are_registered(self) -> DovetailConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 Tree = dict[str, Any]
 
 
@@ -30,15 +32,21 @@ def put(tree: Tree, key: str, value: Any) -> None:
         tree[leaf] = _copied(value)
 
 
+def get(tree: Tree, key: str, default: Any = None) -> Any:
+    """The value or the section at `key`; `default` when it is not there."""
+    node: Any = tree
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
 def remove(tree: Tree, key: str) -> bool:
     """Take `key` out; False when it is not there."""
-    *parents, leaf = key.split(".")
-    for part in parents:
-        node = tree.get(part)
-        if not isinstance(node, dict):
-            return False
-        tree = node
-    return tree.pop(leaf, _MISSING) is not _MISSING
+    section, _, leaf = key.rpartition(".")
+    node = get(tree, section) if section else tree
+    return isinstance(node, dict) and node.pop(leaf, _MISSING) is not _MISSING
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -57,6 +65,8 @@ def prefixes(key: str) -> list[str]:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, BaseModel):  # a typed section carries defaults too; what its author set counts as set
+        value = value.model_dump(exclude_unset=True)
     if isinstance(value, Mapping):
         return {str(name): _copied(inner) for name, inner in value.items()}
     return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value
