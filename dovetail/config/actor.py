@@ -21,6 +21,9 @@ KLEstimator = Literal[
 
 _MEGATRON = when_is("strategy", "megatron")
 ULYSSES = unused("strategy=megatron cuts sequences by its section's context_parallel_size", _MEGATRON)
+_FUSED = "actor_rollout_ref.model.use_fused_kernels"
+_ENTROPY = "entropy_from_logits_with_chunking entropy_checkpointing"
+_NO_ENTROPY = "the update computes no entropy without {section}.entropy_coeff or calculate_entropy"
 _CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
 
 
@@ -90,21 +93,9 @@ class ActorConfig(RoleConfig):
         read_with(".use_dynamic_bsz", False, only="ppo_micro_batch_size_per_gpu"),
         unused("strategy=megatron computes every sequence", _MEGATRON, only="use_prefix_grouper"),
         unused("strategy=megatron trains models of text", _MEGATRON, only="freeze_vision_tower"),
-        unused(
-            "the head of strategy=megatron keeps nothing for the entropy; model.use_fused_kernels=True goes in chunks",
-            _MEGATRON,
-            only="entropy_from_logits_with_chunking entropy_checkpointing",
-        ),
-        unused(
-            "actor_rollout_ref.model.use_fused_kernels=True keeps nothing for the entropy",
-            when_is("actor_rollout_ref.model.use_fused_kernels", True),
-            only="entropy_from_logits_with_chunking entropy_checkpointing",
-        ),
-        unused(
-            "the update computes no entropy without {section}.entropy_coeff or calculate_entropy",
-            when_is("needs_entropy", False),
-            only="entropy_checkpointing",
-        ),
+        unused("the head of strategy=megatron keeps nothing for the entropy", _MEGATRON, only=_ENTROPY),
+        unused(f"{_FUSED}=True keeps nothing for the entropy", when_is(_FUSED, True), only=_ENTROPY),
+        unused(_NO_ENTROPY, when_is("needs_entropy", False), only="entropy_checkpointing"),
         unused(
             "this loss_mode has its own aggregation; the mode is that of the entropy and the KL alone",
             when_is("loss_mode_in_force", "geo_mean", "sapo"),
@@ -152,14 +143,8 @@ class ActorConfig(RoleConfig):
         "weights' gradients left in the compute dtype (rowwise_with_gw_hp). Needs a GPU of compute capability 8.9; a "
         "CPU emulates it. Null: off.",
         rules=(
-            unsupported(
-                "strategy=megatron takes it from megatron.override_transformer_config.fp8; use null",
-                when=when_is("strategy", "megatron"),
-            ),
-            unsupported(
-                "fp8 trains whole weights, not adapters; use null",
-                when=when_is("actor_rollout_ref.model.uses_lora", True),
-            ),
+            unsupported("megatron has override_transformer_config.fp8 for it; use null", when=_MEGATRON),
+            unsupported("fp8 trains no adapters; use null", when=when_is("actor_rollout_ref.model.uses_lora", True)),
         ),
     )
     freeze_vision_tower: bool = key(False, "Do not train the vision tower.")

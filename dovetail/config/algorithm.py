@@ -19,6 +19,7 @@ OPTIMAL_TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_toke
 
 
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+_NO_WEIGHTS, _without_weights = "{section}.rollout_is makes no weights", when_is("rollout_is", None)
 
 
 def _of_estimator(keys: str, *names: str) -> Rule:
@@ -60,16 +61,12 @@ class RolloutCorrectionConfig(Section):
     """Correction of the gap between the engine's and the trainer's log-probs."""
 
     rules = (
-        unused("{section}.rollout_is makes no weights", when_is("rollout_is", None), only="rollout_is_threshold*"),
-        unused(
-            "{section}.rollout_is makes no weights",
-            all_of(when_is("rollout_is", None), when_is("bypass_mode", False)),
-            only="rollout_is_batch_normalize",
-        ),
+        unused(_NO_WEIGHTS, _without_weights, only="rollout_is_threshold*"),
+        unused(_NO_WEIGHTS, all_of(_without_weights, when_is("bypass_mode", False)), only="rollout_is_batch_normalize"),
         unused("{section}.rollout_rs names no rule", when_is("rollout_rs", None), only="rollout_rs_threshold"),
         read_with(".bypass_mode", True, only="loss_type"),
         unsupported(
-            "bypass mode makes weights micro-batch by micro-batch and knows no mean over the batch; use False",
+            "bypass mode knows no mean over the batch; use False",
             when=when_is("bypass_mode", True),
             only="rollout_is_batch_normalize",
         ),

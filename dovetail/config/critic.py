@@ -8,7 +8,7 @@ from dovetail.config.model import CriticModelConfig
 from dovetail.config.optim import CriticOptimConfig
 
 _ACTOR = "actor_rollout_ref.actor"
-_NO_CRITIC = "no critic is trained with this algorithm.adv_estimator"
+_NO_CRITIC, _no_critic = "no critic is trained with this algorithm.adv_estimator", when_is("uses_critic", False)
 # A reward network takes these from the critic's section where it has none of its own.
 _FOR_REWARDS_TOO = "use_dynamic_bsz forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu"
 
@@ -18,12 +18,8 @@ class CriticConfig(RoleConfig):
 
     rules = (
         read_with(".use_dynamic_bsz", True, only="min_num_micro_batch"),
-        unused(_NO_CRITIC, when_is("uses_critic", False), but=f"enable {_FOR_REWARDS_TOO}"),
-        unused(
-            _NO_CRITIC,
-            all_of(when_is("uses_critic", False), when_is("reward_model.enable", False)),
-            only=_FOR_REWARDS_TOO,
-        ),
+        unused(_NO_CRITIC, _no_critic, but=f"enable {_FOR_REWARDS_TOO}"),
+        unused(_NO_CRITIC, all_of(_no_critic, when_is("reward_model.enable", False)), only=_FOR_REWARDS_TOO),
     )
 
     enable: bool | None = key(None, "Train a critic. Null: when the advantage estimator needs values.")

@@ -43,12 +43,9 @@ _DECODERS = (
     ),
 )
 
-
-_LORA_ONLY = unused(
-    "{section}.lora_rank=0 trains no adapter",
-    when_is("uses_lora", False),
-    only="lora_alpha lora_dropout target_modules exclude_modules",
-)
+_MERGED = "the engine gets merged weights; vllm with mode=sync on the trainer's devices takes adapters"
+_ADAPTERS = "lora_alpha lora_dropout target_modules exclude_modules"
+_LORA_ONLY = unused("{section}.lora_rank=0 trains no adapter", when_is("uses_lora", False), only=_ADAPTERS)
 
 
 class FusedKernelConfig(Section):
@@ -63,11 +60,7 @@ class ModelConfig(Section):
     """The policy network."""
 
     rules = (
-        unused(
-            "the engine gets merged weights; vllm with mode=sync on the trainer's devices takes adapters",
-            when_is("actor_rollout_ref.takes_adapters", False),
-            only="lora_merge",
-        ),
+        unused(_MERGED, when_is("actor_rollout_ref.takes_adapters", False), only="lora_merge"),
         _LORA_ONLY,
         read_with("actor_rollout_ref.model.use_fused_kernels", True, only="fused_kernel_options.*"),
         *_DECODERS,

@@ -8,6 +8,8 @@ from pydantic import field_validator
 
 from dovetail.config.base import Section, key, read_with, unsupported, unused, when_is
 
+_SCHEDULE = "lr_scheduler_type"
+
 
 class OptimConfig(Section):
     """Optimizer of the actor; the critic has its own learning rate."""
@@ -16,13 +18,9 @@ class OptimConfig(Section):
         read_with(".optimizer", "SGD", only="momentum"),
         read_with(".optimizer", "Muon", only="muon_*"),
         unused("{section}.optimizer=SGD has none", when_is("optimizer", "SGD"), only="betas eps"),
-        read_with(".lr_scheduler_type", "wsd", only="lr_wsd_*"),
-        read_with(".lr_scheduler_type", "cosine", only="num_cycles"),
-        unused(
-            "{section}.lr_scheduler_type=constant does not decay",
-            when_is("lr_scheduler_type", "constant"),
-            only="min_lr min_lr_ratio lr_decay_steps",
-        ),
+        read_with(f".{_SCHEDULE}", "wsd", only="lr_wsd_*"),
+        read_with(f".{_SCHEDULE}", "cosine", only="num_cycles"),
+        unused("a constant rate does not decay", when_is(_SCHEDULE, "constant"), only="min_lr* lr_decay_steps"),
         unused("{section}.lr_warmup_steps asks for no warm-up", when_is("has_warmup", False), only="lr_warmup_init"),
         unsupported(
             "fsdp and megatron flatten or split the matrices that Muon needs whole; use strategy=fsdp2, or AdamW",

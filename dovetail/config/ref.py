@@ -32,10 +32,7 @@ class RefConfig(RoleConfig):
     """Reference policy: forward only."""
 
     rules = (
-        unused(
-            f"no reference is computed without {_ACTOR}.use_kl_loss or algorithm.use_kl_in_reward",
-            when_is("uses_reference", False),
-        ),
+        unused("no reference is computed without a KL in the loss or the reward", when_is("uses_reference", False)),
     )
 
     strategy: Strategy = inherits(f"{_ACTOR}.strategy", ActorConfig)

@@ -13,6 +13,8 @@ from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import RewardNetworkConfig
 from dovetail.config.names import REWARD_MANAGERS, listed
 
+_RATES = "max_concurrent max_rpm max_tpm estimated_tokens_per_request timeout"
+
 
 def _not_dapo(config: Any, key: str) -> bool:
     """Whether a built-in manager scores that knows no such penalty; a user's own may."""
@@ -66,11 +68,7 @@ class RewardModelConfig(Section):
         unused("the reward network runs on the trainer's devices", only="nnodes n_gpus_per_node"),
         unsupported("the reward network runs on the trainer's devices; use False", True, only="enable_resource_pool"),
         read_with("reward_model.overlong_buffer.enable", True, only="max_resp_len"),
-        read_with(
-            "reward_model.reward_manager",
-            "rate_limited",
-            only="max_concurrent max_rpm max_tpm estimated_tokens_per_request timeout",
-        ),
+        read_with("reward_model.reward_manager", "rate_limited", only=_RATES),
     )
 
     reward_manager: str = key("naive", f"{listed(REWARD_MANAGERS)[:-1]} or `reward_model.reward_manager_module`.")

@@ -32,11 +32,19 @@ _ACTOR = "actor_rollout_ref.actor"
 _native, _not_native = when_is("name", "native"), when_not("name", "native")
 _served, _not_served = when_is("served", True), when_is("served", False)
 _shared_devices, _in_trainer = when_is("actor_rollout_ref.hybrid_engine", True), when_is("restarts", False)
+_own_devices = when_is("actor_rollout_ref.hybrid_engine", False)
+_no_folder = all_of(_served, when_is("weights_folder", None))
+_native_on_cpu = all_of(_native, when_is("trainer.device", "cpu"))
+_not_served_shared = all_of(_not_served, _shared_devices)
 _no_server = all_of(_not_served, when_is("name", "native", "vllm"))
 _NOT_NATIVE = "the native engine has no such setting; it is read by `rollout.name=vllm`"
 _WHOLE_ENGINE = "each process has a whole engine; use 1 (only vllm with mode=sync is tensor parallel over processes)"
-_ENGINE_SETTINGS = "enable_chunked_prefill load_format scheduling_policy disable_log_stats skip_tokenizer_init"
-_OF_STARTED_SERVERS, _SYNC = "num_servers sglang_python", "weight_sync"
+_ENGINE_SETTINGS = (
+    "enable_chunked_prefill load_format scheduling_policy disable_log_stats skip_tokenizer_init "
+    "cudagraph_capture_sizes expert_parallel_size"
+)
+_CUDA = "gpu_memory_utilization enforce_eager"
+_OF_STARTED_SERVERS, _SYNC, _RAW = "num_servers sglang_python", "weight_sync", "raw_logprobs"
 
 
 def _not_vllm_sync(config: Any, key: str) -> bool:
@@ -57,9 +65,7 @@ class SamplingConfig(Section):
 class ValSamplingConfig(SamplingConfig):
     """Sampling during validation: greedy by default."""
 
-    rules = (
-        unused("{section}.do_sample=False does not sample", when_is("do_sample", False), only="temp* top_* min_p"),
-    )
+    rules = (unused("validation does not sample (do_sample)", when_is("do_sample", False), only="temp* top_* min_p"),)
 
     do_sample: bool = key(False, "Sample; false takes the most likely token.")
     temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0)
@@ -82,27 +88,13 @@ class RolloutConfig(SamplingConfig):
     """Generation engine and sampling."""
 
     rules = (
-        unused(
-            "no server is used without `rollout.mode=server` and `rollout.server_urls`",
-            _not_served,
-            only="server_* weights_folder",
-        ),
-        unused(
-            _NOT_NATIVE,
-            _native,
-            only=f"{_ENGINE_SETTINGS} cudagraph_capture_sizes limit_images update_weights_bucket_megabytes "
-            f"expert_parallel_size",
-        ),
-        unused(
-            "the native engine reads it on CUDA only",
-            all_of(_native, when_is("trainer.device", "cpu")),
-            only="gpu_memory_utilization enforce_eager",
-        ),
+        unused("no server is used without mode=server and server_urls", _not_served, only="server_* weights_folder"),
+        unused(_NOT_NATIVE, _native, only=f"{_ENGINE_SETTINGS} limit_images update_weights_bucket_megabytes"),
+        unused("the native engine reads it on CUDA only", _native_on_cpu, only=_CUDA),
         unused(
             "the servers of actor_rollout_ref.rollout.server_urls run already, with settings of their own",
             _served,
-            only=f"{_ENGINE_SETTINGS} gpu_memory_utilization enforce_eager cudagraph_capture_sizes "
-            f"expert_parallel_size max_num_batched_tokens max_num_seqs free_cache_engine kv_cache_dtype "
+            only=f"{_ENGINE_SETTINGS} {_CUDA} max_num_batched_tokens max_num_seqs free_cache_engine kv_cache_dtype "
             f"enable_prefix_caching engine_kwargs.*",
         ),
         read_with(".name", "vllm", only="scheduling_policy limit_images"),
@@ -111,47 +103,20 @@ class RolloutConfig(SamplingConfig):
         unused("the engine's log-probs are always kept", unless=(True,), only="calculate_log_probs"),
         unused("the engine runs on the trainer's devices", _shared_devices, only="n_gpus_per_node"),
         unused("the native engine takes the requests of a batch together", _native, unless=("server",), only="mode"),
-        unused(_NOT_NATIVE, _native, unless=("raw_logprobs",), only="logprobs_mode"),
-        unused(
-            "the engine is in the same process", all_of(_not_served, _shared_devices), unless=("colocated",), only=_SYNC
-        ),
-        unused(
-            "an engine in the trainer's process ends with it",
-            all_of(_shared_devices, _in_trainer),
-            only="restart_engine",
-        ),
+        unused(_NOT_NATIVE, _native, unless=(_RAW,), only="logprobs_mode"),
+        unused("the engine is in the same process", _not_served_shared, unless=("colocated",), only=_SYNC),
+        unused("the engine ends with its trainer", all_of(_shared_devices, _in_trainer), only="restart_engine"),
         unsupported("it runs in the trainer's process; say what the servers are", "native", when=_served, only="name"),
-        unsupported(
-            "no server is started; give rollout.server_urls, or use sync", "server", when=_no_server, only="mode"
-        ),
+        unsupported("no server is started; give server_urls, or use sync", "server", when=_no_server, only="mode"),
         unsupported("no engine here applies it; use 1.0", only="repetition_penalty"),
         unsupported(_WHOLE_ENGINE, when=_not_vllm_sync, only="tensor_model_parallel_size"),
         unsupported(_WHOLE_ENGINE, only="pipeline_model_parallel_size data_parallel_size"),
         unsupported("weights that change after every step are not quantised again; use null", only="quantization"),
-        unsupported(
-            "only `rollout.name=native` can keep it; use recompute", "keep", when=_not_native, only="kv_on_update"
-        ),
-        unsupported(
-            "native reports them under the temperature; use temperature",
-            "raw_logprobs",
-            when=_native,
-            only="logprobs_mode",
-        ),
-        unsupported(
-            "servers have memory of their own; use auto, disk or broadcast", "colocated", when=_served, only=_SYNC
-        ),
-        unsupported(
-            "it needs a folder that all servers see: {section}.weights_folder",
-            "disk",
-            when=all_of(_served, when_is("weights_folder", None)),
-            only=_SYNC,
-        ),
-        unsupported(
-            "engines on devices of their own get weights from the trainer's processes; use broadcast",
-            "disk",
-            when=when_is("actor_rollout_ref.hybrid_engine", False),
-            only=_SYNC,
-        ),
+        unsupported("only name=native can keep it; use recompute", "keep", when=_not_native, only="kv_on_update"),
+        unsupported("native has them under the temperature; use temperature", _RAW, when=_native, only="logprobs_mode"),
+        unsupported("servers have memory of their own; use auto or disk", "colocated", when=_served, only=_SYNC),
+        unsupported("set {section}.weights_folder, which all servers see", "disk", when=_no_folder, only=_SYNC),
+        unsupported("engines on own devices load no files; use broadcast", "disk", when=_own_devices, only=_SYNC),
     )
 
     name: str = key("native", f"Engine, or with server_urls what the servers are (vllm or sglang): {listed(ENGINES)}")
