@@ -106,7 +106,7 @@ def make_memory(
         device=device.name,
         device_bytes=device.memory_bytes,
         phases=tuple(phases),
-        host_bytes_per_node=sum(role.on_host() for role in memory.roles.values()) * config.trainer.n_gpus_per_node,
+        host_bytes_per_node=sum(role.host_bytes() for role in memory.roles.values()) * config.trainer.n_gpus_per_node,
         cached_tokens=memory.engine.cached_tokens if memory.engine else 0,
         full_sequences=memory.engine.full_sequences if memory.engine else 0.0,
         verdict=_verdict(phases, device),
@@ -207,7 +207,7 @@ class _Memory:
         states = max(actor.stages, key=lambda stage: stage.weights)
         items = {
             "weights": 0.0 if actor.always_on_host else states.weights,
-            "optimizer": actor.waiting_optimizer(states),
+            "optimizer": actor.waiting(states)["optimizer"],
             "engine": shared * engine.weights + 2 * self.rollout.update_weights_bucket_megabytes * MIB,
         }
         return self._phase("weight sync", actor.layout.pool, items, active="actor", at=states.stage)
@@ -225,7 +225,7 @@ class _Memory:
     ) -> PhaseMemory:
         """A phase of the role `active`, beside the other roles of the pool at stage `at` and the runtime."""
         mates: list[RoleMemory] = [r for name, r in self.roles.items() if name != active and r.layout.pool == pool]
-        waiting = sum((role.waiting(at) for role in mates), 0.0)
+        waiting = sum((role.all_waiting(at) for role in mates), 0.0)
         waiting += self.teacher_layer if "actor" in self.layouts and self.layouts["actor"].pool == pool else 0.0
         items = {**items, "waiting roles": waiting, "runtime": self.device.runtime_bytes}
         every_item = {item: items.get(item, 0.0) for item in ITEMS}

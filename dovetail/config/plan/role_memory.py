@@ -31,43 +31,37 @@ class RoleMemory:
     layout: RoleLayout
     shape: ModelShape
     stages: tuple[ModelStates, ...]
-    checkpointing: bool
-    fused_head: bool
-    activation_offload: bool
-    needs_entropy: bool
-    compiled: bool
-    # Bytes per weight of the gradient that is being summed; one unsharded unit of it exists at a time.
-    reduce_bytes: float
-    weights_wait_on_host: bool
-    optimizer_waits_on_host: bool
-    gradients_wait_on_host: bool
+    # What waits in host memory while another role computes, of "weights", "gradients" and "optimizer".
+    on_host: frozenset[str]
     # FSDP2's own offload: the device only ever holds what is gathered.
     always_on_host: bool
+    # Bytes per weight of the gradient that is being summed; one unsharded unit of it exists at a time.
+    reduce_bytes: float
+    checkpointing: bool = False
+    activation_offload: bool = False
+    fused_head: bool = False
+    needs_entropy: bool = False
+    compiled: bool = False
 
     def at(self, stage: int) -> ModelStates:
         """States of a stage; roles with fewer stages repeat their last."""
         return self.stages[min(stage, len(self.stages) - 1)]
 
-    def waiting(self, stage: int | None) -> float:
-        """Bytes on the device while another role computes; without a stage, those of the fullest."""
-        if stage is None:
-            return max(self.waiting(index) for index in range(len(self.stages)))
-        if self.always_on_host:
-            return 0.0
-        states = self.at(stage)
-        kept = 0.0 if self.weights_wait_on_host else states.weights
-        kept += 0.0 if self.optimizer_waits_on_host else states.optimizer
-        return kept + self._waiting_gradients(states)
+    def waiting(self, states: ModelStates) -> dict[str, float]:
+        """Bytes by item on the device while the role waits."""
+        # FSDP frees gradients after the step; Megatron keeps its buffers.
+        gradients = states.gradients if self.layout.is_megatron else 0.0
+        items = {"weights": states.weights, "gradients": gradients, "optimizer": states.optimizer}
+        return {item: 0.0 if item in self.on_host else size for item, size in items.items()}
 
-    def on_host(self) -> float:
+    def all_waiting(self, stage: int | None) -> float:
+        """Bytes on the device while another role computes; without a stage, those of the fullest."""
+        stages = self.stages if stage is None else [self.at(stage)]
+        return max(sum(self.waiting(states).values()) for states in stages)
+
+    def host_bytes(self) -> float:
         """Most bytes that one device moves to host memory."""
-        weights = self.always_on_host or self.weights_wait_on_host
-        optimizer = self.always_on_host or self.optimizer_waits_on_host
-        gradients = self.always_on_host or self.gradients_wait_on_host
-        return max(
-            weights * states.weights + optimizer * states.optimizer + gradients * states.gradients
-            for states in self.stages
-        )
+        return max(sum(getattr(states, item) for item in self.on_host) for states in self.stages)
 
     def computing(self, stage: int, batch: PassBatches, device: Device) -> dict[str, float]:
         """Bytes by item on a device of `stage` while the role makes this pass."""
@@ -83,8 +77,7 @@ class RoleMemory:
         else:
             # The head comes after the layers: of the two, only the larger is alive at the peak.
             activations = max(0.0, forward_activations(shape, layout, tokens) - logits)
-            gradients = self._waiting_gradients(states)
-            optimizer = self.waiting_optimizer(states)
+            gradients, optimizer = self.waiting(states)["gradients"], self.waiting(states)["optimizer"]
         return {
             "weights": on_device * states.weights + states.gathered,
             "gradients": gradients,
@@ -92,14 +85,6 @@ class RoleMemory:
             "activations": activations,
             "logits": logits,
         }
-
-    def waiting_optimizer(self, states: ModelStates) -> float:
-        """Bytes of optimizer state on the device outside of an update."""
-        return 0.0 if self.optimizer_waits_on_host or self.always_on_host else states.optimizer
-
-    def _waiting_gradients(self, states: ModelStates) -> float:
-        # FSDP frees gradients after the step; Megatron keeps its buffers.
-        return states.gradients if self.layout.is_megatron and not self.gradients_wait_on_host else 0.0
 
     def _training_activations(self, stage: int, batch: PassBatches, logits: float) -> float:
         shape, layout, tokens = self.shape, self.layout, batch.tokens_per_device
@@ -177,20 +162,21 @@ def _role_memory(
         if megatron:  # its own option goes before the model's
             default = "full" if checkpointing else ""
             checkpointing = megatron.override_transformer_config.get("recompute_granularity", default) == "full"
+    always_on_host = not megatron and layout.backend == "fsdp2" and fsdp.offload_policy
+    offloads = {
+        "weights": section.offloading.param_offload,
+        "gradients": megatron is not None and megatron.grad_offload,
+        "optimizer": section.offloading.optimizer_offload,
+    }
     return RoleMemory(
-        layout=layout,
-        shape=shape,
+        layout,
+        shape,
         stages=tuple(model_states(shape, layout, precision, trainable=trainable)),
-        checkpointing=checkpointing,
-        fused_head=False,
-        activation_offload=model is not None and model.enable_activation_offload,
-        needs_entropy=False,
-        compiled=False,
+        on_host=frozenset(item for item, offload in offloads.items() if offload or always_on_host),
+        always_on_host=always_on_host,
         reduce_bytes=0.0 if megatron or not trainable else _bytes(fsdp.mixed_precision.reduce_dtype),
-        weights_wait_on_host=megatron.param_offload if megatron else fsdp.param_offload,
-        optimizer_waits_on_host=megatron.optimizer_offload if megatron else fsdp.optimizer_offload,
-        gradients_wait_on_host=megatron.grad_offload if megatron else False,
-        always_on_host=not megatron and layout.backend == "fsdp2" and fsdp.offload_policy,
+        checkpointing=checkpointing,
+        activation_offload=model is not None and model.enable_activation_offload,
     )
 
 
