@@ -13,6 +13,7 @@ from typing import Any
 from dovetail.config.hub import HubError, fetch_file, is_hub_name
 from dovetail.config.plan.families import TEXT_OF, Family, Switch, family_of, vision_parameters
 from dovetail.config.root import DovetailConfig
+from dovetail.config.tree import merge
 
 Raw = dict[str, Any]
 
@@ -136,7 +137,7 @@ def read_shapes(config: DovetailConfig) -> Shapes:
         if not folder:
             return None  # the checks ask for it
         try:
-            shape = shape_from_config(_merged(read_config_json(folder), changes))
+            shape = read_model_shape(folder, changes)
         except ModelShapeError as error:
             notices.append(f"{key}={folder}: {error} The plan has no memory part for this network.")
             return None
@@ -157,9 +158,11 @@ def read_shapes(config: DovetailConfig) -> Shapes:
     return Shapes(policy, value, score, teacher, tuple(notices))
 
 
-def read_model_shape(folder: str | Path) -> ModelShape:
-    """The shape of the model in `folder` (or of the `config.json` given directly)."""
-    return shape_from_config(read_config_json(folder))
+def read_model_shape(folder: str | Path, changes: Raw | None = None) -> ModelShape:
+    """The shape of the model in `folder` (or of the `config.json` given directly), with `changes` to its config."""
+    raw = read_config_json(folder)
+    merge(raw, changes or {})
+    return shape_from_config(raw)
 
 
 def read_config_json(folder: str | Path) -> Raw:
@@ -328,11 +331,3 @@ def _context_length(text: Raw) -> int | None:
         return int(positions * factor)
     # llama3 and longrope already state the stretched length in max_position_embeddings.
     return int(positions)
-
-
-def _merged(base: Raw, changes: Raw) -> Raw:
-    merged = dict(base)
-    for key, value in changes.items():
-        nested = merged.get(key)
-        merged[key] = _merged(nested, value) if isinstance(nested, dict) and isinstance(value, dict) else value
-    return merged

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dovetail.config.user_code import split_address
+
 SHORT_NAMES: dict[str, tuple[str, str]] = {
     "model": ("actor_rollout_ref.model.path", "folder of the policy, or its name on the hub"),
     "data": ("data.train_files", "training prompts: a file, or a list of files"),
@@ -37,11 +39,9 @@ def expand(name: str, value: Any) -> dict[str, Any] | None:
 def reward_entry(text: str) -> dict[str, Any]:
     """One entry of `reward_model.reward_kwargs.rewards`. A built-in rule is a function too: it then needs no
     `data_source` in the rows."""
-    path, _, name = text.rpartition(":")
-    if path.endswith((".py", ".pkl")) or (path.startswith("pkg://") and "/" not in name):
-        return {"path": path, "name": name}
-    if text.endswith((".py", ".pkl")) or text.startswith("pkg://"):
-        return {"path": text, "name": "compute_score"}
+    path, name = split_address(text)
+    if path.endswith((".py", ".pkl")) or path.startswith("pkg://"):
+        return {"path": path, "name": name or "compute_score"}
     return {"path": "pkg://dovetail.rewards.registry", "name": "score_by_rule", "kwargs": {"rule": text}}
 
 
