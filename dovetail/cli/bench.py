@@ -38,6 +38,9 @@ _SMALL = (
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
     "trainer.n_gpus_per_node=1",
 )
+# A Llama of 15 M parameters.
+_SIZES = {"vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
+_SIZES |= {"num_attention_heads": 6, "max_position_embeddings": 4096}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as folder:
         small: list[str] = []
         if not files and not args.overrides_file and not any(text.startswith(f"{_MODEL_KEY}=") for text in overrides):
-            _write_small_model(Path(folder))
+            from dovetail.demo.toy import save_toy_model
+
+            save_toy_model(Path(folder), **_SIZES)
             small = [*_SMALL, f"{_MODEL_KEY}={folder}"]
         # Later overrides win: what the user says stands over the small run, a full answer stands over both.
         config = load_config(files, [*small, *overrides, *_FORCED], overrides_files=args.overrides_file).config
@@ -89,23 +94,3 @@ def show(config: DovetailConfig, result: BenchResult) -> None:
     )
     if result.peak_gib is not None:
         console.print(f"Most memory in use while training: {result.peak_gib:.1f} GiB.")
-
-
-def _write_small_model(folder: Path) -> None:
-    """A Llama of 15 M parameters with random weights, and a tokenizer of single bytes."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
-
-    names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocabulary = {name: number for number, name in enumerate(names)}
-    vocabulary |= {f"<{number}>": number for number in range(len(names), 4096)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
-        num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
