@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +42,8 @@ in the driver (`dataloader_num_workers` 0), the fused head picks its kernel (`im
 
 def document() -> str:
     """The whole document."""
-    parts = [_INTRODUCTION, _short_names()]
-    for name, section in sections(DovetailConfig).items():
-        parts.append(_section(name, section))
-    parts += [_translated(), _respelled_values(), _unused(), _unsupported(), _foreign()]
-    return "\n".join(parts)
-
-
-def _short_names() -> str:
-    rows = [(f"`{name}`", f"`{key}`", words) for name, (key, words) in SHORT_NAMES.items()]
-    title = (
-        "## Short names\n\nA run that uses one of these has every key that it does not set fitted to the model, the "
-        "data and the machine; `dovetail check` says how, and why.\n"
-    )
-    return title + _table(("name", "key", "value"), rows)
+    sections_of_keys = [_section(name, section) for name, section in sections(DovetailConfig).items()]
+    return "\n".join([_INTRODUCTION, _short_names(), *sections_of_keys, *_other_tables()])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,49 +65,48 @@ def main(arguments: list[str] | None = None) -> int:
     return 1
 
 
+def _short_names() -> str:
+    words = (
+        "A run that uses one of these has every key that it does not set fitted to the model, the data and the "
+        "machine; `dovetail check` says how, and why."
+    )
+    rows = [(f"`{name}`", f"`{key}`", value) for name, (key, value) in SHORT_NAMES.items()]
+    return _part("Short names", words, ("name", "key", "value"), rows)
+
+
 def _section(name: str, section: type[BaseModel]) -> str:
     known = catalogue(DovetailConfig)
     own = [known[f"{name}.{field}"] for field in section.model_fields if f"{name}.{field}" in known]
-    summary = (section.__doc__ or "").strip().splitlines()[0]
     rows = [
         (f"`{key.name}`", _cell(key.type_in_words), _default(key), _cell(key.field.description or "")) for key in own
     ]
-    return f"## `{name}`\n\n{summary}\n" + (_table(("key", "type", "default", "meaning"), rows) if rows else "")
+    summary = (section.__doc__ or "").strip().splitlines()[0]
+    return _part(f"`{name}`", summary, ("key", "type", "default", "meaning"), rows)
 
 
 def _default(key: Key) -> str:
     return f"as `{key.inherits}`" if key.inherits else f"`{_written(key.default)}`"
 
 
-def _translated() -> str:
-    rows = [(f"`{old}`", f"`{new}`", _cell(why)) for old, new, why in OTHER_SPELLINGS]
-    title = "## Other spellings\n\nEach use prints a notice. Two spellings that disagree are an error.\n"
-    return title + _table(("written as", "read as", "why"), rows)
-
-
-def _respelled_values() -> str:
-    rows = [
+def _other_tables() -> Iterator[str]:
+    """Everything that is not a key of its own."""
+    spellings = [(f"`{old}`", f"`{new}`", _cell(why)) for old, new, why in OTHER_SPELLINGS]
+    words = "Each use prints a notice. Two spellings that disagree are an error."
+    yield _part("Other spellings", words, ("written as", "read as", "why"), spellings)
+    values = [
         (f"`{key}`", f"`{_written(old)}`", f"`{_written(new)}`")
-        for key, spellings in VALUE_SPELLINGS.items()
-        for old, new in spellings.items()
+        for key, others in VALUE_SPELLINGS.items()
+        for old, new in others.items()
     ]
-    return "## Other spellings of values\n" + _table(("key", "written as", "read as"), rows)
-
-
-def _unused() -> str:
-    title = (
-        "## When a key has no effect\n\n"
-        "Setting one while its reason holds prints a notice; setting it to its default does not.\n"
-    )
-    return title + _table(("key", "why it has no effect"), _rule_rows("unused"))
-
-
-def _unsupported() -> str:
-    title = (
-        "## What cannot be run in this version\n\n"
-        "Accepted and planned with (a notice says so), and refused when a run starts.\n"
-    )
-    return title + _table(("key", "why, and what to use"), _rule_rows("unsupported"))
+    yield _part("Other spellings of values", "", ("key", "written as", "read as"), values)
+    words = "Setting one while its reason holds prints a notice; setting it to its default does not."
+    yield _part("When a key has no effect", words, ("key", "why it has no effect"), _rule_rows("unused"))
+    words = "Accepted and planned with (a notice says so), and refused when a run starts."
+    head = ("key", "why, and what to use")
+    yield _part("What cannot be run in this version", words, head, _rule_rows("unsupported"))
+    foreign = [(", ".join(f"`{name}`" for name in rule.only), _foreign_reason(rule)) for rule in FOREIGN_KEYS]
+    words = "Accepted without effect; each use prints a notice. `*` stands for anything."
+    yield _part("Keys of other systems", words, ("key", "reason"), foreign)
 
 
 def _rule_rows(outcome: str) -> list[tuple[str, str]]:
@@ -137,12 +124,6 @@ def _rule_rows(outcome: str) -> list[tuple[str, str]]:
     return [(", ".join(names), why) for why, names in by_reason.items()]
 
 
-def _foreign() -> str:
-    rows = [(", ".join(f"`{name}`" for name in rule.only), _foreign_reason(rule)) for rule in FOREIGN_KEYS]
-    title = "## Keys of other systems\n\nAccepted without effect; each use prints a notice. `*` stands for anything.\n"
-    return title + _table(("key", "reason"), rows)
-
-
 def _foreign_reason(rule: Rule) -> str:
     if rule.outcome == "unused":
         return _cell(rule.why)
@@ -150,9 +131,10 @@ def _foreign_reason(rule: Rule) -> str:
     return f"{_cell(rule.why)}; anything but {harmless} is refused"
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def _part(title: str, words: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"## {title}\n" + (f"\n{words}\n" if words else "") + (table if rows else "")
 
 
 def _cell(text: str) -> str:

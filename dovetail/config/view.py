@@ -44,10 +44,3 @@ class ConfigView(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._section, self._extra)
-
-
-def _rebuild(section: Section, extra: dict[str, Any]) -> ConfigView:
-    return ConfigView(section, **extra)
