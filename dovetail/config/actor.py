@@ -56,6 +56,7 @@ class CheckpointConfig(Section):
     save_contents: list[Content] = key(
         ["model", "optimizer", "extra"],
         "What to save: sharded weights, optimizer state, schedule and RNG, a Hugging Face folder.",
+        was="contents",
     )
     load_contents: list[Content] | None = key(None, "What to load. Null: what was saved.")
     async_save: bool = key(False, "Write in the background while training goes on.")

@@ -18,6 +18,7 @@ ESTIMATORS_WITH_CRITIC = frozenset({"gae"})
 OPTIMAL_TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 
 
+_VECTORIZED = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _NO_WEIGHTS, _without_weights = "{section}.rollout_is makes no weights", when_is("rollout_is", None)
 
@@ -33,7 +34,7 @@ class KLControlConfig(Section):
     rules = (read_with(".type", "adaptive", only="horizon target_kl"),)
 
     type: Literal["fixed", "adaptive"] = key("fixed", "Constant, or steered towards `target_kl`.")
-    kl_coef: float = key(0.001, "First value of the coefficient.", ge=0)
+    kl_coef: float = key(0.001, "First value of the coefficient.", was="coeff", ge=0)
     horizon: int = key(10000, "Speed of the adaptive controller, in sequences.", ge=1)
     target_kl: float = key(0.1, "KL that the adaptive controller aims at.", gt=0)
 
@@ -88,7 +89,7 @@ class RolloutCorrectionConfig(Section):
         None, "Rejection, by commas: token_k1..3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2..3."
     )
     rollout_rs_threshold: float | str | None = key(None, "Bounds, one per rule: `upper` or `lower_upper`.")
-    bypass_mode: bool = key(False, "Take the engine's log-probs as the old log-probs.")
+    bypass_mode: bool = key(False, "Take the engine's log-probs as the old ones.", was="bypass_old_logprob_for_rollout")
     loss_type: Literal["ppo_clip", "reinforce"] = key(
         "ppo_clip",
         "Loss with `bypass_mode`: ppo_clip is `actor.policy_loss.loss_mode` with the engine as the old "
@@ -134,7 +135,7 @@ class AlgorithmConfig(Section):
         unused("a response is one turn", when_is("actor_rollout_ref.rollout.uses_agents", False), only="turn_discount"),
     )
 
-    adv_estimator: str = key("gae", listed(ADV_ESTIMATORS))
+    adv_estimator: str = key("gae", listed(ADV_ESTIMATORS), reads=_VECTORIZED)
     gamma: float = key(1.0, "Discount of future rewards.", ge=0, le=1)
     lam: float = key(1.0, "Lambda of GAE.", ge=0, le=1)
     turn_discount: float = key(1.0, "The reward of an agent's turn t counts `turn_discount`^t.", gt=0, le=1)

@@ -27,6 +27,7 @@ class AsyncTrainingConfig(Section):
         "off",
         "off: generate, then train. one_step_off: generate the next batch while this one trains. fully_async: engines "
         "never stop; with hybrid_engine=True unfinished responses are continued under the next weights.",
+        reads={False: "off"},  # YAML reads a bare `off` as false
     )
     max_staleness: int | None = key(
         None,

@@ -1,15 +1,15 @@
 """The base of every section, and how a section says all there is to say about its keys.
 
-`key` gives the default, the range and the words for the documents; `section` and `inherits` are the same for groups of
-keys and for keys that take the value of another. What a run does with a key beside reading it is a rule: `unused` (no
-effect: a notice) or `unsupported` (cannot run: an error when a run starts). Knows no key of its own.
+`key` gives the default, the range, the words for the documents and verl's spellings; `section` and `inherits` are the
+same for groups of keys and for keys that take the value of another. What a run does with a key beside reading it is a
+rule: `unused` (no effect: a notice) or `unsupported` (cannot run: an error when a run starts). Knows no key of its own.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
@@ -148,9 +148,14 @@ def look_up(config: Any, key: str, name: str) -> Any:
 Rules = Rule | tuple[Rule, ...]
 
 
-def key(default: Any, words: str, *, rules: Rules = (), **constraints: Any) -> Any:
-    """A key with its default, its words for the documents, its rules and its range (`ge`, `gt`, `le`, `lt`)."""
-    return Field(default, description=words, json_schema_extra=_extra(rules), **constraints)
+def key(
+    default: Any, words: str, *, rules: Rules = (), was: str = "", reads: Mapping[Any, Any] | None = None, **limits: Any
+) -> Any:
+    """A key with its default, its words for the documents, its rules and its range (`ge`, `gt`, `le`, `lt`).
+
+    `was` are other names of it in the same section, `reads` other spellings of its values: verl's, or older ones.
+    """
+    return Field(default, description=words, json_schema_extra=_extra(rules, was=was, reads=reads), **limits)
 
 
 def section(kind: type[Section]) -> Any:
@@ -183,7 +188,7 @@ def bounds_of(field: FieldInfo) -> dict[str, Any]:
 
 
 def extra_of(field: FieldInfo, name: str) -> Any:
-    """What the helpers above wrote beside a field: `rules`, `inherits` or `keeps_null`."""
+    """What the helpers above wrote beside a field, by the name of their parameter."""
     extra = field.json_schema_extra
     return extra.get(name) if isinstance(extra, dict) else None
 

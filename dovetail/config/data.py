@@ -42,7 +42,7 @@ class DataConfig(Section):
     train_weights: list[float] | None = key(None, "Share of each training file in every epoch. Null: by size.")
     val_files: list[HomePath] | HomePath = key([], "Validation prompts: one path or a list. Empty: no validation.")
     tokenizer: HomePath | None = key(None, "Tokenizer path. Null: the one of the model.")
-    train_max_samples: int = key(-1, "Use at most this many training rows; -1 for all.", ge=-1)
+    train_max_samples: int = key(-1, "Use at most this many training rows; -1 for all.", was="max_samples", ge=-1)
     val_max_samples: int = key(-1, "Use at most this many validation rows; -1 for all.", ge=-1)
     prompt_key: str = key("prompt", "Column that holds the chat messages.", strict=True, min_length=1)
     reward_fn_key: str = key("data_source", "Column that selects the reward rule.", strict=True, min_length=1)

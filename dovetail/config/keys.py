@@ -6,7 +6,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union
@@ -38,6 +38,17 @@ class Key:
     def keeps_null(self) -> bool:
         """Whether null is a value of its own, though the key inherits."""
         return bool(extra_of(self.field, "keeps_null"))
+
+    @property
+    def other_names(self) -> list[str]:
+        """Full names under which older launch lists set it."""
+        section = self.name.rpartition(".")[0]
+        return [f"{section}.{name}" for name in (extra_of(self.field, "was") or "").split()]
+
+    @property
+    def other_values(self) -> Mapping[Any, Any]:
+        """Other spellings of values, and what they are read as."""
+        return extra_of(self.field, "reads") or {}
 
     @property
     def free_form(self) -> bool:

@@ -21,7 +21,7 @@ class MultiTurnConfig(Section):
     )
 
     enable: bool = key(False, "Let a response span several turns.")
-    max_assistant_turns: int | None = key(None, "Most turns of the model. Null: by length only.", ge=1)
+    max_assistant_turns: int | None = key(None, "Most turns of the model. Null: by length only.", was="max_turns", ge=1)
     max_user_turns: int | None = key(None, "Most turns of tools or user. Null: by length only.", ge=1)
     max_parallel_calls: int = key(1, "Tool calls of one turn that run at the same time; all of them run.", ge=1)
     max_tool_response_length: int = key(256, "Longest tool response, in characters.", ge=1)

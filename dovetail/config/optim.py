@@ -31,7 +31,9 @@ class OptimConfig(Section):
     )
 
     optimizer: Literal["AdamW", "Adam", "SGD", "Muon"] = key(
-        "AdamW", "Optimizer. Muon is for the matrices of the layers (single, fsdp2), AdamW steps the rest."
+        "AdamW",
+        "Optimizer. Muon is for the matrices of the layers (single, fsdp2), AdamW steps the rest.",
+        reads={"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD"},
     )
     lr: float = key(1e-6, "Peak learning rate.", ge=0)
     betas: tuple[float, float] = key((0.9, 0.999), "Decay of the two Adam moments.")
@@ -45,13 +47,16 @@ class OptimConfig(Section):
     )
     weight_decay: float = key(0.01, "Decoupled weight decay.", ge=0, le=1000)
     lr_scheduler_type: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = key(
-        "constant", "Shape of the schedule after the warm-up."
+        "constant",
+        "Shape of the schedule after the warm-up.",
+        was="warmup_style lr_decay_style lr_scheduler",
+        reads={"WSD": "wsd", "inverse-square-root": "inverse_square_root"},
     )
     lr_warmup_steps: int = key(-1, "Warm-up in training steps; -1: `lr_warmup_steps_ratio`.", ge=-1)
-    lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all training steps.", ge=0, le=1)
+    lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all steps.", was="lr_warmup_ratio", ge=0, le=1)
     lr_warmup_init: float = key(0.0, "Learning rate at the first step of the warm-up.", ge=0)
     min_lr: float | None = key(None, "Lowest learning rate. Null: `lr` x `min_lr_ratio`.", ge=0)
-    min_lr_ratio: float = key(0.0, "Lowest learning rate as a share of `lr`.", ge=0, le=1)
+    min_lr_ratio: float = key(0.0, "Lowest learning rate as a share of `lr`.", was="min_lr_factor", ge=0, le=1)
     num_cycles: float = key(0.5, "Cosine cycles until the end; 0.5 goes down once.", gt=0)
     lr_decay_steps: int | None = key(None, "Step at which the schedule ends. Null: `total_training_steps`.", ge=1)
     lr_wsd_decay_steps: int | None = key(None, "Length of the final decay of `wsd`, in steps.", ge=1)

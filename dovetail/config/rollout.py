@@ -43,6 +43,8 @@ _ENGINE_SETTINGS = (
     "enable_chunked_prefill load_format scheduling_policy disable_log_stats skip_tokenizer_init "
     "cudagraph_capture_sizes expert_parallel_size"
 )
+_LOAD_FORMATS = dict.fromkeys(("dummy_dtensor", "dummy_megatron", "dummy_hf", "megatron", "dtensor"), "dummy")
+_LOAD_FORMATS["hf"] = "auto"
 _CUDA = "gpu_memory_utilization enforce_eager"
 _OF_STARTED_SERVERS, _SYNC, _RAW = "num_servers sglang_python", "weight_sync", "raw_logprobs"
 
@@ -67,6 +69,7 @@ class ValSamplingConfig(SamplingConfig):
 
     rules = (unused("validation does not sample (do_sample)", when_is("do_sample", False), only="temp* top_* min_p"),)
 
+    n: int = key(1, "Responses per prompt.", was="val_n", ge=1)
     do_sample: bool = key(False, "Sample; false takes the most likely token.")
     temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0)
 
@@ -119,10 +122,16 @@ class RolloutConfig(SamplingConfig):
         unsupported("engines on own devices load no files; use broadcast", "disk", when=_own_devices, only=_SYNC),
     )
 
-    name: str = key("native", f"Engine, or with server_urls what the servers are (vllm or sglang): {listed(ENGINES)}")
+    name: str = key(
+        "native",
+        f"Engine, or with server_urls what the servers are (vllm or sglang): {listed(ENGINES)}",
+        reads={"hf": "native", "sglang_async": "sglang", "vllm_async": "vllm"},
+    )
     mode: Literal["sync", "async", "server"] = key(
         "sync",
         "sync: one call per batch; async: requests per sample; server: over HTTP. SGLang is servers in every mode.",
+        was="sglang_rollout_mode",
+        reads={"local": "sync"},
     )
     server_urls: list[str] = key([], "With mode=server: servers that run already, as http://host:port.")
     server_timeout_s: float = key(30.0, "A server silent for so long is given up; its requests move on.", gt=0)
@@ -169,11 +178,14 @@ class RolloutConfig(SamplingConfig):
         "which their log-probs are not those of the weights.",
     )
     limit_images: int | None = key(None, "Most images per prompt. Null: the engine's limit.", ge=0)
-    load_format: str = key("dummy", "What the engine loads at start; dummy: the trainer sends weights.")
+    load_format: str = key(
+        "dummy", "What the engine loads at start; dummy: the trainer sends weights.", reads=_LOAD_FORMATS
+    )
     logprobs_mode: Literal["temperature", "processed_logprobs", "raw_logprobs"] = key(
         "temperature",
         "Log-probs of sampled tokens: under the temperature before top-p / top-k cut anything (what the "
         "trainer recomputes), after the cut, or under temperature 1.",
+        reads={"processed": "processed_logprobs", "raw": "raw_logprobs"},
     )
     scheduling_policy: Literal["fcfs", "priority"] = key("fcfs", "Order in which requests are served.")
     disable_log_stats: bool = key(True, "Silence the engine's own statistics.")

@@ -10,6 +10,8 @@ from pydantic import field_validator
 from dovetail.config.base import HomePath, Section, key, read_with, unsupported, unused, when_is
 from dovetail.config.names import LOGGERS, listed
 
+_TO_WANDB = "val_generations_to_log_to_wandb"
+
 
 class TrainerConfig(Section):
     """The driver's loop."""
@@ -52,18 +54,20 @@ class TrainerConfig(Section):
     )
     balance_batch: bool = key(True, "Give each data-parallel rank the same number of tokens.")
     critic_warmup: int = key(0, "Steps that train the critic only.", ge=0)
-    val_before_train: bool = key(True, "Validate before the first step.")
+    val_before_train: bool = key(True, "Validate before the first step.", was="validate_before_train")
     val_only: bool = key(False, "Validate (the checkpoint that `resume_mode` finds, if any) and stop.")
-    test_freq: int = key(-1, "Steps between validations; -1: at the end only.", ge=-1)
-    save_freq: int = key(-1, "Steps between checkpoints; -1: none.", ge=-1)
+    test_freq: int = key(-1, "Steps between validations; -1: at the end only.", reads={False: -1}, ge=-1)
+    save_freq: int = key(-1, "Steps between checkpoints; -1: none.", reads={False: -1}, ge=-1)
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
         "auto", "Continue the newest checkpoint of the run folder, start anew, or take `resume_from_path`."
     )
-    resume_from_path: HomePath | None = key(None, "Checkpoint folder for `resume_mode=resume_path`.")
-    max_actor_ckpt_to_keep: int | None = key(None, "Actor checkpoints kept. Null: all.", ge=1)
+    resume_from_path: HomePath | None = key(None, "Checkpoint of `resume_mode=resume_path`.", reads={False: None})
+    max_actor_ckpt_to_keep: int | None = key(None, "Checkpoints kept. Null: all.", was="max_ckpt_to_keep", ge=1)
     max_critic_ckpt_to_keep: int | None = key(None, "Critic checkpoints kept. Null: all.", ge=1)
     logger: list[str] | str = key(["console"], f"Trackers: {listed(LOGGERS)}")
-    log_val_generations: int = key(0, "Validation responses shown in the trackers or the console; -1: all.", ge=-1)
+    log_val_generations: int = key(
+        0, "Validation responses that trackers or the console show; -1: all.", was=_TO_WANDB, ge=-1
+    )
     rollout_data_dir: HomePath | None = key(
         None, "Folder that gets `<step>.jsonl` with all training responses, beside `rollouts/` of the run."
     )

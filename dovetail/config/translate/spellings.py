@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from dovetail.config.keys import catalogue
+from dovetail.config.root import DovetailConfig
 from dovetail.config.translate import asynchronous
 from dovetail.config.translate.groups import GROUP_RULES, GROUP_SPELLINGS, Translated
 
@@ -61,20 +63,10 @@ def _moved_from_fsdp() -> Iterator[Translation]:
     yield from _moved(f"{_REF}.megatron", "trainer", "full_determinism", _WHOLE_RUN)
 
 
-def _optimizers() -> Iterator[Translation]:
+def _of_roles() -> Iterator[Translation]:
     for role in (_ACTOR, "critic"):
         yield Translation(f"{role}.optim.clip_grad", f"{role}.grad_clip", "one clip for every backend")
-        schedule = f"{role}.optim.lr_scheduler_type"
-        for old in ("warmup_style", "lr_decay_style", "lr_scheduler"):
-            yield Translation(f"{role}.optim.{old}", schedule, "one schedule for every backend")
-        yield Translation(f"{role}.optim.min_lr_factor", f"{role}.optim.min_lr_ratio")
-        yield Translation(f"{role}.optim.lr_warmup_ratio", f"{role}.optim.lr_warmup_steps_ratio")
-        yield Translation(f"{role}.checkpoint.contents", f"{role}.checkpoint.save_contents")
-
-
-def _models() -> Iterator[Translation]:
     for model in (_MODEL, "critic.model"):
-        yield Translation(f"{model}.enable_activation_offloading", f"{model}.enable_activation_offload")
         why = "adapters have the same keys for every backend"
         for name in ("rank", "alpha", "dropout", "merge", "adapter_path"):
             yield Translation(f"{model}.lora.{name}", f"{model}.lora_{name}", why)
@@ -82,6 +74,7 @@ def _models() -> Iterator[Translation]:
 
 
 TRANSLATIONS: tuple[Translation, ...] = (
+    *(Translation(old, key.name) for key in catalogue(DovetailConfig).values() for old in key.other_names),
     Translation("critic.model.fsdp_config.*", "critic.fsdp_config.*", "sharding belongs to the role"),
     *(Translation(f"{role}.fsdp.*", f"{role}.fsdp_config.*") for role in ("critic", _ACTOR, _REF)),
     Translation("actor_rollout_ref.critic.*", "critic.*"),
@@ -105,9 +98,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation("trainer.profile_steps", "global_profiler.steps"),
     Translation("ray_kwargs.timeline_json_file", "ray_init.timeline_json_file"),
     Translation("critic.kl_ctrl.*", "algorithm.kl_ctrl.*"),
-    Translation("algorithm.kl_ctrl.coeff", "algorithm.kl_ctrl.kl_coef"),
     Translation(f"{_ACTOR}.policy_loss.rollout_correction.*", f"{_CORRECTION}.*"),
-    Translation(f"{_CORRECTION}.bypass_old_logprob_for_rollout", f"{_CORRECTION}.bypass_mode"),
     *_moved(_ACTOR, _MODEL, "use_fused_kernels use_remove_padding", _NETWORK),
     *_moved(
         _ACTOR, f"{_ACTOR}.policy_loss", "loss_mode clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
@@ -118,23 +109,15 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation(f"{_ACTOR}.ppo_infer_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
     Translation(f"{_ACTOR}.ppo_infer_max_token_len_per_gpu", f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"),
     *_moved(_ROLLOUT, _MODEL, "trust_remote_code"),
-    Translation(f"{_ROLLOUT}.multi_turn.max_turns", f"{_ROLLOUT}.multi_turn.max_assistant_turns"),
     *_moved(f"{_ROLLOUT}.checkpoint_engine", _ROLLOUT, "update_weights_bucket_megabytes"),
-    Translation(f"{_ROLLOUT}.sglang_rollout_mode", f"{_ROLLOUT}.mode"),
-    Translation(f"{_ROLLOUT}.val_kwargs.val_n", f"{_ROLLOUT}.val_kwargs.n"),
     *_moved(_ROLLOUT, "trainer", "seed full_determinism", _WHOLE_RUN),
     *_moved("rollout", "trainer", "total_epochs test_freq"),
     Translation("rollout.*", f"{_ROLLOUT}.*", "generation has one section"),
-    Translation("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
-    Translation("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
-    Translation("data.max_samples", "data.train_max_samples"),
     Translation("sandbox_fusion.*", "reward_model.sandbox_fusion.*"),
     Translation(f"{_ACTOR}.model_engine", "model_engine"),
     Translation("trainer.worker_env.*", "ray_init.runtime_env.env_vars.*"),
-    Translation("trainer.validate_before_train", "trainer.val_before_train"),
     *_moved_from_fsdp(),
-    *_optimizers(),
-    *_models(),
+    *_of_roles(),
     # verl's SFT trainers have model, optimizer and micro-batch at the root; here they are the actor's.
     Translation("model.partial_pretrain", f"{_MODEL}.path"),
     Translation("model.strategy", f"{_ACTOR}.strategy"),
@@ -162,26 +145,8 @@ OTHER_SPELLINGS = (
 )
 """For the documents: written as, read as, why."""
 
-# Other spellings of a value, by the key they are for.
-_OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD"}
-_SCHEDULES = {"WSD": "wsd", "inverse-square-root": "inverse_square_root"}
-_LOAD_FORMATS = dict.fromkeys(("dummy_dtensor", "dummy_megatron", "dummy_hf", "megatron", "dtensor"), "dummy")
-_LOAD_FORMATS["hf"] = "auto"
-VALUE_SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
-    f"{_ROLLOUT}.name": {"hf": "native", "sglang_async": "sglang", "vllm_async": "vllm"},
-    f"{_ROLLOUT}.load_format": _LOAD_FORMATS,
-    f"{_ROLLOUT}.mode": {"local": "sync"},
-    f"{_ACTOR}.optim.optimizer": _OPTIMIZERS,
-    "critic.optim.optimizer": _OPTIMIZERS,
-    f"{_ACTOR}.optim.lr_scheduler_type": _SCHEDULES,
-    "critic.optim.lr_scheduler_type": _SCHEDULES,
-    "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
-    "async_training.mode": {False: "off"},  # YAML reads a bare `off` as false
-    "trainer.resume_from_path": {False: None},
-    "trainer.test_freq": {False: -1},
-    "trainer.save_freq": {False: -1},
-    f"{_ROLLOUT}.logprobs_mode": {"processed": "processed_logprobs", "raw": "raw_logprobs"},
-}
+VALUE_SPELLINGS = {key.name: key.other_values for key in catalogue(DovetailConfig).values() if key.other_values}
+"""Other spellings of values, by the key they are for."""
 
 
 def translate(leaves: Mapping[str, Any]) -> Translated:
