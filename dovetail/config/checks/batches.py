@@ -13,7 +13,7 @@ from dovetail.config.plan.layout import RoleLayout
 
 def _updates(run: Examined) -> list[tuple[str, ActorConfig | CriticConfig, RoleLayout]]:
     """Roles that are trained: name, section and layout. A critic with the actor's sizes has the actor's findings."""
-    sections = {"actor": run.config.actor_rollout_ref.actor, "critic": run.config.critic}
+    sections = {"actor": run.actor, "critic": run.config.critic}
     trained = [(role, section, run.layouts[role]) for role, section in sections.items() if role in run.layouts]
     names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "min_num_micro_batch")
     sizes = [(*(getattr(section, name) for name in names), layout.data_parallel) for _, section, layout in trained]

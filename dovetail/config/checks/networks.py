@@ -12,14 +12,14 @@ def _policy(run: Examined) -> Findings:
     model, actor, critic = run.model, run.actor, run.config.critic
     if not model.path:
         yield run.error("@model.path is not set; give a folder, or a name on the Hugging Face hub (model=org/name).")
-    is_reward, no_adapters = run.trainer.method == "reward", "trains adapters, which that backend does not"
+    why = "that backend trains no adapters"
     if model.uses_lora and actor.strategy == "megatron":
-        yield run.error(f"<model.lora_rank> with <actor.strategy> {no_adapters}; use @actor.strategy=fsdp2.")
+        yield run.error(f"<model.lora_rank> with <actor.strategy>: {why}; use @actor.strategy=fsdp2.")
     elif model.uses_lora and actor.optim.lr < LOW_ADAPTER_LR:
         lr = actor.optim.lr
         yield run.warning(f"@actor.optim.lr={lr:g} is for full weights, <model.lora_rank> trains adapters; try 3e-5.")
-    if is_reward and critic.model.uses_lora and critic.strategy == "megatron":
-        yield run.error(f"<critic.model.lora_rank> with <critic.strategy> {no_adapters}; use @critic.strategy=fsdp2.")
+    if run.trainer.method == "reward" and critic.model.uses_lora and critic.strategy == "megatron":
+        yield run.error(f"<critic.model.lora_rank> with <critic.strategy>: {why}; use @critic.strategy=fsdp2.")
     if actor.use_dynamic_bsz and not model.use_remove_padding:
         yield run.warning(
             "<model.use_remove_padding> computes padding, which <actor.use_dynamic_bsz> does not count, so memory may "
