@@ -39,7 +39,7 @@ _SMALL = (
     "trainer.n_gpus_per_node=1",
 )
 # A Llama of 15 M parameters.
-_SIZES = {"vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
+_SIZES: dict[str, int] = {"vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
 _SIZES |= {"num_attention_heads": 6, "max_position_embeddings": 4096}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dovetail.config.base import Rule
+from dovetail.config.base import Rule, extra_of
 from dovetail.config.keys import Key, catalogue, sections
 from dovetail.config.root import DovetailConfig
 from dovetail.config.translate import FOREIGN_KEYS, OTHER_SPELLINGS, SHORT_NAMES, VALUE_SPELLINGS
@@ -99,7 +100,7 @@ def _other_tables() -> Iterator[str]:
         for old, new in others.items()
     ]
     yield _part("Other spellings of values", "", ("key", "written as", "read as"), values)
-    words = "Setting one while its reason holds prints a notice; setting it to its default does not."
+    words = "Setting one while its reason holds prints a notice; setting it to its default does not. `*` stands for anything."
     yield _part("When a key has no effect", words, ("key", "why it has no effect"), _rule_rows("unused"))
     words = "Accepted and planned with (a notice says so), and refused when a run starts."
     head = ("key", "why, and what to use")
@@ -110,18 +111,21 @@ def _other_tables() -> Iterator[str]:
 
 
 def _rule_rows(outcome: str) -> list[tuple[str, str]]:
-    """Keys by reason, in the order of declaration; a role's copy of a shared section is named by its place in it."""
-    rows: dict[tuple[str, str], None] = {}
-    for key in catalogue(DovetailConfig).values():
-        for rule in key.rules:
+    """Keys by reason, in the order of declaration; what a section's rule is for is written as its patterns."""
+    by_reason: dict[str, list[str]] = {}
+    for name, section in {"": DovetailConfig, **sections(DovetailConfig)}.items():
+        prefix = f"{name}." if name else ""
+        rules = [(rule, rule.only) for rule in getattr(section, "rules", ())]
+        for field, info in section.model_fields.items():
+            rules += [(rule, (field,)) for rule in extra_of(info, "rules") or ()]
+        for rule, patterns in rules:
             if rule.outcome == outcome:
                 values = "" if rule.values is None else "=" + ", ".join(str(value) for value in rule.values)
-                why = rule.why.replace("{section}", key.name.rpartition(".")[0]).replace("{", "").replace("}", "")
-                rows[f"`{key.name}{values}`", _cell(why)] = None
-    by_reason: dict[str, list[str]] = {}
-    for name, why in rows:
-        by_reason.setdefault(why, []).append(name)
-    return [(", ".join(names), why) for why, names in by_reason.items()]
+                keys = ", ".join(f"`{prefix}{pattern}{values}`" for pattern in patterns)
+                but = f" (not {', '.join(f'`{pattern}`' for pattern in rule.but)})" if rule.but else ""
+                why = re.sub(r"\{[\w.]+\}", "...", rule.why.replace("{section}", name))
+                by_reason.setdefault(_cell(why), []).append(keys + but)
+    return [(", ".join(dict.fromkeys(keys)), why) for why, keys in by_reason.items()]
 
 
 def _foreign_reason(rule: Rule) -> str:

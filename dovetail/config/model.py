@@ -75,7 +75,9 @@ class ModelConfig(Section):
     override_config: dict[str, Any] = key({}, "Fields to change in the model's config.")
     use_shm: bool = key(False, "Copy the weights to shared memory once per node before loading.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in the backward pass.")
-    enable_activation_offload: bool = key(False, "Keep activations on the host.", was="enable_activation_offloading")
+    enable_activation_offload: bool = key(
+        False, "Keep checkpointed activations in host memory.", was="enable_activation_offloading"
+    )
     use_remove_padding: bool = key(True, "Pack sequences without padding.")
     use_fused_kernels: bool = key(False, "Log-probs and entropy without ever holding the full logits.")
     fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)

@@ -9,6 +9,7 @@ from dovetail.config.megatron import MegatronConfig
 
 _ACTOR = "actor_rollout_ref.actor"
 _MEGATRON = f"{_ACTOR}.megatron"
+_NO_REFERENCE = f"no reference is computed without {_ACTOR}.use_kl_loss or algorithm.use_kl_in_reward"
 
 
 class RefMegatronConfig(MegatronConfig):
@@ -31,9 +32,7 @@ class RefMegatronConfig(MegatronConfig):
 class RefConfig(RoleConfig):
     """Reference policy: forward only."""
 
-    rules = (
-        unused("no reference is computed without a KL in the loss or the reward", when_is("uses_reference", False)),
-    )
+    rules = (unused(_NO_REFERENCE, when_is("uses_reference", False)),)
 
     strategy: Strategy = inherits(f"{_ACTOR}.strategy", ActorConfig)
     log_prob_micro_batch_size_per_gpu: int | None = inherits(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", ActorConfig)

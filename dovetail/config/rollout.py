@@ -67,7 +67,9 @@ class SamplingConfig(Section):
 class ValSamplingConfig(SamplingConfig):
     """Sampling during validation: greedy by default."""
 
-    rules = (unused("validation does not sample (do_sample)", when_is("do_sample", False), only="temp* top_* min_p"),)
+    rules = (
+        unused("validation does not sample (do_sample)", when_is("do_sample", False), only="temperature top_* min_p"),
+    )
 
     n: int = key(1, "Responses per prompt.", was="val_n", ge=1)
     do_sample: bool = key(False, "Sample; false takes the most likely token.")
@@ -117,9 +119,9 @@ class RolloutConfig(SamplingConfig):
         unsupported("weights that change after every step are not quantised again; use null", only="quantization"),
         unsupported("only name=native can keep it; use recompute", "keep", when=_not_native, only="kv_on_update"),
         unsupported("native has them under the temperature; use temperature", _RAW, when=_native, only="logprobs_mode"),
-        unsupported("servers have memory of their own; use auto or disk", "colocated", when=_served, only=_SYNC),
+        unsupported("servers have own memory; use auto, disk or broadcast", "colocated", when=_served, only=_SYNC),
         unsupported("set {section}.weights_folder, which all servers see", "disk", when=_no_folder, only=_SYNC),
-        unsupported("engines on own devices load no files; use broadcast", "disk", when=_own_devices, only=_SYNC),
+        unsupported("engines on own devices read no files; use broadcast", "disk", when=_own_devices, only=_SYNC),
     )
 
     name: str = key(

@@ -61,7 +61,9 @@ class TrainerConfig(Section):
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
         "auto", "Continue the newest checkpoint of the run folder, start anew, or take `resume_from_path`."
     )
-    resume_from_path: HomePath | None = key(None, "Checkpoint of `resume_mode=resume_path`.", reads={False: None})
+    resume_from_path: HomePath | None = key(
+        None, "Checkpoint folder of `resume_mode=resume_path`.", reads={False: None}
+    )
     max_actor_ckpt_to_keep: int | None = key(None, "Checkpoints kept. Null: all.", was="max_ckpt_to_keep", ge=1)
     max_critic_ckpt_to_keep: int | None = key(None, "Critic checkpoints kept. Null: all.", ge=1)
     logger: list[str] | str = key(["console"], f"Trackers: {listed(LOGGERS)}")

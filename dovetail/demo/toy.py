@@ -10,11 +10,11 @@ import torch
 NAME = "toy-llama-2-layers"
 
 
-def save_toy_model(folder: Path, **sizes: int) -> Path:
+def save_toy_model(folder: Path, **sizes: Any) -> Path:
     """A Llama with a tied head, of other `sizes` where they are given; CPU engines take no heads below 32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    small = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    small: dict[str, Any] = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = LlamaConfig(**{**small, **sizes}, **ids, tie_word_embeddings=True)
