@@ -100,7 +100,7 @@ def _other_tables() -> Iterator[str]:
         for old, new in others.items()
     ]
     yield _part("Other spellings of values", "", ("key", "written as", "read as"), values)
-    words = "Setting one while its reason holds prints a notice; setting it to its default does not. `*` stands for anything."
+    words = "Setting one while its reason holds prints a notice; its default does not. `*` stands for anything."
     yield _part("When a key has no effect", words, ("key", "why it has no effect"), _rule_rows("unused"))
     words = "Accepted and planned with (a notice says so), and refused when a run starts."
     head = ("key", "why, and what to use")
