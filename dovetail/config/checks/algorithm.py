@@ -81,8 +81,9 @@ def _rollout_correction(run: Examined) -> Findings:
     if run.config.needs_sum_pi_squared and correction.bypass_mode:
         cause = "algorithm.adv_estimator" if estimator in OPTIMAL_TOKEN_BASELINES else "actor.calculate_sum_pi_squared"
         yield run.error(
-            f"<correction.bypass_mode> skips the actor's old log-probs, and <{cause}> reads sum_pi_squared, made "
-            "with them; set bypass_mode=False, or use another estimator."
+            f"<{cause}> reads sum_pi_squared, which comes with the actor's old log-probs, and <correction.bypass_mode> "
+            "skips that pass; set bypass_mode=False, or use another estimator.",
+            "correction.bypass_mode",
         )
     bounds, rules = str(correction.rollout_rs_threshold).split(","), len(correction.rejection_rules)
     if correction.rollout_rs is not None and correction.rollout_rs_threshold is None:
