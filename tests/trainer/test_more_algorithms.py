@@ -112,7 +112,7 @@ def _score(config: DovetailConfig, batch: object) -> torch.Tensor:
             },
             "bypass_mode=True skips that pass",
         ),
-        ({f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.min_num_micro_batch": 9}, "mini-batch .8.; use 8 or less"),
+        ({f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.min_num_micro_batch": 9}, "the 8 sequences .*use 8 or less"),
         (
             {f"{ACTOR}.optim.optimizer": "Muon", f"{ACTOR}.strategy": "megatron"},
             "Muon cannot .*use strategy=fsdp2",
