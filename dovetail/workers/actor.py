@@ -77,13 +77,7 @@ class DataParallelPPOActor:
         self.backend = backend
         self._mini_batch_rows = mini_batch_rows
         self._log_prob_limit = log_prob_limit
-        self._update_limit = MicroBatchLimit.of(
-            config.use_dynamic_bsz,
-            config.ppo_micro_batch_size_per_gpu or mini_batch_rows,
-            config.ppo_max_token_len_per_gpu,
-            config.min_num_micro_batch,
-            config.use_prefix_grouper,
-        )
+        self._update_limit = MicroBatchLimit.of_update(config, mini_batch_rows, by_prompt=config.use_prefix_grouper)
         self._loss_scale_factor = loss_scale_factor
         self._distill_coef = distill_coef
         self._teacher = teacher

@@ -30,12 +30,7 @@ class DataParallelPPOCritic:
         self.config = config
         self.backend = backend
         self._mini_batch_rows = mini_batch_rows
-        self._update_limit = MicroBatchLimit.of(
-            config.use_dynamic_bsz,
-            config.ppo_micro_batch_size_per_gpu or mini_batch_rows,
-            config.ppo_max_token_len_per_gpu,
-            config.min_num_micro_batch,
-        )
+        self._update_limit = MicroBatchLimit.of_update(config, mini_batch_rows)
         self._forward_limit = MicroBatchLimit.of(
             config.use_dynamic_bsz, config.forward_micro_batch_size or mini_batch_rows, config.forward_max_token_len
         )

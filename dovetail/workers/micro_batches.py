@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dovetail.backends.base import TrainBackend
+from dovetail.config.actor import ActorConfig
+from dovetail.config.critic import CriticConfig
 from dovetail.parallel.micro_batches import MicroBatchPlan, plan_by_size, plan_by_tokens
 from dovetail.protocol import DataProto
 
@@ -36,6 +38,13 @@ class MicroBatchLimit:
     ) -> MicroBatchLimit:
         """The limit that a section's keys describe."""
         return cls(tokens=tokens, at_least=at_least, by_prompt=by_prompt) if use_dynamic_bsz else cls(rows=rows)
+
+    @classmethod
+    def of_update(cls, section: ActorConfig | CriticConfig, rows: int, *, by_prompt: bool = False) -> MicroBatchLimit:
+        """The limit of a role's updates; `rows` where its section names no number of sequences."""
+        rows = section.ppo_micro_batch_size_per_gpu or rows
+        tokens, at_least = section.ppo_max_token_len_per_gpu, section.min_num_micro_batch
+        return cls.of(section.use_dynamic_bsz, rows, tokens, at_least, by_prompt)
 
 
 def plan_micro_batches(

@@ -140,12 +140,7 @@ class OfflineWorker(CheckpointedRole):
         self.join_group()
         section = self._section
         backend = self._build_backend(total_training_steps)
-        limit = MicroBatchLimit.of(
-            section.use_dynamic_bsz,
-            section.ppo_micro_batch_size_per_gpu or 1,
-            section.ppo_max_token_len_per_gpu,
-            section.min_num_micro_batch,
-        )
+        limit = MicroBatchLimit.of_update(section, 1)
         self._learner = OfflineLearner(backend, self._build_loss(), limit, area=self._trains)
         self.register_in_mesh(MESH, backend)
         self._init_engine(backend)
