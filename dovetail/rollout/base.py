@@ -45,6 +45,10 @@ class EngineError(RuntimeError):
     """The engine cannot do this now: it is closed, asleep, or holds no usable weights."""
 
 
+class NotFiniteError(EngineError):
+    """The weights, or what they compute, are NaN or infinite."""
+
+
 class EngineDiedError(EngineError):
     """The engine's process is gone; what it was generating is lost. Only a new one helps."""
 

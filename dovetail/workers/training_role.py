@@ -51,8 +51,8 @@ class TrainingRole(Worker):
         if self.config.trainer.full_determinism:
             _compute_deterministically()
         torch.set_float32_matmul_precision(self.config.trainer.float32_matmul_precision)
+        seconds = nccl_timeout or self.config.actor_rollout_ref.nccl_timeout
         if self.world_size > 1 and not dist.is_initialized():
-            seconds = nccl_timeout or self.config.actor_rollout_ref.nccl_timeout
             self.init_process_group(timeout=timedelta(seconds=seconds))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -102,6 +102,7 @@ def _train(toy: Toy, folder: Path, changes: Mapping[str, Any], kill: Kill | None
 def _arm(folder: Path, kill: Kill) -> None:
     """Kill when so many files of the folder have been opened, renamed or removed (Python's audit events)."""
     left, prefix, due = [kill.event], f"{folder}/", threading.Event()
+    at_once = kill.victim == "driver" and not kill.delay
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.rename", "os.remove", "os.mkdir") or due.is_set():
@@ -110,7 +111,7 @@ def _arm(folder: Path, kill: Kill) -> None:
             left[0] -= 1
             if left[0] <= 0:
                 due.set()
-                if kill.victim == "driver" and not kill.delay:
+                if at_once:
                     die()
 
     def die() -> None:
@@ -125,7 +126,8 @@ def _arm(folder: Path, kill: Kill) -> None:
         threading.Event().wait(kill.delay)
         die()
 
-    threading.Thread(target=wait, daemon=True).start()
+    if not at_once:
+        threading.Thread(target=wait, daemon=True).start()
     sys.addaudithook(note)
 
 

@@ -24,8 +24,8 @@ class KeepingTrainer(RayPPOTrainer):
 
     kept: list[DataProto]
 
-    def _start_rewards(self, batch: DataProto, *, shaped: bool = True) -> PendingRewards:
-        pending = super()._start_rewards(batch, shaped=shaped)
+    def _start_rewards(self, batch: DataProto, *, shaped: bool = True, started: Any = None) -> PendingRewards:
+        pending = super()._start_rewards(batch, shaped=shaped, started=started)
         if not shaped:
             self.kept.append(batch.union(pending.result().columns))
         return pending

@@ -158,8 +158,22 @@ def test_a_second_run_in_a_folder_is_refused_and_leaves_every_file_as_it_was(
     assert not (run / "run.lock").exists()
 
 
+def test_a_run_that_diverges_says_so_in_one_line(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _train(toy, tmp_path / "run", {"actor_rollout_ref.actor.optim.lr": 1e14}) == 2
+    shown = capsys.readouterr().err
+    assert "the model's logits are not finite" in shown
+    assert "Traceback" not in shown
+
+
 def test_a_run_whose_steps_are_all_skipped_stops(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = {"actor_rollout_ref.actor.optim.lr": 1e14, "trainer.total_training_steps": 50}
+    """Scores so large that the gradient's norm is infinite."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return 1e38 * (len(solution_str) % 2)\n"
+    )
+    changes = {"custom_reward_function.path": str(reward), "algorithm.adv_estimator": "rloo"}
+    changes |= {"trainer.total_training_steps": 50}
     assert _train(toy, tmp_path / "run", changes) == 2
     shown = capsys.readouterr().err
     assert "every optimizer step of the actor was skipped in the last 3 steps" in shown

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dovetail.rollout.base import EngineError, SamplingParams
+from dovetail.rollout.base import NotFiniteError, SamplingParams
 from dovetail.rollout.native.noise import exponentials, fold, stream_key
 
 # Part of what a seed means: another value gives other, equally distributed, samples.
@@ -127,9 +127,9 @@ def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) ->
 
 
 def require_finite(log_probs: Iterable[float]) -> None:
-    """EngineError for tokens that were drawn from logits that are NaN or infinite."""
+    """NotFiniteError for tokens that were drawn from logits that are NaN or infinite."""
     if not math.isfinite(sum(log_probs)):
-        raise EngineError(
+        raise NotFiniteError(
             "the model's logits are not finite (NaN or infinity): its weights or its activations are not. Look at the "
             "loss and the gradients of the training steps before, or use a dtype with a wider range."
         )
