@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, TypedDict, Unpack
 import torch
 
 from dovetail.config.rollout import RolloutConfig
+from dovetail.models.errors import ModelError
 from dovetail.rollout.stream import EngineStream, FailedRequest
 from dovetail.weight_sync import GroupAddress, LoraAdapter
 
@@ -45,8 +46,8 @@ class EngineError(RuntimeError):
     """The engine cannot do this now: it is closed, asleep, or holds no usable weights."""
 
 
-class NotFiniteError(EngineError):
-    """The weights, or what they compute, are NaN or infinite."""
+class NotFiniteError(EngineError, ModelError):
+    """The weights, or what they compute, are NaN or infinite. A `ModelError` is shown without a traceback."""
 
 
 class EngineDiedError(EngineError):

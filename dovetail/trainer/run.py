@@ -31,7 +31,6 @@ from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.rewards.errors import RewardError
-from dovetail.rollout.base import NotFiniteError
 from dovetail.trainer.devices import start_cluster, uses_gpu, warn_of_slow_bfloat16
 from dovetail.trainer.groups import TrainedGroups
 from dovetail.trainer.inputs import missing_inputs
@@ -58,7 +57,6 @@ USER_ERRORS = (
     DiskFullError,
     BrokenCheckpoint,
     MissingTrackerError,
-    NotFiniteError,
 )
 """Errors that a user can fix: commands print only the message and exit with 2. All others keep their traceback."""
 
