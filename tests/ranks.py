@@ -72,18 +72,24 @@ def _run(fn: Callable[..., Any], world_size: int, store: str | None, args: tuple
 
 def _collect(processes: list[Any], pipes: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
+    failures: dict[int, tuple[float, str]] = {}  # when, and what
     while len(results) < len(pipes):
+        had_failed = bool(failures)
         for rank, pipe in enumerate(pipes):
-            if rank in results or not pipe.poll(0.02):
+            if rank in results or rank in failures or not pipe.poll(0.02):
                 continue
             try:
-                ok, value = pickle.loads(pipe.recv_bytes())
+                ok, value, when = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(5)
-                raise RuntimeError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
-            if not ok:
-                raise RuntimeError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
+                failures[rank] = 0.0, f"rank {rank} died with exit code {processes[rank].exitcode}"
+                continue
+            if ok:
+                results[rank] = value
+            else:
+                failures[rank] = when, f"rank {rank} failed:\n{value}"
+        if had_failed:  # all were asked since: one that waited for the first to fail may have been read before it
+            raise RuntimeError(min(failures.values())[1])
         if time.monotonic() > deadline:
             missing = sorted(set(range(len(pipes))) - set(results))
             raise TimeoutError(f"ranks {missing} of {len(pipes)} did not finish in time")
@@ -117,6 +123,6 @@ def _main(
             dist.barrier()
             dist.destroy_process_group()
         # Plain pickle copies tensors. The connection's own would send handles to memory that dies with this process.
-        sender.send_bytes(pickle.dumps((True, value)))
+        sender.send_bytes(pickle.dumps((True, value, time.monotonic())))
     except BaseException:  # noqa: BLE001  the process boundary: the test process raises it again
-        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc(), time.monotonic())))
