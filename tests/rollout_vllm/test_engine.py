@@ -90,15 +90,11 @@ def test_smollm2_greedy_tokens_and_log_probs_equal_those_of_transformers(smollm2
     assert [result.token_ids for result in results] == [greedy(model, prompt, 16) for prompt in prompts]
     sampled = engine.generate(_requests(prompts, SamplingParams(max_new_tokens=24, seed=1, n=2, ignore_eos=True)))
     exact = copy.deepcopy(model).double()
-    engine_gaps, plain_gaps = [], []
     for result in sampled:
         prompt = prompts[int(result.request_id[1:])]
         plain, truth = log_probs(model, prompt, result.token_ids), log_probs(exact, prompt, result.token_ids)
-        engine_gaps.append(mean_gap(truth, result.log_probs))
-        plain_gaps.append(mean_gap(truth, plain.tolist()))
-    # Float32 itself is up to 1e-5 off float64 here, and how far depends on the processor: 1.0 to 1.5 times that. Over
-    # all responses: that of a single one is noise of two dozen tokens.
-    assert sum(engine_gaps) <= 2 * sum(plain_gaps), (engine_gaps, plain_gaps)
+        # Float32 itself is up to 1e-5 off float64 here, and how far depends on the processor: 1.0 to 1.3 times that.
+        assert mean_gap(truth, result.log_probs) <= 2 * mean_gap(truth, plain.tolist())
 
 
 @pytest.mark.parametrize(
