@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/dovetail-accuracy"))
     parser.add_argument("--trl-micro-batch", type=int, default=16, help="without gradient checkpointing")
+    parser.add_argument("--trl-minutes", type=float, default=60.0, help="TRL ends early rather than take longer")
     parser.add_argument("--set", nargs="*", default=[], help="more keys of dovetail's sides")
     parser.add_argument("--run", choices=(*SIDES, "accuracy"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -68,12 +70,10 @@ def main() -> None:
         if curve is None:
             continue
         # A folder instead of a number: weights that are measured now that their trainer has left the device.
-        for point in curve["points"]:
-            if isinstance(point[2], str):
-                folder = point[2]
-                point[2] = (in_process("accuracy", args, model=folder) or {}).get("accuracy", float("nan"))
-                if folder != str(args.model):
-                    shutil.rmtree(folder)
+        saved = [point for point in curve["points"] if isinstance(point[2], str)]
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            for point, accuracy in zip(saved, pool.map(lambda point: accuracy_of(point[2], args), saved), strict=True):
+                point[2] = accuracy
         with (args.folder / "curves.jsonl").open("a") as lines:
             lines.write(json.dumps({"side": side, "seed": args.seed, **curve}) + "\n")
         print(side, f"seed {args.seed}, {curve['step_s']:.2f} s a step (median), start {curve['start_s']:.0f} s")
@@ -81,11 +81,22 @@ def main() -> None:
             print(f"  step {step:3}  {minutes:6.2f} min  {accuracy:6.2%}", flush=True)
 
 
-def in_process(name: str, args: argparse.Namespace, model: str | None = None) -> Any:
+def accuracy_of(model: str, args: argparse.Namespace) -> float:
+    """Greedy accuracy of saved weights, which are deleted unless they are those that the sides began with."""
+    folder = args.folder / f"accuracy-{Path(model).name}"
+    folder.mkdir(exist_ok=True)
+    measured = in_process("accuracy", args, model=model, folder=folder)
+    if model != str(args.model):
+        shutil.rmtree(model)
+    return measured["accuracy"] if measured else float("nan")
+
+
+def in_process(name: str, args: argparse.Namespace, model: str | None = None, folder: Path | None = None) -> Any:
     """One side in a process of its own, so that its device memory is gone afterwards; None when it failed."""
-    result, log = args.folder / f"{name}.json", args.folder / f"{name}.log"
+    folder = folder or args.folder
+    result, log = folder / f"{name}.json", folder / f"{name}.log"
     result.unlink(missing_ok=True)
-    arguments = [model or sys.argv[1], *sys.argv[2:]]
+    arguments = [model or sys.argv[1], *sys.argv[2:], "--folder", str(folder)]
     command = [sys.executable, "-m", "benchmarks.gpu.time_to_accuracy", *arguments, "--run", name]
     with log.open("w") as stream:
         subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT)
@@ -175,7 +186,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
         "MASTER_PORT": "29511",
     }
     spare_flashinfer()
-    import pandas
+    import pyarrow.parquet
     import torch
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -184,12 +195,10 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     from dovetail.rewards.rules.gsm8k import compute_score
 
     updates = PROMPTS // MINI_BATCH  # optimizer steps of TRL for one step of dovetail
-    frame = pandas.read_parquet(write_data(args) / "train.parquet")
     prompts = args.folder / "prompts.jsonl"
     with prompts.open("w") as lines:
-        for prompt, rule in zip(frame["prompt"], frame["reward_model"], strict=True):
-            row = {"prompt": [dict(message) for message in prompt], "truth": rule["ground_truth"]}
-            lines.write(json.dumps(row) + "\n")
+        for row in pyarrow.parquet.read_table(write_data(args) / "train.parquet").to_pylist():
+            lines.write(json.dumps({"prompt": row["prompt"], "truth": row["reward_model"]["ground_truth"]}) + "\n")
     rows = load_dataset("json", data_files=str(prompts), split="train")
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     ends: list[float] = []
@@ -214,6 +223,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
                 model.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
                 spent[0] += time.perf_counter() - began
+                control.should_training_stop |= saved[-1][1] * (step + args.every) / step > args.trl_minutes
 
     def reward(completions: list[Any], truth: list[str], **unused: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
@@ -265,7 +275,8 @@ def run_accuracy(args: argparse.Namespace) -> dict[str, Any]:
     """Greedy accuracy of `args.model` on the test problems."""
     from dovetail.trainer.run import run_training
 
-    config = make_config(args, args.model, "accuracy", ["trainer.val_only=True"])
+    few = f"actor_rollout_ref.rollout.gpu_memory_utilization={ENGINE_MEMORY / 4}"  # four at a time
+    config = make_config(args, args.model, "accuracy", ["trainer.val_only=True", few])
     return {"accuracy": run_training(config, use_ray=False).validation[ACCURACY]}
 
 
