@@ -238,10 +238,16 @@ def main(name: str, site_file: str, result_file: str) -> int:
     except ConfigError as refusal:
         seen = {"verdict": "refused", "seen": " ".join(str(problem) for problem in refusal.problems)}
     except Exception as error:  # noqa: BLE001  the process boundary: the parent shows it
-        words = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        seen = {"verdict": "FAILED", "seen": words, "traceback": traceback.format_exc()}
+        seen = {"verdict": "FAILED", "seen": _headline(error), "traceback": traceback.format_exc()}
     result.write_text(json.dumps(seen))
     return 0
+
+
+def _headline(error: BaseException) -> str:
+    """The first line of an error; for one that Ray brought from another process, of the error there."""
+    cause = getattr(error, "cause", None)
+    error = cause if isinstance(cause, BaseException) else error
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _append(file: Path, words: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import os
 import platform
 from dataclasses import dataclass
@@ -86,5 +86,8 @@ def prepare(folder: Path) -> None:
 
 def node_facts(folder: str) -> dict[str, object]:
     """Versions that must agree on all nodes, and whether `folder` is there."""
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray", "dovetail")}
+    # Of what is imported, not of what is installed: a source folder on PYTHONPATH has no metadata.
+    versions = {
+        name: importlib.import_module(name).__version__ for name in ("torch", "transformers", "ray", "dovetail")
+    }
     return {"python": platform.python_version(), **versions, "sees_folder": os.path.isdir(folder)}

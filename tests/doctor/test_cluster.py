@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import faulthandler
+import importlib.metadata
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 
+import dovetail
 from dovetail.cli.main import main
+from dovetail.doctor import paths
 from dovetail.doctor.cluster import run_paths, select
 from dovetail.doctor.collectives import CollectivesWorker
-from dovetail.doctor.paths import PATHS
+from dovetail.doctor.paths import PATHS, DoctorPath
 from dovetail.doctor.same_update import Update, overrides, update_once
-from dovetail.doctor.site import Site, prepare
+from dovetail.doctor.site import Site, node_facts, prepare
 from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
 from tests.ray_workers import quick_workers
 
@@ -119,3 +125,35 @@ def test_a_gradient_norm_that_is_off_by_a_percent_fails() -> None:
     zeros = torch.zeros(2, 3)
     assert Update(zeros, zeros, 1.01).difference(Update(zeros, zeros, 1.0)) > 1
     assert Update(zeros, zeros, 1.0001).difference(Update(zeros, zeros, 1.0)) < 1
+
+
+@pytest.mark.unit
+def test_nodes_that_run_from_a_source_folder_tell_their_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_metadata(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", no_metadata)
+    facts = node_facts(str(tmp_path))
+    assert facts["dovetail"] == dovetail.__version__
+    assert facts["torch"] == torch.__version__
+    assert facts["sees_folder"] is True
+
+
+@pytest.mark.unit
+def test_the_verdict_on_a_failed_path_names_the_error_of_the_process_that_failed(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(site: Site, stage: object) -> str:
+        raise RayTaskError(
+            "node_facts", "traceback there", ValueError("the value is 3, it must be 4")
+        ).as_instanceof_cause()
+
+    monkeypatch.setattr(paths, "PATHS", (DoctorPath("broken", "nothing", run),))
+    (tmp_path / "site").write_text(json.dumps(site.to_json()))
+    paths.main("broken", str(tmp_path / "site"), str(tmp_path / "result.json"))
+    faulthandler.unregister(signal.SIGUSR1)
+    seen = json.loads((tmp_path / "result.json").read_text())
+    assert seen["verdict"] == "FAILED"
+    assert seen["seen"] == "ValueError: the value is 3, it must be 4"
