@@ -12,7 +12,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -54,6 +54,17 @@ class Tail(NamedTuple):
 
     text: str
     ids: list[int]
+
+
+@dataclass(slots=True)
+class Rendered:
+    """The last prompt of a conversation, kept by its owner from one turn to the next: it need not be rendered again."""
+
+    messages: list[Message] | None = None
+    """As they were given; whoever has them must not change them."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    prepared: list[Message] = field(default_factory=list)
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +144,19 @@ class ChatRenderer:
         ids = {self.tokenizer.convert_tokens_to_ids(stop) for stop in self._stops}
         return tuple(sorted(ids | {self.tokenizer.eos_token_id} - {None}))
 
-    def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def start(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        rendered: Rendered | None = None,
+    ) -> list[int]:
         """Ids of the conversation and of the generation prompt, exactly as the template writes them."""
-        return self._encode(self._render(messages, tools, generation=True))
+        prepared = [self._prepared(message) for message in messages]
+        text = self._render_prepared(prepared, tools, generation=True)
+        if rendered is not None:
+            rendered.messages, rendered.tools, rendered.prepared, rendered.text = list(messages), tools, prepared, text
+        return self._encode(text)
 
     def extend(
         self,
@@ -145,13 +166,15 @@ class ChatRenderer:
         closed: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop_id: int | None = None,
+        rendered: Rendered | None = None,
     ) -> list[int] | None:
         """The ids between the model's last token and its next turn; None where the template rewrites history.
 
         `messages` ends with the model's answer, `new` follows it. `closed`: the model wrote its stop token (`stop_id`,
         where it has several); an answer that was cut is closed here. Ids of the answer itself are not needed.
+        With `rendered`, the prompt of that answer is not rendered a second time. It changes no id.
         """
-        tail = self._tail(messages, new, tools)
+        tail = self._tail(messages, new, tools, rendered or Rendered())
         if isinstance(tail, Rewrite):
             return None
         if not closed:
@@ -206,7 +229,7 @@ class ChatRenderer:
             has_calls = any("tool_calls" in message for message in messages)
             tools = self.tools or ([_TOOL] if has_calls else None)
             try:
-                tail = self._tail(messages, new, tools)
+                tail = self._tail(messages, new, tools, Rendered())
                 before = self._render(messages, tools, generation=False)
             except ChatTemplateError as error:
                 return Rewrite("accepted", str(error))
@@ -222,16 +245,25 @@ class ChatRenderer:
         return None
 
     def _tail(
-        self, messages: Sequence[Message], new: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+        self,
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        rendered: Rendered,
     ) -> Tail | Rewrite:
         """What comes from the answer's stop token to the next generation prompt, or why it does not simply follow."""
         assert messages[-1]["role"] == "assistant", "the last message is the model's answer"
-        prepared = [self._prepared(message) for message in (*messages, *new)]
-        answer = prepared[len(messages) - 1]
-        prompt = self._render_prepared(prepared[: len(messages) - 1], tools, generation=True)
+        known = (rendered.messages, rendered.tools) == (messages[:-1], tools)
+        asked = rendered.prepared if known else [self._prepared(message) for message in messages[:-1]]
+        answer, prompt = self._prepared(messages[-1]), rendered.text
+        prepared = [*asked, answer, *(self._prepared(message) for message in new)]
         full = self._render_prepared(prepared, tools, generation=True)
+        # Templates may write the time of day: only a prompt that is rendered now tells a rewrite.
+        if not known or not full.startswith(prompt):
+            prompt = self._render_prepared(asked, tools, generation=True)
+        rendered.messages, rendered.tools, rendered.prepared, rendered.text = [*messages, *new], tools, prepared, full
         if not full.startswith(prompt):
-            bare = self._render_prepared(prepared[: len(messages) - 1], tools, generation=False)
+            bare = self._render_prepared(asked, tools, generation=False)
             broken: Property = "generation_prompt" if full.startswith(bare) else "prefix"
             return Rewrite(broken, _difference(prompt, full))
         rest = full[len(prompt) :]
@@ -307,7 +339,11 @@ class ChatRenderer:
             raise ChatTemplateError(f"the chat template refuses a conversation of {roles}: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
-        pieces = text.split(_CUT)
+        pieces, fast = text.split(_CUT), getattr(self.tokenizer, "backend_tokenizer", None)
+        # The library's wrapper takes as long as the tokenizer itself. It is needed where a call of somebody else has
+        # left the tokenizer in a state that changes ids.
+        if fast is not None and not (fast.truncation or fast.padding or fast.encode_special_tokens):
+            return [id for piece in pieces for id in fast.encode(piece, add_special_tokens=False).ids]
         return [id for piece in pieces for id in self.tokenizer.encode(piece, add_special_tokens=False)]
 
     def _prepared(self, message: Message) -> Message:

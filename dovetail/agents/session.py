@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from dovetail.agents.chat import Rendered
 from dovetail.agents.types import Message, Outcome, Segment, ToolCall, Turn
 from dovetail.rollout.assemble import Response
 from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams, derive_seed
@@ -44,7 +45,13 @@ class Renderer(Protocol):
     @property
     def stop_token_ids(self) -> Sequence[int]: ...
 
-    def start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Sequence[int]: ...
+    def start(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        rendered: Rendered | None = None,
+    ) -> Sequence[int]: ...
 
     def extend(
         self,
@@ -54,6 +61,7 @@ class Renderer(Protocol):
         closed: bool,
         tools: Sequence[dict[str, Any]] | None = None,
         stop_id: int | None = None,
+        rendered: Rendered | None = None,
     ) -> Sequence[int] | None: ...
 
     def tokens_before(self, ids: Sequence[int], texts: Sequence[str]) -> int: ...
@@ -142,7 +150,8 @@ class Session:
         self._sample_index = sample_index
         self._nodes: dict[int, _Node] = {}
         self._turns: dict[int, Turn] = {}
-        self._known: dict[int, list[Any]] = {}  # the conversation with each turn, in canonical form
+        self._known: dict[int, list[Message]] = {}  # the conversation with each turn; nobody else has these messages
+        self._rendered = Rendered()
         self._running: dict[int, tuple[_Node, asyncio.Future[GenerationResult]]] = {}
         self._num_asked = 0
         self._recorded = {node["number"]: _Node(**node) for node in (state or {}).get("nodes", ())}
@@ -165,14 +174,14 @@ class Session:
         """
         if self._settings.max_turns is not None and self._num_asked >= self._settings.max_turns:
             raise TrajectoryEnd("max_turns")
-        node = self._next_node([dict(message) for message in messages], list(tools or []))
+        node = self._next_node(messages, list(tools or []))
         if node.finish_reason == "running":
             await self._sample(node, max_new_tokens, sampling)
             if stop:
                 node.keep(self._settings.renderer.tokens_before(node.token_ids, stop))
         self._nodes[node.number] = node
         self._turns[node.number] = turn = self._as_turn(node)
-        self._known[node.number] = canonical([*node.messages, turn.message])
+        self._known[node.number] = [*node.messages, _copied(turn.message)]
         return turn
 
     def add_reward(self, reward: float, turn: Turn | None = None) -> None:
@@ -207,7 +216,7 @@ class Session:
         if not self._nodes:
             return []
         last = self._nodes[max(self._nodes)]
-        return [*last.messages, self._as_turn(last).message]
+        return [*map(_copied, last.messages), self._as_turn(last).message]
 
     def segments(self) -> tuple[Segment, ...]:
         """A row for each turn that no other continues: the path to it. What two paths share is sampled in the first."""
@@ -232,31 +241,34 @@ class Session:
     def _request_id(self, node: _Node) -> str:
         return f"{self.name}/{node.number}"
 
-    def _next_node(self, messages: list[Message], tools: list[dict[str, Any]]) -> _Node:
+    def _next_node(self, asked: Sequence[Message], tools: list[dict[str, Any]]) -> _Node:
         number, self._num_asked = self._num_asked, self._num_asked + 1
         recorded = self._recorded.pop(number, None)
-        asked = canonical(messages)
         if recorded is not None:
-            if (canonical(recorded.messages), recorded.tools) == (asked, tools):
+            same = len(recorded.messages) == len(asked) and _begins_with(asked, recorded.messages)
+            if same and recorded.tools == tools:
                 recorded.reward = None  # the loop gives it again
                 return recorded
             # The loop does something else this time: what it did before is of no use from here on.
             self._recorded.clear()
             self.events.append({"kind": "branch", "turn": number, "why": "the recorded turn answers other messages"})
         parent = self._continued(asked, tools)
+        known = [] if parent is None else self._known[parent.number]
+        kept = [mine if mine == theirs else _copied(theirs) for mine, theirs in zip(known, asked, strict=False)]
+        messages = [*kept, *map(_copied, asked[len(known) :])]
         observed = None
         if parent is not None:
-            known = len(parent.messages) + 1
             closed = parent.is_closed
             observed = self._settings.renderer.extend(
-                messages[:known],
-                messages[known:],
+                messages[: len(known)],
+                messages[len(known) :],
                 closed=closed,
                 tools=tools or None,
                 stop_id=parent.token_ids[-1] if closed else None,
+                rendered=self._rendered,
             )
             if observed is None and not self._settings.branches:
-                roles = ", ".join(str(message.get("role")) for message in messages[known:])
+                roles = ", ".join(str(message.get("role")) for message in messages[len(known) :])
                 raise RewrittenHistoryError(
                     f"the chat template rewrites history where {roles} follows the model's turn, and "
                     "multi_turn.on_rewrite=error; use branch, or a template that only appends."
@@ -265,7 +277,7 @@ class Session:
             if self._nodes or self._running:
                 why = "the history is another" if parent is None else "the template rewrites history"
                 self.events.append({"kind": "branch", "turn": number, "why": why})
-            parent, observed = None, self._settings.renderer.start(messages, tools or None)
+            parent, observed = None, self._settings.renderer.start(messages, tools or None, rendered=self._rendered)
         seed = self._seed(number, None if parent is None else parent.number)
         return _Node(number, None if parent is None else parent.number, messages, tools, list(observed), seed)
 
@@ -278,13 +290,13 @@ class Session:
         is_first = parent is not None and all(node.parent != parent for node in known)
         return self._nodes[parent].seed if is_first and parent is not None else derive_seed(seed, "turn", number)
 
-    def _continued(self, asked: list[Any], tools: list[dict[str, Any]]) -> _Node | None:
+    def _continued(self, asked: Sequence[Message], tools: list[dict[str, Any]]) -> _Node | None:
         """The deepest turn that the conversation goes on from; the latest of several that read the same."""
         best: _Node | None = None
-        for number, known in self._known.items():
+        for number, known in reversed(self._known.items()):  # the last one first: usually no other is deeper
             node = self._nodes[number]
-            deeper = best is None or len(node.messages) >= len(best.messages)
-            if deeper and len(known) < len(asked) and known == asked[: len(known)] and node.tools == tools:
+            deeper = best is None or len(node.messages) > len(best.messages)
+            if deeper and len(known) < len(asked) and node.tools == tools and _begins_with(asked, known):
                 best = node
         return best
 
@@ -362,16 +374,23 @@ class Session:
         return Segment(prompt, response, tuple(rewards))
 
 
-def canonical(messages: Sequence[Message]) -> list[Any]:
+def _begins_with(messages: Sequence[Message], known: Sequence[Message]) -> bool:
+    return all(
+        mine == theirs or _canonical(mine) == _canonical(theirs) for mine, theirs in zip(known, messages, strict=False)
+    )
+
+
+def _canonical(message: Message) -> tuple[Any, ...]:
     """What two messages must have in common to be the same one: role, text, calls and their arguments."""
-    return [
-        (
-            message.get("role"),
-            _text(message.get("content"), stripped=message.get("role") == "assistant"),
-            [_call(call) for call in message.get("tool_calls") or ()],
-        )
-        for message in messages
-    ]
+    return (
+        message.get("role"),
+        _text(message.get("content"), stripped=message.get("role") == "assistant"),
+        [_call(call) for call in message.get("tool_calls") or ()],
+    )
+
+
+def _copied(message: Message) -> Message:
+    return {key: value if isinstance(value, str) else copy.deepcopy(value) for key, value in message.items()}
 
 
 def _text(content: Any, *, stripped: bool) -> Any:

@@ -245,26 +245,24 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
         with self._changed:
             self._move_finished([group])
 
-    async def _ask(self, request: GenerationRequest) -> GenerationResult:
+    def _ask(self, request: GenerationRequest) -> asyncio.Future[GenerationResult]:
         self._futures[request.request_id] = future = asyncio.get_running_loop().create_future()
         with self._changed:
             self._waiting.append(request)
-            is_open = self._is_open and not self._ending
-        if is_open:
+            # One that waits already has been announced: whoever comes for it takes all.
+            must_announce = self._is_open and not self._ending and len(self._waiting) == 1
+        if must_announce:
             self._submitter.submit(self._submit_waiting)
-        try:
-            return await future
-        finally:
-            self._futures.pop(request.request_id, None)
+        return future
 
     def _answer(self, results: Sequence[GenerationResult]) -> None:
         for result in results:
-            future = self._futures.get(result.request_id)
+            future = self._futures.pop(result.request_id, None)
             if future is not None and not future.done():
                 future.set_result(result)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
-        future = self._futures.get(request_id)
+        future = self._futures.pop(request_id, None)
         if future is not None and not future.done():
             future.set_exception(error)
 
@@ -328,7 +326,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
                     task.cancel()
             gone = [name for name in self._futures if any(name.startswith(prefix) for prefix in names)]
             for name in gone:
-                self._futures[name].cancel()
+                self._futures.pop(name).cancel()
             return gone
 
         if not groups:

@@ -25,7 +25,9 @@ class FakeRenderer:
     def __init__(self, rewrites: tuple[str, ...] = ()) -> None:
         self.rewrites = rewrites
 
-    def start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+    def start(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, *, rendered: Any = None
+    ) -> list[int]:
         return [*([999] if tools else []), *self._render(messages), ROLES["assistant"]]
 
     def extend(
@@ -36,6 +38,7 @@ class FakeRenderer:
         closed: bool,
         tools: Sequence[dict[str, Any]] | None = None,
         stop_id: int | None = None,
+        rendered: Any = None,
     ) -> list[int] | None:
         if any(message["role"] in self.rewrites for message in new):
             return None

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.agents.chat import _TOOL, ChatRenderer, ChatTemplateError, _cases
+from dovetail.agents.chat import _CUT, _TOOL, ChatRenderer, ChatTemplateError, Rendered, _cases
 from tests.agents.tokenizers import FAMILIES, family_tokenizer
 from tests.models.tiny import tiny_tokenizer
 
@@ -202,6 +202,87 @@ def test_conversations_only_grow_and_special_tokens_in_them_are_text(family: str
             if family not in ("gemma", "llama3", "mistral", "gpt-oss"):  # these trim, or write JSON
                 assert text.replace("\ufdd0", "\ufffd") in tokenizer.decode(delta)
         messages = [*messages, answer, *new]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_what_is_kept_of_a_rendered_prompt_changes_no_id(family: str, data: Any) -> None:
+    chat, texts, rendered = renderer(family), _texts(family), Rendered()
+
+    def ids_of(work: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return work(*args, **kwargs)
+        except ChatTemplateError:
+            return "refused"
+
+    def message(role: str, index: int = 0) -> dict[str, Any]:
+        made = {"role": role, "content": data.draw(texts)}
+        return {**made, "tool_call_id": f"call{index:05d}"} if role == "tool" else made
+
+    tools = data.draw(st.sampled_from([None, [_TOOL]]))
+    messages = [message("system")] * data.draw(st.integers(0, 1)) + [message("user")]
+    assert ids_of(chat.start, messages, tools, rendered=rendered) == ids_of(chat.start, messages, tools)
+    for _ in range(data.draw(st.integers(1, 4))):
+        count = data.draw(st.integers(0, 2))
+        thinking = data.draw(st.sampled_from(["", "<think>\nSo.\n</think>\n\n"]))
+        answer = {"role": "assistant", "content": thinking + data.draw(texts)}
+        if count:
+            words = [{"name": "look_up", "arguments": {"word": data.draw(texts)}} for _ in range(count)]
+            answer["tool_calls"] = [{"id": f"call{i:05d}", "function": word} for i, word in enumerate(words)]
+        new = [message("tool", index) for index in range(count)] or [message("user")]
+        asked = ([*messages, answer], new)
+        if data.draw(st.integers(0, 4)) == 0:  # another conversation than the one that was rendered
+            asked[0][0] = message(messages[0]["role"])
+        keywords = {"closed": data.draw(st.booleans()), "tools": tools}
+        plain = ids_of(chat.extend, *asked, **keywords)
+        assert ids_of(chat.extend, *asked, **keywords, rendered=rendered) == plain
+        messages = [*asked[0], *new]
+        if not isinstance(plain, list):  # a session begins a new segment
+            assert ids_of(chat.start, messages, tools, rendered=rendered) == ids_of(chat.start, messages, tools)
+
+
+def test_a_turn_renders_its_conversation_once_and_prepares_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, rendered, work = renderer("qwen2.5"), Rendered(), []
+    for name in ("_render_prepared", "_prepared"):
+        plain = getattr(chat, name)
+        monkeypatch.setattr(chat, name, lambda *a, _of=(name, plain), **k: work.append(_of[0]) or _of[1](*a, **k))
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "hi"}]
+    chat.start(messages, rendered=rendered)
+    for _ in range(3):
+        work.clear()
+        messages, new = [*messages, {"role": "assistant", "content": "yo"}], [{"role": "user", "content": "more"}]
+        assert chat.extend(messages, new, closed=True, rendered=rendered) is not None
+        assert sorted(work) == ["_prepared", "_prepared", "_render_prepared"]
+        messages = [*messages, *new]
+
+
+def test_a_template_that_writes_the_time_does_not_rewrite_history() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ now() }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    time = ["Monday"]
+    chat, rendered = ChatRenderer(tokenizer, now=lambda: time[0]), Rendered()
+    messages = [{"role": "user", "content": "hi"}]
+    chat.start(messages, rendered=rendered)
+    time[0] = "Tuesday"
+    messages, new = [*messages, {"role": "assistant", "content": "yo"}], [{"role": "user", "content": "more"}]
+    ids = chat.extend(messages, new, closed=True, rendered=rendered)
+    assert ids is not None
+    assert tokenizer.decode(ids) == "user: more</s>assistant: "
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_ids_are_those_of_the_tokenizers_own_call(family: str, data: Any) -> None:
+    chat, tokenizer = renderer(family), family_tokenizer(family)
+    text = data.draw(_texts(family)).replace(_CUT, "")
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    assert chat._encode(text) == expected
+    # What somebody else's call leaves behind in the tokenizer.
+    tokenizer(["a b c", "d"], truncation=True, max_length=1, split_special_tokens=True)
+    assert chat._encode(text) == expected
 
 
 def test_smollm2s_own_tokenizer_is_append_only() -> None:

@@ -76,6 +76,26 @@ def test_a_message_is_the_same_one_whatever_its_ids_and_the_order_of_its_keys() 
     assert len(session.segments()) == 1
 
 
+def test_a_message_that_was_changed_in_place_is_another_one() -> None:
+    parts: Message = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    session = session_over(FakeEngine("one", "two", "three"), renderer=_PartsRenderer())
+
+    async def turns() -> None:
+        messages = [parts, (await session.chat([parts])).message, AGAIN]
+        messages[1]["content"] = "not what was sampled"
+        messages += [(await session.chat(messages)).message, AGAIN]
+        parts["content"].append({"type": "text", "text": " there"})
+        await session.chat(messages)
+
+    in_virtual_time(turns())
+    assert [event["turn"] for event in session.events if event["kind"] == "branch"] == [1, 2]
+
+
+class _PartsRenderer(FakeRenderer):
+    def _render(self, messages: Any) -> list[int]:
+        return super()._render([{**message, "content": str(message["content"])} for message in messages])
+
+
 def test_a_turn_cut_by_its_limit_is_closed_by_an_observed_stop_token() -> None:
     engine = FakeEngine("long", "x")
     session = session_over(engine)
