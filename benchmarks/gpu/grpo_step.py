@@ -28,6 +28,7 @@ from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, spare_flashinfer
 SIDES = {
     "dovetail": (),
     "dovetail-ray": ("ray",),
+    "dovetail-exact": (),
     "dovetail-vllm": ("vllm",),
     "dovetail-vllm-async": ("ray", "vllm"),
     "trl": ("trl", "vllm"),
@@ -70,6 +71,7 @@ def run_side(side: str, folder: Path, steps: int) -> dict[str, Any]:
         steps,
         engine="vllm" if "vllm" in side else "native",
         mode="async" if side.endswith("async") else "sync",
+        exact=side == "dovetail-exact",
         use_ray="ray" in SIDES[side],
     )
 
@@ -149,7 +151,7 @@ class StepClock:
         return [end - start for start, end in itertools.pairwise(self.ends)]
 
 
-def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, use_ray: bool) -> dict[str, Any]:
+def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, exact: bool, use_ray: bool) -> dict[str, Any]:
     """The trainer itself: data, generation, rewards, advantages, update, run folder. One process unless `use_ray`."""
     from dovetail.config import load_config
     from dovetail.observability.run_folder import TIMELINE, read_json_lines
@@ -166,6 +168,7 @@ def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, use_ray: b
             f"{policy}.model.use_fused_kernels=True",
             f"{policy}.model.enable_gradient_checkpointing=False",
             f"{policy}.rollout.name={engine}",
+            f"{policy}.rollout.exact={exact}",
             f"{policy}.rollout.mode={mode}",
             f"{policy}.rollout.n={SAMPLES}",
             f"{policy}.rollout.ignore_eos=True",

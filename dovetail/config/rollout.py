@@ -27,6 +27,7 @@ from dovetail.config.multi_turn import AgentLoopConfig, MultiTurnConfig
 from dovetail.config.names import ENGINES, listed
 
 _ACTOR = "actor_rollout_ref.actor"
+_SP, _PADDED = "ulysses_sequence_parallel_size", when_is("actor_rollout_ref.model.use_remove_padding", False)
 
 
 _native, _not_native = when_is("name", "native"), when_not("name", "native")
@@ -178,6 +179,24 @@ class RolloutConfig(SamplingConfig):
         "recompute",
         "KV cache of responses that run while the weights change: recompute it under the new ones, or keep it, after "
         "which their log-probs are not those of the weights.",
+    )
+    exact: bool = key(
+        False,
+        "The engine's log-prob of every token is the trainer's to the bit: both compute row by row in one order, "
+        "whatever else is in the batch. Slower on both sides.",
+        rules=(
+            unsupported("only name=native computes so", when=_not_native),
+            unsupported("megatron computes otherwise; use fsdp2", when=when_is(f"{_ACTOR}.strategy", "megatron")),
+            unsupported("adapters are merged with rounding", when=when_is("actor_rollout_ref.model.uses_lora", True)),
+            unsupported("fp8 products are no part of it", when=when_not(f"{_ACTOR}.fp8_recipe", None)),
+            unsupported("sequence parallelism is no part of it", when=when_not(f"{_ACTOR}.{_SP}", 1)),
+            unsupported(
+                "it computes packed sequences", when=when_is("actor_rollout_ref.model.use_remove_padding", False)
+            ),
+            unsupported("it has log-probs under the temperature", when=when_not("logprobs_mode", "temperature")),
+            unsupported("a cache in fp8 rounds", when=when_is("kv_cache_dtype", "fp8")),
+            unsupported("kept caches are of other weights", when=when_is("kv_on_update", "keep")),
+        ),
     )
     limit_images: int | None = key(None, "Most images per prompt. Null: the engine's limit.", ge=0)
     load_format: str = key(

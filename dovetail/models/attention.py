@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from dovetail.models.exact import attention, exactly
 from dovetail.models.packing import PackedSegments
 from dovetail.parallel.ulysses import gather_heads_scatter_seq, scatter_qkv_heads
 
@@ -97,7 +98,10 @@ def packed_attention(
     if segments.sp_group is not None:
         query, key, value = scatter_qkv_heads(query, key, value, seq_dim=2, head_dim=1, group=segments.sp_group)
     scale = scaling if scaling is not None else query.size(-1) ** -0.5
-    out = _kernel_for(query, dropout)(query, key, value, segments, _Options(scale, dropout, sliding_window))
+    kernel, options = _kernel_for(query, dropout), _Options(scale, dropout, sliding_window)
+    if getattr(module, "attends_exactly", False):
+        kernel = partial(_exact, kernel)
+    out = kernel(query, key, value, segments, options)
     if segments.sp_group is not None:
         out = gather_heads_scatter_seq(out, head_dim=2, seq_dim=1, group=segments.sp_group)
     return out, None
@@ -126,6 +130,28 @@ def _kernel_for(query: Tensor, dropout: float) -> Callable[..., Tensor]:
             f"PyTorch's varlen kernel has no dropout ({dropout}); set attention_dropout=0 or install flash-attn."
         )
     return _torch_varlen
+
+
+def _exact(
+    plain: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: PackedSegments,
+    options: _Options,
+) -> Tensor:
+    if options.dropout or options.window is not None:
+        raise NotImplementedError(
+            f"rollout.exact has no dropout ({options.dropout}) and no sliding window ({options.window}) in attention; "
+            "set it to False for this model."
+        )
+    return exactly(
+        lambda q, k, v: attention(q, k, v, segments, options.scale),
+        lambda q, k, v: plain(q, k, v, segments, options),
+        query,
+        key,
+        value,
+    )
 
 
 @lru_cache(maxsize=1)

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dovetail.models.backbone import TransformerBackbone, align_to_tokens, checked_layer, predicting_positions
+from dovetail.models.exact import ExactLinear, log_probs_with_gradient
 from dovetail.models.head import (
     EntropyMemory,
     LogProbs,
@@ -173,6 +175,10 @@ class PolicyModel(TransformerBackbone):
         if layer is None:
             raise ValueError(f"{type(self.hf_model).__name__} has no language-model head.")
         layer = checked_layer(layer)
+        if isinstance(layer, ExactLinear):
+            if self._logit_scale != 1 or self._softcap:
+                raise ValueError(f"{type(self.hf_model).__name__} changes its logits; set rollout.exact=False for it.")
+            return _exact_head(layer, hidden, labels, temperature, need_entropy, need_best, need_sum_squares)
         temperature = temperature / self._logit_scale
         if self.use_fused_kernels and not need_best:
             if type(layer) is not nn.Linear:
@@ -206,3 +212,44 @@ class PolicyModel(TransformerBackbone):
             need_sum_squares=need_sum_squares,
             entropy_memory=EntropyMemory(chunk_size, self.recompute_entropy),
         )
+
+
+def _exact_head(
+    layer: ExactLinear,
+    hidden: Tensor,
+    labels: Tensor,
+    temperature: float,
+    need_entropy: bool,
+    need_best: bool,
+    need_sum_squares: bool,
+) -> LogProbs:
+    """Rows in chunks, whose logits are computed a second time in backward."""
+
+    def of_chunk(hidden: Tensor, labels: Tensor) -> LogProbs:
+        logits = layer(hidden)
+        plain = plain_log_prob_entropy(
+            logits,
+            labels,
+            temperature=temperature,
+            need_entropy=need_entropy,
+            need_best=need_best,
+            need_sum_squares=need_sum_squares,
+        )
+        return plain._replace(log_probs=log_probs_with_gradient(logits, labels, temperature))
+
+    rows = chunk_rows(layer.out_features, hidden.device)
+    parts = [
+        checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(hidden.split(rows), labels.split(rows), strict=True)
+    ]
+
+    def joined(values: list[Tensor | None]) -> Tensor | None:
+        wanted = [value for value in values if value is not None]
+        return torch.cat(wanted) if wanted else None
+
+    return LogProbs(
+        torch.cat([part.log_probs for part in parts]),
+        joined([part.entropy for part in parts]),
+        joined([part.best for part in parts]),
+        joined([part.sum_squares for part in parts]),
+    )

@@ -19,6 +19,7 @@ from dovetail.config.optim import OptimConfig
 from dovetail.config.root import ActorRolloutRefConfig
 from dovetail.models.activations import enable_gradient_checkpointing
 from dovetail.models.compile import compile_layers
+from dovetail.models.exact import use_exact_modules
 from dovetail.models.fp8 import Recipe, use_fp8_projections
 from dovetail.models.load import Role, build_meta_model, load_config, model_folder
 from dovetail.models.lora import add_lora
@@ -54,9 +55,10 @@ def build_policy(
     chunk_entropy: bool = False,
     recompute_entropy: bool = False,
     share_prefixes: bool = False,
+    exact: bool = False,
     device: torch.device,
 ) -> TrainBackend:
-    """The actor (`optim` given) or the reference. LoRA adapters go into the actor only."""
+    """The actor (`optim` given) or the reference. LoRA adapters go into the actor only. `exact`: `models.exact`."""
     _import_external(model.external_lib)
     if strategy == "megatron":
         return _on_megatron(
@@ -76,10 +78,12 @@ def build_policy(
         _freeze_vision_towers(hf_model)
     if optim is not None and model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(hf_model)
+    if exact:
+        use_exact_modules(hf_model)
     if fp8_recipe is not None:
         use_fp8_projections(hf_model, fp8_recipe, device)
     # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
-    if use_torch_compile and device.type == "cuda":
+    if use_torch_compile and device.type == "cuda" and not exact:
         compile_layers(hf_model)
     network = PolicyModel(
         hf_model,
@@ -123,6 +127,7 @@ def build_actor(
         chunk_entropy=actor.entropy_from_logits_with_chunking,
         recompute_entropy=actor.entropy_checkpointing,
         share_prefixes=actor.use_prefix_grouper,
+        exact=policy.rollout.exact,
         device=device,
     )
 

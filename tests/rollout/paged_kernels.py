@@ -13,11 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dovetail.models import exact as exact_modules
+from dovetail.models.kernels import exact as exact_kernels
+from dovetail.models.kernels.paged_attention import prefill_attention
+from dovetail.models.policy import PolicyModel
+from dovetail.rollout import GenerationRequest
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native.cuda.decoder import FusedDecoder
 from dovetail.rollout.native.cuda.kernels import attention, small_batch
 from dovetail.rollout.native.cuda.kernels import linear as linear_kernels
-from dovetail.rollout.native.cuda.kernels.attention import decode_attention, prefill_attention
+from dovetail.rollout.native.cuda.kernels.attention import decode_attention
 from dovetail.rollout.native.cuda.kernels.device import Device
 from dovetail.rollout.native.cuda.kernels.filtering import keep
 from dovetail.rollout.native.cuda.kernels.layer import add_rms_norm, rms_norm, rotate_and_store, silu_mul
@@ -27,6 +32,7 @@ from dovetail.rollout.native.cuda.kernels.sampling import draw
 from dovetail.rollout.native.cuda.paged_step import PagedDecode
 from dovetail.rollout.native.cuda.pages import KVShape, PagePool
 from dovetail.rollout.native.cuda.slots import SlotState
+from dovetail.rollout.native.engine import NativeEngine
 from dovetail.rollout.native.noise import stream_key
 from dovetail.rollout.native.sampler import Filters, SamplingRows, filter_weights, sample
 from tests.models.tiny import tiny_model
@@ -158,6 +164,63 @@ def test_rms_norm_adds_and_normalises() -> None:
     total = x + residual
     close(add_rms_norm(x, residual, weight, 1e-5), F.rms_norm(total, (40,), weight, 1e-5))
     close(residual, total)
+
+
+def some_rows(count: int) -> list[slice]:
+    """The same rows in batches of other sizes, at other places."""
+    return [slice(0, 1), slice(count - 1, count), slice(2, 9), slice(count // 2, count)]
+
+
+@pytest.mark.parametrize("inputs", [40, 200])
+def test_a_row_of_an_exact_product_does_not_depend_on_the_other_rows(inputs: int) -> None:
+    torch.manual_seed(2)
+    x, weight, bias = half(150, inputs), half(70, inputs), half(70)
+    whole = exact_kernels.linear(x, weight, bias, torch.float32)
+    near(whole, F.linear(x.float(), weight.float(), bias.float()))
+    for rows in some_rows(150):
+        assert torch.equal(exact_kernels.linear(x[rows], weight, bias, torch.float32), whole[rows])
+    assert torch.equal(exact_kernels.linear(x, weight, None, x.dtype), exact_kernels.linear(x, weight, None, x.dtype))
+
+
+def test_rows_of_exact_norms_and_log_probs_do_not_depend_on_the_other_rows() -> None:
+    torch.manual_seed(3)
+    x, weight = randn(30, 40), randn(40)
+    normed = exact_kernels.rms_norm(x, weight, 1e-5)
+    close(normed, F.rms_norm(x, (40,), weight, 1e-5))
+    logits, labels = 3 * randn(30, 5000), torch.randint(5000, (30,), device=DEVICE)
+    temperatures = torch.rand(30, device=DEVICE) + 0.5
+    log_probs = exact_kernels.label_log_probs(logits, labels, temperatures)
+    close(log_probs, (logits / temperatures[:, None]).log_softmax(-1).gather(-1, labels[:, None])[:, 0])
+    for rows in some_rows(30):
+        assert torch.equal(exact_kernels.rms_norm(x[rows], weight, 1e-5), normed[rows])
+        found = exact_kernels.label_log_probs(logits[rows], labels[rows], temperatures[rows])
+        assert torch.equal(found, log_probs[rows])
+
+
+def test_an_exact_engine_writes_the_log_probs_of_an_exact_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill in parts, decoding and training, all through the kernels."""
+    monkeypatch.setattr(exact_modules, "_has_kernels", lambda x: True)
+    model = tiny_model("qwen3", num_hidden_layers=1).to(DEVICE)
+    exact_modules.use_exact_modules(model)
+    generator = torch.Generator().manual_seed(0)
+    asked = [
+        GenerationRequest(
+            str(number),
+            torch.randint(3, 300, (length,), generator=generator).tolist(),
+            SamplingParams(max_new_tokens=2 + number, temperature=0.8, seed=number, ignore_eos=True),
+        )
+        for number, length in enumerate((3, 70))
+    ]
+    engine = NativeEngine(model, exact=True, ops=triton_ops(), max_num_seqs=2, max_prefill_tokens=40)
+    results = engine.generate(asked)
+    ids, mask = (torch.zeros(2, 80, dtype=torch.long, device=DEVICE) for _ in range(2))
+    for row, (request, result) in enumerate(zip(asked, results, strict=True)):
+        sequence = [*request.prompt_token_ids, *result.token_ids]
+        ids[row, : len(sequence)], mask[row, : len(sequence)] = torch.tensor(sequence), 1
+    log_probs = PolicyModel(model)(ids, mask, temperature=0.8).log_probs.detach().cpu()
+    for row, result in enumerate(results):
+        first = len(asked[row].prompt_token_ids)
+        assert torch.equal(torch.tensor(result.log_probs), log_probs[row, first : first + len(result.log_probs)])
 
 
 def test_silu_mul() -> None:

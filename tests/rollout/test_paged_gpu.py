@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.models.exact import use_exact_modules
+from dovetail.models.policy import PolicyModel
 from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams
 from dovetail.rollout.native.cuda.decoder import FusedDecoder
 from dovetail.rollout.native.cuda.kernels.ops import triton_ops
@@ -290,3 +292,31 @@ def test_a_stop_token_ends_a_response_although_the_host_reads_late() -> None:
 def test_start_up_takes_seconds() -> None:
     model = cuda_model("llama", torch.bfloat16, num_hidden_layers=24)
     NativeEngine(model, max_num_seqs=256).generate(requests(prompts(256), SamplingParams(max_new_tokens=8)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen2", "qwen3"])
+def test_exact_log_probs_are_those_of_an_exact_trainer_to_the_bit(family: str, dtype: torch.dtype) -> None:
+    model = cuda_model(family, dtype, hidden_size=256, intermediate_size=640)
+    use_exact_modules(model)
+    rows = prompts(70, seed=3, longest=300)
+    sampling = SamplingParams(temperature=0.8, max_new_tokens=100, ignore_eos=True, n=2)
+    together = NativeEngine(model, exact=True, max_num_seqs=90, max_prefill_tokens=1000).generate(
+        requests(rows, sampling)
+    )
+    few = NativeEngine(model, exact=True, max_num_seqs=7, enforce_eager=True).generate(requests(rows, sampling))
+    assert together == few
+    policy = PolicyModel(model)
+    for size in (3, 140):  # of a micro-batch
+        for start in range(0, len(together), size):
+            part = together[start : start + size]
+            sequences = [[*rows[(start + i) // 2], *result.token_ids] for i, result in enumerate(part)]
+            longest = max(map(len, sequences))
+            ids, mask = (torch.zeros(len(part), longest, dtype=torch.long) for _ in range(2))
+            for row, sequence in enumerate(sequences):
+                ids[row, : len(sequence)], mask[row, : len(sequence)] = torch.tensor(sequence), 1
+            with torch.no_grad():
+                log_probs = policy(ids.cuda(), mask.cuda(), temperature=0.8).log_probs.cpu()
+            for row, (sequence, result) in enumerate(zip(sequences, part, strict=True)):
+                found = log_probs[row, len(sequence) - 100 : len(sequence)]
+                assert torch.equal(torch.tensor(result.log_probs), found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from dovetail.config.checks.examined import Check, Examined, Findings, nearest_divisor
+from dovetail.config.fsdp import full_dtype
 
 _TENSOR = "rollout.tensor_model_parallel_size"
 
@@ -50,6 +51,12 @@ def _devices(run: Examined) -> Findings:
         yield run.error("<rollout.weight_sync> needs the trainer's devices and <rollout.nnodes>; use broadcast.")
     if rollout.kv_cache_dtype == "fp8" and run.trainer.device == "cpu":
         yield run.error("<rollout.kv_cache_dtype> needs CUDA and trainer.device=cpu; use @rollout.kv_cache_dtype=auto.")
+    precision = run.actor.fsdp_config.mixed_precision
+    if rollout.exact and full_dtype(rollout.dtype) != (compute := full_dtype(precision.param_dtype)):
+        yield run.error(
+            f"<rollout.exact> and <rollout.dtype>, but the trainer computes in {compute} (actor.fsdp_config."
+            f"mixed_precision.param_dtype); use @rollout.dtype={compute}."
+        )
 
 
 def _samples(run: Examined) -> Findings:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
+from dovetail.models.exact import attend_token
 from dovetail.rollout.native.kv_cache import SlotKVCache
 
 ATTENTION_NAME = "dovetail_native_rollout"
@@ -79,6 +80,28 @@ class PrefillStep:
             )
             outputs.append(attended.flatten(0, 1).transpose(0, 1).reshape(segment.length, -1))
         return torch.cat(outputs).unsqueeze(0)
+
+
+class ExactStep:
+    """Segments of prompts or new tokens, one token after the other, as `models.exact` attends in the trainer."""
+
+    def __init__(self, cache: SlotKVCache, segments: Sequence[Segment]) -> None:
+        self.cache = cache
+        self.segments = segments
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        cached_keys, cached_values = self.cache.layer(layer, key, value)
+        outputs: list[torch.Tensor] = []
+        for segment in self.segments:
+            keys, values = cached_keys[segment.slot], cached_values[segment.slot]
+            for position in range(segment.start, segment.end):
+                token = len(outputs)
+                keys[:, position], values[:, position] = key[0, :, token], value[0, :, token]
+                seen = slice(position + 1)
+                outputs.append(attend_token(query[0, :, token], keys[:, seen], values[:, seen], scaling).flatten())
+        return torch.stack(outputs).unsqueeze(0)
 
 
 class DecodeStep:

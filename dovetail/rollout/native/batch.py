@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from dovetail.rollout.native.attention import DecodeStep, PrefillStep, plan_spans
+from dovetail.models.exact import label_log_probs
+from dovetail.rollout.native.attention import DecodeStep, ExactStep, PrefillStep, Segment, plan_spans
 from dovetail.rollout.native.images import prefill_images, prefill_positions
 from dovetail.rollout.native.kv_cache import SlotKVCache
 from dovetail.rollout.native.sampler import SamplingRows, require_finite, sample
@@ -30,7 +31,7 @@ class BatchStats:
 
 
 class RunningBatch:
-    """A batch over dense slots; sessions keep at most `max_kept_tokens` between two turns.
+    """A batch over dense slots; sessions keep at most `max_kept_tokens` between two turns. `exact`: `models.exact`.
 
     `PagedBatch` has the same methods; all but the counts are called between two steps.
     """
@@ -43,12 +44,14 @@ class RunningBatch:
         max_prefill_tokens: int,
         *,
         max_kept_tokens: int = 0,
+        exact: bool = False,
     ) -> None:
         self.cache = SlotKVCache(max_kept_tokens)
         self.scheduler = Scheduler(max_num_seqs, max_prefill_tokens, self.cache)
         self.stats = BatchStats()
         self._model = model
         self._device = device
+        self._exact = exact
         self._rows_changed = True
         # Of the rows, until they change: all grow together, so the spans stay right.
         self._sampling: SamplingRows | None = None
@@ -111,12 +114,13 @@ class RunningBatch:
         if not plan:
             return False
         tokens = [token for row, segment in plan for token in row.sequence[segment.start : segment.end]]
+        segments = [segment for _, segment in plan]
         # The module under the head: no logits, and so no (tokens, vocabulary) matrix, for prompts.
         self._model.base_model(
             input_ids=torch.tensor([tokens], device=self._device),
             position_ids=prefill_positions(plan, self._device),
             use_cache=False,
-            kv_step=PrefillStep(self.cache, [segment for _, segment in plan], self._device),
+            kv_step=ExactStep(self.cache, segments) if self._exact else PrefillStep(self.cache, segments, self._device),
             **prefill_images(plan, self._device),
         )
         for row, segment in plan:
@@ -146,9 +150,14 @@ class RunningBatch:
             input_ids=torch.tensor([[row.sequence[-1] for row in rows]], device=self._device),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            kv_step=DecodeStep(self.cache, places, [length + 1 for length in lengths], self._spans),
+            kv_step=ExactStep(self.cache, [Segment(slot, length, 1) for slot, length in enumerate(lengths)])
+            if self._exact
+            else DecodeStep(self.cache, places, [length + 1 for length in lengths], self._spans),
         )
+        logits = output.logits[0].clone() if self._exact else output.logits[0]
         tokens, log_probs = sample(output.logits[0], self._sampling, places + 1)
+        if self._exact:
+            log_probs = label_log_probs(logits, tokens, self._sampling.log_prob_temperatures(len(rows), self._device))
         scores = log_probs.tolist()
         require_finite(scores)
         any_finished = False

@@ -16,6 +16,7 @@ from torch import nn
 
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.rollout import RolloutConfig
+from dovetail.models.exact import use_exact_modules
 from dovetail.rollout.base import (
     ALL_TAGS,
     DROPPED_BY_SLEEP,
@@ -62,7 +63,7 @@ class NativeEngine(RolloutEngine):
 
     `kv_on_update` says what becomes of the KV cache of running requests when the weights change: `recompute` runs them
     through the new weights, `keep` goes on with what the old weights computed, and then the log-probs of the tokens
-    that follow are not those of any weights.
+    that follow are not those of any weights. `exact` computes log-probs to the bits of a trainer with `models.exact`.
     """
 
     name = "native"
@@ -81,6 +82,7 @@ class NativeEngine(RolloutEngine):
         enforce_eager: bool = False,
         enable_prefix_caching: bool = True,
         kv_on_update: Literal["recompute", "keep"] = "recompute",
+        exact: bool = False,
         ops: Any = None,
         **model_args: Unpack[ModelArgs],
     ) -> None:
@@ -93,6 +95,8 @@ class NativeEngine(RolloutEngine):
             self._device = torch.device(device)
             self._load = partial(load_model, self._folder, self._device, **model_args)
             self._model = self._load(dtype)
+        if exact:
+            use_exact_modules(self._model)
         self._packed = pack_linears(self._model, self._device)
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)
@@ -102,6 +106,7 @@ class NativeEngine(RolloutEngine):
         self._paged = self._device.type == "cuda" or ops is not None
         if self._paged:
             from dovetail.rollout.native.cuda.batch import PagedBatch
+            from dovetail.rollout.native.cuda.kernels.ops import exact_ops, triton_ops
             from dovetail.rollout.native.cuda.pages import cache_dtype_of
 
             self._batch = PagedBatch(
@@ -113,15 +118,16 @@ class NativeEngine(RolloutEngine):
                 memory_share=gpu_memory_utilization,
                 cache_dtype=cache_dtype_of(kv_cache_dtype, self._model.dtype, self._device),
                 use_graphs=not enforce_eager,
+                fuse=not exact,
                 reuse_prefixes=enable_prefix_caching,
-                ops=ops,
+                ops=exact_ops(ops or triton_ops()) if exact else ops,
             )
         elif kv_cache_dtype == "fp8":
             raise ValueError("kv_cache_dtype=fp8 is for CUDA; on a CPU leave rollout.kv_cache_dtype at auto.")
         else:
             kept = max_num_seqs * self._max_model_len if enable_prefix_caching else 0
             self._batch = RunningBatch(
-                self._model, self._device, max_num_seqs, max_prefill_tokens, max_kept_tokens=kept
+                self._model, self._device, max_num_seqs, max_prefill_tokens, max_kept_tokens=kept, exact=exact
             )
         self._keeps_cache = kv_on_update == "keep"
         if self._keeps_cache:
@@ -151,6 +157,7 @@ class NativeEngine(RolloutEngine):
             enforce_eager=config.enforce_eager,
             enable_prefix_caching=config.enable_prefix_caching,
             kv_on_update=config.kv_on_update,
+            exact=config.exact,
             **model,
         )
 

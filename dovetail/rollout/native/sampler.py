@@ -83,6 +83,12 @@ class SamplingRows:
             raw=tensor(raw, torch.bool) if any(raw) else None,
         )
 
+    def log_prob_temperatures(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """The temperature under which the log-prob of each row is wanted."""
+        ones = torch.ones(num_rows, device=device)
+        temperatures = ones if self.temperature is None else self.temperature
+        return temperatures if self.raw is None else torch.where(self.raw, ones, temperatures)
+
 
 def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Next token ids (int64) and their log-probs (float32) from logits (rows, vocab), which are overwritten.

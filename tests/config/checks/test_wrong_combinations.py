@@ -113,6 +113,12 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
         ("=fp8", "needs CUDA", "kv_cache_dtype=auto"),
     ),
     (
+        (f"{R}.exact=True", f"{R}.dtype=float32"),
+        "error",
+        f"{R}.exact",
+        ("=True", "the trainer computes in bfloat16", "dtype=bfloat16"),
+    ),
+    (
         (f"{A}.ppo_micro_batch_size_per_gpu=32",),
         "warning",
         f"{A}.ppo_micro_batch_size_per_gpu",

@@ -1,0 +1,115 @@
+"""Causal attention of several tokens of each sequence over paged keys and values.
+
+A layer's keys are (pages, kv heads, page size, head size), values alike; a table lists each sequence's pages. Every row
+goes through its pages in order, in tiles that are the same for every batch: its result depends on no other row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # pyrefly: ignore[missing-import]
+import triton.language as tl  # pyrefly: ignore[missing-import]
+
+_LOG2_E = 1.4426950408889634
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    blocks: torch.Tensor,
+    segments: torch.Tensor,
+    scaling: float,
+    *,
+    block_size: int,
+) -> torch.Tensor:
+    """Ragged prefill: query (tokens, heads * head size) holds segments end to end, their keys are in the pages already.
+
+    `blocks` (n, 2) names for each block of `block_size` queries its segment and first query in it. `segments` (m, 3)
+    holds a segment's first packed token, its number of tokens, and how many tokens of its sequence lie before it.
+    Row i of `table` lists the pages of segment i's sequence.
+    """
+    width = query.shape[1]
+    _, num_kv, page_size, head_size = keys.shape
+    num_heads = width // head_size
+    out = torch.empty_like(query)
+    _prefill_kernel[(blocks.shape[0], num_heads)](
+        query,
+        keys,
+        values,
+        table,
+        blocks,
+        segments,
+        out,
+        scaling * _LOG2_E,
+        table.stride(0),
+        width,
+        NUM_KV=num_kv,
+        GROUP=num_heads // num_kv,
+        HEAD=head_size,
+        HEAD_PADDED=triton.next_power_of_2(head_size),
+        PAGE=page_size,
+        BLOCK=block_size,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
+
+
+@triton.jit
+def _prefill_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    block_ptr,
+    segment_ptr,
+    out_ptr,
+    scale,
+    table_stride,
+    width,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    segment = tl.load(block_ptr + block * 2).to(tl.int64)
+    start = tl.load(block_ptr + block * 2 + 1)
+    first_token = tl.load(segment_ptr + segment * 3).to(tl.int64)
+    num_tokens = tl.load(segment_ptr + segment * 3 + 1)
+    before = tl.load(segment_ptr + segment * 3 + 2)
+    rows = start + tl.arange(0, BLOCK)
+    columns = tl.arange(0, HEAD_PADDED)
+    offsets = tl.arange(0, PAGE)
+    query_offsets = (first_token + rows)[:, None] * width + head * HEAD + columns[None, :]
+    query_mask = (rows[:, None] < num_tokens) & (columns[None, :] < HEAD)
+    query = tl.load(query_ptr + query_offsets, mask=query_mask, other=0.0)
+    # The last key that the last query of this block sees.
+    end = before + tl.minimum(start + BLOCK, num_tokens)
+
+    top = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    acc = tl.zeros([BLOCK, HEAD_PADDED], dtype=tl.float32)
+    for index in range((end + PAGE - 1) // PAGE):
+        page = tl.load(table_ptr + segment * table_stride + index).to(tl.int64)
+        positions = index * PAGE + offsets
+        tile = (page * NUM_KV + head // GROUP) * PAGE * HEAD + offsets[:, None] * HEAD + columns[None, :]
+        tile_mask = (positions[:, None] < end) & (columns[None, :] < HEAD)
+        key = tl.load(key_ptr + tile, mask=tile_mask, other=0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where(positions[None, :] <= before + rows[:, None], scores, float("-inf"))
+        # Every query sees position 0, so after the first page no maximum is -inf.
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, axis=1)
+        value = tl.load(value_ptr + tile, mask=tile_mask, other=0.0).to(query.dtype)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        top = new_top
+    acc = acc / total[:, None]
+    tl.store(out_ptr + query_offsets, acc.to(out_ptr.dtype.element_ty), mask=query_mask)
