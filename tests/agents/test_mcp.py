@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -187,37 +189,43 @@ def test_servers_are_read_from_their_json(tmp_path: Path) -> None:
         read_servers(str(file))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mcp") is not None, reason="the package is installed")
-def test_without_the_package_it_is_named() -> None:
+def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)  # importing it raises
     with pytest.raises(ToolError, match=r"pip install 'dovetail\[mcp\]'"):
         McpToolbox(COMMAND)
 
 
+needs_mcp = pytest.mark.skipif(
+    importlib.util.find_spec("mcp") is None, reason="mcp is not installed: pip install 'dovetail[mcp]'"
+)
 SERVER = """
-import os
-from mcp.server.fastmcp import FastMCP
+import os, sys
+from mcp.server.fastmcp import Context, FastMCP
 
-server = FastMCP("weather", log_level="ERROR")
+transport, port = sys.argv[1:]
+server = FastMCP("weather", log_level="ERROR", port=int(port))
 
 
 @server.tool()
-def tell(city: str) -> str:
+def tell(city: str, context: Context) -> str:
     if city == "nowhere":
         raise ValueError("no such city")
     if city == "closed":
         os._exit(3)
-    return f"sun in {city}"
+    request = context.request_context.request
+    return f"sun in {city}" if request is None else f"sun in {city} for {request.headers['authorization']}"
 
 
-server.run()
+server.run(transport=transport)
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the optional package mcp is not installed")
+@needs_mcp
 def test_a_server_of_the_official_package_is_called_lost_and_found_again(tmp_path: Path) -> None:
     """In a process of its own, over its standard input and output."""
     (tmp_path / "server.py").write_text(SERVER)
-    toolbox = McpToolbox({"weather": {"command": sys.executable, "args": [str(tmp_path / "server.py")]}})
+    arguments = [str(tmp_path / "server.py"), "stdio", 0]
+    toolbox = McpToolbox({"weather": {"command": sys.executable, "args": arguments}})
     schemas, first, refused, lost, again = call(toolbox, "Oslo", "nowhere", "closed", "Bonn")
     assert [schema["function"]["name"] for schema in schemas] == ["tell"]
     assert schemas[0]["function"]["parameters"]["required"] == ["city"]
@@ -225,3 +233,56 @@ def test_a_server_of_the_official_package_is_called_lost_and_found_again(tmp_pat
     assert refused.startswith("Error: ")
     assert "no such city" in refused
     assert isinstance(lost, InfrastructureError)
+
+
+@needs_mcp
+@pytest.mark.parametrize(("transport", "path"), [("streamable-http", "mcp"), ("sse", "sse")])
+def test_a_server_at_an_address_that_dies_in_a_call_or_between_two_is_infrastructure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, path: str
+) -> None:
+    """The library's client of streamable HTTP would wait for ever for the answer to the call that killed the server."""
+    monkeypatch.setattr("dovetail.agents.tools.mcp._PING_S", 0.2)
+    (tmp_path / "server.py").write_text(SERVER)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    @contextlib.asynccontextmanager
+    async def serving() -> AsyncIterator[None]:
+        process = subprocess.Popen([sys.executable, str(tmp_path / "server.py"), transport, str(port)])
+        try:
+            while True:
+                assert process.poll() is None, "the server ended at its start"
+                with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                await asyncio.sleep(0.05)
+            yield
+        finally:
+            process.kill()
+            process.wait()
+
+    async def run() -> list[Any]:
+        settings = {"url": f"http://127.0.0.1:{port}/{path}", "auth_token": "key"}
+        toolbox, results = McpToolbox({"weather": settings}), []
+
+        async def tell(city: str) -> None:
+            try:
+                results.append((await asyncio.wait_for(tools.call(ToolCall("tell", {"city": city})), 20)).text)
+            except InfrastructureError as error:
+                results.append(type(error))
+
+        async with serving():
+            tools, _ = await toolbox.open(Task([]))
+            for city in ("Oslo", "nowhere", "closed", "Bonn"):
+                await tell(city)
+        async with serving():
+            await tell("Oslo")
+        async with serving():  # nobody called while it was away
+            for city in ("Oslo", "Bonn"):
+                await tell(city)
+        await toolbox.close()
+        return results
+
+    sun, error = "sun in {} for Bearer key", "Error: Error executing tool tell: no such city"
+    oslo, bonn = sun.format("Oslo"), sun.format("Bonn")
+    lost = InfrastructureError
+    assert asyncio.run(run()) == [oslo, error, lost, lost, oslo, lost, bonn]

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,11 @@ from dovetail.agents.tools.functions import problem_of
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.types import InfrastructureError, Message, Task, ToolCall, ToolResult
 
-_CONNECTION_CLOSED = -32000
+_LOST = (-32000, 32600)
+"""Codes of the library's own errors: the connection was closed; the server, started anew, does not know the session."""
+_PING_S = 5.0
+"""Between pings of the server while calls wait: over HTTP the library lets a call hang when the server dies
+(https://github.com/modelcontextprotocol/python-sdk/issues/1577)."""
 
 
 def read_servers(path: str) -> dict[str, Any]:
@@ -94,6 +98,7 @@ class _Server:
         self._holder: asyncio.Task[None] | None = None
         self._session: Any = None
         self._schemas: list[dict[str, Any]] = []
+        self._num_waiting = 0
 
     async def schemas(self) -> list[dict[str, Any]]:
         await self._connected()
@@ -104,9 +109,9 @@ class _Server:
 
         session = await self._connected()
         try:
-            result = await session.call_tool(call.name, call.arguments)
+            result = await self._while_held(session.call_tool(call.name, call.arguments))
         except McpError as error:
-            if getattr(error.error, "code", None) != _CONNECTION_CLOSED:
+            if error.error.code not in _LOST:
                 return ToolResult(f"Error: {call.name} failed: {error}", failure="exception")
             await self._lose(session)
             raise InfrastructureError(f"the MCP server {self._name} ended the connection") from error
@@ -115,6 +120,20 @@ class _Server:
             raise InfrastructureError(f"the MCP server {self._name}: {type(error).__name__}: {error}") from error
         text = "\n".join(_text(part) for part in result.content)
         return ToolResult(f"Error: {text}", failure="exception") if result.isError else ToolResult(text)
+
+    async def _while_held(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`, or an error when the connection ends before it."""
+        assert self._holder is not None, "called by who has just connected"
+        holder, calling = self._holder, asyncio.ensure_future(work)
+        self._num_waiting += 1
+        try:
+            await asyncio.wait({calling, holder}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise ConnectionError("the connection ended")
+            return calling.result()
+        finally:
+            self._num_waiting -= 1
+            calling.cancel()
 
     async def _lose(self, session: Any) -> None:
         """Of several calls that fail with a connection, the last ones may find a new one: that stays."""
@@ -159,10 +178,27 @@ class _Server:
                 self._schemas = [_schema(tool) for tool in tools]
                 if not ready.done():
                     ready.set_result(session)
-                await stop.wait()
+                watch = asyncio.create_task(self._watch(session, stop))
+                try:
+                    await stop.wait()
+                finally:
+                    watch.cancel()
         except Exception as error:  # noqa: BLE001  reported to whoever waits; later ones come with the next call
             if not ready.done():
                 ready.set_exception(error)
+
+    async def _watch(self, session: Any, stop: asyncio.Event) -> None:
+        """End the connection once the server no longer knows it. One that cannot be reached ends it by itself."""
+        from mcp import McpError
+
+        while not stop.is_set():
+            await asyncio.sleep(_PING_S)
+            if self._num_waiting:
+                try:
+                    await session.send_ping()
+                except Exception as error:  # noqa: BLE001  an error that the server sent is a sign of life
+                    if not isinstance(error, McpError) or error.error.code in _LOST:
+                        stop.set()
 
 
 def _transport(settings: Mapping[str, Any]) -> Any:
