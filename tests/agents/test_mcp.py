@@ -29,7 +29,14 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 class Error(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(f"code {code}")
-        self.error = SimpleNamespace(code=code)
+        self.error = SimpleNamespace(code=code, message="")
+
+
+class Dumped(dict[str, Any]):
+    """A result of the library."""
+
+    def model_dump(self, *, by_alias: bool) -> dict[str, Any]:
+        return dict(self)
 
 
 class Servers:
@@ -63,11 +70,12 @@ class Servers:
 
             async def initialize(self) -> None: ...
 
-            async def list_tools(self, cursor: str | None = None) -> Any:
+            async def list_tools(self, params: Any = None) -> Any:
                 """One on each page."""
-                name, following = ("tell", "2") if cursor is None else ("ask", None)
-                tools = [SimpleNamespace(name=name, description="Tell.", inputSchema=SCHEMA)]
-                return SimpleNamespace(tools=tools, nextCursor=following)
+                name, following = ("tell", "2") if params is None else ("ask", None)
+                return Dumped(
+                    tools=[{"name": name, "description": "Tell.", "inputSchema": SCHEMA}], nextCursor=following
+                )
 
             async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
                 match arguments["city"]:
@@ -81,11 +89,8 @@ class Servers:
                         servers.late = asyncio.Event()
                         await servers.late.wait()
                         raise Error(-32000)
-                parts = [
-                    SimpleNamespace(type="text", text=f"{name} {arguments['city']}"),
-                    SimpleNamespace(type="image"),
-                ]
-                return SimpleNamespace(content=parts, isError=arguments["city"] == "nowhere")
+                parts = [{"type": "text", "text": f"{name} {arguments['city']}"}, {"type": "image"}]
+                return Dumped(content=parts, isError=arguments["city"] == "nowhere")
 
         return ClientSession
 
@@ -93,8 +98,9 @@ class Servers:
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
     made = Servers()
-    modules = {name: ModuleType(name) for name in ("mcp", "mcp.client", "mcp.client.stdio")}
+    modules = {name: ModuleType(name) for name in ("mcp", "mcp.client", "mcp.client.stdio", "mcp.types")}
     vars(modules["mcp"]).update(ClientSession=made.session(), McpError=Error, StdioServerParameters=SimpleNamespace)
+    vars(modules["mcp.types"]).update(PaginatedRequestParams=SimpleNamespace)
     vars(modules["mcp.client.stdio"]).update(stdio_client=made.connect)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -200,14 +206,20 @@ needs_mcp = pytest.mark.skipif(
 )
 SERVER = """
 import os, sys
-from mcp.server.fastmcp import Context, FastMCP
+try:  # mcp 2
+    from mcp.server.mcpserver import Context, MCPServer
+except ImportError:
+    from mcp.server.fastmcp import Context, FastMCP as MCPServer
 
 transport, port = sys.argv[1:]
-server = FastMCP("weather", log_level="ERROR", port=int(port))
+server = MCPServer("weather", log_level="ERROR")
+is_busy = False
 
 
 @server.tool()
 def tell(city: str, context: Context) -> str:
+    global is_busy
+    is_busy = city == "crowded"
     if city == "nowhere":
         raise ValueError("no such city")
     if city == "closed":
@@ -216,7 +228,23 @@ def tell(city: str, context: Context) -> str:
     return f"sun in {city}" if request is None else f"sun in {city} for {request.headers['authorization']}"
 
 
-server.run(transport=transport)
+if transport == "stdio":
+    server.run()
+else:
+    import uvicorn
+
+    app = server.sse_app() if transport == "sse" else server.streamable_http_app()
+
+    async def gateway(scope, receive, send):
+        global is_busy
+        if is_busy and scope["method"] == "POST":
+            is_busy = False
+            await send({"type": "http.response.start", "status": 503, "headers": []})
+            await send({"type": "http.response.body"})
+        else:
+            await app(scope, receive, send)
+
+    uvicorn.run(gateway, port=int(port), log_level="error")
 """
 
 
@@ -230,14 +258,13 @@ def test_a_server_of_the_official_package_is_called_lost_and_found_again(tmp_pat
     assert [schema["function"]["name"] for schema in schemas] == ["tell"]
     assert schemas[0]["function"]["parameters"]["required"] == ["city"]
     assert (first, again) == ("sun in Oslo", "sun in Bonn")
-    assert refused.startswith("Error: ")
-    assert "no such city" in refused
+    assert refused.startswith("Error: Error executing tool tell")  # the rest is between the tool and its server
     assert isinstance(lost, InfrastructureError)
 
 
 @needs_mcp
 @pytest.mark.parametrize(("transport", "path"), [("streamable-http", "mcp"), ("sse", "sse")])
-def test_a_server_at_an_address_that_dies_in_a_call_or_between_two_is_infrastructure(
+def test_a_server_at_an_address_that_dies_or_is_too_busy_is_infrastructure_and_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, path: str
 ) -> None:
     """The library's client of streamable HTTP would wait for ever for the answer to the call that killed the server."""
@@ -272,7 +299,7 @@ def test_a_server_at_an_address_that_dies_in_a_call_or_between_two_is_infrastruc
 
         async with serving():
             tools, _ = await toolbox.open(Task([]))
-            for city in ("Oslo", "nowhere", "closed", "Bonn"):
+            for city in ("Oslo", "nowhere", "crowded", "Bonn", "Bonn", "closed", "Bonn"):
                 await tell(city)
         async with serving():
             await tell("Oslo")
@@ -282,7 +309,8 @@ def test_a_server_at_an_address_that_dies_in_a_call_or_between_two_is_infrastruc
         await toolbox.close()
         return results
 
-    sun, error = "sun in {} for Bearer key", "Error: Error executing tool tell: no such city"
-    oslo, bonn = sun.format("Oslo"), sun.format("Bonn")
+    crowded, oslo, bonn = (f"sun in {city} for Bearer key" for city in ("crowded", "Oslo", "Bonn"))
     lost = InfrastructureError
-    assert asyncio.run(run()) == [oslo, error, lost, lost, oslo, lost, bonn]
+    first, refused, *others = asyncio.run(run())
+    assert refused.startswith("Error: Error executing tool tell")
+    assert [first, *others] == [oslo, crowded, lost, bonn, lost, lost, oslo, lost, bonn]

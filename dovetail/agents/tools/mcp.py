@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from dovetail.agents.tools.functions import problem_of
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.types import InfrastructureError, Message, Task, ToolCall, ToolResult
 
-_LOST = (-32000, 32600)
-"""Codes of the library's own errors: the connection was closed; the server, started anew, does not know the session."""
+_LOST = (-32000, -32600, 32600)
+"""Codes: the connection was closed; a server that was started anew does not know the session (mcp 2; mcp 1)."""
+_HTTP_ERROR = "Server returned an error response"
+"""What mcp 2 makes of HTTP 500 and the like; in mcp 1 they end the connection."""
 _PING_S = 5.0
 """Between pings of the server while calls wait: over HTTP the library lets a call hang when the server dies
 (https://github.com/modelcontextprotocol/python-sdk/issues/1577)."""
@@ -105,21 +107,18 @@ class _Server:
         return self._schemas
 
     async def call(self, call: ToolCall) -> ToolResult:
-        from mcp import McpError
-
         session = await self._connected()
         try:
             result = await self._while_held(session.call_tool(call.name, call.arguments))
-        except McpError as error:
-            if error.error.code not in _LOST:
+        except Exception as error:  # of the transport: what a tool raises comes as a result
+            if _is_of_the_server(error):
                 return ToolResult(f"Error: {call.name} failed: {error}", failure="exception")
             await self._lose(session)
-            raise InfrastructureError(f"the MCP server {self._name} ended the connection") from error
-        except Exception as error:  # of the transport: what a tool raises comes as a result
-            await self._lose(session)
             raise InfrastructureError(f"the MCP server {self._name}: {type(error).__name__}: {error}") from error
-        text = "\n".join(_text(part) for part in result.content)
-        return ToolResult(f"Error: {text}", failure="exception") if result.isError else ToolResult(text)
+        # By the names of the protocol, which the attributes of mcp 1 and mcp 2 spell differently.
+        whole = result.model_dump(by_alias=True)
+        text = "\n".join(_text(part) for part in whole["content"])
+        return ToolResult(f"Error: {text}", failure="exception") if whole["isError"] else ToolResult(text)
 
     async def _while_held(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of `work`, or an error when the connection ends before it."""
@@ -166,15 +165,17 @@ class _Server:
 
     async def _hold(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
         from mcp import ClientSession
+        from mcp.types import PaginatedRequestParams
 
         try:
             async with _transport(self._settings) as streams, ClientSession(streams[0], streams[1]) as session:
                 await session.initialize()
-                page = await session.list_tools()
-                tools = list(page.tools)
-                while page.nextCursor:
-                    page = await session.list_tools(page.nextCursor)
-                    tools += page.tools
+                page = (await session.list_tools()).model_dump(by_alias=True)
+                tools = page["tools"]
+                while cursor := page["nextCursor"]:
+                    following = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+                    page = following.model_dump(by_alias=True)
+                    tools += page["tools"]
                 self._schemas = [_schema(tool) for tool in tools]
                 if not ready.done():
                     ready.set_result(session)
@@ -189,15 +190,13 @@ class _Server:
 
     async def _watch(self, session: Any, stop: asyncio.Event) -> None:
         """End the connection once the server no longer knows it. One that cannot be reached ends it by itself."""
-        from mcp import McpError
-
         while not stop.is_set():
             await asyncio.sleep(_PING_S)
             if self._num_waiting:
                 try:
                     await session.send_ping()
-                except Exception as error:  # noqa: BLE001  an error that the server sent is a sign of life
-                    if not isinstance(error, McpError) or error.error.code in _LOST:
+                except Exception as error:  # noqa: BLE001  whatever else it is, the connection is of no more use
+                    if not _is_of_the_server(error):
                         stop.set()
 
 
@@ -218,9 +217,26 @@ def _transport(settings: Mapping[str, Any]) -> Any:
         from mcp.client.sse import sse_client
 
         return sse_client(settings["url"], headers=headers)
-    from mcp.client.streamable_http import streamablehttp_client
+    return _streamable_http(settings["url"], headers)
 
-    return streamablehttp_client(settings["url"], headers=headers)
+
+@contextlib.asynccontextmanager
+async def _streamable_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
+    from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+    async with (
+        create_mcp_http_client(headers=headers) as client,
+        streamable_http_client(url, http_client=client) as two,
+    ):
+        yield two
+
+
+def _is_of_the_server(error: Exception) -> bool:
+    """Whether it is what a server that is there says of a call."""
+    import mcp
+
+    kind = mcp.MCPError if hasattr(mcp, "MCPError") else mcp.McpError
+    return isinstance(error, kind) and error.error.code not in _LOST and error.error.message != _HTTP_ERROR
 
 
 def _why(error: BaseException) -> str:
@@ -230,13 +246,13 @@ def _why(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _schema(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.inputSchema}
+def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "description": tool["description"] or "", "parameters": tool["inputSchema"]}
     return {"type": "function", "function": function}
 
 
-def _text(part: Any) -> str:
-    return part.text if getattr(part, "type", "") == "text" else f"({getattr(part, 'type', 'content')} is not shown)"
+def _text(part: Mapping[str, Any]) -> str:
+    return part["text"] if part["type"] == "text" else f"({part['type']} is not shown)"
 
 
 def _require_mcp() -> None:
