@@ -207,13 +207,13 @@ class ScoringDispatcher:
         try:
             inner = target.pool.submit_message(task.message)
         except Exception as error:  # noqa: BLE001  whatever it is, this thread must go on: others wait for its calls
-            self._limiter.end()
-            if target.seconds is None:  # this node's own pool was stopped
-                _set(task.future, Failure("crash", str(error)))
-                return
             with self._changed:
-                self._queue.appendleft(task)
-                self._lose(target, f"{type(error).__name__}: {error}")
+                self._limiter.end()
+                if target.seconds is not None:
+                    self._queue.appendleft(task)
+                    self._lose(target, f"{type(error).__name__}: {error}")
+                    return
+            _set(task.future, Failure("crash", str(error)))  # this node's own pool was stopped
             return
         with self._changed:
             target.running[inner] = task

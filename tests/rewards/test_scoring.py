@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,35 @@ def test_no_more_calls_run_than_max_concurrent_allows() -> None:
         pool.running[row][1].set_result({"score": row})
     assert [future.result(30)["score"] for future in futures] == list(range(6))
     assert pool.most <= 2
+    dispatcher.close()
+
+
+def test_a_call_that_cannot_start_while_another_ends_leaves_both_of_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(limiter: RateLimiter) -> None:
+        num_running = limiter.num_running
+        time.sleep(0.2)  # the other thread may come in between
+        limiter.num_running = num_running - 1
+
+    class RefusesTheSecond(FakePool):
+        def submit_message(self, message: bytes) -> Future[Any]:
+            if pickle.loads(message)["row"] == 1:
+                threading.Thread(target=self.running[0][1].set_result, args=({"score": 0},)).start()
+                raise OSError("no process")
+            return super().submit_message(message)
+
+    monkeypatch.setattr(RateLimiter, "end", end)
+    pool = RefusesTheSecond()
+    dispatcher = ScoringDispatcher(pool, num_workers=8, timeout_seconds=1, limits=RateLimits(max_concurrent=2))
+    first, refused = (dispatcher.submit({"row": row}) for row in range(2))
+    assert first.result(30) == {"score": 0}
+    assert isinstance(refused.result(30), Failure)
+    futures = [dispatcher.submit({"row": row}) for row in (2, 3)]
+    pool.wait_for(3)  # these two run side by side
+    for _, future in pool.running[1:]:
+        future.set_result({"score": 1})
+    assert [future.result(30) for future in futures] == [{"score": 1}] * 2
     dispatcher.close()
 
 
