@@ -1,4 +1,4 @@
-"""MCP servers. The official package is optional: a stand-in with its interface plays the server here."""
+"""MCP servers: a stand-in that fails on demand, and the official package in processes of its own."""
 
 from __future__ import annotations
 
