@@ -9,6 +9,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Ray gives its workers a niceness of 15: beside another busy process they would hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Ray listens on every interface without this. It is read when ray is imported, which any module may do before another
+# starts a Ray in the same process.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 import pytest
 
