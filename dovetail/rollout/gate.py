@@ -11,6 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from dovetail.observability.waits import waiting
+
+_LONG_STEP_S = 600.0
+"""The first steps of an engine may compile."""
+
 
 class StepGate:
     def __init__(self) -> None:
@@ -29,8 +34,9 @@ class StepGate:
         with self._changed:
             self._num_controls += 1
             try:
-                while self._stepping:
-                    self._changed.wait()
+                if self._stepping:
+                    with waiting("a control of the engine", "the step in flight to end", limit_s=_LONG_STEP_S):
+                        self._changed.wait_for(lambda: not self._stepping)
                 yield
             finally:
                 self._num_controls -= 1

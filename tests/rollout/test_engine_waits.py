@@ -10,15 +10,44 @@ from typing import Any
 
 import pytest
 
-from dovetail.controller.cluster import _forbid_network
+from dovetail.observability import waits
 from dovetail.observability.waits import WaitTimeout
+from dovetail.rollout import gate as gate_module
 from dovetail.rollout.base import EngineDiedError, GenerationRequest, SamplingParams
+from dovetail.rollout.gate import StepGate
 from dovetail.rollout.remote import calls as remote_calls
 from dovetail.rollout.remote.client import ServerGoneError
 from dovetail.rollout.remote.pool import ServerPool
 from dovetail.rollout.remote.samples import samples_of
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.unit
+
+
+def test_a_control_that_waits_for_a_step_without_an_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "_LONG_STEP_S", 0.0)
+    gate, in_step, end = StepGate(), threading.Event(), threading.Event()
+
+    def step() -> bool:
+        in_step.set()
+        return end.wait(60)
+
+    driving = threading.Thread(target=gate.drive, args=(step, end.is_set), daemon=True)
+    pausing = threading.Thread(target=gate.pause, daemon=True)
+    driving.start()
+    assert in_step.wait(60)
+    pausing.start()
+
+    def named() -> list[str]:
+        return [str(wait) for wait in waits._REGISTER.look() if wait.thread == pausing.ident]
+
+    [words] = wait_until(named, "a wait over its limit")
+    assert words.startswith("a control of the engine waits for the step in flight to end since")
+    end.set()
+    for thread in (driving, pausing):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert gate.paused
 
 
 def test_a_look_that_fails_does_not_end_the_watch_over_the_servers() -> None:
@@ -71,7 +100,6 @@ def test_the_id_of_an_aborted_request_is_free_when_abort_returns() -> None:
 
 
 def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _forbid_network()  # the module imports ray, which must not listen on the network afterwards
     from dovetail.rollout.vllm import ray_engine
 
     monkeypatch.setattr(ray_engine, "SILENCE_S", 0.05)
@@ -99,7 +127,6 @@ def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(monkeypat
 def test_a_request_that_comes_while_a_dead_vllm_actor_is_replaced_runs_once_on_the_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _forbid_network()
     from ray.exceptions import RayActorError
 
     from dovetail.rollout.vllm import ray_engine
@@ -144,7 +171,6 @@ def test_a_request_that_comes_while_a_dead_vllm_actor_is_replaced_runs_once_on_t
 
 
 def test_a_vllm_actor_that_does_not_close_is_killed() -> None:
-    _forbid_network()
     from dovetail.rollout.vllm import ray_engine
 
     def get(call: Any, timeout: float) -> None:
