@@ -7,27 +7,24 @@ written here are what everyone else reads and writes. Refuses formats other than
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from dovetail.config.errors import name_some
 from dovetail.models.errors import ModelError
+from dovetail.models.files import INDEX, open_safetensors, read_index, safetensors_files
 
-_INDEX = "model.safetensors.index.json"
 # TRL stores a value head beside the language model; transformers calls the same layer `score`.
 _TRL_VALUE_HEAD = {"v_head.summary.weight": "score.weight", "v_head.summary.bias": "score.bias"}
 _HEADS = ("score.weight", "score.bias", "classifier.weight", "classifier.bias")
@@ -52,17 +49,14 @@ def iter_checkpoint_tensors(path: str | Path) -> Iterator[tuple[str, CheckpointT
     """Every tensor of a checkpoint folder under its name on disk, in natural order; reads headers only."""
     tensors: dict[str, CheckpointTensor] = {}
     folder = Path(path).expanduser()
-    index = _read_index(folder)
-    for file in _safetensors_files(folder, index):
-        try:
-            handle = safe_open(file, framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read as safetensors ({error}); download or export it again.") from error
+    index = read_index(folder)
+    for file in safetensors_files(folder, index):
+        handle = open_safetensors(file, framework="pt")
         for name in handle.keys():  # noqa: SIM118  not a dict
             tensors[name] = CheckpointTensor(name, tuple(handle.get_slice(name).get_shape()), handle)
     if lost := [name for name in index if name not in tensors]:
         raise ModelError(
-            f"{folder / _INDEX} says that {lost[0]} is in {index[lost[0]]}, which does not hold it ({len(lost)} such "
+            f"{folder / INDEX} says that {lost[0]} is in {index[lost[0]]}, which does not hold it ({len(lost)} such "
             "tensors); download or export the folder again."
         )
     yield from sorted(tensors.items(), key=lambda item: dot_natural_key(item[0]))
@@ -237,37 +231,3 @@ def _fresh(name: str, like: Tensor, path: str | Path) -> Tensor:
 
 def _persistent_buffers(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_buffers()} & module.state_dict().keys()
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    """File of each tensor, where the folder has an index; empty otherwise."""
-    file = folder / _INDEX
-    if not file.exists():
-        return {}
-    try:
-        names = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(part) for name, part in names.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{file} cannot be read as an index of safetensors ({type(error).__name__}: {error}); it needs a "
-            "weight_map from tensor to file."
-        ) from error
-
-
-def _safetensors_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
-    if index:
-        files = sorted({folder / part for part in index.values()})
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise ModelError(
-                f"{folder / _INDEX} names {len(missing)} files that are not there: {name_some(missing)}; "
-                "download or export the folder again."
-            )
-        return files
-    if (folder / "model.safetensors").is_file():  # beside it may lie the same weights in another layout
-        return [folder / "model.safetensors"]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"{folder} holds no safetensors; load it once with transformers and save_pretrained() to convert it."
-        )
-    return files

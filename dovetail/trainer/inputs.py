@@ -15,9 +15,11 @@ from typing import Any
 from dovetail.config.errors import ConfigError, Problem, name_some
 from dovetail.config.hub import is_hub_name
 from dovetail.config.installed import missing_libraries
+from dovetail.config.plan.model_shape import ModelShapeError, read_config_json
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import PACKAGE_PREFIX, PICKLED, split_address
 from dovetail.data.errors import DataError
+from dovetail.models.errors import ModelError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -84,6 +86,8 @@ def _data_files(config: DovetailConfig) -> Iterator[Problem]:
         rows = sum(count_rows(path) for path in here["data.train_files"])
     except DataError:
         return  # said above
+    if rows == 0 and here["data.train_files"]:
+        yield Problem("data.train_files", f"data.train_files: no rows in {name_some(here['data.train_files'])}.")
     most = data.train_max_samples
     rows = rows if most < 0 else min(rows, most)
     batch = config.generation_batch_size
@@ -99,7 +103,10 @@ def _data_files(config: DovetailConfig) -> Iterator[Problem]:
 
 def _folders(config: DovetailConfig) -> Iterator[Problem]:
     model = config.actor_rollout_ref.model
-    folders = {f"{section}.path": named.path for section, named in named_models(config).items()}
+    models = named_models(config)
+    folders = {f"{section}.path": named.path for section, named in models.items()}
+    # Whoever brings a module for the network may bring its own way to read weights.
+    read_here = {f"{section}.path" for section, named in models.items() if named.external_lib is None}
     if config.data.tokenizer:
         folders["data.tokenizer"] = config.data.tokenizer
     elif model.tokenizer_path:
@@ -115,6 +122,20 @@ def _folders(config: DovetailConfig) -> Iterator[Problem]:
                 f"{key}={folder} has no config.json (looked at {Path(folder).absolute()}); give a folder of Hugging "
                 "Face's layout, or a name on the hub (org/name).",
             )
+        elif (why := _why_not_read(folder, is_model=key in read_here)) is not None:
+            yield Problem(key, f"{key}: {why}")
+
+
+def _why_not_read(folder: str, *, is_model: bool) -> str | None:
+    from dovetail.models.files import check_weight_files  # brings safetensors, which `--help` can do without
+
+    try:
+        read_config_json(folder)
+        if is_model:
+            check_weight_files(folder)
+    except (ModelShapeError, ModelError, FileNotFoundError) as error:
+        return str(error)
+    return None
 
 
 def _user_code(config: DovetailConfig) -> Iterator[Problem]:

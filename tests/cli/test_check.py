@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dovetail.cli.demo import ADDITION, AGENT, Demo, demo_overrides
 from dovetail.cli.main import main
@@ -24,6 +26,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 @pytest.fixture
 def launch_list(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(known.QWEN2_5_7B))
+    save_file({"model.norm.weight": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
     row = {"prompt": "1+1?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}}
     (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 128)
     path = tmp_path / "launch.txt"
@@ -133,6 +136,41 @@ def test_what_is_not_there_is_an_error_unless_the_run_is_for_another_machine(
     [problem] = [entry["message"] for entry in found if entry["severity"] == "error"]
     assert MISSING[override].format(here=here) in problem
     assert main([*arguments, "--no-files"]) == 0
+
+
+def empty(folder: Path) -> None:
+    (folder / "train.jsonl").write_text("")
+
+
+def cut_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lose_a_shard(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+BROKEN = {
+    "data.train_files: no rows in {here}/train.jsonl": empty,
+    "{here}/config.json is not valid JSON": lambda folder: (folder / "config.json").write_text("{nope"),
+    "{here} holds no safetensors": lambda folder: (folder / "model.safetensors").unlink(),
+    "{here}/model.safetensors cannot be read as safetensors": cut_weights,
+    "index.json names 1 files that are not there: model-00001-of-00002.safetensors": lose_a_shard,
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_files_that_a_run_could_not_read_are_errors(
+    message: str, launch_list: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BROKEN[message](launch_list.parent)
+    arguments = ["check", "--overrides-file", str(launch_list), "--format", "json"]
+    assert main(arguments) == 2
+    found = json.loads(capsys.readouterr().out)["problems"]
+    [problem] = [entry["message"] for entry in found if entry["severity"] == "error"]
+    assert message.format(here=launch_list.parent) in problem
 
 
 def test_a_reward_function_that_is_there_and_a_name_on_the_hub_pass(launch_list: Path) -> None:
