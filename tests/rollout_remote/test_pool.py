@@ -197,7 +197,8 @@ def test_a_500_of_a_healthy_server_is_raised_and_one_of_a_dying_server_moves_on(
 def test_when_the_last_server_is_gone_every_request_fails_and_says_so() -> None:
     async def body(pool: ServerPool, server: _Server) -> None:
         tasks = [asyncio.ensure_future(_work(pool, str(number))) for number in range(4)]
-        await asyncio.sleep(0.1)
+        while not server.asked:
+            await asyncio.sleep(0.01)
         await server.kill()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, NoServerError)
@@ -209,7 +210,8 @@ def test_when_the_last_server_is_gone_every_request_fails_and_says_so() -> None:
 def test_cancelling_a_request_frees_its_place() -> None:
     async def body(pool: ServerPool, server: _Server) -> None:
         task = asyncio.ensure_future(_work(pool, "x"))
-        await asyncio.sleep(0.1)
+        while not server.asked:
+            await asyncio.sleep(0.01)
         assert loads(pool) == {server.url: 1}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
