@@ -212,6 +212,7 @@ PATHS: tuple[DoctorPath, ...] = (
     generated_with("vllm, own devices", f"{R}.name=vllm", needs=2, library="vllm", apart=True),
     generated_with("sglang, tensor 1", f"{R}.name=sglang", library="sglang"),
     generated_with("sglang, tensor 2", f"{R}.name=sglang", TENSOR_2, needs=2, library="sglang"),
+    generated_with("sglang, own devices", f"{R}.name=sglang", needs=2, library="sglang", apart=True),
     DoctorPath("two-step run", "data, rewards, update, checkpoint", two_steps),
     DoctorPath("kill and resume", "a killed run goes on as if it had not been", kill_and_resume),
 )

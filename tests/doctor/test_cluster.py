@@ -103,6 +103,13 @@ def test_sglang_is_tried_where_it_is_installed_or_a_python_that_has_it_is_named(
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_is_tried_whole_in_two_parts_and_on_devices_of_its_own(engine: str) -> None:
+    names = [path.name for path in PATHS if path.library == engine]
+    assert names == [f"{engine}, tensor 1", f"{engine}, tensor 2", f"{engine}, own devices"]
+
+
+@pytest.mark.unit
 def test_a_wrong_number_after_a_collective_is_an_error_that_names_the_rank() -> None:
     with pytest.raises(RuntimeError, match=r"all-reduce: rank 0 on .* has values from 1 to 2 where 3 is right"):
         CollectivesWorker()._require(torch.tensor([1.0, 2.0]), 3.0, "all-reduce")
