@@ -197,6 +197,7 @@ def test_rows_of_exact_norms_and_log_probs_do_not_depend_on_the_other_rows() -> 
         assert torch.equal(found, log_probs[rows])
 
 
+@pytest.mark.slow  # `test_exact.py` has the same on a CPU's own operations, and the kernels are tested above
 def test_an_exact_engine_writes_the_log_probs_of_an_exact_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill in parts, decoding and training, all through the kernels."""
     monkeypatch.setattr(exact_modules, "_has_kernels", lambda x: True)
