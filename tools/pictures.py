@@ -32,9 +32,14 @@ def curve(run: RunFolder, file: Path) -> None:
         axes.plot(
             *zip(*accuracies, strict=True), "o", color=COLOURS[1], markersize=10, label="held-out accuracy, greedy"
         )
+        reward_of = dict(rewards)
         for step, value in accuracies:
-            axes.annotate(f"{value:.1%}", (step, value), (0, 10), textcoords="offset points", ha="center")
+            below = value <= reward_of.get(step, -1.0)
+            axes.annotate(
+                f"{value:.1%}", (step, value), (0, -24 if below else 10), textcoords="offset points", ha="center"
+            )
         axes.set(xlabel="step", ylim=(0, 1.1))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(loc="upper left", frameon=False)
         figure.savefig(file)
 
