@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dovetail.models.packing import PackedSegments
 
-EXACT_QUERIES = 64
+QUERY_BLOCK = 64
 """Tokens of a sequence that a program of `paged_attention` takes, wherever it is used."""
 
 _PAGE = 64  # keys at a time; the engine's pages have as many
@@ -108,7 +108,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegment
     keys, values = (_as_pages(x[0].transpose(0, 1), segments, layout) for x in (key, value))
     flat = query[0].transpose(0, 1).flatten(1).contiguous()
     out = prefill_attention(
-        flat, keys, values, layout.table, layout.blocks, layout.segments, scale, block_size=EXACT_QUERIES
+        flat, keys, values, layout.table, layout.blocks, layout.segments, scale, block_size=QUERY_BLOCK
     )
     return out.unflatten(1, (query.size(1), -1)).unsqueeze(0)
 
@@ -138,7 +138,7 @@ def _layout_of(lengths: tuple[int, ...], befores: tuple[int, ...], device: torch
     table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
     for row, (first, count) in enumerate(zip(first_pages, pages, strict=False)):
         table[row, :count] = torch.arange(first, first + count)
-    blocks = [(row, first) for row, length in enumerate(lengths) for first in range(0, length, EXACT_QUERIES)]
+    blocks = [(row, first) for row, length in enumerate(lengths) for first in range(0, length, QUERY_BLOCK)]
     starts = list(accumulate(lengths, initial=0))[:-1]
     rows = list(zip(starts, lengths, befores, strict=True))
     return _PagedLayout(

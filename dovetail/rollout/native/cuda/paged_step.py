@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from dovetail.models.exact import EXACT_QUERIES
+from dovetail.models.exact import QUERY_BLOCK
 from dovetail.rollout.native.cuda.kernels.ops import Ops
 from dovetail.rollout.native.cuda.pages import PagePool
 from dovetail.rollout.native.cuda.scheduler import Fill
@@ -98,7 +98,7 @@ class PagedPrefill:
             targets.append(np.asarray(fill.pages, dtype=np.int64)[where // size] * size + where % size)
         packed = upload(np.stack([np.concatenate(x) for x in (tokens, positions, targets)]), torch.int64, device)
         self.tokens, self.positions, self.targets = packed
-        blocks = [(i, first) for i, count in enumerate(counts) for first in range(0, count, EXACT_QUERIES)]
+        blocks = [(i, first) for i, count in enumerate(counts) for first in range(0, count, QUERY_BLOCK)]
         self._blocks = upload(blocks, torch.int32, device)
         dones = [fill.done for fill, _ in pieces]
         self._segments = upload(np.stack([starts, counts, dones], axis=1), torch.int32, device)
@@ -117,5 +117,5 @@ class PagedPrefill:
             self._blocks,
             self._segments,
             scaling,
-            block_size=EXACT_QUERIES,
+            block_size=QUERY_BLOCK,
         )

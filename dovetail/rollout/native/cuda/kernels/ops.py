@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from dovetail.models.exact import EXACT_QUERIES, label_log_probs
+from dovetail.models.exact import QUERY_BLOCK, label_log_probs
 
 if TYPE_CHECKING:
     from dovetail.rollout.native.cuda.slots import SlotState
@@ -40,34 +40,21 @@ def exact_ops(ops: Ops) -> Ops:
     """`ops` whose attention of decode steps and log-probs are those of `models.exact`, to the bit."""
 
     def decode_attention(
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        slots: torch.Tensor,
-        lengths: torch.Tensor,
-        scaling: float,
-        *,
-        num_splits: int = 1,
-    ) -> torch.Tensor:
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, slots: torch.Tensor,
+        lengths: torch.Tensor, scaling: float, **unused: int,
+    ) -> torch.Tensor:  # fmt: skip
         """Every row as a prompt's last token."""
         rows = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
         segments = torch.zeros((table.shape[0], 3), dtype=torch.int32, device=slots.device)
         # A row without keys, which fills the batch up, reads one of the slot that nobody has.
         segments[slots.long()] = torch.stack([rows, torch.ones_like(rows), lengths.int().clamp(min=1) - 1], dim=1)
         blocks = torch.stack([slots.int(), torch.zeros_like(rows)], dim=1)
-        return ops.prefill_attention(query, keys, values, table, blocks, segments, scaling, block_size=EXACT_QUERIES)
+        return ops.prefill_attention(query, keys, values, table, blocks, segments, scaling, block_size=QUERY_BLOCK)
 
     def draw(
-        logits: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        state: SlotState,
-        tokens: torch.Tensor,
-        log_probs: torch.Tensor,
-        *,
-        filtered: bool = False,
-    ) -> None:
+        logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, state: SlotState, tokens: torch.Tensor,
+        log_probs: torch.Tensor, *, filtered: bool = False,
+    ) -> None:  # fmt: skip
         ops.draw(logits, positions, slots, state, tokens, log_probs, filtered=filtered)
         log_probs.copy_(label_log_probs(logits, tokens, state.temperatures[slots.long()]))
 
