@@ -158,6 +158,18 @@ def test_prefill_attention_is_causal_within_and_full_before_a_segment() -> None:
         close(found[start : start + count], expected.transpose(0, 1).flatten(1))
 
 
+def test_heads_of_a_token_in_one_block_have_the_bits_of_a_block_each() -> None:
+    torch.manual_seed(1)
+    lengths = [37, 1, 20]
+    keys, values, table = pages_for(lengths)
+    query = randn(3, 3 * NUM_KV * HEAD)
+    blocks = torch.tensor([[2, 0], [0, 0], [1, 0]], dtype=torch.int32, device=DEVICE)
+    segments = [(row, 1, length - 1) for row, length in enumerate(lengths)]
+    inputs = query, keys, values, table, blocks, torch.tensor(segments, dtype=torch.int32, device=DEVICE), 0.3
+    together = prefill_attention(*inputs, block_size=16, heads_together=True)
+    assert torch.equal(together, prefill_attention(*inputs, block_size=16))
+
+
 def test_rms_norm_adds_and_normalises() -> None:
     x, residual, weight = randn(5, 40), randn(5, 40), randn(40)
     close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (40,), weight, 1e-5))

@@ -50,8 +50,9 @@ def prefill_attention(
     scaling: float,
     *,
     block_size: int,
+    heads_together: bool = False,
 ) -> torch.Tensor:
-    del blocks, block_size
+    del blocks, block_size, heads_together
     num_kv, head_size = keys.shape[1], keys.shape[3]
     out = torch.empty_like(query)
     for row, (start, count, before) in enumerate(segments.tolist()):

@@ -23,18 +23,21 @@ def prefill_attention(
     scaling: float,
     *,
     block_size: int,
+    heads_together: bool = False,
 ) -> torch.Tensor:
     """Ragged prefill: query (tokens, heads * head size) holds segments end to end, their keys are in the pages already.
 
     `blocks` (n, 2) names for each block of `block_size` queries its segment and first query in it. `segments` (m, 3)
     holds a segment's first packed token, its number of tokens, and how many tokens of its sequence lie before it.
-    Row i of `table` lists the pages of segment i's sequence.
+    Row i of `table` lists the pages of segment i's sequence. With `heads_together`, for segments of one token, a block
+    holds the query heads of one key head instead, so that its keys are read once: the same tiles, the same bits.
     """
     width = query.shape[1]
     _, num_kv, page_size, head_size = keys.shape
     num_heads = width // head_size
+    together = num_heads // num_kv if heads_together else 1
     out = torch.empty_like(query)
-    _prefill_kernel[(blocks.shape[0], num_heads)](
+    _prefill_kernel[(blocks.shape[0], num_heads // together)](
         query,
         keys,
         values,
@@ -47,6 +50,7 @@ def prefill_attention(
         width,
         NUM_KV=num_kv,
         GROUP=num_heads // num_kv,
+        TOGETHER=together,
         HEAD=head_size,
         HEAD_PADDED=triton.next_power_of_2(head_size),
         PAGE=page_size,
@@ -71,22 +75,24 @@ def _prefill_kernel(
     width,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,  # heads of a token that are rows of one block
     HEAD: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
-    head = tl.program_id(1)
+    first_head = tl.program_id(1) * TOGETHER
     segment = tl.load(block_ptr + block * 2).to(tl.int64)
     start = tl.load(block_ptr + block * 2 + 1)
     first_token = tl.load(segment_ptr + segment * 3).to(tl.int64)
     num_tokens = tl.load(segment_ptr + segment * 3 + 1)
     before = tl.load(segment_ptr + segment * 3 + 2)
-    rows = start + tl.arange(0, BLOCK)
+    rows = start + tl.arange(0, BLOCK) // TOGETHER
+    heads = first_head + tl.arange(0, BLOCK) % TOGETHER
     columns = tl.arange(0, HEAD_PADDED)
     offsets = tl.arange(0, PAGE)
-    query_offsets = (first_token + rows)[:, None] * width + head * HEAD + columns[None, :]
+    query_offsets = (first_token + rows)[:, None] * width + heads[:, None] * HEAD + columns[None, :]
     query_mask = (rows[:, None] < num_tokens) & (columns[None, :] < HEAD)
     query = tl.load(query_ptr + query_offsets, mask=query_mask, other=0.0)
     # The last key that the last query of this block sees.
@@ -98,7 +104,7 @@ def _prefill_kernel(
     for index in range((end + PAGE - 1) // PAGE):
         page = tl.load(table_ptr + segment * table_stride + index).to(tl.int64)
         positions = index * PAGE + offsets
-        tile = (page * NUM_KV + head // GROUP) * PAGE * HEAD + offsets[:, None] * HEAD + columns[None, :]
+        tile = (page * NUM_KV + first_head // GROUP) * PAGE * HEAD + offsets[:, None] * HEAD + columns[None, :]
         tile_mask = (positions[:, None] < end) & (columns[None, :] < HEAD)
         key = tl.load(key_ptr + tile, mask=tile_mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale

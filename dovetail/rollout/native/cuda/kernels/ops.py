@@ -49,7 +49,9 @@ def exact_ops(ops: Ops) -> Ops:
         # A row without keys, which fills the batch up, reads one of the slot that nobody has.
         segments[slots.long()] = torch.stack([rows, torch.ones_like(rows), lengths.int().clamp(min=1) - 1], dim=1)
         blocks = torch.stack([slots.int(), torch.zeros_like(rows)], dim=1)
-        return ops.prefill_attention(query, keys, values, table, blocks, segments, scaling, block_size=QUERY_BLOCK)
+        return ops.prefill_attention(
+            query, keys, values, table, blocks, segments, scaling, block_size=QUERY_BLOCK, heads_together=True
+        )
 
     def draw(
         logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, state: SlotState, tokens: torch.Tensor,
