@@ -25,6 +25,7 @@ from dovetail.models.load import Role, build_meta_model, load_config, model_fold
 from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import RewardModel, ValueModel
+from dovetail.workers.compile_ahead import compile_ahead
 
 
 def strategy_for(strategy: Strategy, world_size: int, fsdp: FSDPConfig) -> Strategy:
@@ -56,9 +57,13 @@ def build_policy(
     recompute_entropy: bool = False,
     share_prefixes: bool = False,
     exact: bool = False,
+    ahead: bool = False,
     device: torch.device,
 ) -> TrainBackend:
-    """The actor (`optim` given) or the reference. LoRA adapters go into the actor only. `exact`: `models.exact`."""
+    """The actor (`optim` given) or the reference. LoRA adapters go into the actor only. `exact`: `models.exact`.
+
+    `ahead`: layers that are compiled may be so while weights are loaded (`compile_ahead`).
+    """
     _import_external(model.external_lib)
     if strategy == "megatron":
         return _on_megatron(
@@ -76,14 +81,18 @@ def build_policy(
         _add_adapters(hf_model, model)
     if optim is not None and freeze_vision_tower:
         _freeze_vision_towers(hf_model)
-    if optim is not None and model.enable_gradient_checkpointing:
-        enable_gradient_checkpointing(hf_model)
     if exact:
         use_exact_modules(hf_model)
     if fp8_recipe is not None:
         use_fp8_projections(hf_model, fp8_recipe, device)
     # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
-    if use_torch_compile and device.type == "cuda" and not exact:
+    compiles = use_torch_compile and device.type == "cuda" and not exact
+    # Before gradient checkpointing, which hangs a hook on the embedding that no other process can be sent.
+    if compiles and ahead and strategy_for(strategy, world_size, fsdp) == "single" and model.use_remove_padding:
+        compile_ahead(hf_model, precision_of(fsdp, trains=True), device)
+    if optim is not None and model.enable_gradient_checkpointing:
+        enable_gradient_checkpointing(hf_model)
+    if compiles:
         compile_layers(hf_model)
     network = PolicyModel(
         hf_model,
@@ -128,6 +137,8 @@ def build_actor(
         recompute_entropy=actor.entropy_checkpointing,
         share_prefixes=actor.use_prefix_grouper,
         exact=policy.rollout.exact,
+        # vLLM refuses to start when memory of the device comes free while it measures its own.
+        ahead=policy.rollout.name == "native",
         device=device,
     )
 

@@ -1,0 +1,153 @@
+"""Layers compiled ahead of a run are those that the run calls: the same graphs of the same inputs, or no cache hits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dovetail.backends.sharding import Precision
+from dovetail.backends.single import SingleProcess
+from dovetail.models.compile import compile_layers
+from dovetail.models.load import build_meta_model
+from dovetail.models.lora import add_lora
+from dovetail.models.policy import PolicyModel
+from dovetail.workers.build import build_actor
+from dovetail.workers.compile_ahead import compile_ahead, run_two_layers
+from tests.models.tiny import tiny_config
+from tests.workers.tiny_run import run_config, small_model
+
+pytestmark = pytest.mark.unit
+
+CPU = torch.device("cpu")
+MIXED = Precision(torch.float32, torch.bfloat16, torch.float32)
+
+
+def on_meta(family: str = "qwen2") -> Any:
+    return build_meta_model(tiny_config(family), "policy")
+
+
+def with_lora() -> Any:
+    model = on_meta()
+    add_lora(model, rank=2, alpha=4, target_modules="all-linear")
+    return model
+
+
+def train_and_score(model: Any, length: int) -> None:
+    """What a step asks of the model, with two sequences: log-probs without gradients, then an update."""
+    compile_layers(model)
+    sharding = SingleProcess(PolicyModel(model, use_fused_kernels=True), MIXED, CPU)
+    for parameter in sharding.module.parameters():
+        nn.init.normal_(parameter.data, std=0.02)
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, 3:] = 0
+    ids = torch.randint(0, 300, mask.shape)
+    with sharding.compute_context():
+        with torch.no_grad():
+            sharding.module.eval()(ids, mask, need_entropy=True)
+        sharding.module.train()(ids, mask).log_probs.sum().backward()
+
+
+@pytest.mark.parametrize("build", [on_meta, pytest.param(with_lora, marks=pytest.mark.slow)])
+def test_the_graphs_of_a_run_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any]) -> None:
+    monkeypatch.setattr("dovetail.workers.compile_ahead._TOKENS", 23)  # a graph is handed over with sizes in numbers
+    graphs: set[str] = set()
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        kinds = [
+            (x.dtype, x.shape, x.stride(), x.requires_grad, x.is_leaf) if isinstance(x, Tensor) else x for x in inputs
+        ]
+        graphs.add(f"{graph.code}\n{torch.is_grad_enabled()} {torch.is_autocast_enabled('cpu')} {kinds}")
+        return graph.forward
+
+    def compile_by_note(self: nn.Module, **options: Any) -> None:
+        self._compiled_call_impl = torch.compile(self._call_impl, backend=note, **options)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_by_note)
+
+    def graphs_of(run: Callable[[], None]) -> set[str]:
+        torch._dynamo.reset()
+        graphs.clear()
+        run()
+        return set(graphs)
+
+    def ahead() -> None:
+        for trains in (False, True):
+            run_two_layers(pickle.loads(pickle.dumps(build().base_model)), MIXED, CPU, trains=trains)
+
+    expected = graphs_of(lambda: train_and_score(build(), 20))
+    assert len(expected) >= 8
+    assert graphs_of(ahead) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for the CPU")
+def test_a_run_finds_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.set_float32_matmul_precision("highest")  # as a worker does: it counts, even where it changes nothing
+    for thread in compile_ahead(on_meta(), MIXED, CPU):
+        thread.join()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    train_and_score(on_meta(), 5000)  # up to 4096 tokens PyTorch sums differently
+    counters = torch._dynamo.utils.counters
+    assert counters["inductor"]["fxgraph_cache_hit"] >= 8
+    assert counters["inductor"]["fxgraph_cache_miss"] == counters["aot_autograd"]["autograd_cache_miss"] == 0
+
+
+def test_a_process_that_fails_is_a_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.executable", shutil.which("false") or os.devnull)
+    with caplog.at_level(logging.INFO):
+        for thread in compile_ahead(on_meta(), MIXED, CPU):
+            thread.join()
+    assert sorted(record.message.split(":")[0] for record in caplog.records) == [
+        f"layers ({name}) are compiled in the first step, not before" for name in ("grad", "no_grad")
+    ]
+
+
+def test_nothing_is_compiled_ahead_for_a_deterministic_run_nor_beside_a_vision_tower() -> None:
+    assert compile_ahead(on_meta("qwen2_5_vl"), MIXED, CPU) == []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert compile_ahead(on_meta(), MIXED, CPU) == []
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Begun(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "begins"), [("native", "cuda", True), ("native", "cpu", False), ("vllm", "cuda", False)]
+)
+def test_only_beside_the_embedded_engine_on_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, device: str, begins: bool
+) -> None:
+    def begin(hf_model: Any, precision: Precision, device: torch.device) -> None:
+        pickle.dumps(hf_model.base_model)  # no hooks of gradient checkpointing yet, which cannot be
+        raise Begun
+
+    def stop(*unused: Any, **also_unused: Any) -> None:
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr("dovetail.workers.build.compile_ahead", begin)
+    monkeypatch.setattr("dovetail.workers.build.PolicyModel", stop)
+    keys = {
+        "actor_rollout_ref.rollout.name": engine,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    }
+    policy = run_config(small_model(tmp_path), keys).actor_rollout_ref
+    with pytest.raises(Begun if begins else RuntimeError):
+        build_actor(policy, 1, world_size=1, device=torch.device(device))
