@@ -18,12 +18,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.shapes import SHAPES
-from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, spare_flashinfer, write_workload
+from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, prepare_trl, write_workload
 
 SIDES = {
     "dovetail": (),
@@ -211,20 +211,23 @@ def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, exact: boo
     }
 
 
-def run_trl(folder: Path, steps: int) -> dict[str, Any]:
+def run_trl(
+    folder: Path,
+    steps: int,
+    *,
+    prompts: int = PROMPTS,
+    response: int = RESPONSE,
+    micro_batch: int = 16,
+    lengths: Sequence[int] | None = None,
+) -> dict[str, Any]:
     """TRL's GRPO trainer with vLLM in the same process, at the fastest settings found for W on an H200.
 
     Seconds a step there: no gradient checkpointing and micro-batches of 16 22.8; with Liger's loss and micro-batches of
-    8 23.7; gradient checkpointing and micro-batches of 32 27.1.
+    8 23.7; gradient checkpointing and micro-batches of 32 27.1. Two more settings save it work that dovetail does not
+    do either: vLLM does not write the text of every token, as TRL decodes the ids itself, and without a correction of
+    vLLM's log-probs there is no second forward. `lengths` are forced on the prompts in turn, in tokens.
     """
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
-    }
-    spare_flashinfer()
+    prepare_trl()
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -241,15 +244,14 @@ def run_trl(folder: Path, steps: int) -> dict[str, Any]:
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:
         return [float(len(str(text)) % 7) for text in completions]
 
-    prompts = (folder / "prompts.txt").read_text().splitlines()
-    micro_batch = 16
+    texts = (folder / "prompts.txt").read_text().splitlines()
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
         max_steps=steps,
         num_generations=SAMPLES,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=PROMPTS * SAMPLES // micro_batch,
-        max_completion_length=RESPONSE,
+        gradient_accumulation_steps=prompts * SAMPLES // micro_batch,
+        max_completion_length=response,
         temperature=1.0,
         beta=0.0,
         learning_rate=1e-6,
@@ -258,8 +260,9 @@ def run_trl(folder: Path, steps: int) -> dict[str, Any]:
         use_vllm=True,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=ENGINE_MEMORY,
-        vllm_max_model_length=1024,
-        generation_kwargs={"ignore_eos": True},
+        vllm_max_model_length=max(1024, 128 + response),
+        vllm_importance_sampling_correction=False,
+        generation_kwargs={"ignore_eos": True, "detokenize": False},
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -268,13 +271,30 @@ def run_trl(folder: Path, steps: int) -> dict[str, Any]:
         model=str(folder / "model"),
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        train_dataset=Dataset.from_dict({"prompt": texts}),
         processing_class=AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
         callbacks=[Clock()],
     )
+    if lengths is not None:
+        _force_lengths(trainer.vllm_generation.llm, lengths)
     trainer.train()
     seconds = [end - start for start, end in itertools.pairwise(ends)]
     return {"step_s": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def _force_lengths(llm: Any, lengths: Sequence[int]) -> None:
+    """vLLM takes sampling settings per request; TRL has no option for it. Neighbours are the samples of one prompt."""
+    plain, left = llm.generate, itertools.cycle(lengths)
+
+    def generate(prompts: list[Any], sampling_params: Any, **options: Any) -> Any:
+        each = []
+        for _ in range(0, len(prompts), SAMPLES):
+            own = sampling_params.clone()
+            own.max_tokens = next(left)
+            each += [own] * SAMPLES
+        return plain(prompts, sampling_params=each, **options)
+
+    llm.generate = generate
 
 
 def run_plain(folder: Path, steps: int) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 log-normal with a median of 200 tokens and a 99th percentile of 2,000, from one fixed list for both sides. `drained` is
 the synchronous trainer; `carried` takes the groups that are finished and continues the others under the next weights
 (`async_training.mode=fully_async` on the trainer's device). Both train on the same number of groups a step; tokens are
-reported, because groups that finish first are shorter than the average until the engine is full.
+reported, because groups that finish first are shorter than the average until the engine is full. `trl` is TRL + vLLM,
+whose micro-batches are padded to the longest response of the step.
 
     python -m benchmarks.gpu.partial_rollouts --steps 8
 """
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.generate import TAIL_SIGMA
-from benchmarks.gpu.grpo_step import StepClock
+from benchmarks.gpu.grpo_step import StepClock, run_trl
 from benchmarks.gpu.workload import write_workload
 
 PROMPTS, SAMPLES, MEDIAN, LONGEST = 128, 8, 200, 3900
@@ -41,7 +42,9 @@ SIDES = {
         "async_training.max_in_flight=192",
         "actor_rollout_ref.rollout.kv_on_update=keep",
     ],
+    "trl": [],
 }
+TRL_MICRO_BATCH = 4  # of up to 4,028 tokens each, without gradient checkpointing
 
 
 def main() -> None:
@@ -53,6 +56,17 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.run == "trl":
+        trl = run_trl(
+            args.folder,
+            args.steps,
+            prompts=PROMPTS,
+            response=LONGEST,
+            micro_batch=TRL_MICRO_BATCH,
+            lengths=long_tailed_lengths(),
+        )
+        print(json.dumps(trl), flush=True)
+        return
     if args.run:
         print(json.dumps(run_side(args.run, args.folder, args.steps)), flush=True)
         return
@@ -153,13 +167,16 @@ def count_engine_work() -> list[dict[str, float]]:
     return turns
 
 
+def long_tailed_lengths() -> list[int]:
+    normal = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1))
+    return (MEDIAN * (TAIL_SIGMA * normal).exp()).clamp(1, LONGEST).long().tolist()
+
+
 def force_lengths() -> None:
     """Every prompt's responses get the length that the fixed list has at its number."""
     from dovetail.workers import group_stream, hybrid_engine
 
-    generator = torch.Generator().manual_seed(1)
-    normal = torch.randn(1 << 16, generator=generator)
-    lengths = (MEDIAN * (TAIL_SIGMA * normal).exp()).clamp(1, LONGEST).long().tolist()
+    lengths = long_tailed_lengths()
     plain = hybrid_engine.requests_of
 
     def with_lengths(prompts: Any, *args: Any, **options: Any) -> Sequence[Any]:

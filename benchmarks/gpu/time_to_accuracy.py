@@ -8,6 +8,7 @@ taken off its times, and TRL's weights are saved, which is taken off too, and va
     python -m benchmarks.gpu.time_to_accuracy MODEL_FOLDER RAW_GSM8K_FOLDER --steps 60 --sides dovetail trl
 
 Each side leaves a line of `curves.jsonl` in the folder: step, minutes since its first step began, accuracy.
+`--plot FILE` draws what the folder has, on any machine, and runs nothing.
 """
 
 from __future__ import annotations
@@ -24,21 +25,28 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.grpo_step import StepClock
-from benchmarks.gpu.workload import spare_flashinfer
+from benchmarks.gpu.workload import prepare_trl, spare_flashinfer
 
 PROMPTS, SAMPLES, MINI_BATCH, RESPONSE = 128, 8, 64, 320
 LEARNING_RATE, CLIP_LOW, CLIP_HIGH = 3e-6, 0.2, 0.28
 ENGINE_MEMORY = 0.4
+RECOMPUTED = ["async_training.prox=recompute", "algorithm.rollout_correction.rollout_is=token"]
+
+
+def stale(bound: int, *more: str) -> list[str]:
+    return ["async_training.mode=fully_async", f"async_training.max_staleness={bound}", *more]
+
+
 DOVETAIL: dict[str, list[str]] = {
     "dovetail": [],
-    "dovetail-partial": [
-        "async_training.mode=fully_async",
-        "async_training.max_staleness=2",
-        "async_training.max_in_flight=160",
-    ],
+    "dovetail-partial": stale(2, "async_training.max_in_flight=160"),
+    **{f"dovetail-stale-{bound}": stale(bound) for bound in (1, 4, 8)},
+    "dovetail-stale-8-recomputed": stale(8, *RECOMPUTED),
+    "dovetail-fp8": ["actor_rollout_ref.actor.fp8_recipe=rowwise"],
     "dovetail-vllm": ["actor_rollout_ref.rollout.name=vllm"],
 }
 SIDES = (*DOVETAIL, "trl")
+NAMES = {"trl": "TRL 1.16 + vLLM 0.26"}
 STARTED = time.perf_counter()
 ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
 
@@ -55,11 +63,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/dovetail-accuracy"))
-    parser.add_argument("--trl-micro-batch", type=int, default=16, help="without gradient checkpointing")
+    parser.add_argument("--trl-micro-batch", type=int, default=32, help="without gradient checkpointing")
     parser.add_argument("--trl-minutes", type=float, default=60.0, help="TRL ends early rather than take longer")
     parser.add_argument("--set", nargs="*", default=[], help="more keys of dovetail's sides")
+    parser.add_argument("--plot", type=Path, help="a picture of the folder's curves instead of a run")
     parser.add_argument("--run", choices=(*SIDES, "accuracy"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.plot:
+        plot((args.folder / "curves.jsonl").read_text().splitlines(), args.plot)
+        return
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.run:
         run = {"trl": run_trl, "accuracy": run_accuracy}.get(args.run, run_dovetail)
@@ -79,6 +91,31 @@ def main() -> None:
         print(side, f"seed {args.seed}, {curve['step_s']:.2f} s a step (median), start {curve['start_s']:.0f} s")
         for step, minutes, accuracy in curve["points"]:
             print(f"  step {step:3}  {minutes:6.2f} min  {accuracy:6.2%}", flush=True)
+
+
+def plot(lines: list[str], file: Path) -> None:
+    """Accuracy against minutes; a side's seeds have one colour."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from dovetail.dashboard.report import COLOURS, STYLE
+
+    curves = [json.loads(line) for line in lines]
+    colours = dict(zip(dict.fromkeys(curve["side"] for curve in curves), COLOURS, strict=False))
+    with rc_context({**STYLE, "font.size": 12}):
+        figure = Figure(figsize=(10.8, 4.4), dpi=100, layout="constrained")
+        axes = figure.subplots()
+        for curve in curves:
+            _, minutes, accuracies = zip(*curve["points"], strict=True)
+            colour, name = colours[curve["side"]], NAMES.get(curve["side"], curve["side"])
+            axes.plot(minutes, [100 * accuracy for accuracy in accuracies], "-o", color=colour, label=name)
+            last = curve["points"][-1]
+            text = f"step {last[0]}: {last[2]:.1%}"
+            axes.annotate(text, (last[1], 100 * last[2]), (-4, 10), textcoords="offset points", ha="right")
+        axes.set(xlabel="minutes of training", ylabel="GSM8K, % of all test problems, greedy")
+        axes.margins(y=0.15)
+        axes.legend(loc="lower right", frameon=False)
+        figure.savefig(file)
 
 
 def accuracy_of(model: str, args: argparse.Namespace) -> float:
@@ -178,14 +215,7 @@ def run_dovetail(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     """TRL's GRPO trainer with vLLM in the same process, at the settings that a search on workload W found fastest."""
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
-    }
-    spare_flashinfer()
+    prepare_trl()
     import pyarrow.parquet
     import torch
     from datasets import load_dataset
@@ -250,6 +280,8 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=ENGINE_MEMORY,
         vllm_max_model_length=384 + RESPONSE,
+        vllm_importance_sampling_correction=False,  # as on dovetail's sides
+        generation_kwargs={"detokenize": False} if args.device == "cuda" else None,  # TRL decodes the ids itself
         use_cpu=args.device == "cpu",
         logging_steps=updates,
         save_strategy="no",

@@ -56,6 +56,13 @@ def spare_flashinfer() -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
+def prepare_trl() -> None:
+    """TRL with vLLM in the same process expects what a launcher sets."""
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    os.environ |= launched
+    spare_flashinfer()
+
+
 def _tokenizer() -> PreTrainedTokenizerFast:
     """Bytes, no merges, and names for the rest of the vocabulary, so that every id can be decoded."""
     names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
