@@ -56,7 +56,7 @@ class RayWorkerGroup(WorkerGroup):
         refuse_rank_variables(worker_env or {})
         actors = [_start_actor(slot, name, options, worker_env or {}) for slot, name in zip(slots, names, strict=True)]
         processes = WorkerProcesses(tuple(roles), actors, names, failure_grace_s, first_limit_s)
-        self._roles = roles
+        self._roles, self._pool = roles, resource_pool
         try:
             _build_workers(processes, roles, resource_pool)
         except BaseException:
@@ -71,7 +71,7 @@ class RayWorkerGroup(WorkerGroup):
             if role not in self._roles:
                 raise ValueError(f"these processes host no role {role!r}; they host {sorted(self._roles)}.")
             groups[role] = view = RayWorkerGroup.__new__(RayWorkerGroup)
-            view._roles = self._roles
+            view._roles, view._pool = self._roles, self._pool
             view._bind(self._processes, role, self._roles[role].cls)
         return groups
 
@@ -88,6 +88,10 @@ class RayWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """End the processes now. The slots stay reserved for another group."""
         self._processes.stop()
+
+    def release(self) -> None:
+        self.shutdown()
+        self._pool.release()
 
     def take_spans(self) -> list[list[Span]]:
         return self._ask_hosts("take_spans")

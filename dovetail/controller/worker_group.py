@@ -60,6 +60,10 @@ class WorkerGroup(ABC):
     def shutdown(self) -> None:
         """End the processes of the group. Groups that share them end too."""
 
+    def release(self) -> None:
+        """End the processes and give their devices back."""
+        self.shutdown()
+
     @abstractmethod
     def take_spans(self) -> list[list[Span]]:
         """The calls each process has run since this was last asked, by rank, of all roles that share the processes."""

@@ -1,5 +1,6 @@
-"""Run every path of `dovetail.doctor.paths` in a process of its own, each with a deadline; one result for each.
+"""Run the paths of `dovetail.doctor.paths` in another process, each with a deadline; one result for each.
 
+Paths share the process, whose imports take longer than most of them, until one fails; the next one gets a new process.
 A path that hangs is killed with all it started and named with the stage it was at; the stacks of its threads are kept.
 """
 
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.config.installed import core_versions
-from dovetail.doctor.paths import PATHS
+from dovetail.doctor.paths import PATHS, DoctorPath, file_name
 from dovetail.doctor.site import Site
 
 _LAST_WORDS_S = 2.0
+_END_S = 30.0
 _TAIL = 40
 
 
@@ -52,8 +54,24 @@ def select(names: Sequence[str]) -> list[str]:
 
 def run_paths(site: Site, names: Sequence[str], *, timeout_s: float) -> Iterator[PathResult]:
     """One after the other: each has all devices for itself."""
-    for name in names:
-        yield _run(site, name, timeout_s)
+    paths = [next(path for path in PATHS if path.name == name) for name in names]
+    missing = {path.name: path.missing(site) for path in paths}
+    child: _Child | None = None
+    try:
+        for number, path in enumerate(paths):
+            if missing[path.name]:
+                yield PathResult(path.name, path.shows, "not here", missing[path.name], 0.0)
+                continue
+            if child is None:
+                child = _Child(site, [other.name for other in paths[number:] if not missing[other.name]])
+            result = child.result_of(path, timeout_s)
+            if result.failed:
+                child.kill()
+                child = None
+            yield result
+    finally:
+        if child is not None:
+            child.end()
 
 
 def write_report(file: Path, site: Site, machine: Sequence[tuple[str, str]], results: Sequence[PathResult]) -> None:
@@ -68,46 +86,57 @@ def write_report(file: Path, site: Site, machine: Sequence[tuple[str, str]], res
     file.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _run(site: Site, name: str, timeout_s: float) -> PathResult:
-    path = next(path for path in PATHS if path.name == name)
-    shows = path.shows
-    if missing := path.missing(site):
-        return PathResult(name, shows, "not here", missing, 0.0)
-    stem = site.folder / f"path-{name.replace(', ', '-').replace(' ', '-')}"
-    site_file, result_file, log = stem.with_suffix(".site"), stem.with_suffix(".json"), stem.with_suffix(".log")
-    site_file.write_text(json.dumps(site.to_json()))
-    command = [sys.executable, "-m", "dovetail.doctor.paths", name, str(site_file), str(result_file)]
-    begin = time.monotonic()
-    with log.open("w") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-    try:
-        child.wait(timeout_s)
-        hung = False
-    except subprocess.TimeoutExpired:
-        hung = True
-        os.kill(child.pid, signal.SIGUSR1)  # its threads' stacks
-        time.sleep(_LAST_WORDS_S)
-    finally:
-        _kill_group(child)
-    seconds = time.monotonic() - begin
-    stages = _text(result_file.with_suffix(".stage")).splitlines()
-    if hung:
-        at = stages[-1] if stages else "start"
-        seen = f"no result within {timeout_s:.0f} s, waiting at: {at}"
-        return PathResult(name, shows, "hung", seen, seconds, _text(result_file.with_suffix(".stacks")) + _tail(log))
-    if not result_file.exists():
-        at = stages[-1] if stages else "start"
-        seen = f"the process ended with exit code {child.returncode} at: {at}"
-        return PathResult(name, shows, "FAILED", seen, seconds, _tail(log))
-    report = json.loads(result_file.read_text())
-    detail = report.get("traceback", "") + _tail(log) if report["verdict"] == "FAILED" else ""
-    return PathResult(name, shows, report["verdict"], report["seen"], seconds, detail)
+class _Child:
+    """A process that runs paths in their order and ends after the first that fails."""
 
+    def __init__(self, site: Site, names: Sequence[str]) -> None:
+        site_file = site.folder / "site.json"
+        site_file.write_text(json.dumps(site.to_json()))
+        self._folder = site.folder
+        for name in names:  # of an earlier call in the same folder
+            for suffix in (".json", ".stage"):
+                (site.folder / f"{file_name(name)}{suffix}").unlink(missing_ok=True)
+        self._log = site.folder / f"from-{file_name(names[0])}.log"
+        self._begin = time.monotonic()
+        command = [sys.executable, "-m", "dovetail.doctor.paths", str(site_file), *names]
+        with self._log.open("w") as out:
+            self._process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
 
-def _kill_group(child: subprocess.Popen) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    def result_of(self, path: DoctorPath, timeout_s: float) -> PathResult:
+        """Wait for the path that is next. Its time begins with the process, or with the result before."""
+        file = self._folder / f"{file_name(path.name)}.json"
+        deadline = self._begin + timeout_s
+        while not (done := file.exists()) and self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        done = done or file.exists()  # written between the question and the end of the process
+        hung = not done and self._process.poll() is None
+        if hung:
+            os.kill(self._process.pid, signal.SIGUSR1)  # its threads' stacks
+            time.sleep(_LAST_WORDS_S)
+        seconds, self._begin = time.monotonic() - self._begin, time.monotonic()
+        if done:
+            report = json.loads(file.read_text())
+            detail = report.get("traceback", "") + _tail(self._log) if report["verdict"] == "FAILED" else ""
+            return PathResult(path.name, path.shows, report["verdict"], report["seen"], seconds, detail)
+        stages = _text(file.with_suffix(".stage")).splitlines()
+        at = stages[-1] if stages else "start"
+        if hung:
+            seen = f"no result within {timeout_s:.0f} s, waiting at: {at}"
+            stacks = _text(file.with_suffix(".stacks"))
+            return PathResult(path.name, path.shows, "hung", seen, seconds, stacks + _tail(self._log))
+        seen = f"the process ended with exit code {self._process.returncode} at: {at}"
+        return PathResult(path.name, path.shows, "FAILED", seen, seconds, _tail(self._log))
+
+    def end(self) -> None:
+        """After its last path it leaves Ray and ends by itself."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self.kill()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def _text(file: Path) -> str:

@@ -1,12 +1,13 @@
-"""The paths that `dovetail doctor --cluster` tests, each run for real in a process of its own.
+"""The paths that `dovetail doctor --cluster` tests, each run for real in worker processes of its own.
 
-`python -m dovetail.doctor.paths NAME SITE.json RESULT.json` runs one; `dovetail.doctor.cluster` starts them. A path
-returns what it saw in words and raises where something is wrong.
+`python -m dovetail.doctor.paths SITE.json NAME ...` runs them until one fails; `dovetail.doctor.cluster` starts it. A
+path returns what it saw in words and raises where something is wrong.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib.util
 import json
 import os
@@ -16,10 +17,14 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dovetail.config.effects import refuse_unsupported
 from dovetail.config.errors import ConfigError
 from dovetail.doctor.site import Site
+
+if TYPE_CHECKING:
+    from dovetail.doctor.same_update import Update
 
 Stage = Callable[[str], None]
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -92,7 +97,7 @@ def collectives(site: Site, stage: Stage) -> str:
     try:
         seen = group.measure(megabytes * 1024**2, 120.0)
     finally:
-        group.shutdown()
+        group.release()
     if site.num_devices == 1:
         return "one rank: a group was built; there is no link to measure"
     first = seen[0]
@@ -114,7 +119,7 @@ def trained_with(name: str, *changes: str, needs: int = 2, library: str = "") ->
         stage(f"one update on {site.num_devices} devices")
         many = update_once(site.config(*overrides(rows), *changes), use_ray=True, use_gpu=site.on_cuda)
         stage("the same update in one process")
-        one = update_once(site.config(*overrides(rows), devices=1), use_ray=False, use_gpu=site.on_cuda)
+        one = _update_of_one(site, rows)
         if not one.moved > 10 * TOLERANCE:
             raise Mismatch(f"the update moved log-probs by {one.moved:.2g} only, too little to tell a wrong one.")
         if not (distance := many.difference(one)) <= 1:
@@ -169,8 +174,10 @@ def generated_with(name: str, *changes: str, needs: int = 1, library: str = "", 
 
 def two_steps(site: Site, stage: Stage) -> str:
     """A whole run: data, generation, rewards, update, checkpoint."""
+    from dovetail.controller import stop_ray
     from dovetail.doctor.whole_run import finished_run
 
+    stop_ray()  # the runs have one of their own
     stage("two steps")
     rows = finished_run(site, site.folder / "two-steps")
     return f"2 steps, reward {rows[-1]['critic/score/mean']:.3f}, checkpoint written"
@@ -178,8 +185,10 @@ def two_steps(site: Site, stage: Stage) -> str:
 
 def kill_and_resume(site: Site, stage: Stage) -> str:
     """A run killed after its first checkpoint goes on as if it had not been."""
+    from dovetail.controller import stop_ray
     from dovetail.doctor.whole_run import finished_run, killed_run
 
+    stop_ray()  # the runs have one of their own
     stage("two steps without a break")
     expected = finished_run(site, site.folder / "two-steps")
     stage("kill after the first checkpoint")
@@ -218,7 +227,16 @@ PATHS: tuple[DoctorPath, ...] = (
 )
 
 
+@functools.cache
+def _update_of_one(site: Site, rows: int) -> Update:
+    """What the update on many devices is held against. Paths that share the process share it."""
+    from dovetail.doctor.same_update import overrides, update_once
+
+    return update_once(site.config(*overrides(rows), devices=1), use_ray=False, use_gpu=site.on_cuda)
+
+
 def _start(site: Site, stage: Stage) -> None:
+    """Ray stays for the paths that follow."""
     from dovetail.trainer.devices import start_cluster
 
     stage("start Ray")
@@ -226,22 +244,37 @@ def _start(site: Site, stage: Stage) -> None:
     start_cluster(site.config())
 
 
-def main(name: str, site_file: str, result_file: str) -> int:
-    """Run one path and write `{verdict, seen, traceback}`; the last line of `result_file.stage` says what it is at."""
-    result = Path(result_file)
-    stages = result.with_suffix(".stage")
-    stacks = result.with_suffix(".stacks").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+def main(site_file: str, *names: str) -> int:
+    """Run paths until one fails."""
     site = Site.from_json(json.loads(Path(site_file).read_text()))
-    path = next(path for path in PATHS if path.name == name)
+    paths = {path.name: path for path in PATHS}
+    return 0 if all(run_path(site, paths[name]) for name in names) else 1
+
+
+def run_path(site: Site, path: DoctorPath) -> bool:
+    """Run one path and write `{verdict, seen, traceback}`; the last line of its `.stage` file says what it is at."""
+    file = site.folder / f"{file_name(path.name)}.json"
+    stages = file.with_suffix(".stage")
     try:
-        seen = {"verdict": "ok", "seen": path.run(site, lambda words: _append(stages, words))}
+        with file.with_suffix(".stacks").open("w") as stacks:
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            try:
+                report = {"verdict": "ok", "seen": path.run(site, lambda words: _append(stages, words))}
+            finally:
+                faulthandler.unregister(signal.SIGUSR1)
     except ConfigError as refusal:
-        seen = {"verdict": "refused", "seen": " ".join(str(problem) for problem in refusal.problems)}
+        report = {"verdict": "refused", "seen": " ".join(str(problem) for problem in refusal.problems)}
     except Exception as error:  # noqa: BLE001  the process boundary: the parent shows it
-        seen = {"verdict": "FAILED", "seen": _headline(error), "traceback": traceback.format_exc()}
-    result.write_text(json.dumps(seen))
-    return 0
+        report = {"verdict": "FAILED", "seen": _headline(error), "traceback": traceback.format_exc()}
+    written = file.with_suffix(".part")
+    written.write_text(json.dumps(report))
+    written.rename(file)  # the parent never sees half a report
+    return report["verdict"] != "FAILED"
+
+
+def file_name(path_name: str) -> str:
+    """What the files of a path are called, without a suffix."""
+    return f"path-{path_name.replace(', ', '-').replace(' ', '-')}"
 
 
 def _headline(error: BaseException) -> str:

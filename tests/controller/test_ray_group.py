@@ -175,6 +175,12 @@ def test_local_and_ray_groups_give_the_same_results(ray_cluster: None) -> None:
     assert answers[0] == answers[1]
 
 
+def test_a_released_group_leaves_its_slots_to_another(ray_cluster: None) -> None:
+    for _ in range(3):  # of four CPUs each, on a Ray that has eight
+        pool = RayResourcePool([1], use_gpu=False, cpus_per_slot=4.0, placement_timeout_s=30.0)
+        RayWorkerGroup(pool, RayClassWithInitArgs(Calculator, offset=0.25)).release()
+
+
 def _use_every_method(group: RayWorkerGroup | LocalWorkerGroup) -> list[object]:
     group.init_mesh(1)
     trained: DataProto = group.mesh_train(batch(3))

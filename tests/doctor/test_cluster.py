@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
+import dataclasses
 import importlib.metadata
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -33,20 +32,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
-def test_collectives_and_an_engine_pass_on_two_gloo_ranks_and_the_report_says_so(
+def test_paths_pass_on_two_gloo_ranks_and_the_report_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On real Ray actors, weights go to an engine. The guide's page on nodes runs `nodes`, `make test-all` all."""
-    report, wanted = tmp_path / "report.json", ["collectives", "native engine, own devices"]
-    names = [word for name in wanted for word in ("--paths", name)]
-    names.append(f"ray_init.runtime_env.py_executable={quick_workers()['py_executable']}")
-    assert main(["doctor", "--cluster", *names, "--limit", "400", "--out", str(report)]) == 0, capsys.readouterr().out
+    """On real Ray actors. The guide's page on nodes runs `nodes`, `make test-all` whole runs, vLLM and SGLang, too."""
+    report, wanted = tmp_path / "report.json", select(["collectives", "fsdp", "megatron", "native engine"])
+    words = [word for name in wanted for word in ("--paths", name)]
+    words.append(f"ray_init.runtime_env.py_executable={quick_workers()['py_executable']}")
+    assert main(["doctor", "--cluster", *words, "--limit", "400", "--out", str(report)]) == 0, capsys.readouterr().out
     shown = capsys.readouterr().out
-    assert "2 ok; the details are in" in " ".join(shown.split())
-    collectives, engine = json.loads(report.read_text())["paths"]
-    assert [(row["name"], row["verdict"]) for row in (collectives, engine)] == [(name, "ok") for name in wanted]
-    assert "slowest pair: ranks 0" in collectives["seen"]
-    assert "old weights would be off by" in engine["seen"]
+    assert f"{len(wanted)} ok; the details are in" in " ".join(shown.split())
+    rows = {row["name"]: row for row in json.loads(report.read_text())["paths"]}
+    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(wanted, "ok")
+    assert "slowest pair: ranks 0" in rows["collectives"]["seen"]
+    assert "old weights would be off by" in rows["native engine, own devices"]["seen"]
+    for name in ("fsdp2", "fsdp", "megatron, tensor 2", "megatron, pipeline 2"):
+        assert ", one process " in rows[name]["seen"]
 
 
 @pytest.mark.e2e
@@ -151,18 +152,13 @@ def test_nodes_that_run_from_a_source_folder_tell_their_versions(
 
 
 @pytest.mark.unit
-def test_the_verdict_on_a_failed_path_names_the_error_of_the_process_that_failed(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verdict_on_a_failed_path_names_the_error_of_the_process_that_failed(site: Site, tmp_path: Path) -> None:
     def run(site: Site, stage: object) -> str:
         raise RayTaskError(
             "node_facts", "traceback there", ValueError("the value is 3, it must be 4")
         ).as_instanceof_cause()
 
-    monkeypatch.setattr(paths, "PATHS", (DoctorPath("broken", "nothing", run),))
-    (tmp_path / "site").write_text(json.dumps(site.to_json()))
-    paths.main("broken", str(tmp_path / "site"), str(tmp_path / "result.json"))
-    faulthandler.unregister(signal.SIGUSR1)
-    seen = json.loads((tmp_path / "result.json").read_text())
+    assert not paths.run_path(dataclasses.replace(site, folder=tmp_path), DoctorPath("broken", "nothing", run))
+    seen = json.loads((tmp_path / "path-broken.json").read_text())
     assert seen["verdict"] == "FAILED"
     assert seen["seen"] == "ValueError: the value is 3, it must be 4"
