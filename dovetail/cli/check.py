@@ -5,7 +5,10 @@
   dovetail check --overrides-file launch.txt actor_rollout_ref.model.path=~/models/Qwen2.5-7B
   dovetail check recipe.yaml async_training.mode=fully_async --like runs/synchronous
 
-Exit code 0: the configuration is valid, what it names is there, and it fits. 2: it cannot run, and every problem is
+Reads what a run reads before its first process: models (not the numbers in their weights), rows, reward functions. With
+--no-files it plans for another machine, in half a second.
+
+Exit code 0: the configuration is valid, what it names can be used, and it fits. 2: it cannot run, and every problem is
 listed. 3: it is valid and needs more memory than a device has.
 """
 
@@ -44,10 +47,11 @@ class Checked:
     problems: Sequence[Problem] = ()
     schedule: AsyncPlan | None = None
     choices: Sequence[Notice] = ()
+    looked_at: str = ""
 
     @property
     def exit_code(self) -> int:
-        if any(problem.severity == "error" for problem in self.problems):
+        if _errors(self.problems):
             return INVALID
         memory = self.plan.memory if self.plan else None
         return TOO_BIG if memory is not None and not memory.fits else VALID
@@ -60,6 +64,7 @@ class Checked:
             "problems": [{"severity": p.severity, "key": p.key, "message": p.message} for p in self.problems],
             "notices": [{"key": notice.key, "message": notice.message} for notice in self.notices],
             "plan": self.plan.to_dict() if self.plan else None,
+            "looked_at": self.looked_at,
             "async": self.schedule.to_dict() if self.schedule else None,
         }
 
@@ -74,11 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-files",
         action="store_true",
-        help="plan for another machine: do not look for libraries, data files, models and reward functions here",
+        help="plan for another machine: read no data, models and reward functions here, and look for no libraries",
     )
     parser.add_argument(
         "--device-memory-gib",
-        type=float,
+        type=_gib,
         metavar="GIB",
         help="memory of one device (default: 80; npu: 64; cpu: this host)",
     )
@@ -134,15 +139,29 @@ def check(
     config, shapes = loaded.config, read_shapes(loaded.config)
     notices = [*loaded.notices, *(Notice(text.split("=")[0], text) for text in shapes.notices)]
     problems = [*(missing_inputs(config) if look_for_files else []), *check_config(config, shapes.policy)]
-    if any(problem.severity == "error" for problem in problems):
-        return Checked(None, notices, problems, None, loaded.choices)
+    looked_at = ""
+    if look_for_files and not _errors(problems):
+        from dovetail.trainer.preflight import LOOKED_AT, unusable_inputs  # torch and transformers: seconds
+
+        refused = unusable_inputs(config)
+        problems += refused
+        looked_at = "" if refused else LOOKED_AT
+    if _errors(problems):
+        return Checked(None, notices, problems, None, loaded.choices, looked_at)
     plan, schedule = make_plan(config, shapes, device_memory_gib=device_memory_gib), None
     if config.async_training.mode != "off":
         try:
             schedule = make_async_plan(config, None if like is None else _records(config, like, lengths))
         except RecordsError as error:
             problems.append(Problem("--like", str(error)))
-    return Checked(plan, notices, problems, schedule, loaded.choices)
+    elif like is not None:
+        why = f"--like {like} predicts an asynchronous run; set async_training.mode, or leave it out."
+        problems.append(Problem("--like", why))
+    return Checked(plan, notices, problems, schedule, loaded.choices, looked_at)
+
+
+def _errors(problems: Sequence[Problem]) -> bool:
+    return any(problem.severity == "error" for problem in problems)
 
 
 def _records(config: DovetailConfig, like: Path, lengths: tuple[float, float] | None) -> RunRecords:
@@ -153,6 +172,16 @@ def _records(config: DovetailConfig, like: Path, lengths: tuple[float, float] | 
         return records
     rollout = config.actor_rollout_ref.rollout
     return replace(records, groups=long_tailed_groups(*lengths, n=rollout.n, longest=rollout.response_length))
+
+
+def _gib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in GiB above 0, such as 80.")
+    return value
 
 
 def _lengths(text: str) -> tuple[float, float]:

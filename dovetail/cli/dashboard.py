@@ -34,8 +34,9 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         listening = bind(args.port)
-    except OSError as error:
-        sys.stderr.write(f"port {args.port} cannot be used: {error.strerror}; leave --port out to take a free one.\n")
+    except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
+        sys.stderr.write(f"port {args.port} cannot be used: {why}; leave --port out to take a free one.\n")
         return 2
 
     def started(address: str) -> None:

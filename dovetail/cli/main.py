@@ -67,6 +67,10 @@ def _run(command: str, arguments: list[str]) -> int:
     try:
         return module.run(args)
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            # Named on the command line or in the configuration; our own errors of files are sentences.
+            sys.stderr.write(f"{error.filename}: {error.strerror}; give a path that is there and that you may use.\n")
+            return 2
         if not _is_of_user(error):
             raise
         sys.stderr.write(f"{error}\n")
@@ -79,7 +83,7 @@ def _is_of_user(error: Exception) -> bool:
 
     if isinstance(error, ConfigError):
         return True
-    from dovetail.trainer.run import USER_ERRORS
+    from dovetail.trainer.refusals import USER_ERRORS
 
     return isinstance(error, USER_ERRORS)
 

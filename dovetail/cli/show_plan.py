@@ -68,6 +68,8 @@ def _draw(console: Console, checked: Checked) -> None:
                 console.print(_stages([stage for stage in plan.memory.stages if stage.role == role], console))
     _bullets(console, "Warnings", "yellow", [str(f) for f in findings if f.severity == "warning"])
     _bullets(console, "Errors", "red", [str(f) for f in findings if f.severity == "error"])
+    if checked.looked_at:
+        console.print(Padding(f"Looked at: {checked.looked_at}", (0, 0, 1, 0)))
     console.print(_verdict(plan, findings))
 
 

@@ -68,11 +68,17 @@ def run(args: argparse.Namespace) -> int:
         overrides = [*overrides, f"trainer.method={args.command}"]
     loaded = load_config(files, overrides, overrides_files=args.overrides_file)
     loaded = choose_open_keys(loaded, one_process=args.local)
-    for notice in loaded.notices:
-        sys.stderr.write(f"notice: {notice.key}: {notice.message}\n")
-    for choice in loaded.choices:
-        sys.stderr.write(f"chosen: {choice.message}\n")
-    # Heavy imports come after the configuration is known to be right.
-    from dovetail.trainer.run import exit_code_of, run_training
 
-    return exit_code_of(lambda: run_training(loaded.config, use_ray=not args.local), loaded.config)
+    def say() -> None:  # after the errors of a run that cannot start, which they would hide
+        for notice in loaded.notices:
+            sys.stderr.write(f"notice: {notice.key}: {notice.message}\n")
+        for choice in loaded.choices:
+            sys.stderr.write(f"chosen: {choice.message}\n")
+
+    # Heavy imports come after the configuration is known to be right.
+    from dovetail.trainer.run import RunResult, exit_code_of, run_training
+
+    def train() -> RunResult:
+        return run_training(loaded.config, use_ray=not args.local, on_checked=say)
+
+    return exit_code_of(train, loaded.config)

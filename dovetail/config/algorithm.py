@@ -46,7 +46,9 @@ class FilterGroupsConfig(Section):
 
     enable: bool = key(False, "Filter groups and generate until the batch is full.")
     metric: str | None = key(None, "Score compared in a group: acc, score, seq_reward, seq_final_reward.")
-    max_num_gen_batches: int = key(0, "Generation batches per step before it stops; 0: no limit.", ge=0)
+    max_num_gen_batches: int = key(
+        0, "Generation batches per step, after which groups without signal fill it up; 0: no limit.", ge=0
+    )
 
 
 class PFPPOConfig(Section):

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -102,5 +103,10 @@ def _import_file(path: str, key: str) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        raise UserCodeError(f"{key}={path} fails while it is imported: {type(error).__name__}: {error}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        where = f" in its line {lines[-1]}" if lines else ""
+        raise UserCodeError(
+            f"{key}={path} fails while it is imported{where}: {type(error).__name__}: {error}. `python {path}` shows "
+            "its traceback."
+        ) from error
     return module

@@ -13,6 +13,7 @@ from dovetail.config.errors import Problem
 from dovetail.config.keys import Key, catalogue, find_key, nearest_key, sections
 from dovetail.config.names import unknown_names
 from dovetail.config.root import DovetailConfig
+from dovetail.config.translate.short import SHORT_NAMES
 from dovetail.config.tree import Tree, prefixes, put
 
 
@@ -30,7 +31,7 @@ def unknown_keys(values: Mapping[str, Any]) -> list[Problem]:
 
 def suggestion(key: str) -> str:
     """The end of a sentence about an unknown key."""
-    near = nearest_key(DovetailConfig, key)
+    near = nearest_key(DovetailConfig, key) or next(iter(difflib.get_close_matches(key, SHORT_NAMES, n=1)), None)
     return f"; did you mean {near}?" if near else "; docs/configuration.md lists all keys."
 
 

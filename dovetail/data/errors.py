@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 
-_MOST_SHOWN = 20
+_MOST_SHOWN, _MOST_ALIKE = 20, 2
 
 
 class DataError(ValueError):
@@ -20,8 +20,10 @@ def refuse_rows(refused: Sequence[str], *, skip: bool) -> None:
     if not refused:
         return
     head = f"{len(refused)} row{'s' * (len(refused) != 1)} cannot be used:"
-    more = [f"and {len(refused) - _MOST_SHOWN} more"] if len(refused) > _MOST_SHOWN else []
-    listed = "\n  ".join([head, *refused[:_MOST_SHOWN], *more])
+    alike = len({line.partition(": ")[2] for line in refused}) == 1  # a model without a chat template: every row
+    most = _MOST_ALIKE if alike else _MOST_SHOWN
+    more = [f"and {len(refused) - most} more"] if len(refused) > most else []
+    listed = "\n  ".join([head, *refused[:most], *more])
     if not skip:
         raise DataError(f"{listed}\nMend these rows, or set data.skip_bad_rows=True to leave them out.")
     logger.warning("%s\nLeft out, as data.skip_bad_rows=True says.", listed)

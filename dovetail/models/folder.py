@@ -1,20 +1,22 @@
-"""Check a model folder before a process is started for it: config, architecture, file headers, tensors nobody reads.
+"""Check a model folder before a process is started for it: config, architecture, names and shapes of its tensors.
 
-Reads headers only. Whether tensors are missing or hold NaN is found when they are read (`dovetail.models.weights`).
+Reads headers only. Whether tensors hold NaN is found when they are read (`dovetail.models.weights`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from dovetail.config.errors import name_some
 from dovetail.models.errors import ModelError
 from dovetail.models.load import Role, build_meta_model
-from dovetail.models.weights import unread_tensors
+from dovetail.models.weights import load_weights, unread_tensors
 
 # Heads of other roles, buffers that older releases saved, and layers that only predict further tokens.
 _MAY_BE_LEFT_OUT = re.compile(
@@ -23,10 +25,17 @@ _MAY_BE_LEFT_OUT = re.compile(
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
-def check_model_folder(path: str | Path, role: Role = "policy", *, trust_remote_code: bool = False) -> None:
+def check_model_folder(
+    path: str | Path,
+    role: Role = "policy",
+    *,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> None:
     """Raise ModelError (or FileNotFoundError) if the network that `config.json` describes cannot be read from `path`.
 
-    The config is taken as the folder has it: whoever overrides the number of layers means to leave some out.
+    Tensors without a place are looked for with the config as the folder has it: whoever overrides the number of layers
+    means to leave some out.
     """
     model = build_meta_model(path, role, trust_remote_code=trust_remote_code)
     unread = [name for name in unread_tensors(model, path) if not _may_be_left_out(name, model)]
@@ -37,6 +46,9 @@ def check_model_folder(path: str | Path, role: Role = "policy", *, trust_remote_
             f"({type(model).__name__} with {layers} layers): {name_some(unread)}. Is the config.json of this model? "
             "To leave layers out on purpose set override_config.num_hidden_layers."
         )
+    if override_config:
+        model = build_meta_model(path, role, override_config=override_config, trust_remote_code=trust_remote_code)
+    load_weights(nn.ModuleDict({"hf_model": model}), path)
 
 
 def _may_be_left_out(name: str, model: PreTrainedModel) -> bool:

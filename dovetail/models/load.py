@@ -138,7 +138,7 @@ def build_meta_model(
             model = auto.from_config(
                 config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
             )
-    except (ValueError, KeyError, TypeError, RuntimeError, ZeroDivisionError) as error:
+    except (ValueError, LookupError, TypeError, RuntimeError, ZeroDivisionError) as error:
         where = "the given config" if isinstance(source, PreTrainedConfig) else Path(source) / "config.json"
         raise ModelError(
             f"{where}: transformers cannot build a network of {type(config).__name__} for a {role}: "

@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,10 @@ class CheckpointTensor:
     name: str
     shape: tuple[int, ...]
     handle: Any
-    """The open file; it stays open, mapped, as long as a tensor of it may be read."""
+    """The open file; it stays open, mapped, as long as a tensor of it may be read. None: only its shape is wanted."""
 
     def load(self) -> Tensor:
-        return self.handle.get_tensor(self.name)
+        return torch.empty(self.shape, device="meta") if self.handle is None else self.handle.get_tensor(self.name)
 
 
 def iter_checkpoint_tensors(path: str | Path) -> Iterator[tuple[str, CheckpointTensor]]:
@@ -71,15 +71,18 @@ def unread_tensors(hf_model: PreTrainedModel, path: str | Path) -> list[str]:
 
 
 def iter_model_tensors(
-    hf_model: PreTrainedModel, path: str | Path, *, only: Container[str] | None = None
+    hf_model: PreTrainedModel, path: str | Path, *, only: Container[str] | None = None, headers_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint under its parameter name in `hf_model`, converted, read one at a time.
 
     Tensors the model has no place for (a language head under a critic) are left out. Names are those without LoRA. With
-    `only`, no other tensor is read.
+    `only`, no other tensor is read; with `headers_only` none is, and all are on the meta device.
     """
+    tensors = dict(iter_checkpoint_tensors(path))
+    if headers_only:
+        tensors = {name: replace(tensor, handle=None) for name, tensor in tensors.items()}
     wanted = {name.replace(LORA_BASE, "."): place for name, place in hf_model.state_dict().items()}
-    for transform, name in _plan(hf_model, dict(iter_checkpoint_tensors(path)), wanted, set()).values():
+    for transform, name in _plan(hf_model, tensors, wanted, set()).values():
         if only is not None and name not in only:
             continue
         for target, value in transform.convert(name, model=hf_model, config=hf_model.config).items():
@@ -93,14 +96,14 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
 
     Every rank reads every tensor in turn and keeps its own shard, so the peak is one tensor. A scalar head and LoRA
     matrices the checkpoint does not have start from a fixed seed, alike on all ranks; any other missing tensor is an
-    error.
+    error. On the meta device nothing is filled: names and shapes are compared, and only headers are read.
     """
     hf_model = module.hf_model
     assert isinstance(hf_model, PreTrainedModel), f"hf_model of {type(module).__name__} is no transformers model"
     targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     plain_names = {name.replace(LORA_BASE, "."): name for name in targets}
     missing = {name for name, _ in module.named_parameters()} | _persistent_buffers(module)
-    for name, tensor in iter_model_tensors(hf_model, path):
+    for name, tensor in iter_model_tensors(hf_model, path, headers_only=hf_model.device.type == "meta"):
         target = plain_names[f"hf_model.{name}"]
         missing.discard(target)
         refuse_not_finite(tensor, name, path)
@@ -191,7 +194,7 @@ def _outer_head(path: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def refuse_not_finite(tensor: Tensor, name: str, path: str | Path) -> None:
     """One pass: a sum is finite only where all of its terms are, and weights are far from overflowing float32."""
-    if not tensor.is_floating_point() or math.isfinite(tensor.sum(dtype=torch.float32).item()):
+    if tensor.is_meta or not tensor.is_floating_point() or math.isfinite(tensor.sum(dtype=torch.float32).item()):
         return
     bad = int((~torch.isfinite(tensor)).sum())
     if bad:

@@ -64,6 +64,8 @@ def reward_specs(config: DovetailConfig) -> list[FunctionSpec]:
     if listed:
         return [_listed_spec(entry, number) for number, entry in enumerate(listed)]
     if custom.path is not None:
+        if (custom.path, custom.name) == (_REGISTRY, "score_by_rule"):
+            _check_rule(custom.reward_kwargs["rule"])
         return [FunctionSpec(custom.path, custom.name, dict(custom.reward_kwargs))]
     if section.enable and "rule_weight" not in section.reward_kwargs:
         return []
@@ -114,9 +116,16 @@ def _listed_spec(entry: Mapping[str, Any], number: int) -> FunctionSpec:
         raise RewardError(f"{key}={dict(entry)} {wrong}; use {{rule: gsm8k, weight: 1}} or {{path: f.py, name: f}}.")
     kwargs, weight = dict(entry.get("kwargs", {})), float(entry.get("weight", 1.0))
     if "rule" in entry:
-        find_rule(entry["rule"])
+        _check_rule(entry["rule"])
         return FunctionSpec(_REGISTRY, "score_by_rule", {"rule": entry["rule"], **kwargs}, weight, key=key)
     return FunctionSpec(entry["path"], entry.get("name", "compute_score"), kwargs, weight, key=f"{key}.path")
+
+
+def _check_rule(name: str) -> None:
+    try:
+        find_rule(name)
+    except ValueError as error:
+        raise RewardError(f"reward={name}: {error} A function of your own is reward=FILE.py:NAME.") from None
 
 
 def _load_manager(config: DovetailConfig) -> type:

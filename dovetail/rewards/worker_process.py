@@ -50,8 +50,8 @@ def main(fd: int) -> None:
         functions = [load_function(spec, start.arguments) for spec in start.specs]
         decode = _no_decoder if start.decoder is None else start.decoder.load()
     except Exception as error:  # noqa: BLE001  the process boundary: the driver raises it
-        # A wrong path or name says all there is to say; code that fails has a traceback of its own.
-        is_plain = isinstance(error, (UserCodeError, RewardError)) and error.__cause__ is None
+        # These say all there is to say; other code that fails has a traceback of its own.
+        is_plain = isinstance(error, (UserCodeError, RewardError))
         connection.send(("unusable", str(error)) if is_plain else ("exception", traceback.format_exc()))
         return
     connection.send(("ready", None))

@@ -92,7 +92,7 @@ class SeparateEngines:
         self._retrying(freeze)
 
     def shutdown(self) -> None:
-        self.group.shutdown()
+        self.group.release()
 
     def _initialise(self) -> None:
         self.group.init_model()

@@ -48,7 +48,8 @@ class TrainedGroups(ABC):
         self.processes.freeze_gc()
 
     def shutdown(self) -> None:
-        self.processes.shutdown()
+        """End the processes and give their devices back: another run may follow on the same Ray."""
+        self.processes.release()
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class RoleGroups(TrainedGroups):
         if self.engines is not None:
             self.engines.shutdown()
         if self.teacher is not None:
-            self.teacher.shutdown()
+            self.teacher.release()
         super().shutdown()
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 from dovetail.config import ConfigError
 from dovetail.config.errors import Problem
+from dovetail.config.hub import is_hub_name
 from dovetail.config.root import DovetailConfig
 from dovetail.models.folder import check_model_folder
 from dovetail.models.load import Role, load_config, load_processor, load_tokenizer, model_folder
 from dovetail.trainer.inputs import named_models
+from dovetail.trainer.refusals import Refusals
 
 
 def refuse_unknown_fields(config: DovetailConfig) -> None:
@@ -35,12 +37,16 @@ def fetch_models(config: DovetailConfig) -> None:
             raise ConfigError([Problem(f"{name}.path", f"{name}.path={model.path}: {error}")]) from error
 
 
-def refuse_broken_models(config: DovetailConfig) -> None:
-    """Fail here, in one line, instead of in every worker that reads the folder."""
+def refuse_broken_models(config: DovetailConfig, *, on_hub: bool = True) -> None:
+    """Fail here, in one line, instead of in every worker that reads the folder. Those `on_hub` are downloaded."""
     roles: dict[str, Role] = {"critic.model": "value", "reward_model.model": "reward"}
-    for name, model in _known_models(config).items():
-        role = roles.get(name, "policy")
-        check_model_folder(model_folder(model.path), role, trust_remote_code=model.trust_remote_code)
+    with Refusals() as refused:
+        for name, model in _known_models(config).items():
+            if not on_hub and is_hub_name(model.path):
+                continue
+            settings = {"override_config": model.override_config, "trust_remote_code": model.trust_remote_code}
+            with refused.part():
+                check_model_folder(model_folder(model.path), roles.get(name, "policy"), **settings)
 
 
 def _known_models(config: DovetailConfig) -> dict[str, Any]:

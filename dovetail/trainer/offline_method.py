@@ -13,6 +13,7 @@ from dovetail.trainer.examples import read_examples
 from dovetail.trainer.method import Method, RunOptions
 from dovetail.trainer.model_folders import load_readers
 from dovetail.trainer.offline import OfflineGroups, OfflineTrainer, create_offline_groups
+from dovetail.trainer.refusals import Refusals
 from dovetail.workers.offline import OfflineWorker
 
 
@@ -36,8 +37,13 @@ class OfflineMethod(Method):
             dataset = read_examples(config, self._tokenizer, files, max_samples=max_samples)
             return example_loader(config, dataset, is_training=is_training)
 
-        val = load(data.val_paths, data.val_max_samples, is_training=False)
-        self._use_loaders(load(data.train_paths, data.train_max_samples, is_training=True), val)
+        train = val = None
+        with Refusals() as refused:
+            with refused.part():
+                val = load(data.val_paths, data.val_max_samples, is_training=False)
+            with refused.part():
+                train = load(data.train_paths, data.train_max_samples, is_training=True)
+        self._use_loaders(train, val)
 
     def create_groups(self, *, use_gpu: bool) -> OfflineGroups:
         return create_offline_groups(

@@ -70,7 +70,12 @@ def _config(folder: Path, out: Path) -> DovetailConfig:
     try:
         tree: dict[str, Any] = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
-        raise RecordError(f"{folder} is no run folder: its {CONFIG} cannot be read ({error.strerror}).") from error
+        raise RecordError(
+            f"{folder} is no run folder: its {CONFIG} cannot be read ({error.strerror}); give the folder "
+            "of a run with async_training.record=True."
+        ) from error
+    if not isinstance(tree, dict) or {"data", "async_training", "trainer"} - tree.keys():
+        raise RecordError(f"{folder / CONFIG} is not the configuration of a run; give the folder of one.")
     tree["data"]["val_files"] = []
     tree["async_training"]["record"] = False
     trainer = tree["trainer"]

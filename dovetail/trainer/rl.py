@@ -21,6 +21,7 @@ from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.trainer.method import Method, RunOptions
 from dovetail.trainer.model_folders import load_readers
 from dovetail.trainer.ppo import RayPPOTrainer
+from dovetail.trainer.refusals import Refusals
 from dovetail.trainer.registered import refuse_unmet_names
 
 
@@ -33,15 +34,21 @@ class RLMethod(Method):
         self._knows_devices = not (options.use_ray and joins_cluster(config))
         on_gpu = uses_gpu(config) if self._knows_devices else False
         self._tokenizer, processor = load_readers(config)
-        val_loader = build_val_loader(config, self._tokenizer, processor)
-        trains = bool(config.data.train_paths)
-        self._use_loaders(build_train_loader(config, self._tokenizer, processor) if trains else None, val_loader)
+        train_loader = val_loader = None
+        with Refusals() as refused:
+            with refused.part():
+                val_loader = build_val_loader(config, self._tokenizer, processor)
+            with refused.part():
+                if config.data.train_paths:
+                    train_loader = build_train_loader(config, self._tokenizer, processor)
+            with refused.part():
+                self._rewards = open_things.enter_context(build_reward_runner(config, self._tokenizer))
+        self._use_loaders(train_loader, val_loader)
         if self._knows_devices:
             self._refuse_unread_images(on_cuda=on_gpu)
         refuse_unmet_names(config, self._train_loader.dataset[0])
         uses_agents = config.actor_rollout_ref.rollout.uses_agents
         self._audit = audit_template(config, self._tokenizer) if uses_agents else None
-        self._rewards = open_things.enter_context(build_reward_runner(config, self._tokenizer))
         for dataset in self._datasets() if config.scores_training else ():
             # An agent's environment may score; a source without a rule is then met, and named, when a row needs it.
             if isinstance(dataset, PromptDataset) and not uses_agents:

@@ -10,56 +10,32 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.agents.chat import ChatTemplateError
-from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
 from dovetail.config.effects import unsupported_in_runs
 from dovetail.config.errors import Problem
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
-from dovetail.config.user_code import UserCodeError, import_user_modules, load_user_object, split_address
+from dovetail.config.user_code import import_user_modules, load_user_object, split_address
 from dovetail.controller import WorkerError, stop_ray
-from dovetail.data.errors import DataError
-from dovetail.models.errors import ModelError
 from dovetail.observability.console import StepConsole, make_console
-from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
-from dovetail.observability.run_lock import RunFolderInUse, RunLock
-from dovetail.observability.sinks import MissingTrackerError
+from dovetail.observability.run_lock import RunLock
 from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
-from dovetail.rewards.errors import RewardError
 from dovetail.trainer.devices import start_cluster, uses_gpu, warn_of_slow_bfloat16
 from dovetail.trainer.groups import TrainedGroups
 from dovetail.trainer.inputs import missing_inputs
-from dovetail.trainer.method import Method, RunOptions, open_method
-from dovetail.trainer.model_folders import fetch_models, refuse_broken_models, refuse_unknown_fields
+from dovetail.trainer.method import Method, RunOptions
 from dovetail.trainer.ppo import RayPPOTrainer
+from dovetail.trainer.preflight import read_inputs
 from dovetail.trainer.recording import Recording
+from dovetail.trainer.refusals import USER_ERRORS
 from dovetail.trainer.shared_folder import check_shared_folder, with_absolute_folders
-from dovetail.trainer.stalled import TrainingStalled
 from dovetail.trainer.stopping import StopRequest, resume_line
 
 logger = logging.getLogger(__name__)
-
-USER_ERRORS = (
-    ConfigError,
-    DataError,
-    ModelError,
-    RunFolderInUse,
-    TrainingStalled,
-    RewardError,
-    UserCodeError,
-    ChatTemplateError,
-    FileNotFoundError,
-    DiskFullError,
-    BrokenCheckpoint,
-    MissingTrackerError,
-)
-"""Errors that a user can fix: commands print only the message and exit with 2. All others keep their traceback."""
-
 
 OnStep = Callable[[int, dict[str, float]], str | None]
 """`(step, metrics)`; the run ends after this step, with a checkpoint, when it returns "stop"."""
@@ -84,11 +60,12 @@ def run_training(
     console: Callable[[str, int], StepConsole] = make_console,
     recording: Recording | None = None,
     on_step: OnStep | None = None,
+    on_checked: Callable[[], None] = lambda: None,
 ) -> RunResult:
     """Train as the configuration says. `use_ray=False` runs everything in this process, for a debugger.
 
     With a `recording` nothing is generated: its batches are trained on. `on_step` is called after every step, as the
-    function of `trainer.on_step` is.
+    function of `trainer.on_step` is, and `on_checked` once nothing is wrong with keys and names of files.
 
     Errors in keys, files, columns and reward functions are raised before a process is started.
     """
@@ -98,19 +75,17 @@ def run_training(
     shapes = read_shapes(config)
     findings = [*check_config(config, shapes.policy), *unsupported_in_runs(config), *missing_inputs(config)]
     refuse_errors(findings)
+    on_checked()
     for finding in findings:
         logger.warning("%s", finding)
     lock = RunLock(config.trainer.run_dir)
     lock.refuse_if_held()
-    refuse_unknown_fields(config)
-    fetch_models(config)
-    refuse_broken_models(config)
     settings = config.trainer
     watchers = [watcher for watcher in (on_step, _named_watcher(settings.on_step)) if watcher is not None]
     with ExitStack() as open_things:
         options = RunOptions(use_ray=use_ray, trainer_class=trainer_class, recording=recording)
         with timers("read_inputs"):
-            method = open_method(config, options, open_things)
+            method = read_inputs(config, options, open_things)
         folder = RunFolder(settings.run_dir)
         for name in ("rollout_data_dir", "validation_data_dir"):
             if (path := getattr(settings, name)) is not None:

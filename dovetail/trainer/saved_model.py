@@ -82,6 +82,11 @@ def find_model(given: str) -> SavedModel:
     # `runs/mine` could be a name on the hub, but not where there is a folder `runs`.
     if is_hub_name(given) and not (parent.name and parent.is_dir()):
         return SavedModel(given, is_checkpoint=False)
+    if not Path(given).expanduser().is_dir():
+        raise FileNotFoundError(
+            f"{given} is no folder; give a folder of a model (with its config.json), a name on the hub (org/name), a "
+            "run folder, or a global_step_N folder in one."
+        )
     return SavedModel(str(checkpoint_folder(Path(given).expanduser()).absolute()), is_checkpoint=True)
 
 

@@ -49,7 +49,7 @@ def launch_list(tmp_path: Path) -> Path:
 def test_a_valid_configuration_exits_0_and_shows_the_plan(
     launch_list: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", "--overrides-file", str(launch_list)]) == 0
+    assert main(["check", "--no-files", "--overrides-file", str(launch_list)]) == 0
     out = capsys.readouterr().out
     assert "64 prompts x 8 responses = 512 sequences" in out
     assert "weights cut over 8" in out
@@ -58,7 +58,16 @@ def test_a_valid_configuration_exits_0_and_shows_the_plan(
 
 
 def test_piped_output_is_plain_text_of_100_columns(launch_list: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["check", "--overrides-file", str(launch_list), f"{R}.top_p=0.9", "reward_model.reward_manager=dapo"])
+    main(
+        [
+            "check",
+            "--no-files",
+            "--overrides-file",
+            str(launch_list),
+            f"{R}.top_p=0.9",
+            "reward_model.reward_manager=dapo",
+        ]
+    )
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert out.isascii()
@@ -83,11 +92,11 @@ def test_files_and_overrides_mix_in_any_order(tmp_path: Path, launch_list: Path)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("trainer:\n  nnodes: 2\n")
     arguments = ["data.train_batch_size=128", str(recipe), "--format", "json", f"{R}.n=4"]
-    assert main(["check", "--overrides-file", str(launch_list), *arguments]) == 0
+    assert main(["check", "--no-files", "--overrides-file", str(launch_list), *arguments]) == 0
 
 
 def test_json_holds_problems_notices_and_plan(launch_list: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["check", "--overrides-file", str(launch_list), "--format", "json", f"{R}.top_p=0.9"])
+    main(["check", "--no-files", "--overrides-file", str(launch_list), "--format", "json", f"{R}.top_p=0.9"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["valid"] is True
     assert [problem["severity"] for problem in answer["problems"]] == ["warning"]
@@ -96,7 +105,7 @@ def test_json_holds_problems_notices_and_plan(launch_list: Path, capsys: pytest.
 
 
 def test_what_does_not_fit_has_an_exit_code_of_its_own(launch_list: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--overrides-file", str(launch_list), "--device-memory-gib", "16"]) == 3
+    assert main(["check", "--no-files", "--overrides-file", str(launch_list), "--device-memory-gib", "16"]) == 3
     assert "does not fit in 16.0 GiB" in capsys.readouterr().out
 
 
@@ -173,11 +182,19 @@ def test_files_that_a_run_could_not_read_are_errors(
     assert message.format(here=launch_list.parent) in problem
 
 
-def test_a_reward_function_that_is_there_and_a_name_on_the_hub_pass(launch_list: Path) -> None:
+def test_a_reward_function_that_is_there_and_a_name_on_the_hub_pass(
+    launch_list: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail.config.hub._can_be_asked", lambda: False)
     (launch_list.parent / "reward.py").write_text("from somewhere import helper as compute_score\n")
     arguments = ["check", "--overrides-file", str(launch_list), "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"]
     reward = f"custom_reward_function.path={launch_list.parent}/reward.py"
     assert main([*arguments, reward, "data.val_files=hf://datasets/a/b"]) == 0
+    out = capsys.readouterr().out
+    assert "Qwen/Qwen2.5-0.5B is no folder on this machine, and the Hugging Face hub cannot give" in " ".join(
+        out.split()
+    )
+    assert "Looked at" not in out
 
 
 def test_without_the_models_config_there_is_no_plan_of_memory(

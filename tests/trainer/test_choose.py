@@ -166,7 +166,7 @@ def test_launch_lists_of_verls_sft_trainer_keep_what_they_set(words: list[str]) 
 
 def test_check_shows_the_defaults_of_the_method(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     full = [f"actor_rollout_ref.model.path={words[0].partition('=')[2]}", f"data.train_files={words[1][5:]}"]
-    assert main(["check", *full, "trainer.method=sft"]) == 0
+    assert main(["check", "--no-files", *full, "trainer.method=sft"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"{LR}=1e-05: a usual rate for fine-tuning." in out
 
