@@ -86,7 +86,9 @@ test test-unit: export PATH := $(CURDIR)/tests/no_compiler:$(PATH)
 test test-unit: export CC := $(CURDIR)/tests/no_compiler/cc
 test test-unit: export CXX := $(CURDIR)/tests/no_compiler/c++
 
-# Compiled first, because hundreds of processes would do it again where PYTHONDONTWRITEBYTECODE is set.
+# Compiled once and kept, also where PYTHONDONTWRITEBYTECODE is set: hundreds of processes would do it again, and pytest
+# would rewrite the assertions of all tests in each of its processes.
+test test-unit: export PYTHONDONTWRITEBYTECODE :=
 test: setup engines sglang-env browser  ## the tests of every landing: all but the slow ones and those that need a GPU
 	@$(BIN)/python -m compileall -q dovetail tests
 	@export DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) DOVETAIL_VISION_PATH=$(CURDIR)/$(VENV)/vision; vllm=0; \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,6 +19,15 @@ def wait_until(ask: Callable[[], T], what: str, *, seconds: float = 60.0) -> T:
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(pause)
         pause = min(1.3 * pause, 0.1)
+    return answer
+
+
+async def wait_in_loop(ask: Callable[[], T], what: str, *, seconds: float = 60.0) -> T:
+    """As `wait_until`, while the event loop goes on."""
+    deadline = time.monotonic() + seconds
+    while not (answer := ask()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        await asyncio.sleep(0.002)
     return answer
 
 

@@ -20,6 +20,7 @@ from dovetail.agents import InfrastructureError, Task
 from dovetail.agents.tools.mcp import McpToolbox, read_servers
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.types import ToolCall
+from tests.waiting import wait_in_loop
 
 pytestmark = pytest.mark.unit
 
@@ -273,15 +274,16 @@ def test_a_server_at_an_address_that_dies_or_is_too_busy_is_infrastructure_and_f
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
+    def listens(process: subprocess.Popen[bytes]) -> bool:
+        assert process.poll() is None, "the server ended at its start"
+        with socket.socket() as asked:
+            return asked.connect_ex(("127.0.0.1", port)) == 0
+
     @contextlib.asynccontextmanager
     async def serving() -> AsyncIterator[None]:
         process = subprocess.Popen([sys.executable, str(tmp_path / "server.py"), transport, str(port)])
         try:
-            while True:
-                assert process.poll() is None, "the server ended at its start"
-                with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-                    break
-                await asyncio.sleep(0.05)
+            await wait_in_loop(lambda: listens(process), "a server that listens")
             yield
         finally:
             process.kill()

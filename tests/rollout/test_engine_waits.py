@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ from dovetail.rollout.remote import calls as remote_calls
 from dovetail.rollout.remote.client import ServerGoneError
 from dovetail.rollout.remote.pool import ServerPool
 from dovetail.rollout.remote.samples import samples_of
-from tests.waiting import wait_until
+from tests.waiting import wait_in_loop, wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -64,7 +63,7 @@ def test_a_look_that_fails_does_not_end_the_watch_over_the_servers() -> None:
         client: Any = Client()
         pool = ServerPool(["http://a"], client, interval_s=0.001)
         pool.start()
-        await _until(lambda: bool(pool.down()))
+        await wait_in_loop(pool.down, "a server that is down")
         await pool.close()
         return pool.down()
 
@@ -185,9 +184,3 @@ def test_a_vllm_actor_that_does_not_close_is_killed() -> None:
         engine.close()
     assert killed == [engine.actor]
     engine.close()
-
-
-async def _until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not true():
-            await asyncio.sleep(0.001)

@@ -15,6 +15,7 @@ from aiohttp import web
 from dovetail.rollout.remote.client import HttpClient, ServerError, ServerGoneError, ServerTimeoutError
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import NoServerError, ServerPool
+from tests.waiting import wait_in_loop
 
 pytestmark = pytest.mark.unit
 
@@ -137,8 +138,7 @@ def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
         jobs = [str(number) for number in range(60)]
         first.delay_s = 600.0
         tasks = [asyncio.ensure_future(_work(pool, job, key=f"group {int(job) // 4}")) for job in jobs]
-        while not first.asked or not second.asked:
-            await asyncio.sleep(0.01)
+        await wait_in_loop(lambda: first.asked and second.asked, "a request of each server")
         await first.kill()
         answers = await asyncio.gather(*tasks)
         assert [answer["job"] for answer in answers] == jobs
@@ -161,11 +161,9 @@ def test_a_server_that_returns_serves_again_when_it_is_admitted() -> None:
 
         pool._admit = admit
         await server.kill()
-        while server.url not in pool.down():
-            await asyncio.sleep(0.02)
+        await wait_in_loop(lambda: server.url in pool.down(), "the news of its end")
         await server.start()
-        while server.url in pool.down():
-            await asyncio.sleep(0.02)
+        await wait_in_loop(lambda: server.url not in pool.down(), "its return")
         assert admitted == [server.url] * 2
         answers = await asyncio.gather(*(_work(pool, str(number)) for number in range(8)))
         assert {answer["by"] for answer in answers} == {server.url, other.url}
@@ -197,8 +195,7 @@ def test_a_500_of_a_healthy_server_is_raised_and_one_of_a_dying_server_moves_on(
 def test_when_the_last_server_is_gone_every_request_fails_and_says_so() -> None:
     async def body(pool: ServerPool, server: _Server) -> None:
         tasks = [asyncio.ensure_future(_work(pool, str(number))) for number in range(4)]
-        while not server.asked:
-            await asyncio.sleep(0.01)
+        await wait_in_loop(lambda: server.asked, "a request")
         await server.kill()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, NoServerError)
@@ -210,8 +207,7 @@ def test_when_the_last_server_is_gone_every_request_fails_and_says_so() -> None:
 def test_cancelling_a_request_frees_its_place() -> None:
     async def body(pool: ServerPool, server: _Server) -> None:
         task = asyncio.ensure_future(_work(pool, "x"))
-        while not server.asked:
-            await asyncio.sleep(0.01)
+        await wait_in_loop(lambda: server.asked, "a request")
         assert loads(pool) == {server.url: 1}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -100,19 +99,21 @@ def _send_and_end(told: Any) -> None:
     sender = WeightSender(1, timeout_s=60)
     told.send(sender.address)
     sender.send(_weights(), 1 << 20)
+    sender.send([])  # no bytes for which the receiver would be needed
     os._exit(0)
 
 
 def test_nothing_is_lost_when_the_senders_process_ends_with_its_send() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=_send_and_end, args=(theirs,))
     process.start()
     receiver = WeightReceiver(ours.recv(), 1)
-    time.sleep(0.5)  # all of it fits into a socket: the sender is done before anybody looks
     assert weight_checksum(item for bucket in receiver.buckets() for item in bucket.tensors()) == weight_checksum(
         _weights()
     )
+    process.join(0.5)  # one that did not wait for its reader would be gone, and its announcement with it
+    assert list(receiver.buckets()) == []
     process.join(60)
     assert process.exitcode == 0
 
