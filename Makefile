@@ -65,7 +65,7 @@ browser:         ## a Chromium for the tests of the dashboard, if there is none
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
 	{ echo "installing chromium for the tests of the dashboard"; \
 	  SUDO=$$([ "$$(id -u)" = 0 ] || echo sudo -n); \
-	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || \
+	  $$SUDO apt-get update -qq && $$SUDO apt-get -o DPkg::Lock::Timeout=120 install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || \
 	{ echo "There is no Chromium, and apt-get could not install one. Install chromium or google-chrome, then run this again."; \
 	  exit 1; }
 
