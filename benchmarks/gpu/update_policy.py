@@ -1,9 +1,11 @@
 """One policy update of the 1.5B shape on one GPU: time, share of the measured matrix rate, and peak memory.
 
 512 sequences of 120 + 512 tokens (GRPO on 64 prompts x 8 answers), micro-batches of 20 k tokens, random weights, fp32
-master weights with bf16 compute. Rows differ in head, packing, recomputation and compilation; the first is what the
-others are compared with. Run on a CUDA machine: ``python -m benchmarks.gpu.update_policy``. With ``--fp8`` the rows are
-compiled layers in bf16 and with each fp8 recipe, and the errors of log-probs and gradients come with them.
+master weights with bf16 compute. Rows differ in head, packing, recomputation, compilation and whether a prompt is
+computed once for its responses; the first is what the others are compared with. The share of the matrix rate counts
+every prompt as often as it has responses. Run on a CUDA machine: ``python -m benchmarks.gpu.update_policy``. With
+``--fp8`` the rows are compiled layers in bf16 and with each fp8 recipe, and the errors of log-probs and gradients come
+with them.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class Variant:
     packed: bool = True
     recompute: bool = False
     compile: bool = False
+    shared: bool = False
+    """A prompt is computed once for its eight responses, as in a run; otherwise every prompt is different."""
     lengths: str = "fixed"  # fixed | log-uniform
     micro_batch_rows: int | None = None
     fp8: Recipe | None = None
@@ -48,6 +52,7 @@ class Variant:
 VARIANTS = (
     Variant("packed, fused head"),
     Variant("packed, fused head, compiled layers", compile=True),
+    Variant("packed, fused head, compiled layers, prompts once", compile=True, shared=True),
     Variant("packed, plain head", fused=False),
     Variant("packed, fused head, recomputation", recompute=True),
     Variant("lengths 64..2048, packed", lengths="log-uniform"),
@@ -96,7 +101,9 @@ def measure(
     if variant.compile:
         compile_layers(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    network = PolicyModel(model, use_remove_padding=variant.packed, use_fused_kernels=variant.fused)
+    network = PolicyModel(
+        model, use_remove_padding=variant.packed, use_fused_kernels=variant.fused, share_prefixes=variant.shared
+    )
     backend = build_backend(
         "single", network, fsdp=FSDPConfig(), optim=OptimConfig(lr=1e-6, total_training_steps=100), device="cuda"
     )
@@ -110,7 +117,7 @@ def measure(
         mini_batch_rows=rows,
         log_prob_limit=MicroBatchLimit(rows=8),
     )
-    batch = make_batch(rows, variant.lengths)
+    batch = make_batch(rows, variant.lengths, samples=8 if variant.shared else 1)
     tokens = int(batch.tensors["attention_mask"].sum())
     actor.update_policy(batch)  # warm-up: optimizer state, kernels
     torch.cuda.synchronize()
@@ -144,8 +151,9 @@ def measure(
     }
 
 
-def make_batch(rows: int, lengths: str, *, prompt: int = 120, response: int = 512) -> DataProto:
-    """Random tokens; `log-uniform` draws lengths from 64 to 2048, most of them far below the longest."""
+def make_batch(rows: int, lengths: str, *, prompt: int = 120, response: int = 512, samples: int = 1) -> DataProto:
+    """Random tokens, `samples` responses to each prompt; `log-uniform` draws lengths from 64 to 2048, most of them far
+    below the longest."""
     generator = torch.Generator().manual_seed(0)
     if lengths == "fixed":
         width, sizes = prompt + response, torch.full((rows,), prompt + response)
@@ -158,6 +166,7 @@ def make_batch(rows: int, lengths: str, *, prompt: int = 120, response: int = 51
     attention_mask = (positions[None] < sizes[:, None]).long()
     response_mask = attention_mask[:, prompt:]
     input_ids = torch.randint(0, VOCABULARY, (rows, width), generator=generator)
+    input_ids[:, :prompt] = input_ids[::samples, :prompt].repeat_interleave(samples, 0)[:rows]
     return DataProto.from_dict(
         {
             "input_ids": input_ids,
