@@ -114,7 +114,9 @@ def find_key(root: type[BaseModel], name: str) -> Key | None:
             return known[above] if above == name or known[above].free_form else None
         section = sections(root).get(above)
         if section is not None:
-            extra = section.model_config.get("extra") == "allow"
+            leaf = name.removeprefix(f"{above}.").partition(".")[0]
+            passed_on: tuple[str, ...] = getattr(section, "passed_on", ())
+            extra = bool(passed_on) and (leaf in passed_on or leaf.startswith("_"))
             return Key(name, FieldInfo(annotation=dict[str, Any])) if extra else None
     return None
 

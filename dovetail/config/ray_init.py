@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, field_serializer, field_validator
 
@@ -30,9 +30,15 @@ def is_secret(name: str) -> bool:
 
 
 class RayInitConfig(Section):
-    """Arguments of `ray.init`; any other argument is passed on as it is."""
+    """Arguments of `ray.init`; its other arguments are passed on as they are, and so is what begins with `_`."""
 
     model_config = ConfigDict(extra="allow")
+    passed_on: ClassVar[tuple[str, ...]] = (
+        *("num_gpus", "resources", "labels", "object_store_memory", "local_mode", "ignore_reinit_error", "namespace"),
+        *("include_dashboard", "dashboard_host", "dashboard_port", "job_config", "log_to_driver", "proxy_server_url"),
+        *("configure_logging", "logging_level", "logging_format", "logging_config"),
+        *("enable_resource_isolation", "cgroup_path", "system_reserved_cpu", "system_reserved_memory"),
+    )
     rules = (unused("Ray's timeline is not written; phases are in metrics.jsonl", only="timeline_json_file"),)
 
     address: str | None = key(None, "Address of a running cluster. Null: RAY_ADDRESS, else a local Ray.")

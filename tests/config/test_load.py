@@ -31,6 +31,7 @@ def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
         ("data.train_batchsize=1", "data.train_batch_size"),
         ("actor_rollout_ref.rolout.n=4", "actor_rollout_ref.rollout.n"),
         ("policy.model.path=x", "actor_rollout_ref.model.path"),
+        ("ray_init.adress=auto", "ray_init.address"),
     ],
 )
 def test_the_nearest_key_is_found_by_its_last_word_or_by_its_path(wrong: str, right: str) -> None:
@@ -130,11 +131,15 @@ def test_free_form_keys_take_anything() -> None:
     model = "actor_rollout_ref.model.override_config"
     engine = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     config = load_config(
-        overrides=[f"+{model}.rope_scaling.factor=4.0", f"+{engine}.compilation_config={{level:3}}", "ray_init.a.b=1"]
+        overrides=[
+            f"+{model}.rope_scaling.factor=4.0",
+            f"+{engine}.compilation_config={{level:3}}",
+            "ray_init.labels.b=1",
+        ]
     ).config
     assert config.actor_rollout_ref.model.override_config == {"rope_scaling": {"factor": 4.0}}
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"compilation_config": {"level": 3}}
-    assert config.ray_init.init_arguments == {"a": {"b": 1}}
+    assert config.ray_init.init_arguments == {"labels": {"b": 1}}
 
 
 def test_a_users_own_names_need_a_module_that_registers_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import types
@@ -12,6 +13,7 @@ import torch
 import yaml
 
 from dovetail.config import ConfigError
+from dovetail.config.ray_init import RayInitConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
 from dovetail.controller.context import MissingGpuError, WorkerContext, device_index
@@ -60,6 +62,14 @@ def test_variables_of_the_driver_are_merged_with_the_users_which_win(monkeypatch
     assert {env[name] for name in ("VLLM_LOGGING_LEVEL", "SGLANG_X", "PYTORCH_CUDA_ALLOC_CONF")} == {"driver"}
     assert env["TORCH_NCCL_TIMEOUT"] == "driver"
     assert not {"CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK"} & set(env), "these are per node"
+
+
+@unit
+def test_every_argument_of_ray_init_is_a_key() -> None:
+    import ray
+
+    passed_on, parameters = set(RayInitConfig.passed_on), set(inspect.signature(ray.init).parameters)
+    assert parameters - {"kwargs"} == passed_on | {"address", "num_cpus", "runtime_env"}
 
 
 @unit
