@@ -5,7 +5,7 @@
   dovetail check --overrides-file launch.txt actor_rollout_ref.model.path=~/models/Qwen2.5-7B
   dovetail check recipe.yaml async_training.mode=fully_async --like runs/synchronous
 
-Reads what a run reads before its first process: models (not the numbers in their weights), rows, reward functions. With
+Reads what a run reads before its first process: models with their weights, rows, reward functions. With
 --no-files it plans for another machine, in half a second.
 
 Exit code 0: the configuration is valid, what it names can be used, and it fits. 2: it cannot run, and every problem is
@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dovetail.cli.option_types import number
 from dovetail.config.checks import check_config
 from dovetail.config.errors import ConfigError, Notice, Problem
 from dovetail.config.load import LoadedConfig, load_config
@@ -83,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device-memory-gib",
-        type=_gib,
+        type=number(above=True),
         metavar="GIB",
         help="memory of one device (default: 80; npu: 64; cpu: this host)",
     )
@@ -172,16 +173,6 @@ def _records(config: DovetailConfig, like: Path, lengths: tuple[float, float] | 
         return records
     rollout = config.actor_rollout_ref.rollout
     return replace(records, groups=long_tailed_groups(*lengths, n=rollout.n, longest=rollout.response_length))
-
-
-def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size in GiB above 0, such as 80.")
-    return value
 
 
 def _lengths(text: str) -> tuple[float, float]:

@@ -1,6 +1,5 @@
-"""Check a model folder before a process is started for it: config, architecture, names and shapes of its tensors.
-
-Reads headers only. Whether tensors hold NaN is found when they are read (`dovetail.models.weights`).
+"""Check a model folder before a process is started for it: config, architecture, names and shapes of its tensors, and
+if asked whether their numbers are finite.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ def check_model_folder(
     *,
     override_config: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    headers_only: bool = True,
 ) -> None:
     """Raise ModelError (or FileNotFoundError) if the network that `config.json` describes cannot be read from `path`.
 
@@ -48,7 +48,7 @@ def check_model_folder(
         )
     if override_config:
         model = build_meta_model(path, role, override_config=override_config, trust_remote_code=trust_remote_code)
-    load_weights(nn.ModuleDict({"hf_model": model}), path)
+    load_weights(nn.ModuleDict({"hf_model": model}), path, headers_only=headers_only)
 
 
 def _may_be_left_out(name: str, model: PreTrainedModel) -> bool:

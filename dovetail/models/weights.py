@@ -91,22 +91,22 @@ def iter_model_tensors(
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, path: str | Path) -> None:
+def load_weights(module: nn.Module, path: str | Path, *, headers_only: bool = False) -> None:
     """Fill `module` (a wrapper of `dovetail.models`, FSDP2-sharded or not) from a checkpoint folder.
 
     Every rank reads every tensor in turn and keeps its own shard, so the peak is one tensor. A scalar head and LoRA
     matrices the checkpoint does not have start from a fixed seed, alike on all ranks; any other missing tensor is an
-    error. On the meta device nothing is filled: names and shapes are compared, and only headers are read.
+    error, and so is a number that is not finite. On the meta device nothing is filled, only compared; with
+    `headers_only` names and shapes are, and no tensor is read.
     """
     hf_model = module.hf_model
     assert isinstance(hf_model, PreTrainedModel), f"hf_model of {type(module).__name__} is no transformers model"
     targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     plain_names = {name.replace(LORA_BASE, "."): name for name in targets}
     missing = {name for name, _ in module.named_parameters()} | _persistent_buffers(module)
-    for name, tensor in iter_model_tensors(hf_model, path, headers_only=hf_model.device.type == "meta"):
+    for name, tensor in iter_model_tensors(hf_model, path, headers_only=headers_only):
         target = plain_names[f"hf_model.{name}"]
         missing.discard(target)
-        refuse_not_finite(tensor, name, path)
         _fill(targets[target], tensor, name, path)
     for name, tensor in _outer_head(path):  # a head the wrapper owns, not the transformers model
         if name in missing:
@@ -210,6 +210,7 @@ def _fill(target: Tensor, tensor: Tensor, name: str, path: str | Path) -> None:
             f"{path}: {name} has shape {tuple(tensor.shape)} on disk and {tuple(target.shape)} in the network that "
             "config.json describes; is it another model's?"
         )
+    refuse_not_finite(tensor, name, path)
     if isinstance(target, DTensor):
         local = tensor.to(device=target.device, dtype=target.dtype)
         # src_data_rank=None: every rank cuts its own shard out of what it read, nothing is sent.

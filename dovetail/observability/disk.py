@@ -1,8 +1,10 @@
-"""Explain a full disk: what could not be written, how much space it needs and has, and what to do."""
+"""Explain what cannot be written: a path that the user may not write, known before a run; a full disk, with the space
+that it needs and has, and what to do."""
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,10 +58,24 @@ def is_full_disk(error: BaseException) -> bool:
 
 def free_bytes(path: Path) -> int:
     """Space left where `path` is, or where it would be."""
-    place = path
-    while not place.exists() and place != place.parent:
+    place = path.absolute()
+    while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free
+
+
+def why_not_writable(path: Path, *, is_folder: bool) -> str | None:
+    """What keeps this user from writing `path`, which need not be there, nor the folders above it. Writes nothing."""
+    if path.exists() and path.is_dir() != is_folder:
+        return "it is a file, not a folder" if is_folder else "it is a folder, not a file"
+    place = path.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.exists():
+        return f"{place} is a link to nothing"
+    if place != path.absolute() and not place.is_dir():
+        return f"{place} is not a folder"
+    return None if os.access(place, os.W_OK) else f"you may not write to {place}"
 
 
 def _size(count: int) -> str:

@@ -9,7 +9,9 @@ from dovetail.agents.chat import ChatRenderer, ChatTemplateError
 from dovetail.config.root import DovetailConfig
 from dovetail.data.conversations import ConversationDataset
 from dovetail.data.errors import DataError
+from dovetail.data.examples import Renderer
 from dovetail.data.preferences import Pair, PreferenceDataset
+from dovetail.data.unread_tokenizer import UnreadTokenizer
 from dovetail.models.errors import ModelError
 from dovetail.trainer.model_folders import load_readers
 
@@ -30,7 +32,11 @@ def read_examples(
 ) -> ConversationDataset | PreferenceDataset:
     """The examples of `trainer.method`."""
     data = config.data
-    renderer = ChatRenderer(tokenizer, **data.apply_chat_template_kwargs) if tokenizer.chat_template else None
+    renderer: Renderer | None = None
+    if isinstance(tokenizer, UnreadTokenizer):
+        renderer = tokenizer
+    elif tokenizer.chat_template:
+        renderer = ChatRenderer(tokenizer, **data.apply_chat_template_kwargs)
     source = files, tokenizer, renderer, data
     which = {"max_samples": max_samples, "seed": config.data_seed}
     if config.trainer.method == "sft":

@@ -20,6 +20,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import PACKAGE_PREFIX, PICKLED, split_address
 from dovetail.data.errors import DataError
 from dovetail.models.errors import ModelError
+from dovetail.observability.disk import why_not_writable
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -226,6 +227,14 @@ def _other_files(config: DovetailConfig) -> Iterator[Problem]:
     for key, path in files.items():
         if path and not Path(path).is_file():
             yield Problem(key, f"{key}={path}: there is no such file.")
+    written = {
+        "trainer.default_local_dir": trainer.run_dir,
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+        "trainer.validation_data_dir": trainer.validation_data_dir,
+    }
+    for key, folder in written.items():
+        if folder is not None and (why := why_not_writable(Path(folder), is_folder=True)) is not None:
+            yield Problem(key, f"{key}={folder} cannot be written: {why}; give a folder that you may write to.")
     resumed = trainer.resume_from_path
     if trainer.resume_mode == "resume_path" and resumed and not Path(resumed).is_dir():
         yield Problem(

@@ -8,6 +8,7 @@ from dovetail.config import ConfigError
 from dovetail.config.errors import Problem
 from dovetail.config.hub import is_hub_name
 from dovetail.config.root import DovetailConfig
+from dovetail.data.unread_tokenizer import UnreadTokenizer
 from dovetail.models.folder import check_model_folder
 from dovetail.models.load import Role, load_config, load_processor, load_tokenizer, model_folder
 from dovetail.trainer.inputs import named_models
@@ -37,14 +38,20 @@ def fetch_models(config: DovetailConfig) -> None:
             raise ConfigError([Problem(f"{name}.path", f"{name}.path={model.path}: {error}")]) from error
 
 
-def refuse_broken_models(config: DovetailConfig, *, on_hub: bool = True) -> None:
-    """Fail here, in one line, instead of in every worker that reads the folder. Those `on_hub` are downloaded."""
+def refuse_broken_models(config: DovetailConfig, *, on_hub: bool = True, headers_only: bool = True) -> None:
+    """Fail here, in one line, instead of in every worker that reads the folder. Those `on_hub` are downloaded.
+
+    Unless `headers_only`, all weights are read once, one tensor at a time.
+    """
+    read: set[str] = set()
     roles: dict[str, Role] = {"critic.model": "value", "reward_model.model": "reward"}
     with Refusals() as refused:
         for name, model in _known_models(config).items():
             if not on_hub and is_hub_name(model.path):
                 continue
             settings = {"override_config": model.override_config, "trust_remote_code": model.trust_remote_code}
+            settings["headers_only"] = headers_only or model.path in read
+            read.add(model.path)
             with refused.part():
                 check_model_folder(model_folder(model.path), roles.get(name, "policy"), **settings)
 
@@ -67,3 +74,15 @@ def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:
             if reader is not None:
                 reader.chat_template = model.custom_chat_template
     return tokenizer, processor
+
+
+def try_readers(config: DovetailConfig, refused: Refusals) -> tuple[Any, Any | None]:
+    """As `load_readers`; where they cannot be read, a stand-in with which rows and rewards are checked all the same."""
+    if config.data.custom_cls.path or config.reward_model.reward_manager_module.path:
+        return load_readers(config)  # a class of the user's may ask a tokenizer for anything
+    with refused.part():
+        return load_readers(config)
+    with refused.part():
+        why = "without a tokenizer neither the chat template nor the lengths of prompts and responses were checked."
+        raise ConfigError([Problem("", why, "warning")])
+    return UnreadTokenizer(), None

@@ -11,7 +11,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.data.build import PromptLoader, example_loader
 from dovetail.trainer.examples import read_examples
 from dovetail.trainer.method import Method, RunOptions
-from dovetail.trainer.model_folders import load_readers
+from dovetail.trainer.model_folders import try_readers
 from dovetail.trainer.offline import OfflineGroups, OfflineTrainer, create_offline_groups
 from dovetail.trainer.refusals import Refusals
 from dovetail.workers.offline import OfflineWorker
@@ -29,7 +29,6 @@ class OfflineMethod(Method):
     def __init__(self, config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> None:
         super().__init__(config, options, open_things)
         data = config.data
-        self._tokenizer, _ = load_readers(config)
 
         def load(files: tuple[str, ...], max_samples: int, *, is_training: bool) -> PromptLoader | None:
             if not files:
@@ -39,6 +38,7 @@ class OfflineMethod(Method):
 
         train = val = None
         with Refusals() as refused:
+            self._tokenizer, _ = try_readers(config, refused)
             with refused.part():
                 val = load(data.val_paths, data.val_max_samples, is_training=False)
             with refused.part():

@@ -15,25 +15,23 @@ from dovetail.trainer.shared_folder import with_absolute_folders
 MOST_ROWS = 10_000
 """Of each data set that `dovetail check` reads: some seconds."""
 LOOKED_AT = (
-    "architecture, names and shapes of the weights (not of a model on the hub), tokenizer, rows (a sample of more than "
-    f"{MOST_ROWS:,}), the functions and classes that are yours. A run also refuses weights that are NaN, which it sees "
-    "as it loads them."
+    "architecture and weights (not of a model on the hub), tokenizer, rows (a sample of more than "
+    f"{MOST_ROWS:,}), the functions and classes that are yours."
 )
 
 
-def read_inputs(
-    config: DovetailConfig, options: RunOptions, open_things: ExitStack, *, fetches_models: bool = True
-) -> Method:
+def read_inputs(config: DovetailConfig, options: RunOptions, open_things: ExitStack, *, starts: bool = True) -> Method:
     """The method with its inputs. Raises all that is wrong with models, rows and functions at once.
 
-    Without `fetches_models` no weights are downloaded, and models on the hub are not looked at.
+    Of a run that does not start, nobody will load the weights: all of them are read here for numbers that are not
+    finite. None are downloaded for that, so models on the hub are not looked at.
     """
-    if fetches_models:
+    if starts:
         fetch_models(config)
     with Refusals() as refused:
         with refused.part():
             refuse_unknown_fields(config)
-            refuse_broken_models(config, on_hub=fetches_models)
+            refuse_broken_models(config, on_hub=starts, headers_only=starts)
         with refused.part():
             method = open_method(config, options, open_things)
     return method
@@ -52,7 +50,7 @@ def unusable_inputs(config: DovetailConfig) -> tuple[Problem, ...]:
         import_user_modules(config.trainer.import_modules)
         with ExitStack() as open_things:
             small = with_absolute_folders(config.model_copy(update=sections))
-            read_inputs(small, RunOptions(), open_things, fetches_models=False)
+            read_inputs(small, RunOptions(), open_things, starts=False)
     except USER_ERRORS as error:
         return problems_of(error)
     return ()

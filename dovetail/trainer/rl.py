@@ -19,7 +19,7 @@ from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.devices import joins_cluster, uses_gpu
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.trainer.method import Method, RunOptions
-from dovetail.trainer.model_folders import load_readers
+from dovetail.trainer.model_folders import try_readers
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.refusals import Refusals
 from dovetail.trainer.registered import refuse_unmet_names
@@ -33,9 +33,10 @@ class RLMethod(Method):
         # The devices of a cluster are known once it is joined.
         self._knows_devices = not (options.use_ray and joins_cluster(config))
         on_gpu = uses_gpu(config) if self._knows_devices else False
-        self._tokenizer, processor = load_readers(config)
         train_loader = val_loader = None
+        uses_agents = config.actor_rollout_ref.rollout.uses_agents
         with Refusals() as refused:
+            self._tokenizer, processor = try_readers(config, refused)
             with refused.part():
                 val_loader = build_val_loader(config, self._tokenizer, processor)
             with refused.part():
@@ -43,16 +44,15 @@ class RLMethod(Method):
                     train_loader = build_train_loader(config, self._tokenizer, processor)
             with refused.part():
                 self._rewards = open_things.enter_context(build_reward_runner(config, self._tokenizer))
+                # An agent's environment may score; a source without a rule is then met, and named, when a row needs it.
+                if config.scores_training and not uses_agents:
+                    for dataset in _prompts_of(train_loader, val_loader):
+                        self._rewards.check_data_sources(dataset.data_sources())
         self._use_loaders(train_loader, val_loader)
         if self._knows_devices:
             self._refuse_unread_images(on_cuda=on_gpu)
         refuse_unmet_names(config, self._train_loader.dataset[0])
-        uses_agents = config.actor_rollout_ref.rollout.uses_agents
         self._audit = audit_template(config, self._tokenizer) if uses_agents else None
-        for dataset in self._datasets() if config.scores_training else ():
-            # An agent's environment may score; a source without a rule is then met, and named, when a row needs it.
-            if isinstance(dataset, PromptDataset) and not uses_agents:
-                self._rewards.check_data_sources(dataset.data_sources())
 
     def cluster_started(self, *, use_gpu: bool) -> None:
         if self._options.use_ray:
@@ -77,19 +77,21 @@ class RLMethod(Method):
     def _trainer_class(self) -> type[RayPPOTrainer]:
         return RayDAPOTrainer if self._config.algorithm.filter_groups.enable else RayPPOTrainer
 
-    def _datasets(self) -> list[Any]:
-        loaders: tuple[PromptLoader | None, ...] = (self._train_loader, self._val_loader)
-        return [loader.dataset for loader in loaders if loader is not None]
-
     def _refuse_unread_images(self, *, on_cuda: bool) -> None:
         """Fail here, instead of at the first request that a text-only engine refuses."""
         rollout = self._config.actor_rollout_ref.rollout
         if rollout.reads_images(on_cuda=on_cuda):
             return
-        if not any(isinstance(dataset, PromptDataset) and dataset.has_media() for dataset in self._datasets()):
+        if not any(dataset.has_media() for dataset in _prompts_of(self._train_loader, self._val_loader)):
             return
         where = "on CUDA" if rollout.name == "native" else "by URL" if rollout.server_urls else "here"
         raise DataError(
             f"there are prompts with images or videos, and rollout.name={rollout.name} reads token ids only {where}. "
             "Use rollout.name=vllm without server_urls (or native on CPU), or leave the image and video columns out."
         )
+
+
+def _prompts_of(*loaders: PromptLoader | None) -> list[PromptDataset]:
+    """Those that are not of a user's class."""
+    datasets = [loader.dataset for loader in loaders if loader is not None]
+    return [dataset for dataset in datasets if isinstance(dataset, PromptDataset)]

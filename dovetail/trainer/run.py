@@ -10,10 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
 from dovetail.config.effects import unsupported_in_runs
-from dovetail.config.errors import Problem
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules, load_user_object, split_address
@@ -89,8 +87,8 @@ def run_training(
         folder = RunFolder(settings.run_dir)
         for name in ("rollout_data_dir", "validation_data_dir"):
             if (path := getattr(settings, name)) is not None:
-                _make_folder(Path(path), f"trainer.{name}", "folder for answers")
-        _make_folder(folder.path, "trainer.default_local_dir", "run folder")
+                Path(path).mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(parents=True, exist_ok=True)
         open_things.enter_context(lock)
         folder.write_config(config.model_dump(mode="json"))
         folder.write_plan(make_plan(config, shapes).to_dict())
@@ -191,11 +189,3 @@ def _create_groups(method: Method, folder: Path, *, use_gpu: bool) -> TrainedGro
         groups.shutdown()
         raise
     return groups
-
-
-def _make_folder(path: Path, key: str, what: str) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"{key}={path}: the {what} cannot be made ({error.strerror}); give a folder that you may write to."
-        raise ConfigError([Problem(key, why)]) from error

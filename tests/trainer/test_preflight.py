@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,6 @@ BROKEN_MODELS = {
     "12 tensors have no place in the network": config(num_hidden_layers=1, layer_types=None),
     "holds no weights for hf_model.model.norm.weight": norm(0),
     "model.norm.weight has shape (7,) on disk and (64,)": norm(7),
-    "cannot be read (JSONDecodeError": lambda folder: (folder / "tokenizer.json").write_text("{"),
     "row 1: the prompt is a chat, but the tokenizer has no chat template": no_template,
 }
 BROKEN_REWARDS = {
@@ -58,8 +58,8 @@ BROKEN_REWARDS = {
 }
 
 
-def write_rows(file: Path, *prompts: object) -> Path:
-    row = prompt_row(data_source="toy", question="say 1", ground_truth="", ability="toy", extra_info={})
+def write_rows(file: Path, *prompts: object, data_source: str = "toy") -> Path:
+    row = prompt_row(data_source=data_source, question="say 1", ground_truth="", ability="toy", extra_info={})
     rows = [row, *({**row, "prompt": prompt} for prompt in prompts), row, row, row]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -118,7 +118,7 @@ def test_a_good_run_is_valid_and_of_many_rows_some_are_read(
 ) -> None:
     arguments = toy.arguments(tmp_path / "run", {"data.val_files": str(toy.data / "train.parquet")})
     assert main(["check", *arguments]) == 0
-    assert "Looked at: architecture, names and shapes of the weights" in capsys.readouterr().out
+    assert "Looked at: architecture and weights" in capsys.readouterr().out
     rows = write_rows(tmp_path / "rows.jsonl", *["say 2"] * 4, None)
     monkeypatch.setattr(preflight, "MOST_ROWS", 1)
     assert main(["check", *arguments, f"{ROWS}={rows}", "data.shuffle=False"]) == 0
@@ -137,3 +137,78 @@ def test_an_override_that_the_weights_do_not_fit(
 ) -> None:
     [message] = refused(toy, tmp_path, capsys, **{f"actor_rollout_ref.model.override_config.{field}": value})
     assert words in message
+
+
+def test_a_number_of_the_weights_that_is_not_finite(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(toy.model, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = math.inf
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    arguments = toy.arguments(tmp_path / "run", {MODEL: str(folder)})
+    assert main(["check", "--format", "json", *arguments]) == 2
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert "1 of the 64 numbers of model.norm.weight are NaN or infinite" in problem["message"]
+    assert main(["train", "--local", *arguments]) == 2
+    assert problem["message"] in capsys.readouterr().err
+    assert main(["check", "--no-files", *arguments]) == 0
+
+
+def test_without_a_tokenizer_rows_and_rewards_are_checked_all_the_same(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(toy.model, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{")
+    rows = write_rows(tmp_path / "rows.jsonl", None)
+    (tmp_path / "reward.py").write_text("def compute_score(a): ...\n")
+    inputs = {MODEL: str(folder), ROWS: str(rows), REWARD: str(tmp_path / "reward.py")}
+    tokenizer, unchecked, row, reward = refused(toy, tmp_path, capsys, **inputs)
+    assert "cannot be read (JSONDecodeError" in tokenizer
+    assert "without a tokenizer neither the chat template nor the lengths of prompts" in unchecked
+    assert "rows.jsonl row 1: the prompt is None" in row
+    assert "cannot be called with" in reward
+
+
+def test_without_the_tokenizer_of_a_model_on_the_hub_a_data_source_without_a_rule_is_named(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    rows = write_rows(tmp_path / "rows.jsonl", data_source="nobody/knows")
+    changes = {MODEL: "nobody/has-it", ROWS: str(rows), REWARD: "null", "data.val_files": "null"}
+    assert main(["check", "--format", "json", *toy.arguments(tmp_path / "run", changes)]) == 2
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    said = {problem["severity"]: problem["message"] for problem in problems}
+    assert "nobody/knows" in said["error"]
+    assert "without a tokenizer" in said["warning"]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_without_a_tokenizer_the_rows_of_other_methods_are_checked_all_the_same(
+    method: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(toy.model, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{")
+    pair = {"prompt": "say 1", "response": "1", "chosen": "1", "rejected": "2"}
+    rows = [pair, pair | {"response": None, "rejected": None}, pair | {"rejected": "3"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [
+        f"model={folder}",
+        f"data={tmp_path / 'rows.jsonl'}",
+        f"trainer.method={method}",
+        f"output={tmp_path / 'run'}",
+    ]
+    assert main(["check", "--format", "json", *own]) == 2
+    problems = [problem["message"] for problem in json.loads(capsys.readouterr().out)["problems"]]
+    assert len(problems) == 3
+    assert "1 row cannot be used" in problems[2]
+    assert "rows.jsonl row 1" in problems[2]
+
+
+@pytest.mark.parametrize("key", ["trainer.default_local_dir", "trainer.rollout_data_dir"])
+def test_a_folder_that_cannot_be_written(
+    key: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    [message] = refused(toy, tmp_path, capsys, **{key: str(tmp_path / "file" / "x")})
+    assert f"{key}={tmp_path}/file/x cannot be written: {tmp_path}/file is not a folder" in message
