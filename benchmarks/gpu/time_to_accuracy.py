@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.gpu.grpo_step import StepClock
 from benchmarks.gpu.workload import prepare_trl, spare_flashinfer
+from dovetail.cli.option_types import number, output_file, output_folder, whole_number
 
 PROMPTS, SAMPLES, MINI_BATCH, RESPONSE = 128, 8, 64, 320
 LEARNING_RATE, CLIP_LOW, CLIP_HIGH = 3e-6, 0.2, 0.28
@@ -58,15 +59,17 @@ def main() -> None:
         "data", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl; both folders come first"
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["dovetail", "trl"])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--every", type=int, default=10, help="steps between two measurements of accuracy")
+    parser.add_argument("--steps", type=whole_number(), default=60)
+    parser.add_argument("--every", type=whole_number(), default=10, help="steps between two measurements of accuracy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/dovetail-accuracy"))
-    parser.add_argument("--trl-micro-batch", type=int, default=32, help="without gradient checkpointing")
-    parser.add_argument("--trl-minutes", type=float, default=60.0, help="TRL ends early rather than take longer")
+    parser.add_argument("--folder", type=output_folder, default=Path("/tmp/dovetail-accuracy"))
+    parser.add_argument("--trl-micro-batch", type=whole_number(), default=32, help="without gradient checkpointing")
+    parser.add_argument(
+        "--trl-minutes", type=number(above=True), default=60.0, help="TRL ends early rather than take longer"
+    )
     parser.add_argument("--set", nargs="*", default=[], help="more keys of dovetail's sides")
-    parser.add_argument("--plot", type=Path, help="a picture of the folder's curves instead of a run")
+    parser.add_argument("--plot", type=output_file, help="a picture of the folder's curves instead of a run")
     parser.add_argument("--run", choices=(*SIDES, "accuracy"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.plot:

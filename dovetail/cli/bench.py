@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dovetail.cli.option_types import whole_number
 from dovetail.config import load_config
 from dovetail.config.overrides import split_arguments
 
@@ -46,7 +47,9 @@ _SIZES |= {"num_attention_heads": 6, "max_position_embeddings": 4096}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="*", metavar="FILE|key=value", help="YAML files and overrides")
     parser.add_argument("--overrides-file", action="append", default=[], type=Path, metavar="F", help="a launch list")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that warms up (default 3)")
+    parser.add_argument(
+        "--steps", type=whole_number(), default=3, help="measured steps, after one that warms up (default 3)"
+    )
     parser.add_argument("--ray", action="store_true", help="workers on Ray even where one process would do")
 
 

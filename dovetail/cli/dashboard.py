@@ -10,10 +10,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from dovetail.cli.option_types import whole_number
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="run folders, or folders of them")
-    parser.add_argument("--port", type=int, default=None, help="port (default: 6262, or a free one)")
+    parser.add_argument("--port", type=whole_number(0, 65535), help="port (default: 6262, or a free one)")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
@@ -34,9 +36,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         listening = bind(args.port)
-    except (OSError, OverflowError) as error:
-        why = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
-        sys.stderr.write(f"port {args.port} cannot be used: {why}; leave --port out to take a free one.\n")
+    except OSError as error:
+        sys.stderr.write(f"port {args.port} cannot be used: {error.strerror}; leave --port out to take a free one.\n")
         return 2
 
     def started(address: str) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.cli.option_types import output_folder, whole_number
 from dovetail.config import load_config
 
 NUM_TRAIN = 1000
@@ -43,8 +44,10 @@ AGENT = Demo("learns to ask a calculator", "calculator", "runs/demo-agent", 7, 6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--agent", action="store_true", help="learn to use a tool, a calculator, for products")
-    parser.add_argument("--out", type=Path, help=f"run folder (default: {ADDITION.folder}, or {AGENT.folder})")
-    parser.add_argument("--steps", type=int, help=f"training steps (default: {ADDITION.steps}, or {AGENT.steps})")
+    parser.add_argument("--out", type=output_folder, help=f"run folder (default: {ADDITION.folder}, or {AGENT.folder})")
+    parser.add_argument(
+        "--steps", type=whole_number(), help=f"training steps (default: {ADDITION.steps}, or {AGENT.steps})"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of data, sampling and order (default: %(default)s)")
     parser.add_argument("--local", action="store_true", help="one process, without Ray")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the demo's configuration")

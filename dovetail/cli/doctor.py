@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dovetail.cli.option_types import number, output_file, output_folder, whole_number
 from dovetail.config.checks import check_config
 from dovetail.config.effects import unsupported_in_runs
 from dovetail.config.errors import ConfigError
@@ -59,20 +60,28 @@ _ONE_DEVICE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("items", nargs="*", metavar="FILE | key=value", help="YAML files and overrides")
-    parser.add_argument("--devices", type=int, metavar="N", help="processes of the check on one node (default: 1)")
+    parser.add_argument(
+        "--devices", type=whole_number(1, 64), metavar="N", help="processes of the check on one node (default: 1)"
+    )
     parser.add_argument("--no-run", action="store_true", help="only look at what is installed")
-    parser.add_argument("--svg", type=Path, metavar="F", help="also write what is shown as a picture")
+    parser.add_argument("--svg", type=output_file, metavar="F", help="also write what is shown as a picture")
     parser.add_argument("--verbose", action="store_true", help="log what the parts do")
     parser.add_argument("--agents", metavar="MODEL", help="audit the chat template of this model's tokenizer")
     cluster = parser.add_argument_group("on all devices of a machine or a Ray cluster")
     cluster.add_argument("--cluster", action="store_true", help="run every path for real and judge each one")
     cluster.add_argument("--paths", action="append", default=[], metavar="NAME", help="only paths that begin so")
     cluster.add_argument(
-        "--work", type=Path, metavar="DIR", help="an empty folder that all nodes see (default: temporary)"
+        "--work", type=output_folder, metavar="DIR", help="an empty folder that all nodes see (default: temporary)"
     )
-    cluster.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one path (default: 300)")
     cluster.add_argument(
-        "--out", type=Path, default=Path("dovetail-doctor.json"), metavar="F", help="the report, to attach to a bug"
+        "--limit", type=number(above=True), default=300.0, metavar="S", help="seconds for one path (default: 300)"
+    )
+    cluster.add_argument(
+        "--out",
+        type=output_file,
+        default=Path("dovetail-doctor.json"),
+        metavar="F",
+        help="the report, to send with a bug",
     )
 
 

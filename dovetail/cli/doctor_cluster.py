@@ -63,6 +63,7 @@ def _run(
 ) -> list[PathResult]:
     """Every verdict is shown and in the report as soon as it is known: whoever stops the command keeps them."""
     results: list[PathResult] = []
+    write_report(args.out, site, rows, results)  # fails now, if it cannot be written, and not after some minutes
     with view.paths() as show:
         show.begin(names[0])
         for result in run_paths(site, names, timeout_s=args.limit):

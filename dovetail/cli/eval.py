@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dovetail.cli.option_types import number, output_folder, whole_number
 from dovetail.config.overrides import split_arguments
 
 if TYPE_CHECKING:
@@ -24,17 +25,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="global_step_N, a run folder, a Hugging Face folder, a hub name")
     parser.add_argument("inputs", nargs="*", metavar="FILE.yaml|key=value", help="changes to the configuration")
     parser.add_argument("--data", action="append", metavar="FILE", help="prompts with ground truth; may be repeated")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for eval.json and all responses; runs/eval/<name>")
+    parser.add_argument(
+        "--out", type=output_folder, metavar="FOLDER", help="for eval.json and all responses; runs/eval/<name>"
+    )
     parser.add_argument("--ray", action="store_true", help="workers on Ray even where one process would do")
     add_sampling_arguments(parser)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--n", type=int, metavar="N", help="responses to each prompt (default: the run's, or 1)")
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0 is greedy (default: the run's; with n above 1, 1.0)"
+        "-n", "--n", type=whole_number(), metavar="N", help="responses to each prompt (default: the run's, or 1)"
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest response (default: the run's, or 512)")
+    parser.add_argument(
+        "--temperature", type=number(), metavar="T", help="0 is greedy (default: the run's; with n above 1, 1.0)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=whole_number(), metavar="N", help="longest response (default: the run's, or 512)"
+    )
     parser.add_argument("--verbose", action="store_true", help="log what the parts do")
 
 

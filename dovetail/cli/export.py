@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dovetail.cli.option_types import output_folder
 from dovetail.config import ConfigError, DovetailConfig, load_config
 from dovetail.trainer.saved_model import checkpoint_folder, override, run_config_file
 
@@ -30,7 +31,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="global_step_N, or a run folder")
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder to write; an existing one is refused")
+    parser.add_argument(
+        "out", type=output_folder, nargs="?", metavar="OUT", help="folder to write; an existing one is refused"
+    )
     parser.add_argument("--list", action="store_true", help="list the checkpoints of a run folder; writes nothing")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, in peft's format")
     parser.add_argument(

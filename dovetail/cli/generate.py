@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.cli.eval import add_sampling_arguments, set_logging
+from dovetail.cli.option_types import output_file
 
 if TYPE_CHECKING:
     from dovetail.trainer.generate import Response
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="system message before each prompt")
     parser.add_argument(
-        "--jsonl", type=Path, metavar="OUT", help="also write one JSON object per response to this file"
+        "--jsonl", type=output_file, metavar="OUT", help="also write one JSON object per response to this file"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the configuration")
     add_sampling_arguments(parser)

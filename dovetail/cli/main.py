@@ -7,6 +7,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import dovetail
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: str, arguments: list[str]) -> int:
     module_name, summary = COMMANDS[command]
     module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"dovetail {command}",
         description=getattr(module, "DESCRIPTIONS", {}).get(command, module.__doc__ or summary),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,6 +76,13 @@ def _run(command: str, arguments: list[str]) -> int:
             raise
         sys.stderr.write(f"{error}\n")
         return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong, without all options before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the options.\n")
 
 
 def _is_of_user(error: Exception) -> bool:

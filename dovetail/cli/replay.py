@@ -12,12 +12,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from dovetail.cli.option_types import output_folder
+
 _MOST_SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a recorded run")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to train; RUN/replay without it")
+    parser.add_argument("--out", type=output_folder, metavar="FOLDER", help="where to train; RUN/replay without it")
     parser.add_argument("--local", action="store_true", help="one process, no Ray")
 
 

@@ -6,10 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from dovetail.cli.option_types import output_file
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="the run's folder")
-    parser.add_argument("--out", type=Path, default=None, help="HTML file (default: RUN_FOLDER/report.html)")
+    parser.add_argument("--out", type=output_file, help="HTML file (default: RUN_FOLDER/report.html)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from dovetail.config.installed import core_versions
 from dovetail.doctor.paths import PATHS, DoctorPath, file_name
 from dovetail.doctor.site import Site
+from dovetail.observability.run_folder import write_text
 
 _LAST_WORDS_S = 2.0
 _END_S = 30.0
@@ -76,14 +77,13 @@ def run_paths(site: Site, names: Sequence[str], *, timeout_s: float) -> Iterator
 
 def write_report(file: Path, site: Site, machine: Sequence[tuple[str, str]], results: Sequence[PathResult]) -> None:
     """What to attach to a bug report: the machine, the versions, every verdict, and the end of every failed log."""
-
     report: dict[str, Any] = {
         "machine": dict(machine),
         "versions": {part.name: part.version for part in core_versions()},
         "site": site.to_json(),
         "paths": [asdict(result) for result in results],
     }
-    file.write_text(json.dumps(report, indent=1) + "\n")
+    write_text(file, json.dumps(report, indent=1) + "\n")
 
 
 class _Child:

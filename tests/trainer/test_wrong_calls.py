@@ -21,10 +21,29 @@ CALLS = {
     "audit /nope": "/nope has no checkpoints",
     "replay /nope": "/nope is no run folder: its config.yaml cannot be read (No such file or directory); give the",
     "replay run": "run/config.yaml is not the configuration of a run; give the folder of one.",
-    "dashboard run --port 99999": "port 99999 cannot be used: ports are 0 to 65535; leave --port out",
+    "dashboard run --port 99999": "--port: '99999' is no whole number from 0 to 65,535.",
     "report file": "is a file; give the run folder",
-    "data addition --levels 2 --train 10 --test 5 --out file/x": "file/x: Not a directory; give a path that",
-    "check --device-memory-gib -1": "'-1' is no size in GiB above 0",
+    "data addition --levels 2 --train 10 --test 5 --out file/x": "--out: file/x cannot be written:",
+    "check --device-memory-gib -1": "'-1' is no number above 0.",
+    "check --device-memory-gib nan": "'nan' is no number above 0.",
+    "generate {model} hello --jsonl run": "--jsonl: run cannot be written: it is a folder, not a file.",
+    "generate {model} hello --jsonl file/x": "/file is not a folder.",
+    "generate {model} hello -n 0": "'0' is no whole number from 1",
+    "generate {model} hello --temperature -1": "'-1' is no number of at least 0.",
+    "eval {model} --out file": "--out: file cannot be written: it is a file, not a folder.",
+    "eval {model} --max-tokens -5": "'-5' is no whole number from 1",
+    "report run --out file/x.html": "/file is not a folder.",
+    "export run file/x": "/file is not a folder.",
+    "replay run --out link/x": "/link is a link to nothing.",
+    "demo --out file": "it is a file, not a folder.",
+    "demo --steps 0": "'0' is no whole number from 1",
+    "doctor --devices 0": "'0' is no whole number from 1 to 64.",
+    "doctor --devices -2": "'-2' is no whole number from 1 to 64.",
+    "doctor --cluster --limit 0": "'0' is no number above 0.",
+    "doctor --svg file/x": "/file is not a folder.",
+    "bench --steps -1": "'-1' is no whole number from 1",
+    "data addition --out x --train 0": "'0' is no whole number from 1",
+    "data jsonl rows.jsonl --out x --test-share 2": "'2' is no number of at least 0 and at most 1.",
     "check --no-files {toy} --like run": "--like run predicts an asynchronous run; set async_training.mode",
     "train --local {toy} reward=gms8k": "reward=gms8k: there is no reward rule 'gms8k'; did you mean gsm8k?",
     "check {toy} reward=gms8k": "reward=gms8k: there is no reward rule 'gms8k'; did you mean gsm8k?",
@@ -37,10 +56,12 @@ def test_a_wrong_call_says_what_to_change(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(json.dumps({"trainer": {}}))
     own = [argument for argument in toy.arguments(tmp_path / "out") if "reward" not in argument or "gms8k" not in call]
-    arguments = [part for word in call.split() for part in (own if word == "{toy}" else [word])]
+    words = call.replace("{model}", str(toy.model)).split()
+    arguments = [part for word in words for part in (own if word == "{toy}" else [word])]
     try:
         code = main(arguments)
     except SystemExit as stopped:
