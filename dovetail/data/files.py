@@ -203,8 +203,8 @@ def needed_columns(data: DataConfig, *, scored_by_rules: bool) -> dict[str, str]
     needed = {data.prompt_key: "; set data.prompt_key to the column that holds it"}
     if scored_by_rules or data.reward_fn_key != "data_source":
         needed[data.reward_fn_key] = (
-            "; set data.reward_fn_key to the column that names the reward rule, or custom_reward_function.path to a "
-            "reward function, which needs none"
+            "; set data.reward_fn_key to the column that names the reward rule, or give a "
+            "reward function (reward=FILE.py:NAME, in full custom_reward_function.path), which needs none"
         )
     if scored_by_rules:
         needed["reward_model"] = "; it holds {'ground_truth': ...}"

@@ -40,6 +40,8 @@ _FROM_THE_FILE = ("data_source", "reward_model", "extra_info")
 RESERVED = frozenset(COLUMNS) - set(_FROM_THE_FILE) | {"index", "full_prompts", "reward_failed"}
 """Names that the columns of a batch have. A file's own columns of these names are found in `extra_info` alone."""
 
+_INFOS_READ = 100
+
 
 class PromptDataset:
     """Prompts of one or more files, one after the other. A user's dataset (`data.custom_cls`) may inherit from it."""
@@ -125,6 +127,13 @@ class PromptDataset:
         named = [file for file in self._files if key in file.columns]
         sources = [str(row[key]) for file in named for chunk in file.chunks([key]) for row in chunk]
         return list(dict.fromkeys(sources)) or [UNNAMED_SOURCE]
+
+    def reward_columns(self) -> list[str]:
+        """What a reward function may ask for by name: the files' columns, and what is in `extra_info` of the first
+        rows."""
+        own = [name for file in self._files for name in file.columns if name not in self._taken]
+        infos = [self._row(index)[0].get("extra_info") or {} for index in range(min(len(self), _INFOS_READ))]
+        return list(dict.fromkeys(["prompt", *own, *(name for info in infos for name in info)]))
 
     def has_media(self) -> bool:
         """Whether any row holds an image or a video; reads no further than the first."""

@@ -25,9 +25,13 @@ _REGISTRY = "pkg://dovetail.rewards.registry"
 _RUNNER_OPTIONS = ("max_failed_share", "rule_weight", "rm_weight", "rewards")
 
 
-def build_reward_runner(config: DovetailConfig, tokenizer: Decoder) -> RewardRunner:
-    """The runner of a run. `reward_model.reward_kwargs` may hold `max_failed_share`, `rule_weight`, `rm_weight` and
-    `rewards` (a weighted list); the rest goes to the reward manager.
+def build_reward_runner(
+    config: DovetailConfig, tokenizer: Decoder, columns: tuple[str, ...] | None = None
+) -> RewardRunner:
+    """The runner of a run. `columns` are those of its rows, where they are known.
+
+    `reward_model.reward_kwargs` may hold `max_failed_share`, `rule_weight`, `rm_weight` and `rewards` (a weighted
+    list); the rest goes to the reward manager.
     """
     section = config.reward_model
     options = {name: section.reward_kwargs[name] for name in _RUNNER_OPTIONS if name in section.reward_kwargs}
@@ -54,6 +58,7 @@ def build_reward_runner(config: DovetailConfig, tokenizer: Decoder) -> RewardRun
         rm_weight=float(options.get("rm_weight", 1.0)),
         reward_fn_key=config.data.reward_fn_key,
         import_modules=config.trainer.import_modules,
+        columns=columns,
     )
 
 

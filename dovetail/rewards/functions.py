@@ -45,20 +45,24 @@ class StartMessage:
     is_batch: bool
     import_modules: tuple[str, ...]
     decoder: DecoderSource | None = None
+    columns: tuple[str, ...] | None = None
+    """Of the rows, which a function may ask for by name; None: not known."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
         return BATCH_ARGUMENTS if self.is_batch else ARGUMENTS
 
 
-def load_function(spec: FunctionSpec, arguments: Sequence[str] = ARGUMENTS) -> Callable[..., Any]:
+def load_function(
+    spec: FunctionSpec, arguments: Sequence[str] = ARGUMENTS, columns: Sequence[str] | None = None
+) -> Callable[..., Any]:
     """Import the function, and make it one that takes the arguments it will be given."""
     importlib.invalidate_caches()
     function = load_user_object(spec.path, spec.name, key=spec.key)
     if not callable(function):
         raise RewardError(f"{spec.name} of {spec.path} is a {type(function).__name__}, not a function.")
     try:
-        return adapt_function(function, arguments, spec.kwargs)
+        return adapt_function(function, arguments, spec.kwargs, columns)
     except TypeError as error:
         shown = ", ".join([*arguments, *spec.kwargs])
         raise RewardError(f"{spec.name} of {spec.path} cannot be called with ({shown}): {error}") from None

@@ -150,9 +150,12 @@ class KillablePool:
         is_batch: bool = False,
         import_modules: Sequence[str] = (),
         decoder: DecoderSource | None = None,
+        columns: tuple[str, ...] | None = None,
         timeout_key: str = "reward_model.timeout_seconds",
     ) -> None:
-        self._start_message = StartMessage(list(sys.path), tuple(specs), is_batch, tuple(import_modules), decoder)
+        self._start_message = StartMessage(
+            list(sys.path), tuple(specs), is_batch, tuple(import_modules), decoder, columns
+        )
         self._timeout_key = timeout_key
         self._cancelled: set[Future[Any]] = set()
         self._timeout = timeout_seconds

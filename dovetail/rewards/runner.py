@@ -79,6 +79,7 @@ class RewardRunner:
         import_modules: Sequence[str] = (),
         limits: RateLimits | None = None,
         timeout_key: str = "reward_model.timeout_seconds",
+        columns: tuple[str, ...] | None = None,
     ) -> None:
         if not 0.0 <= max_failed_share < 1.0:
             raise ValueError(f"max_failed_share={max_failed_share} must be at least 0 and below 1.")
@@ -100,6 +101,7 @@ class RewardRunner:
             "is_batch": self._manager.scores_whole_batch,
             "import_modules": tuple(import_modules),
             "decoder": self._decoder,
+            "columns": columns,
             "timeout_key": timeout_key,
         }
         if self._specs:

@@ -10,6 +10,7 @@ the same text, too. Columns of the row are looked up in `extra_info`.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _RESPONSE = ("response", "completion", "solution_str")
 _FINAL = "final_response"
+_GIVEN = ("data_source", "ground_truth")
 _LISTS = ("completions", "solution_strs")
 
 
@@ -27,9 +29,13 @@ def takes_lists(names: Iterable[str]) -> bool:
 
 
 def adapt_function(
-    function: Callable[..., Any], arguments: Sequence[str], kwargs: Mapping[str, Any]
+    function: Callable[..., Any],
+    arguments: Sequence[str],
+    kwargs: Mapping[str, Any],
+    columns: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-    """`function` as one that takes `arguments` (of a row or a batch) and `kwargs` by name. TypeError if it cannot."""
+    """`function` as one that takes `arguments` (of a row or a batch) and `kwargs` by name. TypeError if it cannot, or
+    if it asks for what is not among the `columns` that rows have."""
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -40,6 +46,7 @@ def adapt_function(
         names = _names(signature)
         is_batch = tuple(arguments) == BATCH_ARGUMENTS
         if "completions" in names:
+            _refuse_missing(signature, [*_GIVEN, "prompts", "completions", *kwargs], columns)
             return _with_lists(function, signature) if is_batch else _with_lists_of_one(function, signature)
         if is_batch or {*_RESPONSE, _FINAL}.isdisjoint(names):
             raise TypeError(
@@ -47,6 +54,7 @@ def adapt_function(
                 + ("" if is_batch else ", or `response` and any columns of the row by name")
                 + ", or lists as TRL gives them (completions, **kwargs)."
             ) from None
+        _refuse_missing(signature, [*_GIVEN, "extra_info", *_RESPONSE, _FINAL, *kwargs], columns)
         return _by_name(function, signature)
     return function
 
@@ -107,14 +115,22 @@ def _wanted(signature: inspect.Signature, values: Mapping[str, Any], columns: It
     parameters = signature.parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(values)
-    names = _names(signature)
-    missing = [
-        name for name in names if name not in values and signature.parameters[name].default is inspect.Parameter.empty
-    ]
+    _refuse_missing(signature, values, columns)
+    return {name: values[name] for name in _names(signature) if name in values}
+
+
+def _refuse_missing(signature: inspect.Signature, given: Iterable[str], columns: Iterable[str] | None) -> None:
+    """`columns` None: those of the rows are not known."""
+    if columns is None:
+        return
+    known = {*given, *columns}
+    required = (name for name in _names(signature) if signature.parameters[name].default is inspect.Parameter.empty)
+    missing = [name for name in required if name not in known]
     if missing:
-        known = ", ".join(sorted(map(str, columns))) or "no other columns"
-        raise TypeError(f"the reward function asks for {', '.join(missing)}; the row has {known}.")
-    return {name: values[name] for name in names if name in values}
+        close = difflib.get_close_matches(missing[0], map(str, known), n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        named = ", ".join(sorted(map(str, columns))) or "no other columns"
+        raise TypeError(f"the reward function asks for {', '.join(missing)}; the row has {named}.{hint}")
 
 
 def _names(signature: inspect.Signature) -> list[str]:

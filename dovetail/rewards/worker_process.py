@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dovetail.config.user_code import UserCodeError
+from dovetail.rewards import decoding, functions, signatures
 from dovetail.rewards.decoding import TokenIds, decode_call, with_texts
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.functions import (
@@ -32,6 +33,7 @@ from dovetail.rewards.functions import (
 )
 
 Reply = tuple[str, Any]
+_LEADING = (__file__, functions.__file__, signatures.__file__, decoding.__file__)
 
 
 def main(fd: int) -> None:
@@ -47,7 +49,7 @@ def main(fd: int) -> None:
         sys.path[:] = list(dict.fromkeys([*start.search_path, *sys.path]))
         for module in start.import_modules:
             importlib.import_module(module)
-        functions = [load_function(spec, start.arguments) for spec in start.specs]
+        loaded = [load_function(spec, start.arguments, start.columns) for spec in start.specs]
         decode = _no_decoder if start.decoder is None else start.decoder.load()
     except Exception as error:  # noqa: BLE001  the process boundary: the driver raises it
         # These say all there is to say; other code that fails has a traceback of its own.
@@ -61,7 +63,7 @@ def main(fd: int) -> None:
             call = connection.recv()
         except (EOFError, OSError):
             return
-        reply = _reply(lambda given: score(functions, start.specs, given, loop), call, decode)
+        reply = _reply(lambda given: score(loaded, start.specs, given, loop), call, decode)
         try:
             connection.send(reply)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -75,7 +77,17 @@ def _reply(
         decoded, texts = decode_call(call, decode)
         return "result", with_texts(score(decoded), texts)
     except Exception as error:  # noqa: BLE001  the process boundary: the row is marked as failed
-        return "exception", traceback.format_exc() + _lacking_truth(error, call)
+        return "exception", _users_part(error) + _lacking_truth(error, call)
+
+
+def _users_part(error: Exception) -> str:
+    """The traceback without the frames that lead to the reward function; without any, what we refuse in words."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in _LEADING:
+        frame = frame.tb_next
+    if frame is None:
+        return f"{error}\n"
+    return "".join(traceback.format_exception(error.with_traceback(frame)))
 
 
 def _lacking_truth(error: Exception, call: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,8 @@ def _choose_lengths(choices: _Choices, prompts: _Prompts, context: int | None) -
         else:
             why = f"the longest prompt has {prompts.longest} tokens"
         choices.choose(why, data__max_prompt_length=length)
+    if context is not None and choices.config.data.max_prompt_length >= context:
+        choices.choose(f"half of the model's context of {context:,} tokens", data__max_prompt_length=context // 2)
     longest = 128 if choices.config.trainer.device == "cpu" else 1024
     why = "a CPU generates slowly" if longest == 128 else "room for a worked solution"
     room = None if context is None else context - choices.config.data.max_prompt_length
@@ -361,10 +364,12 @@ def _prompts(choices: _Choices) -> _Prompts:
         for file in files:
             prompts = [file[row].get(key) for row in range(0, len(file), max(1, stride))]
             num_read += len(prompts)
-            longest = max([longest, *(len(encoder.encode(prompt, file.path)) for prompt in prompts)])
+            for prompt in prompts:
+                with suppress(DataError):  # a bad row, which the run names; the others are measured
+                    longest = max(longest, len(encoder.encode(prompt, file.path)))
     except (DataError, ModelError, FileNotFoundError):
         return _Prompts(0)  # the checks of the run name what is missing or wrong
-    return _Prompts(num_rows, longest, min(num_read, num_rows))
+    return _Prompts(num_rows, longest or None, min(num_read, num_rows))
 
 
 def _count_rows(config: DovetailConfig) -> int:

@@ -43,7 +43,10 @@ class RLMethod(Method):
                 if config.data.train_paths:
                     train_loader = build_train_loader(config, self._tokenizer, processor)
             with refused.part():
-                self._rewards = open_things.enter_context(build_reward_runner(config, self._tokenizer))
+                # An agent, and a class of the user's, may add to what the file has.
+                adds = uses_agents or config.data.custom_cls.path or config.reward_model.reward_manager_module.path
+                columns = None if adds else _reward_columns(_prompts_of(train_loader, val_loader))
+                self._rewards = open_things.enter_context(build_reward_runner(config, self._tokenizer, columns))
                 # An agent's environment may score; a source without a rule is then met, and named, when a row needs it.
                 if config.scores_training and not uses_agents:
                     for dataset in _prompts_of(train_loader, val_loader):
@@ -95,3 +98,7 @@ def _prompts_of(*loaders: PromptLoader | None) -> list[PromptDataset]:
     """Those that are not of a user's class."""
     datasets = [loader.dataset for loader in loaders if loader is not None]
     return [dataset for dataset in datasets if isinstance(dataset, PromptDataset)]
+
+
+def _reward_columns(datasets: list[PromptDataset]) -> tuple[str, ...] | None:
+    return tuple(dict.fromkeys(name for dataset in datasets for name in dataset.reward_columns())) or None

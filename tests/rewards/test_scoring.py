@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from dovetail.rewards.errors import Failure, RewardError
 from dovetail.rewards.functions import FunctionSpec
 from dovetail.rewards.managers import NaiveRewardManager
 from dovetail.rewards.runner import RewardRunner
+from dovetail.rewards.worker_process import _no_decoder, _reply, _score_one
 from tests.models.tiny import tiny_tokenizer
 from tests.rewards.test_runner import answers
 from tests.waiting import wait_until
@@ -316,3 +319,17 @@ def test_rate_limits_come_from_the_names_that_verl_has(file: Path) -> None:
     impossible = DovetailConfig(reward_model={**section, "max_tpm": 10, "estimated_tokens_per_request": 100})
     with pytest.raises(RewardError, match="estimated_tokens_per_request=100 is more than"):
         build_reward_runner(impossible, tiny_tokenizer())
+
+
+def test_a_value_that_is_no_score_is_said_in_one_line_and_an_error_with_the_users_lines_alone() -> None:
+    def users(**_: Any) -> Any:
+        raise KeyError("level")
+
+    def reply(function: Any) -> str:
+        spec, loop = FunctionSpec("f.py", "f"), asyncio.new_event_loop()
+        return _reply(partial(_score_one, [function], [spec], loop=loop), {}, _no_decoder)[1]
+
+    assert reply(lambda: None) == "the reward is None, a NoneType; return a number or a dict with 'score'.\n"
+    said = reply(users)
+    assert said.endswith("KeyError: 'level'\n")
+    assert "worker_process" not in said

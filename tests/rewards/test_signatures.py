@@ -93,6 +93,21 @@ def test_a_column_that_the_row_lacks_is_named_with_those_it_has() -> None:
 
 
 @pytest.mark.parametrize("arguments", [ARGUMENTS, BATCH_ARGUMENTS])
+def test_a_column_that_no_row_has_is_refused_before_a_call(arguments: tuple[str, ...]) -> None:
+    def lists(completions: list[str], anwser: list[str], **columns: object) -> list[float]:
+        return [0.0 for _ in completions]
+
+    def one(response: str, ground_truth: str, anwser: str) -> float:
+        return 0.0
+
+    function = one if arguments is ARGUMENTS else lists
+    with pytest.raises(TypeError, match=r"asks for anwser; the row has answer, prompt. Did you mean answer\?"):
+        adapt_function(function, arguments, {}, ("prompt", "answer"))
+    adapt_function(function, arguments, {}, ("prompt", "anwser"))
+    adapt_function(function, arguments, {"anwser": "1"}, ("prompt",))
+
+
+@pytest.mark.parametrize("arguments", [ARGUMENTS, BATCH_ARGUMENTS])
 def test_a_function_that_takes_no_response_is_refused_at_once(arguments: tuple[str, ...]) -> None:
     with pytest.raises(TypeError, match=r"A reward function takes \(data_source"):
         adapt_function(lambda text: 0.0, arguments, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,22 @@ def test_several_gpus_are_used_unless_one_process_is_asked_for(
     assert config.actor_rollout_ref.rollout.dtype == "bfloat16"
     assert config.actor_rollout_ref.model.use_fused_kernels
     assert chosen(words, one_process=True).config.trainer.n_gpus_per_node == 1
+
+
+def test_a_bad_row_does_not_keep_the_others_from_being_measured(words: list[str], tmp_path: Path) -> None:
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": null, "answer": "1"}\n')
+    assert chosen(words).config.data.max_prompt_length == 32
+
+
+def test_prompts_that_cannot_be_measured_leave_room_for_a_response(words: list[str], toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": null, "answer": "1"}\n')
+    folder = shutil.copytree(toy.model, tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    loaded = chosen([f"model={folder}", *words[1:]])
+    assert loaded.config.data.max_prompt_length == 128
+    assert check_config(loaded.config, read_shapes(loaded.config).policy) == []
 
 
 def test_few_rows_make_small_batches(words: list[str], tmp_path: Path) -> None:
