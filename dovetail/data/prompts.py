@@ -131,7 +131,8 @@ class PromptDataset:
     def reward_columns(self) -> list[str]:
         """What a reward function may ask for by name: the files' columns, and what is in `extra_info` of the first
         rows."""
-        own = [name for file in self._files for name in file.columns if name not in self._taken]
+        others = (*self._taken, *_FROM_THE_FILE)
+        own = [name for file in self._files for name in file.columns if name not in others]
         infos = [self._row(index)[0].get("extra_info") or {} for index in range(min(len(self), _INFOS_READ))]
         return list(dict.fromkeys(["prompt", *own, *(name for info in infos for name in info)]))
 

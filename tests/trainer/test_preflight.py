@@ -52,7 +52,7 @@ BROKEN_MODELS = {
 }
 BROKEN_REWARDS = {
     "cannot be called with (data_source, solution_str, ground_truth, extra_info)": "def compute_score(a): ...\n",
-    "the reward function asks for anwser; the row has prompt,": "def compute_score(response, anwser): ...\n",
+    "asks for anwser; the row has ability, index, prompt.": "def compute_score(response, anwser): ...\n",
     "fails while it is imported in its line 1: ModuleNotFoundError: No module named 'nowhere'. `python ": (
         "import nowhere\ndef compute_score(response): ...\n"
     ),
