@@ -117,7 +117,7 @@ class GenerationRequest:
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     multi_modal: Mapping[str, Any] | None = None
-    """What the prompt holds beside text, in the form that the engine takes: docs/rollout.md, Images."""
+    """What the prompt holds beside text, in the form that the engine takes: docs/rollout-design.md, Images."""
     sample_index: int = 0
     """Number of the first sample. A sample that is continued alone, with its tokens as part of the prompt, keeps its
     number and its seed, and so the random numbers it would have drawn."""
