@@ -1,9 +1,10 @@
-"""Audit: `dovetail audit RUN`. Compares every checkpoint of a run folder with the checksums in its manifest, and proves
-from `draws.jsonl` what became of every draw: none was skipped, none ended twice, none was trained beyond the bound of
-`async_training`, and each checkpoint holds as many draws as there were at its step.
+"""Check a finished or stopped run: `dovetail audit RUN`.
 
-Exits with 0 when all is well, with 1 and a sentence for each violation when it is not, with 2 when there is nothing to
-audit. Changes nothing.
+Compares every checkpoint with the checksums in its manifest. Checks in `draws.jsonl` that every draw (a prompt with its
+group of responses) ended at most once, that none was skipped, that none was trained on with older weights than
+`async_training` allows, and that each checkpoint holds as many draws as there were at its step.
+
+Exit code 0: all is well. 1: a sentence for each violation. 2: there is nothing to audit. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def _audit_draws(folder: Path, ledger: Ledger, checkpoints: Sequence[Path]) -> l
         sys.stdout.write(f"        {name:<28}{count:>10}{share}\n")
     if not sentences:
         sys.stdout.write(
-            f"ok      {folder}: every draw ended at most once, none was skipped, none older than {bound}\n"
+            f"ok      {folder}: every draw ended at most once, none was skipped, none was trained more than "
+            f"{bound} step{'s' * (bound != 1)} old\n"
         )
     return sentences
 

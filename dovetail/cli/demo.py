@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         f"SmolLM2-135M-Instruct {demo.learns}: {args.steps} steps of GRPO on the CPU of this machine "
         f"({os.cpu_count()} cores)."
     )
-    say("The first step is timed; after it you are told how long the others will take here.")
+    say("The time left is shown after the first step.")
     from transformers.utils.logging import disable_progress_bar
 
     from dovetail.demo.smollm2 import smollm2_folder
@@ -72,15 +72,15 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     disable_progress_bar()
     model = smollm2_folder()
-    say(f"the model is in {model} ({time.perf_counter() - began:.0f} s; converted on the first run only)")
+    say(f"Model: {model} ({time.perf_counter() - began:.0f} s; converted on the first run only)")
     data = args.out / "data"
     write_problems(demo, data, args.seed)
     overrides = [*demo_overrides(demo, model, data, args.out, args.steps, args.seed), *args.overrides]
     started = time.perf_counter()
-    say("starting up, and answering the test problems before training ...")
+    say("Starting, then measuring accuracy before training ...")
     result = run_training(load_config(overrides=overrides).config, use_ray=not args.local)
     if result.stopped_by is not None:
-        say(f"stopped after step {result.steps}; the run folder is {result.folder}")
+        say(f"Stopped after step {result.steps}. Run folder: {result.folder}")
         return 128 + result.stopped_by
     show(demo, result.folder, result.steps, time.perf_counter() - started)
     return 0
@@ -159,7 +159,7 @@ def show(demo: Demo, folder: Path, last_step: int, seconds: float) -> None:
     """Before and after, side by side."""
     before, after = _answers(folder, 0), _answers(folder, last_step)
     say("")
-    say(f"held-out accuracy on {len(before)} problems the model was not trained on:")
+    say(f"Accuracy on {len(before)} held-out problems:")
     say(f"  before   {_accuracy(before):6.1%}")
     say(f"  after    {_accuracy(after):6.1%}   ({last_step} steps of GRPO, {seconds / 60:.1f} minutes)")
     say("")
@@ -168,14 +168,14 @@ def show(demo: Demo, folder: Path, last_step: int, seconds: float) -> None:
         say(f"    before  {_short(_said(old))}")
         say(f"    after   {_short(_said(new))}   (right: {old['ground_truth']})")
     say("")
-    say(f"run folder: {folder}  (metrics.jsonl, rollouts/, validation/, global_step_N/, config.yaml, plan.json)")
+    say(f"Run folder: {folder}  (metrics.jsonl, rollouts/, validation/, global_step_N/, config.yaml, plan.json)")
     if shutil.which("dovetail") is None:
-        say(f"first, for the command:   source {Path(sys.executable).parent / 'activate'}")
+        say(f"activate the environment: source {Path(sys.executable).parent / 'activate'}")
     say(f"look at it in a browser:  dovetail dashboard {folder}")
     if demo is ADDITION:  # an agent is no use without its calculator
         say(f'ask the trained model:    dovetail generate {folder} --system {SYSTEM} "{before[0]["prompt"]}"')
-    say(f"take it with you:         dovetail export {folder} {demo.experiment}-model   (a Hugging Face folder)")
-    say(f"the same run by hand:     dovetail train {folder / 'config.yaml'}")
+    say(f"export the model:         dovetail export {folder} {demo.experiment}-model   (a Hugging Face folder)")
+    say(f"repeat the run:           dovetail train {folder / 'config.yaml'}")
 
 
 def _answers(folder: Path, step: int) -> list[dict[str, Any]]:

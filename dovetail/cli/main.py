@@ -23,10 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("dovetail.cli.eval", "score a checkpoint or a model folder: accuracy, pass@k, best@N, by data source"),
     "generate": ("dovetail.cli.generate", "print what a checkpoint or a model folder responds to prompts"),
     "export": ("dovetail.cli.export", "write the policy of a checkpoint as a Hugging Face folder"),
-    "audit": (
-        "dovetail.cli.audit",
-        "prove from a run folder that its checkpoints are what was saved and every draw ended once",
-    ),
+    "audit": ("dovetail.cli.audit", "check a run folder: checkpoints are as saved, no prompt was lost or used twice"),
     "replay": ("dovetail.cli.replay", "train again on the batches of a recorded asynchronous run, and compare"),
     "dashboard": ("dovetail.cli.dashboard", "show runs in a browser: curves, time, responses, warnings"),
     "report": ("dovetail.cli.report", "one HTML file and one picture of a run, to send to a colleague"),

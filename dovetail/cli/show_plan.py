@@ -49,7 +49,7 @@ def _draw(console: Console, checked: Checked) -> None:
         if plan.model is not None:
             _heading(console, "Model")
             console.print(Padding(_model(plan.model), (0, 0, 1, 2)))
-        _heading(console, "Who runs where")
+        _heading(console, "Placement")
         console.print(_placement(plan.layouts, console))
         _heading(console, "One training step")
         console.print(Padding(_step(plan.batches), (0, 0, 0, 2)))
@@ -147,7 +147,8 @@ def _placement(layouts: Sequence[RoleLayout], console: Console) -> Padding:
     table = _table(console, ["role", "runs on", "pool"], ["devices"])
     table.add_column("layout", overflow="fold")
     for layout in layouts:
-        row = (layout.role.replace("_", " "), layout.backend, layout.pool, f"{layout.world_size:,}", _sizes(layout))
+        backend = "one process" if layout.backend == "single" else layout.backend
+        row = (layout.role.replace("_", " "), backend, layout.pool, f"{layout.world_size:,}", _sizes(layout))
         table.add_row(*row)
     return Padding(table, (0, 0, 0, 1))
 
@@ -166,7 +167,7 @@ def _sizes(layout: RoleLayout) -> str:
         notes.append(f"{layout.num_engines:,} engine{'s' * (layout.num_engines != 1)}")
     if layout.backend in ("fsdp", "fsdp2"):
         copies = f", {layout.replicas} copies" if layout.replicas > 1 else ""
-        notes.append(f"weights cut over {layout.shard_size:,}{copies}")
+        notes.append(f"weights sharded over {layout.shard_size:,}{copies}")
     if layout.expert_parallel > 1:
         notes.append(f"experts over {layout.expert_parallel}")
     return "; ".join([text, *notes])
@@ -188,15 +189,15 @@ def _step(batches: BatchPlan) -> Text:
     return Text(
         f"{batches.prompts:,} prompts x {batches.responses_per_prompt} responses = {batches.sequences:,} sequences "
         f"of at most {batches.max_sequence_length:,} tokens = {_short(batches.max_tokens)} tokens\n{generated}"
-        f"{_number(batches.sequences_per_engine)} sequences per engine at a time"
+        f"{_number(batches.sequences_per_engine)} sequences per engine"
     )
 
 
 def _passes(passes: Sequence[PassBatches], console: Console) -> Padding:
-    cuts = ("sequences\nper rank", "mini-\nbatches", "sequences\nin each", "cut by", "micro-batches\nin each")
+    cuts = ("sequences\nper rank", "mini-\nbatches", "sequences\nin each", "split by", "micro-batches\nin each")
     table = _table(console, ["pass"], [*cuts, "optimizer\nsteps"])
     for batch in passes:
-        # At the longest lengths; shorter answers need fewer cuts by tokens.
+        # At the longest lengths; shorter responses need fewer micro-batches.
         most = "<= " if batch.token_budget is not None else ""
         table.add_row(
             batch.name,

@@ -294,7 +294,7 @@ def _choose_micro_batches(choices: _Choices, device_memory_gib: float | None) ->
     # What the critic's section leaves open it takes from the actor's.
     if not choices.is_open(*_CUTS, dynamic, f"{section}.ppo_micro_batch_size_per_gpu"):
         return
-    choices.choose_all("micro-batches are cut by tokens, whatever the lengths", {dynamic: True})
+    choices.choose_all("micro-batches are split by tokens, whatever the lengths", {dynamic: True})
     if choices.is_open(budget):
         tokens, why = _token_budget(choices, budget, read_shapes(choices.config), device_memory_gib)
         choices.choose_all(why, {budget: tokens})

@@ -52,7 +52,7 @@ def test_a_valid_configuration_exits_0_and_shows_the_plan(
     assert main(["check", "--no-files", "--overrides-file", str(launch_list)]) == 0
     out = capsys.readouterr().out
     assert "64 prompts x 8 responses = 512 sequences" in out
-    assert "weights cut over 8" in out
+    assert "weights sharded over 8" in out
     assert "update actor" in out
     assert out.rstrip().splitlines()[-1].startswith("valid; it fits")
 

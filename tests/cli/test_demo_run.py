@@ -43,7 +43,7 @@ def test_the_demo_trains_two_steps_on_ray_and_says_how_long_it_will_take(
     assert run.returncode == 0, run.stdout
     lines = run.stdout.splitlines()
     assert "2 steps of GRPO on the CPU of this machine" in lines[0]
-    assert "The first step is timed" in lines[1]
+    assert "after the first step" in lines[1]
     (estimate,) = [place for place, line in enumerate(lines) if "so the other 1 take about" in line]
     assert lines[estimate - 1].startswith("step 1/2")
     assert any(line.startswith("step 2/2") for line in lines[estimate:])
@@ -79,7 +79,7 @@ def test_the_demo_of_an_agent_trains_two_steps_and_shows_conversations(
     assert main(["demo", "--agent", "--local", "--steps", "2", "--out", str(out), *small]) == 0
     said = capsys.readouterr().out
     assert "learns to ask a calculator: 2 steps of GRPO" in said
-    assert "held-out accuracy on 4 problems" in said
+    assert "Accuracy on 4 held-out problems" in said
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["num_turns/mean"] for row in steps if "actor/grad_norm" in row] == [1.0, 1.0]
 

@@ -56,10 +56,11 @@ def _micro_batches(run: Examined) -> Findings:
         rows, left = divmod(section.ppo_mini_batch_size * run.rollout.n, layout.data_parallel)
         if not layout.divides:
             continue
-        if section.use_dynamic_bsz and section.min_num_micro_batch > rows:
+        # Without a row for each rank the batch itself is refused.
+        if section.use_dynamic_bsz and 0 < rows < section.min_num_micro_batch:
             yield run.error(
-                f"<{role}.min_num_micro_batch> is more than the {rows} sequences of a rank's mini-batch; use "
-                f"{max(1, rows)} or less."
+                f"<{role}.min_num_micro_batch> is more than the {rows} sequences of a rank's mini-batch; use {rows} "
+                "or less."
             )
         if section.use_dynamic_bsz or not micro or left:
             continue

@@ -89,9 +89,9 @@ class CoreOutputs:
     """Takes the place of vLLM's output processor: `take` sees what every step wrote, as the core's own objects.
 
     vLLM makes a `RequestOutput`, a completion and a dictionary of log-probs for every token of every sequence: ten
-    times the host's work of writing the token down (docs/rollout-design.md). Its own `LLM.generate` avoids some of that until
-    a sequence ends, but then cannot say which weights wrote which token. The processor itself sees the outputs that
-    end a request, to forget it; all of them where it keeps statistics.
+    times the host's work of writing the token down (docs/rollout-design.md). Its own `LLM.generate` avoids some of
+    that until a sequence ends, but then cannot say which weights wrote which token. The processor itself sees the
+    outputs that end a request, to forget it; all of them where it keeps statistics.
     """
 
     def __init__(self, processor: Any, take: Callable[[Sequence[Any]], None], *, keeps_statistics: bool) -> None:

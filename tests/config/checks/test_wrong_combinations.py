@@ -104,6 +104,12 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
         "data.train_batch_size",
         ("=33", "data-parallel size 8", "multiple of 4, e.g. 36"),
     ),
+    (
+        ("data.train_batch_size=3", f"{A}.ppo_mini_batch_size=3", f"{R}.n=2", f"{A}.use_dynamic_bsz=True"),
+        "error",
+        "data.train_batch_size",
+        ("=3 ", "data-parallel size 8", "multiple of 4, e.g. 4"),
+    ),
     ((f"{A}.ppo_mini_batch_size=128",), "error", f"{A}.ppo_mini_batch_size", ("=128", "=64", "use 64 or less")),
     ((f"{A}.ppo_mini_batch_size=24",), "error", f"{A}.ppo_mini_batch_size", ("=24", "last mini-batch", "use 16")),
     (
