@@ -116,7 +116,7 @@ class ConsoleState:
         if self.timed_steps != 1 or left < 1:
             return None
         seconds = self.timed_seconds
-        return f"one step took {seconds:.1f} s here, so the other {left} take {_about(seconds * left)}"
+        return f"a step takes {seconds:.1f} s; time left: {_about(seconds * left)} ({left} step{'s' * (left != 1)})"
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         if kind == "resume":

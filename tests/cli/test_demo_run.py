@@ -44,7 +44,7 @@ def test_the_demo_trains_two_steps_on_ray_and_says_how_long_it_will_take(
     lines = run.stdout.splitlines()
     assert "2 steps of GRPO on the CPU of this machine" in lines[0]
     assert "after the first step" in lines[1]
-    (estimate,) = [place for place, line in enumerate(lines) if "so the other 1 take about" in line]
+    (estimate,) = [place for place, line in enumerate(lines) if "time left: about" in line]
     assert lines[estimate - 1].startswith("step 1/2")
     assert any(line.startswith("step 2/2") for line in lines[estimate:])
     assert any(line.strip().startswith("before ") for line in lines)

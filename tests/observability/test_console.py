@@ -90,7 +90,7 @@ def test_a_pipe_gets_one_plain_line_per_step() -> None:
     assert stream.getvalue() == (
         "step 12/100  reward 0.5  len 143  entropy 1.25  kl 1.20e-04  grad 0.3  failed 2  8.0 s  "
         "2,310 tokens/s per device  openai/gsm8k acc mean@4 0.250\n"
-        "one step took 8.0 s here, so the other 88 take about 12 minutes\n"
+        "a step takes 8.0 s; time left: about 12 minutes (88 steps)\n"
     )
 
 

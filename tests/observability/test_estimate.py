@@ -19,7 +19,7 @@ def test_the_first_step_tells_how_long_the_others_take() -> None:
     console.end_step(1, {"timing_s/step": 15.0, "timing_s/gen": 9.0})
     console.end_step(2, {"timing_s/step": 15.0})
     lines = [line for line in stream.getvalue().splitlines() if "here" in line]
-    assert lines == ["one step took 15.0 s here, so the other 19 take about 5 minutes"]
+    assert lines == ["a step takes 15.0 s; time left: about 5 minutes (19 steps)"]
 
 
 def test_the_live_picture_says_it_above_itself() -> None:
@@ -27,7 +27,7 @@ def test_the_live_picture_says_it_above_itself() -> None:
     console = make_console("p/e", 3, stream=stream, live=True)
     console.end_step(1, {"timing_s/step": 20.0})
     console.close()
-    assert "one step took 20.0 s here, so the other 2 take about 40 seconds" in stream.getvalue()
+    assert "a step takes 20.0 s; time left: about 40 seconds (2 steps)" in stream.getvalue()
 
 
 def test_a_run_of_one_step_has_nothing_to_estimate() -> None:
