@@ -1,6 +1,10 @@
 """The pictures of a run in the docs, from the files of a run: its curve, and the live view as it was at one step.
 
-python tools/pictures.py runs/demo docs/assets [--step 14]
+    python tools/pictures.py runs/demo docs/assets [--step 14]
+
+The dashboard's, by Chromium: an agent's run, one with the numbers of single tokens, an asynchronous one.
+
+    python tools/pictures.py --dashboard runs/agent runs/tokens runs/async docs/assets
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from dovetail.dashboard.report import COLOURS, STYLE
@@ -15,6 +20,15 @@ from dovetail.observability.console_view import ConsoleState, draw
 from dovetail.observability.run_folder import NOW, RunFolder
 
 WIDTH = 100
+# Which of the runs, what is shown of it, width and height.
+VIEWS = {
+    "overview": (0, "view=overview", 1280, 860),
+    "rollouts": (0, "view=rollouts&order=best", 1280, 860),
+    "compare": (0, "view=rollouts&kind=validation", 1280, 640),
+    "time": (0, "view=time", 1280, 860),
+    "tokens": (1, "view=rollouts&colour=entropy", 1280, 860),
+    "async": (2, "view=async", 1024, 800),
+}
 
 
 def curve(run: RunFolder, file: Path) -> None:
@@ -64,11 +78,37 @@ def live_view(run: RunFolder, file: Path, step: int) -> None:
     console.save_svg(str(file), title="dovetail train")
 
 
+def dashboard(runs: Sequence[Path], assets: Path) -> None:
+    """A picture of each of `VIEWS`, in few colours to keep it small."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    from tests.dashboard.browser import chromium, serve
+
+    with sync_playwright() as playwright, serve(*runs) as server:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
+        for name, (number, place, width, height) in VIEWS.items():
+            page = browser.new_page(viewport={"width": width, "height": height})
+            page.goto(f"{server.address}/#run={runs[number].name}&{place}")
+            page.wait_for_selector(".view[data-ready]")
+            if name == "compare":
+                page.get_by_text("other steps").first.click()
+            page.wait_for_timeout(3000)  # charts are drawn by themselves
+            picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+            picture.quantize(128).save(assets / f"dashboard-{name}.png", optimize=True)
+            page.close()
+        browser.close()
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("assets", type=Path)
     parser.add_argument("--step", type=int, default=14, help="of the live view")
+    parser.add_argument("--dashboard", action="store_true", help="pictures of the dashboard, of three runs")
     given = parser.parse_args()
-    curve(RunFolder(given.run), given.assets / "demo.png")
-    live_view(RunFolder(given.run), given.assets / "console.svg", given.step)
+    if given.dashboard:
+        dashboard(given.runs, given.assets)
+    else:
+        curve(RunFolder(given.runs[0]), given.assets / "demo.png")
+        live_view(RunFolder(given.runs[0]), given.assets / "console.svg", given.step)

@@ -30,8 +30,7 @@ export async function overview(box, state) {
     picker.value = "";
   });
   const reset = el("button", { class: "button", hidden: true, text: "Reset zoom", onclick: () => { options.range = null; load(); } });
-  const marks = el("div", { class: "marks soft" }, Object.values(EVENTS).map((look) =>
-    el("span", {}, el("i", { class: "dot", style: `background:${look.colour}` }), look.name)));
+  const marks = el("div", { class: "marks soft" });
   box.append(cards, warnings, el("div", { class: "bar" }, field("Smoothing", el("span", { class: "inline" }, slider, sliderValue)),
     el("label", { class: "check" }, logBox, " log scale"), picker, pickerNames, reset, marks), grid, absent);
 
@@ -43,6 +42,9 @@ export async function overview(box, state) {
     if (mine !== asked) return;
     if (results[0].status === "rejected") throw results[0].reason;
     overviews = results.map((result, index) => ({ run: names[index], ...(result.value ?? { charts: [], events: [], names: [] }) }));
+    const kinds = new Set(overviews[0].events.map((event) => event.kind));
+    marks.replaceChildren(...Object.entries(EVENTS).filter(([kind]) => kinds.has(kind)).map(([, look]) =>
+      el("span", {}, el("i", { class: "dot", style: `background:${look.colour}` }), look.name)));
     slider.value = options.smoothing;
     sliderValue.textContent = Number(options.smoothing).toFixed(2);
     reset.hidden = !options.range;

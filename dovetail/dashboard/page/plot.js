@@ -149,11 +149,12 @@ export function lineTraces(lines, { smoothing, manyRuns }) {
 }
 
 export function eventTraces(events) {
-  return Object.entries(EVENTS).flatMap(([kind, look]) => {
+  // Each kind at its own height: a step may be validated and saved.
+  return Object.entries(EVENTS).flatMap(([kind, look], row) => {
     const shown = events.filter((event) => event.kind === kind);
     if (!shown.length) return [];
     return [{
-      x: shown.map((event) => event.step), y: shown.map(() => 0.03), yaxis: "y2", mode: "markers", name: look.name,
+      x: shown.map((event) => event.step), y: shown.map(() => 0.03 + 0.05 * row), yaxis: "y2", mode: "markers", name: look.name,
       marker: { symbol: look.symbol, size: 7, color: look.colour, opacity: 0.85 },
       text: shown.map((event) => plain(event.text)), hovertemplate: `${look.name} %{text}<extra></extra>`, cliponaxis: false,
     }];
