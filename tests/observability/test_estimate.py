@@ -18,7 +18,7 @@ def test_the_first_step_tells_how_long_the_others_take() -> None:
     console.end_step(0, {"val-core/addition/acc/mean@1": 0.03})
     console.end_step(1, {"timing_s/step": 15.0, "timing_s/gen": 9.0})
     console.end_step(2, {"timing_s/step": 15.0})
-    lines = [line for line in stream.getvalue().splitlines() if "here" in line]
+    lines = [line for line in stream.getvalue().splitlines() if "time left" in line]
     assert lines == ["a step takes 15.0 s; time left: about 5 minutes (19 steps)"]
 
 
