@@ -92,20 +92,34 @@ def _entropy_collapse(facts: Facts) -> Iterator[Finding]:
 
 def _no_variance(facts: Facts) -> Iterator[Finding]:
     high, low = facts.recent("critic/score/max"), facts.recent("critic/score/min")
-    if len(high) >= 3 and len(high) == len(low) and float(np.abs(high - low).max()) < 1e-9:
+    equal = len(high) >= 3 and len(high) == len(low) and float(np.abs(high - low).max()) < 1e-9
+    no_signal = facts.no_signal is not None and facts.no_signal >= NO_SIGNAL_WARN
+    if (equal or no_signal) and _solved(facts):
+        yield Finding(
+            "solved", "warn", "The prompts are solved",
+            "The newest responses all got the highest reward of the run, so there is nothing left to learn from them.",
+            "Stop here, or continue with harder prompts.", "critic/score/mean",
+        )  # fmt: skip
+    elif equal:
         yield Finding(
             "no_variance", "bad", "Every response gets the same reward",
             f"In the last {len(high)} steps all rewards were {float(high[-1]):.4g}. No gradient comes from that.",
             "Look at the rollouts: is the answer where the reward function looks for it? Test the function by hand, or "
             "begin with easier prompts.", "critic/score/mean",
         )  # fmt: skip
-    elif facts.no_signal is not None and facts.no_signal >= NO_SIGNAL_WARN:
+    elif facts.no_signal is not None and no_signal:
         yield Finding(
             "no_signal", "bad" if facts.no_signal >= NO_SIGNAL_BAD else "warn", "Most groups carry no signal",
             f"In {facts.no_signal:.0%} of the newest groups all responses got the same reward.",
             "Prompts are too hard or too easy: choose others, take more responses per prompt (rollout.n), or let "
             "dynamic sampling replace such groups (algorithm.filter_groups.enable=True).", "critic/score/mean",
         )  # fmt: skip
+
+
+def _solved(facts: Facts) -> bool:
+    """Whether a run that began lower has come to its highest reward with every response."""
+    mean, high = facts.table.finite("critic/score/mean")[1], facts.table.finite("critic/score/max")[1]
+    return len(mean) > 0 and len(high) > 0 and mean[0] < high.max() <= mean[-1] + 1e-9
 
 
 def _mismatch(facts: Facts) -> Iterator[Finding]:
@@ -260,8 +274,8 @@ RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _falling_reward, _large_steps, _spikes, _memory_full, _one_phase,
 )  # fmt: skip
 RULE_TITLES = (
-    "the run goes on or has finished", "all numbers are finite", "rewards differ within groups",
+    "the run is alive or finished", "all numbers are finite", "rewards differ within groups",
     "rewards can be computed", "engine and trainer agree", "the policy still explores", "responses end by themselves",
-    "validation follows the reward", "the reward keeps its height", "updates are small enough", "gradients are steady",
-    "memory is left", "no phase takes all the time",
+    "validation follows the reward", "the reward does not fall", "updates are small enough", "gradients are steady",
+    "memory is not full", "no phase takes all the time",
 )  # fmt: skip

@@ -111,7 +111,7 @@ def what_it_waits_for(table: MetricsTable, timelines: Timelines) -> dict[str, st
         )
     elif "worker" in busy:
         sentence += f" Workers are busy {busy['worker']:.0%} of the time in step {steps[-1]}"
-        sentence += "; the rest they wait for the driver." if busy["worker"] <= 0.995 else "."
+        sentence += "; otherwise they wait for the driver." if busy["worker"] <= 0.995 else "."
     advice = _ENGINES_ADVICE if first == "gen" and timelines.has_engines else _ADVICE.get(first, "")
     return {"sentence": sentence, "advice": advice}
 

@@ -36,7 +36,7 @@ TROUBLES: dict[str, Change] = {
     "entropy_collapse": lambda step, row: {"actor/entropy": late(step, 0.05, 1.5)},
     "no_variance": lambda step, row: {
         "critic/score/max": late(step, 0.0, 1.0),
-        "critic/score/mean": row["critic/score/mean"],
+        "critic/score/mean": 0.0,
     },
     "mismatch": lambda step, row: {"rollout_corr/k3_kl": late(step, 0.05, 1e-4)},
     "truncation": lambda step, row: {"response_length/clip_ratio": late(step, 0.6, 0.05)},
@@ -65,8 +65,20 @@ def test_a_healthy_run_has_no_warning(tmp_path: Path) -> None:
 
 def test_groups_without_signal_full_memory_and_a_dead_process_are_found(tmp_path: Path) -> None:
     memory = {"device_gib": 80.0, "phases": [{"name": "update actor", "measured": 79.0}]}
-    facts = Facts(table_of(tmp_path, lambda step, row: {}), no_signal=0.95, memory=memory, stopped="gone")
+    table = table_of(tmp_path, lambda step, row: {"critic/score/mean": 0.5 * row["critic/score/mean"]})
+    facts = Facts(table, no_signal=0.95, memory=memory, stopped="gone")
     assert {warning["rule"] for warning in check_health(facts)} == {"stopped", "no_signal", "memory_full"}
+
+
+@pytest.mark.parametrize("no_signal", [0.95, None])
+def test_a_run_that_solves_its_prompts_is_told_so_and_not_that_its_reward_is_broken(
+    no_signal: float | None, tmp_path: Path
+) -> None:
+    table = table_of(
+        tmp_path, lambda step, row: late(step, {f"critic/score/{name}": 1.0 for name in ("mean", "min")}, {})
+    )
+    [warning] = check_health(Facts(table, no_signal=no_signal))
+    assert (warning["rule"], warning["severity"]) == ("solved", "warn")
 
 
 def test_a_run_of_no_steps_has_no_warning(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ export async function time(box, state) {
 
   function drawMemory() {
     const { phases, device, device_gib, reported, verdict } = reply.memory;
-    const words = [["allocated on the device", reported.allocated], ["reserved on the device", reported.reserved], ["of the largest process on the host", reported.host]];
+    const words = [["allocated on the device", reported.allocated], ["reserved on the device", reported.reserved], ["in the largest process on the host", reported.host]];
     const peak = words.filter(([, gib]) => gib !== null).map(([name, gib]) => `${short(gib)} GiB ${name}`).join(", ");
     const planned = (phase) => Object.values(phase.items).reduce((sum, gib) => sum + gib, 0);
     const over = phases.filter((phase) => phase.measured > 1.1 * planned(phase)).map((phase) => `${phase.name} ${short(phase.measured)} instead of ${short(planned(phase))} GiB`);
