@@ -29,8 +29,9 @@ class DrawLedger:
         self._waiting: list[dict[str, Any]] = []
 
     def resume(self, step: int, num_drawn: int) -> None:
-        """Call after `RunFolder.resume`. A checkpoint of another folder brings draws that this ledger has not seen."""
-        if next(read_json_lines(self._file), None) is None and num_drawn:
+        """A checkpoint of another folder, or of a synchronous run, brings draws that this ledger has not seen. What it
+        has of later steps does not count: `RunFolder.resume` removes it."""
+        if num_drawn and not any(line["step"] <= step for line in read_json_lines(self._file)):
             self._note("resumed", step=step, num_drawn=num_drawn)
             self.flush(step)
 

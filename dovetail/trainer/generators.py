@@ -22,6 +22,8 @@ _POLL_S = 0.2
 """How long an engine holds a question for finished groups; also how often the waits are looked at."""
 _SNAPSHOT_S = 15.0
 """How often tokens of unfinished responses are fetched from engines of their own: what a dead engine loses at most."""
+_SNAPSHOTS_PER_STALL = 4
+"""New tokens are seen in snapshots only, so these come more often where a stall is to be named sooner."""
 
 
 @dataclass(eq=False)
@@ -130,8 +132,9 @@ class OnTrainerDevices(Generator):
 class OnOwnDevices(Generator):
     """Engines that never stop. One that dies is replaced, and its responses go on from the tokens seen last."""
 
-    def __init__(self, engines: SeparateEngines) -> None:
+    def __init__(self, engines: SeparateEngines, stall_timeout_s: float) -> None:
         self._engines = engines
+        self._snapshot_s = min(_SNAPSHOT_S, stall_timeout_s / _SNAPSHOTS_PER_STALL or _SNAPSHOT_S)
         self._known_restarts = engines.num_restarts
         self._seen: DataProto | None = None
         self._seen_at = self._progress_at = time.monotonic()
@@ -171,9 +174,11 @@ class OnOwnDevices(Generator):
         return finished
 
     def _needs_snapshot(self) -> bool:
-        return time.monotonic() - self._seen_at > _SNAPSHOT_S
+        return time.monotonic() - self._seen_at > self._snapshot_s
 
     def _note_snapshot(self, parts: Sequence[DataProto | None]) -> None:
+        if self._has_restarted:
+            return  # new engines have nothing yet, and go on from what was seen of the old ones
         before, self._seen, self._seen_at = self._seen, joined(parts), time.monotonic()
         if _num_tokens(before) != _num_tokens(self._seen):
             self._progress_at = self._seen_at
@@ -194,8 +199,12 @@ class OnOwnDevices(Generator):
         return self._call(lambda group: group.take_activity()) or []
 
     def lost(self) -> bool:
-        before, self._known_restarts = self._known_restarts, self._engines.num_restarts
-        return before != self._engines.num_restarts
+        has_restarted, self._known_restarts = self._has_restarted, self._engines.num_restarts
+        return has_restarted
+
+    @property
+    def _has_restarted(self) -> bool:
+        return self._known_restarts != self._engines.num_restarts
 
     def _call(self, work: Callable[[WorkerGroup], Any]) -> Any:
         """None after a death: the engines are up again, and `lost` says so."""

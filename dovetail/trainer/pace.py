@@ -8,8 +8,8 @@ trains on one chunk's worth of groups. While the engines hold the weights left b
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 Order = Literal["finish", "draw"]
 OnStale = Literal["wait", "drop", "mask"]
@@ -17,24 +17,18 @@ OnStale = Literal["wait", "drop", "mask"]
 
 @dataclass
 class Pace:
-    """Counts chunks. `num_taken_at_update` is the number that had been taken when the engines got their weights."""
+    """Counts chunks since the run began or was resumed. `num_taken_at_update` is how many had been taken when the
+    engines got their weights."""
 
     max_staleness: int
-    num_started: int = 0
     num_taken: int = 0
     num_taken_at_update: int = 0
 
-    def may_start(self, batches_left: int) -> bool:
-        """Whether the next chunk may start; `batches_left` is how many batches the run still trains on after that
-        update, so that nothing is generated that no step would use."""
-        return self.num_started < self.num_taken_at_update + min(1 + self.max_staleness, batches_left)
-
-    def state(self) -> dict[str, int]:
-        return {name: value for name, value in asdict(self).items() if name != "max_staleness"}
-
-    def load(self, state: dict[str, Any]) -> None:
-        for name in self.state():
-            setattr(self, name, int(state[name]))
+    def may_start(self, num_open: int, batches_left: int) -> bool:
+        """Whether the next chunk may start, beside `num_open` chunks' worth of groups that no step has taken yet and
+        none has dropped. `batches_left` is how many batches the run still trains on after that update, so that nothing
+        is generated that no step would use."""
+        return self.num_taken + num_open < self.num_taken_at_update + min(1 + self.max_staleness, batches_left)
 
 
 class Draw(Protocol):

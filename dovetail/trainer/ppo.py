@@ -42,7 +42,7 @@ from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
 from dovetail.trainer.recording import Recording, Rollout, write_record
 from dovetail.trainer.requests import engine_request, join_answers, num_restarts, pad_groups
-from dovetail.trainer.rollout_stream import RolloutStream
+from dovetail.trainer.rollout_stream import PROMPTS, READY, RolloutStream
 from dovetail.trainer.step_metrics import (
     data_metrics,
     memory_metrics,
@@ -433,7 +433,17 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.draws.num_drawn = state["num_drawn"]
         if self.stream is None:
+            self._warn_of_open_groups()
             return
-        if "stream" in state:
-            self.stream.load(state["stream"], self.checkpoints.carried)
+        self.stream.load(state.get("stream"), self.checkpoints.carried, self.weight_version)
         self.stream.ledger.resume(self.global_step, self.draws.num_drawn)
+
+    def _warn_of_open_groups(self) -> None:
+        """A checkpoint of an asynchronous run holds groups that no synchronous step would take."""
+        rows = [part for name, part in self.checkpoints.carried.items() if name in (READY, PROMPTS)]
+        uids = {uid for part in rows for uid in part.non_tensor_batch["uid"]}
+        if uids:
+            logger.warning(
+                "the checkpoint holds %d groups that an asynchronous run had generated ahead; async_training.mode=off "
+                "trains on none of them. Resume with the mode of before to keep them.", len(uids),
+            )  # fmt: skip

@@ -57,7 +57,7 @@ class RolloutStream:
         self._generator: Generator = (
             OnTrainerDevices(groups.actor_rollout, self._max_in_flight)
             if groups.engines is None
-            else OnOwnDevices(groups.engines)
+            else OnOwnDevices(groups.engines, self._settings.stall_timeout_s)
         )
         # Engines of their own generate meanwhile, and the order is a matter of time anyway. Elsewhere the same groups
         # would be taken a little later.
@@ -161,8 +161,7 @@ class RolloutStream:
     # ---- checkpoints ----
 
     def state(self) -> dict[str, Any]:
-        running = [[draw.number, draw.version] for draw in self._running.values()]
-        return {"pace": self.pace.state(), "version": self._version, "running": running}
+        return {"running": [[draw.number, draw.version] for draw in self._running.values()]}
 
     def carried(self) -> dict[str, DataProto]:
         """What belongs to later steps, for the files of a checkpoint."""
@@ -174,11 +173,16 @@ class RolloutStream:
         }
         return {name: part for name, part in parts.items() if part is not None}
 
-    def load(self, state: dict[str, Any], carried: dict[str, DataProto]) -> None:
-        """Go on from a checkpoint; the engines already hold its weights, or get them before they generate."""
-        self.pace.load(state["pace"])
-        self._version = int(state["version"])
-        self._generator.take_weights(self._version)
+    def load(self, state: dict[str, Any] | None, carried: dict[str, DataProto], version: int) -> None:
+        """Go on from a checkpoint with the weights of `version`; `state` is None where the run was synchronous so far.
+
+        The engines get these weights, also where the run had not sent them yet (`trigger_parameter_sync_step`): older
+        ones are not kept.
+        """
+        self._version = version
+        self._generator.take_weights(version)
+        if state is None:
+            return
         if SCORES in carried:
             self.scores.unpack(carried[SCORES])
         for rows in split_groups(carried[READY]) if READY in carried else ():
@@ -204,10 +208,14 @@ class RolloutStream:
     def _start_allowed(self) -> None:
         """In one call: how requests meet in an engine's batch must not depend on the time between calls."""
         draws: list[Draw] = []
-        while self.pace.may_start(self.num_batches_left) and self._has_room(len(draws)):
+        while self._may_start(len(draws)) and self._has_room(len(draws)):
             draws += self._draw_chunk()
         if draws:
             self._begin(draws, None)
+
+    def _may_start(self, more: int) -> bool:
+        num_open = math.ceil((len(self._ready) + len(self._running) + more) / self._count)
+        return self.pace.may_start(num_open, self.num_batches_left)
 
     def _has_room(self, more: int) -> bool:
         """Whether engines on the trainer's devices have use for another chunk. What only waited would grow old before
@@ -219,7 +227,6 @@ class RolloutStream:
     def _draw_chunk(self) -> list[Draw]:
         prompts = self._draw_prompts()
         draws = [Draw(_number_of(prompt), prompt, 0, self._version) for prompt in prompts.split(1)]
-        self.pace.num_started += 1
         self.ledger.started([draw.number for draw in draws], self._version)
         return draws
 

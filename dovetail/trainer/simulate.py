@@ -278,8 +278,11 @@ class SimulatedRun:
                     self._ready[group.number] = group
 
     def _start_allowed(self, batches_left: int) -> None:
-        while self._pace.may_start(batches_left) and self._has_room():
+        while self._pace.may_start(self._num_open(), batches_left) and self._has_room():
             self._start_chunk()
+
+    def _num_open(self) -> int:
+        return math.ceil((len(self._ready) + len(self._running)) / self._schedule.groups_per_step)
 
     def _has_room(self) -> bool:
         """As in `RolloutStream`."""
@@ -294,7 +297,6 @@ class SimulatedRun:
             group = SimulatedGroup(next(self._numbers), lengths, self._version)
             self._running[group.number] = group
             self._engines[index * engines // count].start(group)
-        self._pace.num_started += 1
 
 
 def predict(

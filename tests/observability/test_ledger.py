@@ -145,3 +145,17 @@ def test_masked_tokens_do_not_count_against_the_bound(tmp_path: Path) -> None:
     ]
     assert len(list(violations(read, bound=2))) == 2
     assert not list(violations(read, bound=None))
+
+
+def test_a_run_that_goes_back_before_its_first_line_begins_its_ledger_anew(tmp_path: Path) -> None:
+    """Synchronous steps, an asynchronous one, and then on from a checkpoint of the synchronous part."""
+    ledger = DrawLedger(tmp_path)
+    ledger.resume(4, num_drawn=16)
+    one_step(ledger, 5, [16, 17])
+    again = DrawLedger(tmp_path)
+    again.resume(2, num_drawn=8)
+    RunFolder(tmp_path).resume(2)
+    one_step(again, 3, [8, 9])
+    read = written(tmp_path, again)
+    assert read.first_draw == 8
+    assert list(violations(read, bound=0)) == []

@@ -13,6 +13,7 @@ from dovetail.observability.ledger import Ledger, read_ledger, violations
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
 from dovetail.trainer.ppo import RayPPOTrainer
+from dovetail.trainer.run import run_training
 from dovetail.trainer.stopping import StopAfterPhase
 from dovetail.workers.actor import DataParallelPPOActor
 from tests.trainer.test_resume import answers
@@ -111,6 +112,21 @@ def test_a_resumed_run_continues_what_was_unfinished(
     assert [row["step"] for row in rows] == list(range(1, 7))
     for row, other in zip(same_run(rows), same_run(expected), strict=True):
         assert row == pytest.approx(other, abs=1e-5)
+
+
+def test_a_run_may_change_its_mode_when_it_is_resumed(
+    toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it generates from there on has the version of the weights it was resumed with."""
+    for mode, steps in (("off", 2), ("fully_async", 3), ("off", 4)):
+        config = toy.config(tmp_path, {**CARRYING, "trainer.save_freq": 1, "async_training.mode": mode})
+        result = run_training(
+            config, use_ray=False, on_step=lambda step, _, last=steps: "stop" if step == last else None
+        )
+        assert result.steps == steps
+    ledger = checked_ledger(tmp_path, bound=2)
+    assert {record.starts[0] for record in ledger.draws.values()} == {2, 3}
+    assert "groups that an asynchronous run had generated ahead" in caplog.text
 
 
 def checked_ledger(folder: Path, *, bound: int) -> Ledger:

@@ -23,21 +23,20 @@ def numbers(*draws: tuple[int, int]) -> list[Drawn]:
 
 @pytest.mark.parametrize(("staleness", "chunks"), [(0, 1), (1, 2), (4, 5)])
 def test_as_many_chunks_start_as_batches_may_be_ahead(staleness: int, chunks: int) -> None:
-    pace = Pace(staleness)
-    while pace.may_start(batches_left=100):
-        pace.num_started += 1
-    assert pace.num_started == chunks
+    pace, num_open = Pace(staleness), 0
+    while pace.may_start(num_open, batches_left=100):
+        num_open += 1
+    assert num_open == chunks
     pace.num_taken += 1
-    assert not pace.may_start(100), "taking a batch is not an update"
+    num_open -= 1
+    assert not pace.may_start(num_open, 100), "taking a batch is not an update"
     pace.num_taken_at_update = pace.num_taken
-    assert pace.may_start(100)
+    assert pace.may_start(num_open, 100)
 
 
 def test_nothing_starts_that_no_step_would_use() -> None:
     pace = Pace(4)
-    while pace.may_start(batches_left=2):
-        pace.num_started += 1
-    assert pace.num_started == 2
+    assert [pace.may_start(num_open, batches_left=2) for num_open in range(4)] == [True, True, False, False]
 
 
 def test_the_order_of_draws_waits_for_exactly_the_next_ones() -> None:
@@ -75,10 +74,9 @@ def test_waiting_for_groups_at_the_bound_keeps_it_however_they_finish(seed: int)
     trained: dict[int, int] = {}
     for step in range(1, steps + 1):
         pace.num_taken_at_update = pace.num_taken
-        while pace.may_start(steps - (step - 1)):
-            first = pace.num_started * count
+        while pace.may_start((len(ready) + len(running)) // count, steps - (step - 1)):
+            first = len(trained) + len(ready) + len(running)
             running += [Drawn(first + i, step - 1, step - 1) for i in range(count)]
-            pace.num_started += 1
         while True:
             choice = choose(
                 ready, running, count=count, step=step, max_staleness=bound, order="finish", on_stale="wait"

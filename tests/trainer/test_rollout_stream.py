@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dovetail.trainer.rollout_stream import RolloutStream
 from tests.trainer.toy_run import Toy
 
 N, GROUPS = 4, 4
+STALL_S = 0.5
 
 
 class Scripted(Generator):
@@ -115,19 +117,22 @@ def make(
     keys = {"mode": "fully_async", "max_staleness": 1, **settings}
     config = toy.config(folder, {f"async_training.{name}": value for name, value in keys.items()})
     monkeypatch.setattr(rollout_stream, "OnOwnDevices" if apart else "OnTrainerDevices", Scripted)
-    draws = PromptDraws(0)
-
-    def draw_prompts() -> DataProto:
-        prompts = np.empty(GROUPS, dtype=object)
-        prompts[:] = [[1]] * GROUPS
-        return draws.number(DataProto.from_dict({"index": torch.arange(GROUPS)}, {"raw_prompt_ids": prompts}))
-
+    draw_prompts = prompts_of(PromptDraws(0))
     groups: Any = type("Groups", (), {"engines": object() if apart else None, "actor_rollout": None})()
     stream = RolloutStream(
         config, groups, DrawLedger(folder), draw_prompts=draw_prompts, total_steps=9, scores=GroupScores(scores)
     )
     generator: Any = stream._generator
     return stream, generator
+
+
+def prompts_of(draws: PromptDraws) -> Callable[[], DataProto]:
+    def draw_prompts() -> DataProto:
+        prompts = np.empty(GROUPS, dtype=object)
+        prompts[:] = [[1]] * GROUPS
+        return draws.number(DataProto.from_dict({"index": torch.arange(GROUPS)}, {"raw_prompt_ids": prompts}))
+
+    return draw_prompts
 
 
 def uids(batch: DataProto) -> list[str]:
@@ -184,6 +189,22 @@ def test_a_group_that_is_passed_over_is_dropped_or_waited_for(
     assert counts["trained"] == 6 * GROUPS
     assert (counts["dropped (too old)"] > 0) == (on_stale == "drop") == bool(generator.aborted)
     assert max(record.staleness() or 0 for record in ledger.draws.values()) <= 1
+
+
+def test_groups_that_are_dropped_do_not_slow_the_pace(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, _ = make(toy, tmp_path, monkeypatch, apart=True, on_stale="drop")
+    ahead = []
+    for step in range(1, 7):
+        stream.begin_step()
+        stream.trained(step, uids(stream.next(step)))
+        metrics = stream.update(step, step)
+        ahead.append(metrics["async/groups_ready"] + metrics["async/groups_running"])
+    ledger = read_ledger(tmp_path)
+    assert ledger is not None
+    assert ledger.counts()["dropped (too old)"] >= 2 * GROUPS, "the run shows nothing"
+    assert min(ahead) > GROUPS, f"with a bound of 1 two batches may be open, and were not: {ahead}"
 
 
 def test_a_step_that_is_given_up_leaves_its_groups_for_the_next(
@@ -268,10 +289,41 @@ def test_a_resumed_stream_scores_nothing_again_that_was_scored(
 
     again = Scores()
     resumed, _ = make(toy, tmp_path / "resumed", monkeypatch, again)
-    resumed.load(state, carried)
+    resumed.load(state, carried, 1)
     assert set(again.futures) == {"draw-6", "draw-7"}
     outcomes = [future.result() for future in resumed.scores.of([4, 5]) or ()]
     assert outcomes == [{"score": 1.0}] * N + [failure] * N
+
+
+def test_a_resumed_stream_says_of_its_weights_what_they_are(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two updates the engines have older weights than the trainer; a checkpoint has the trainer's only."""
+    settings = {"apart": True, "trigger_parameter_sync_step": 3, "max_staleness": 3}
+    stream, generator = make(toy, tmp_path, monkeypatch, **settings)
+    for step in range(1, 5):
+        stream.begin_step()
+        stream.trained(step, uids(stream.next(step)))
+        stream.update(step, step)
+    assert generator.version == 3
+    resumed, engines = make(toy, tmp_path / "resumed", monkeypatch, **settings)
+    resumed.load(stream.state(), stream.carried(), 4)
+    assert engines.version == 4
+
+
+def test_a_stream_that_goes_on_from_a_synchronous_run_drops_nothing(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, generator = make(toy, tmp_path, monkeypatch, on_stale="drop")
+    stream.load(None, {}, 5)
+    stream.begin_step()
+    stream.trained(6, uids(stream.next(6)))
+    assert generator.version == 5
+    stream.ledger.flush(6)
+    ledger = read_ledger(tmp_path)
+    assert ledger is not None
+    assert {version for record in ledger.draws.values() for version in record.starts} == {5}
+    assert not generator.aborted
 
 
 def test_a_step_that_is_given_up_keeps_its_scores(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +335,40 @@ def test_a_step_that_is_given_up_keeps_its_scores(toy: Toy, tmp_path: Path, monk
         given = uids(stream.next(1))
         assert all(future.done() for future in stream.scores.of(map(rollout_stream.draw_number, given)) or [Future()])
         stream.undo_step(0)
+
+
+class Writing:
+    """Engines that write a token in each poll, and finish nothing for longer than a stall may last."""
+
+    num_restarts = num_tokens = 0
+
+    def __init__(self) -> None:
+        self.group = self
+        self.began = time.monotonic()
+
+    def dp_size(self, mesh: str) -> int:
+        return 1
+
+    def submit_groups(self, request: DataProto, snapshot: DataProto | None) -> None:
+        self.uids = uids(request)
+
+    def take_groups(self, wait_s: float) -> list[DataProto]:
+        time.sleep(0.01)
+        self.num_tokens += 1
+        is_over = time.monotonic() - self.began > 2 * STALL_S
+        return [group(uid, 0) for uid in self.uids] if is_over else []
+
+    def snapshot_groups(self) -> list[DataProto]:
+        return [named(*["draw-0"] * self.num_tokens)]
+
+
+def test_engines_that_write_do_not_stall_however_short_the_limit(toy: Toy, tmp_path: Path) -> None:
+    keys = {"mode": "fully_async", "max_staleness": 0, "stall_timeout_s": STALL_S}
+    config = toy.config(tmp_path, {f"async_training.{name}": value for name, value in keys.items()})
+    groups: Any = type("Groups", (), {"engines": Writing()})()
+    stream = RolloutStream(config, groups, DrawLedger(tmp_path), draw_prompts=prompts_of(PromptDraws(0)), total_steps=9)
+    stream.begin_step()
+    assert len(uids(stream.next(1))) == GROUPS
 
 
 class Calls:
@@ -316,7 +402,7 @@ def named(*names: str) -> DataProto:
 def on_own_devices(known: DataProto | None = None) -> tuple[OnOwnDevices, list[tuple[Any, ...]]]:
     group = Calls(known)
     engines: Any = type("Engines", (), {"group": group, "num_restarts": 0})()
-    return OnOwnDevices(engines), group.calls
+    return OnOwnDevices(engines, 300.0), group.calls
 
 
 def test_engines_are_sent_the_tokens_of_the_draws_that_start_and_of_no_other() -> None:
@@ -332,6 +418,27 @@ def test_tokens_of_a_checkpoint_outlive_an_engine_that_dies_before_it_is_asked_f
     generator.start(named("draw-0"), named("draw-0"))
     generator.start(named("draw-0"), None)  # as after a death
     assert calls == [(["draw-0"], ["draw-0"])] * 2
+
+
+@pytest.mark.parametrize("noticed_by", ["a wait", "a checkpoint"])
+def test_tokens_seen_outlive_engines_that_were_started_again(noticed_by: str) -> None:
+    """New engines have no groups until these are started again: asked before, they must not be believed."""
+    generator, calls = on_own_devices(named("draw-0"))
+    generator.start(named("draw-0"), None)
+    generator.snapshot()
+    engines: Any = generator._engines
+    engines.num_restarts, engines.group.known = 1, None  # as when new weights met a dead engine
+    if noticed_by == "a wait":
+        generator._snapshot_s = 0.0  # it takes longer to start engines than tokens are left unseen
+        engines.group.take_groups = lambda wait_s: [None]
+        generator.advance(missing=[1], must_finish=[])
+    else:
+        kept = generator.snapshot()
+        assert kept is not None, "the checkpoint lost what unfinished groups had"
+        assert uids(kept) == ["draw-0"]
+    assert generator.lost()
+    generator.start(named("draw-0"), None)
+    assert calls == [(["draw-0"], None), (["draw-0"], ["draw-0"])]
 
 
 def test_a_draw_that_is_dropped_before_its_turn_is_not_generated() -> None:
