@@ -42,21 +42,26 @@ class GrowingResponse:
         """What was generated."""
         return self.sequence[self.num_prompt :]
 
-    def extend(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
-        """Add tokens that were generated under `version`."""
+    def extend(
+        self, token_ids: list[int], log_probs: list[float], version: int, finish_reason: FinishReason | None = None
+    ) -> None:
+        """Add tokens that were generated under `version`, the last of them with the reason why it is the last."""
         self.sequence += token_ids
         self.log_probs += log_probs
-        self.versions += [version] * len(token_ids)
+        self.finish_reason = finish_reason or self.finish_reason
+        self.versions += [version] * len(token_ids)  # last: `partial` counts these
 
     def partial(self) -> GenerationResult:
-        """What there is so far. Another thread may be adding a token: the lists are cut to one length."""
-        count = len(self.versions)
+        """What there is so far. Another thread may be adding tokens: they are all there, with their end, or none is."""
+        # In this order: a reason that is there has its tokens in `sequence`, and may not have them in `versions` yet.
+        count, reason = len(self.versions), self.finish_reason
+        has_all = count == len(self.sequence) - self.num_prompt
         return GenerationResult(
             request_id=self.request.request_id,
             sample_index=self.index,
             token_ids=self.sequence[self.num_prompt : self.num_prompt + count],
             log_probs=self.log_probs[:count],
-            finish_reason=self.finish_reason or "running",
+            finish_reason=(reason if has_all else None) or "running",
             weight_versions=self.versions[:count],
             num_prompt_tokens=self.num_prompt_tokens,
         )

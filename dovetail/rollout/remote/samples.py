@@ -48,21 +48,22 @@ class RemoteSample(GrowingResponse):
 
     @property
     def call_seed(self) -> int:
-        """Of the next call, for servers that start a generator with it: a continued response must not repeat the
-        random numbers it began with."""
-        return derive_seed(self.base_seed, self.index, len(self.versions)) if self.versions else self.seed
+        """Of the next call, for servers that start a generator with it: neither a continued response nor the next turn
+        of a conversation may repeat the random numbers of what is before it in the sequence."""
+        return derive_seed(self.base_seed, self.index, len(self.sequence))
 
     def take(self, part: Part, version: int) -> None:
         """Add a part. One that was aborted leaves the response open, unless it is complete or aborting."""
-        self.extend(part.token_ids, part.log_probs, version)
+        reason: FinishReason | None = None
         if part.finish_reason != "abort":
-            self.finish_reason = part.finish_reason
+            reason = part.finish_reason
         elif part.token_ids and part.token_ids[-1] in self.stop_token_ids:
-            self.finish_reason = "stop"
-        elif self.remaining <= 0:
-            self.finish_reason = "length"
+            reason = "stop"
+        elif self.remaining <= len(part.token_ids):
+            reason = "length"
         elif self.aborting:
-            self.finish_reason = "abort"
+            reason = "abort"
+        self.extend(part.token_ids, part.log_probs, version, reason)
 
 
 def samples_of(request: GenerationRequest, *, eos_ids: frozenset[int], max_model_len: int) -> list[RemoteSample]:

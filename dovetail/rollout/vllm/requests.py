@@ -39,7 +39,8 @@ class Sample(GrowingResponse):
             assert output.new_logprobs is not None, "every request asks for the log-probs of its tokens"
             # One row for each token, the sampled one's score in its first place.
             scores = [row[0] for row in output.new_logprobs.logprobs.tolist()]
-            self.extend(output.new_token_ids, scores, version)
+            reason = None if output.finish_reason is None else _finish_reason(str(output.finish_reason))
+            self.extend(output.new_token_ids, scores, version, reason)
 
     def finish(self, reason: str) -> None:
         """End for what vLLM calls `reason`."""
@@ -111,11 +112,15 @@ class CoreOutputs:
 
 def samples_of(request: GenerationRequest, serial: int, deliver: Deliver) -> list[Sample]:
     """The n samples, each a vLLM request of its own: the prefix cache shares the prompt. Without a seed one is drawn,
-    so that vLLM never takes random numbers from the process it shares with a trainer."""
-    seed = base_seed(request.sampling)
+    so that vLLM never takes random numbers from the process it shares with a trainer. vLLM starts a generator with it:
+    neither a continued response nor the next turn of a conversation may repeat the random numbers of what is before it
+    in the sequence."""
+    seed, length = base_seed(request.sampling), len(request.prompt_token_ids)
+    indices = range(request.sample_index, request.sample_index + request.sampling.n)
+    names = [f"{serial}/{request.request_id}/{index}" for index in indices]
     return [
-        Sample(request, index, f"{serial}/{request.request_id}/{index}", derive_seed(seed, index), deliver=deliver)
-        for index in range(request.sample_index, request.sample_index + request.sampling.n)
+        Sample(request, index, name, derive_seed(seed, index, length), deliver=deliver)
+        for index, name in zip(indices, names, strict=True)
     ]
 
 
