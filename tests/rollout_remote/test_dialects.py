@@ -21,6 +21,7 @@ from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import ServerPool
 from tests.models.tiny import save_tiny_model, tiny_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -370,6 +371,26 @@ def test_a_server_that_does_not_go_on_after_a_pause_is_taken_out_and_the_engine_
     finally:
         other.close()
     assert engine.health().reason == "the engine is closed"
+
+
+def test_a_server_that_missed_the_end_of_a_pause_is_not_paused_when_it_is_back(
+    fake: _Fake, folder: Path, tmp_path: Path
+) -> None:
+    """It has the weights of the update, so nothing has to be sent again; but it would never answer a request."""
+    other, paused = _Fake(), threading.Event()
+    for server in (fake, other):
+        _SGLang(server)
+    other.routes |= {"POST /pause_generation": lambda body: paused.set(), "POST /continue_generation": 500}
+    urls = [fake.url, other.url]
+    try:
+        with RemoteRollout(urls, str(folder), dialect="sglang", weights_folder=str(tmp_path)) as engine:
+            engine.update_weights(tiny_model("llama_tied").named_parameters(), 3)
+            assert "/continue_generation answered HTTP 500" in engine.health().reason
+            other.routes["POST /continue_generation"] = lambda body: paused.clear()
+            wait_until(lambda: not engine.health().reason, "the server to be admitted")
+            assert not paused.is_set()
+    finally:
+        other.close()
 
 
 def test_a_request_that_waits_for_room_begins_no_call_while_the_engine_pauses(

@@ -101,20 +101,19 @@ class WeightUpdater:
             try:
                 info = await self._dialect.info(server)
                 require_same_shape(server, info.shape, shape, folder)
-                if paused:
+                is_current = not self.has_updated or info.weight_version == version
+                if paused or not is_current:
                     await self._dialect.pause(server)
-                if not self.has_updated or info.weight_version == version:
-                    return
-                if not paused:
-                    await self._dialect.pause(server)
-                caught_up = await self._channel.catch_up(server, version)
-                if caught_up:
-                    await self._make_current(server, version)
-                if not paused:
+                if not is_current:
+                    is_current = await self._channel.catch_up(server, version)
+                    if is_current:
+                        await self._make_current(server, version)
+                if not paused and not self._refusal:
+                    # Also one that is current: it may have gone down before it answered the end of an update's pause.
                     await self._dialect.resume(server)
             except (EngineError, WeightUpdateError) as error:
                 raise ServerError(str(error), url=server) from error
-            if not caught_up:
+            if not is_current:
                 raise ServerError(f"{_wrong_version(info, version)} The next update brings it back.", url=server)
 
     async def _hold(self) -> dict[str, ServerInfo]:
