@@ -8,8 +8,10 @@ is filled up with groups without signal: a step with less signal is better than 
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from dovetail.protocol import DataProto
@@ -84,8 +86,8 @@ class RayDAPOTrainer(RayPPOTrainer):
         used = with_signal[:wanted]
         filled = without[: wanted - len(used)]
         surplus = with_signal[wanted:]
-        self._surplus = DataProto.concat(surplus) if surplus else None
-        batch = DataProto.concat([*used, *filled])
+        self._surplus = _joined(surplus) if surplus else None
+        batch = _joined([*used, *filled])
         metrics: Metrics = {
             "train/num_gen_batches": float(len(self._rounds)),
             "train/groups_with_signal": float(len(used)),
@@ -112,7 +114,7 @@ class RayDAPOTrainer(RayPPOTrainer):
                 f"algorithm.filter_groups.metric={metric} is not a number that the reward returns; it returns "
                 f"{', '.join(sorted(group.non_tensor_batch))}. Use score, or return {metric} from the reward function."
             )
-        scored = values[~group.tensors["reward_failed"].bool()]
+        scored = values[~group.tensors["reward_failed"].bool() & ~values.isnan()]
         return len(scored) > 1 and bool((scored != scored[0]).any())
 
     def _driver_state(self) -> dict[str, Any]:
@@ -130,6 +132,19 @@ def _with_dtypes_of(scored: DataProto, group: DataProto) -> DataProto:
     """A carried-over group that goes into one batch with `scored`. Older checkpoints hold int64 in narrow columns."""
     tensors = {name: column.to(scored.tensors[name].dtype) for name, column in group.tensors.items()}
     return DataProto.from_dict(tensors, group.non_tensor_batch, group.meta_info)
+
+
+def _joined(groups: list[DataProto]) -> DataProto:
+    """Groups of several rounds. A reward need not return the same columns in each, as for data of another source."""
+    is_number: dict[str, bool] = {}
+    for group in groups:
+        for name, column in group.non_tensor_batch.items():
+            is_number[name] = is_number.get(name, True) and column.dtype.kind == "f"
+    for group in groups:
+        for name in is_number.keys() - group.non_tensor_batch.keys():
+            nothing, dtype = (math.nan, np.float64) if is_number[name] else (None, object)
+            group.non_tensor_batch[name] = np.full(len(group), nothing, dtype=dtype)
+    return DataProto.concat(groups)
 
 
 def _over_rounds(rounds: list[Metrics]) -> Metrics:

@@ -92,6 +92,31 @@ def test_a_reward_that_never_differs_ends_steps_at_the_limit_of_rounds(toy: Toy,
         assert row["actor/pg_loss"] == 0.0
 
 
+def test_rounds_of_dynamic_sampling_may_return_different_columns(toy: Toy, tmp_path: Path) -> None:
+    """As with data of two sources: what one round's reward returns, another's need not."""
+    reward = tmp_path / "columns.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    number = extra_info['index']\n"
+        "    own = {'even': 1.0, 'said': 'yes'} if number % 2 == 0 else {'odd': 2.0}\n"
+        "    return {'score': float(len(solution_str)), **own}\n"
+    )
+    keys = {
+        **DAPO,
+        "algorithm.filter_groups.metric": "score",
+        "data.gen_batch_size": 1,
+        "algorithm.filter_groups.max_num_gen_batches": 8,
+        "custom_reward_function.path": str(reward),
+        "custom_reward_function.name": "compute_score",
+        "trainer.total_training_steps": 2,
+    }
+    result, _ = train(toy.config(tmp_path / "run", keys))
+    lines = (tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text()
+    assert result.steps == 2
+    assert '"even": 1.0' in lines
+    assert '"odd": 2.0' in lines
+
+
 def test_the_entry_point_of_ppo_filters_groups_when_the_configuration_says_so(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
