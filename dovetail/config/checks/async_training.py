@@ -30,6 +30,20 @@ def _devices(run: Examined) -> Findings:
         )
 
 
+def _engines(run: Examined) -> Findings:
+    mode, policy, size = run.config.async_training.mode, run.config.actor_rollout_ref, run.rollout.engine_world_size
+    if mode != "off" and size > 1:
+        yield run.error(
+            f"<rollout.tensor_model_parallel_size>: with <async_training.mode> the {size} processes of an engine would "
+            "each generate groups of their own and wait for each other; use 1, or mode=off."
+        )
+    if mode == "fully_async" and policy.takes_adapters and policy.model.uses_lora and not policy.model.lora_merge:
+        yield run.error(
+            "<model.lora_merge>: with <async_training.mode> responses go on under the next adapter, and vLLM dies of a "
+            "response whose own adapter is gone; use True."
+        )
+
+
 def _staleness(run: Examined) -> Findings:
     settings, key = run.config.async_training, "async_training.max_staleness"
     bound, cycle = settings.staleness_bound, settings.trigger_parameter_sync_step
@@ -72,4 +86,4 @@ def _stale_responses(run: Examined) -> Findings:
         )
 
 
-ASYNC_TRAINING: tuple[Check, ...] = (_devices, _staleness, _stale_responses)
+ASYNC_TRAINING: tuple[Check, ...] = (_devices, _engines, _staleness, _stale_responses)

@@ -68,6 +68,18 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
         ("=4", "newest weights", "use 1"),
     ),
     (
+        (FULLY_ASYNC, f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=2"),
+        "error",
+        f"{R}.tensor_model_parallel_size",
+        ("=2", "=fully_async", "groups of their own", "use 1"),
+    ),
+    (
+        (FULLY_ASYNC, f"{R}.name=vllm", f"{M}.lora_rank=32", f"{M}.lora_merge=False", f"{A}.optim.lr=3e-5"),
+        "error",
+        f"{M}.lora_merge",
+        ("=False", "=fully_async", "adapter is gone", "use True"),
+    ),
+    (
         (FULLY_ASYNC, "algorithm.adv_estimator=remax"),
         "error",
         "async_training.mode",
