@@ -51,6 +51,8 @@ class WorkerProcesses:
         self.identities: list[ProcessIdentity] = []
         self.failure: WorkerError | None = None
         self.stopped = False
+        self.dies_alone = False
+        """Whether somebody replaces these processes when they die: then only calls on them raise their death."""
         self.watchdog: Watchdog | None = None
         self._calls: weakref.WeakSet[RayCall] = weakref.WeakSet()
         self._lock = threading.Lock()

@@ -85,6 +85,10 @@ class RayWorkerGroup(WorkerGroup):
         """Pid and node of every rank."""
         return self._processes.identities
 
+    def let_die_alone(self) -> None:
+        """Whoever built this group replaces it when it dies: calls on other groups need not fail for that."""
+        self._processes.dies_alone = True
+
     def shutdown(self) -> None:
         """End the processes now. The slots stay reserved for another group."""
         self._processes.stop()

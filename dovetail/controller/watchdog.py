@@ -2,7 +2,7 @@
 
 It asks the cluster for the names of living actors once a second, and every node for workers that are stopped (SIGSTOP,
 also of an engine's process below a worker). A death ends its group at once, a stop after `STOPPED_S`; both are logged.
-The next wait on any group raises it, once. Calls on the dead group raise it always.
+The next wait on any group raises it, once, unless the group `dies_alone`. Calls on the dead group raise it always.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Watchdog:
         for processes in watched:
             for rank, name in enumerate(processes.names):
                 if name not in living and not processes.stopped and processes.failure is None:
-                    self._note(processes.report_death(rank, "Its process is gone (killed, crashed or out of memory)."))
+                    reason = "Its process is gone (killed, crashed or out of memory)."
+                    self._note(processes, processes.report_death(rank, reason))
         if time.monotonic() - self._looked_for_stopped >= _LOOK_FOR_STOPPED_S:
             self._looked_for_stopped = time.monotonic()
             self._look_for_stopped(watched)
@@ -84,12 +85,12 @@ class Watchdog:
                 "Its process" if stopped[pid].pid == pid else f"Its child {stopped[pid].name} (pid {stopped[pid].pid})"
             )
             reason = f"{who} is stopped (SIGSTOP or a suspended job) for {seconds:.0f} s; `kill -CONT` lets one go on."
-            self._note(processes.report_hang(rank, reason))
+            self._note(processes, processes.report_hang(rank, reason))
 
-    def _note(self, error: WorkerError) -> None:
+    def _note(self, processes: WorkerProcesses, error: WorkerError) -> None:
         with self._lock:
             # A call may have met the death itself in the meantime, and raised it.
-            if not error.was_raised:
+            if not error.was_raised and not processes.dies_alone:
                 self._unreported.append(error)
 
     def take_unreported(self) -> WorkerError | None:

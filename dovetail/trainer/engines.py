@@ -45,7 +45,7 @@ class SeparateEngines:
         self._start = start
         self._restarts_left = self._rollout.restart_engine
         self.on_restart: Callable[[str], None] = lambda reason: None
-        self.group = start()
+        self.group = self._new_group()
         self.num_restarts = 0
         self._version = 0
         self._is_connected = False  # the engines have met the trainer and hold weights of it
@@ -170,7 +170,13 @@ class SeparateEngines:
         self.on_restart(str(error))
         self.group.shutdown()
         self._is_connected = False
-        self.group = self._start()
+        self.group = self._new_group()
+
+    def _new_group(self) -> WorkerGroup:
+        group = self._start()
+        if self._restarts_left > 0 and isinstance(group, RayWorkerGroup):
+            group.let_die_alone()  # the trainer may be in a call of its own, and has nothing to do with it
+        return group
 
     def _host(self) -> str:
         """Where the receivers find the trainer's rank 0."""

@@ -64,7 +64,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleGroups]:
             "data.max_response_length": LONG,
             "algorithm.adv_estimator": "grpo",
             f"{R}.ignore_eos": True,
-            f"{R}.restart_engine": 1,
+            f"{R}.restart_engine": 2,
         },
     )
     start_ray(num_cpus=6, object_store_memory=256 * 1024**2, runtime_env=quick_workers())
@@ -204,6 +204,7 @@ def test_weights_follow_every_update_and_a_killed_engine_is_started_again_as_oft
 ) -> None:
     """One story, because the two processes that train and the two that generate cost half a minute to start."""
     _follow_an_update(groups, engines)
+    _train_beside_a_dead_engine(groups, engines)
     _survive_a_kill(engines)
     _say_who_died(groups, engines)
 
@@ -222,6 +223,18 @@ def _follow_an_update(groups: RoleGroups, engines: SeparateEngines) -> None:
     assert [report.passed for report in engines.check_parity()] == [True, True]
 
 
+def _train_beside_a_dead_engine(groups: RoleGroups, engines: SeparateEngines) -> None:
+    """It is replaced when it is needed; what the trainer computes meanwhile does not need it."""
+    expected = engines.generate_sequences(prompts())
+    dead: Any = engines.group
+    os.kill(dead.identities[1].pid, signal.SIGKILL)
+    wait_until(lambda: dead._processes.failure is not None, "the watchdog to notice")
+    assert groups.actor_rollout.compute_log_prob(rollout_batch()).tensors["old_log_probs"].isfinite().all()
+    again = engines.generate_sequences(prompts())
+    assert torch.equal(again.tensors["responses"], expected.tensors["responses"])
+    assert engines.num_restarts == 1
+
+
 def _survive_a_kill(engines: SeparateEngines) -> None:
     expected = engines.generate_sequences(prompts())
     reasons: list[str] = []
@@ -235,7 +248,7 @@ def _survive_a_kill(engines: SeparateEngines) -> None:
     assert running.result is not None, running.error
     for name in ("responses", "response_mask", "weight_version"):
         assert torch.equal(running.result.tensors[name], expected.tensors[name]), name
-    assert engines.num_restarts == 1
+    assert engines.num_restarts == 2
 
 
 def _say_who_died(groups: RoleGroups, engines: SeparateEngines) -> None:
