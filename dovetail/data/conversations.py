@@ -75,9 +75,10 @@ class ConversationDataset(ExampleDataset[Conversation]):
         prompt = _inside(row, self.config.prompt_key, sft.prompt_dict_keys)
         response = _inside(row, sft.response_key, sft.response_dict_keys)
         if response is None or prompt is None:
+            named = ", ".join(name for name in row if row[name] is not None) or "nothing"
             raise DataError(
-                f"it has neither {sft.messages_key!r} nor both of {self.config.prompt_key!r} and {sft.response_key!r}; "
-                "name its columns with sft.messages_key, or data.prompt_key and sft.response_key."
+                f"it has neither {sft.messages_key!r} nor both of {self.config.prompt_key!r} and {sft.response_key!r}, "
+                f"only {named}; name its columns with sft.messages_key, or data.prompt_key and sft.response_key."
             )
         return [
             *_as_messages(prompt, "user", self.config.prompt_key),

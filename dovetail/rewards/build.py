@@ -130,7 +130,10 @@ def _check_rule(name: str) -> None:
     try:
         find_rule(name)
     except ValueError as error:
-        raise RewardError(f"reward={name}: {error} A function of your own is reward=FILE.py:NAME.") from None
+        raise RewardError(
+            f"reward={name}: {error} A function of your own is reward=FILE.py:NAME, a "
+            "reward model the path of its folder."
+        ) from None
 
 
 def _load_manager(config: DovetailConfig) -> type:

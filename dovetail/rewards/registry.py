@@ -153,7 +153,7 @@ def find_rule(name: str) -> RewardFn:
     """A rule by its own name."""
     if name not in RULES:
         close = difflib.get_close_matches(name, RULES, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"there is no reward rule {name!r}; {hint}There are {', '.join(sorted(RULES))}.")
+        hint = f"did you mean {close[0]}? There" if close else "there"
+        raise ValueError(f"there is no reward rule {name!r}; {hint} are {', '.join(sorted(RULES))}.")
     module, function = RULES[name]
     return getattr(importlib.import_module(module), function)

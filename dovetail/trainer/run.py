@@ -157,7 +157,7 @@ def exit_code_of(train: Callable[[], RunResult], config: DovetailConfig) -> int:
     if result.stopped_by is not None:
         sys.stderr.write(stopped_message(result, config))
         return 128 + result.stopped_by
-    sys.stdout.write(f"{result.steps} steps done; the run is in {result.folder}\n")
+    sys.stdout.write(f"{result.steps} step{'s' * (result.steps != 1)} done; the run is in {result.folder}\n")
     return 0
 
 

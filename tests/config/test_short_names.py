@@ -42,6 +42,15 @@ def test_a_reward_is_a_function_a_rule_or_a_model(reward: str, keys: dict[str, A
         assert place == value, key
 
 
+def test_a_folder_of_a_model_is_a_reward_without_a_slash_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("judge", "math"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "judge" / "config.json").touch()
+    assert load_config(overrides=["reward=judge"]).config.reward_model.model.path == "judge"
+    assert load_config(overrides=["reward=math"]).config.custom_reward_function.reward_kwargs == {"rule": "math"}
+
+
 def test_files_launch_lines_and_python_mean_the_same(tmp_path: Path) -> None:
     words = ["model=m", "data=[a.jsonl,b.jsonl]", "reward=f.py", "steps=3", "lr=1e-5", "data.seed=4"]
     (tmp_path / "run.yaml").write_text("model: m\ndata: [a.jsonl, b.jsonl]\nreward: f.py\nsteps: 3\nlr: 1.0e-5\n")

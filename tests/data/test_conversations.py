@@ -115,7 +115,7 @@ def test_tools_are_shown_and_an_answer_of_weight_0_is_only_read() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no columns": ({"text": "hi"}, "neither 'messages' nor both of 'prompt' and 'response'"),
+    "no columns": ({"text": "hi"}, "neither 'messages' nor both of 'prompt' and 'response', only text;"),
     "no answer": ({"messages": TALK[:2]}, "one of the assistant is what is trained"),
     "a string": ({"messages": "hi"}, "must be a list of messages"),
     "no role": ({"messages": [{"content": "hi"}]}, "must be a list of messages"),

@@ -6,6 +6,7 @@ A run that uses one of them has its open keys fitted to the model, the data and 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dovetail.config.user_code import split_address
@@ -49,7 +50,8 @@ def _reward_keys(value: Any) -> dict[str, Any]:
     if isinstance(value, list | tuple):
         return {"reward_model.reward_kwargs.rewards": [reward_entry(str(each)) for each in value]}
     text = str(value)
-    if not text.startswith("pkg://") and ".py" not in text and ".pkl" not in text and "/" in text:
+    is_function = text.startswith("pkg://") or ".py" in text or ".pkl" in text
+    if not is_function and ("/" in text or (Path(text) / "config.json").is_file()):
         return {"reward_model.enable": True, "reward_model.model.path": text}
     entry = reward_entry(text)
     keys = {"path": entry["path"], "name": entry["name"], "reward_kwargs": entry.get("kwargs")}
