@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from dovetail.rollout.base import FinishReason
 from dovetail.rollout.native.attention import Segment
 from dovetail.rollout.response import GrowingResponse, of_requests
 
@@ -55,13 +56,16 @@ class Sample(GrowingResponse):
         """Tokens the cache must hold before the next token can be decoded."""
         return len(self.sequence) - 1
 
-    def extend(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
+    def extend(
+        self, token_ids: list[int], log_probs: list[float], version: int, finish_reason: FinishReason | None = None
+    ) -> None:
         """Add tokens, of which only the last may end the response."""
-        GrowingResponse.extend(self, token_ids, log_probs, version)  # super() fails in a class with generated slots
         if token_ids[-1] in self.stop_ids:
-            self.finish_reason = "stop"
-        elif len(self.sequence) >= self.max_length:
-            self.finish_reason = "length"
+            finish_reason = "stop"
+        elif len(self.sequence) + len(token_ids) >= self.max_length:
+            finish_reason = "length"
+        # super() fails in a class with generated slots
+        GrowingResponse.extend(self, token_ids, log_probs, version, finish_reason)
 
 
 class Slots(Protocol):
