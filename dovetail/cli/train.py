@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     def say() -> None:  # after the errors of a run that cannot start, which they would hide
         for notice in loaded.notices:
-            sys.stderr.write(f"notice: {notice.key}: {notice.message}\n")
+            sys.stderr.write(f"notice: {notice}\n")
         for choice in loaded.choices:
             sys.stderr.write(f"chosen: {choice.message}\n")
 

@@ -66,7 +66,8 @@ class PlainConsole:
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         self._state.event(kind, step, facts)
-        self._write(self._state.events[-1])
+        if not any(name.startswith("val-core/") for name in facts):  # those are on the line of the step
+            self._write(self._state.events[-1])
 
     def answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
         for answer in answers:

@@ -94,6 +94,15 @@ def test_a_pipe_gets_one_plain_line_per_step() -> None:
     )
 
 
+def test_scores_of_a_validation_are_on_the_line_of_the_step_alone() -> None:
+    stream = io.StringIO()
+    console = make_console("p/e", 100, stream=stream)
+    console.event("validation", 0, {"val-core/addition/acc/mean@1": 0.25})
+    console.end_step(0, {"val-core/addition/acc/mean@1": 0.25})
+    console.event("validation", 1, {"val/loss": 0.5})
+    assert stream.getvalue() == "step 0/100  addition acc mean@1 0.250\nstep 1: validation (val/loss 0.5)\n"
+
+
 def test_a_line_shows_the_validation_of_its_own_step_only() -> None:
     stream = io.StringIO()
     console = make_console("p/e", 3, stream=stream)
