@@ -80,14 +80,14 @@ def _audit_draws(folder: Path, ledger: Ledger, checkpoints: Sequence[Path]) -> l
     histogram = Counter(age for age in ages if age is not None)
     total = max(1, histogram.total())
     rows = {"draws": len(ledger.draws), **dict(sorted(ledger.counts().items()))}
-    rows |= {f"trained {age} steps old": histogram[age] for age in sorted(histogram)}
+    rows |= {f"trained at staleness {age}": histogram[age] for age in sorted(histogram)}
     for name, count in rows.items():
-        share = f"  {count / total:6.1%}" if name.endswith("steps old") else ""
+        share = f"  {count / total:6.1%}" if name.startswith("trained at") else ""
         sys.stdout.write(f"        {name:<28}{count:>10}{share}\n")
     if not sentences:
         sys.stdout.write(
-            f"ok      {folder}: every draw ended at most once, none was skipped, none was trained more than "
-            f"{bound} step{'s' * (bound != 1)} old\n"
+            f"ok      {folder}: every draw ended at most once, none was skipped, none was trained at a "
+            f"staleness above {bound}\n"
         )
     return sentences
 

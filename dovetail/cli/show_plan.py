@@ -69,7 +69,7 @@ def _draw(console: Console, checked: Checked) -> None:
     _bullets(console, "Warnings", "yellow", [str(f) for f in findings if f.severity == "warning"])
     _bullets(console, "Errors", "red", [str(f) for f in findings if f.severity == "error"])
     if checked.looked_at:
-        console.print(Padding(f"Looked at: {checked.looked_at}", (0, 0, 1, 0)))
+        console.print(Padding(f"Checked: {checked.looked_at}", (0, 0, 1, 0)))
     console.print(_verdict(plan, findings))
 
 
@@ -138,7 +138,7 @@ def _model(model: ModelSummary) -> Text:
     context = f"{model.context_length:,} tokens" if model.context_length else "not stated"
     return Text(
         f"{model.path} ({model.model_type})\n{size}; {model.num_layers} layers, {model.num_heads} heads, "
-        f"{model.num_kv_heads} for keys and values\ncontext {context}, KV cache {model.kv_bytes_per_token / 1024:.1f} "
+        f"{model.num_kv_heads} KV heads\ncontext {context}, KV cache {model.kv_bytes_per_token / 1024:.1f} "
         "KiB per token"
     )
 

@@ -16,7 +16,7 @@ MOST_ROWS = 10_000
 """Of each data set that `dovetail check` reads: some seconds."""
 LOOKED_AT = (
     "architecture and weights (not of a model on the hub), tokenizer, rows (a sample of more than "
-    f"{MOST_ROWS:,}), the functions and classes that are yours."
+    f"{MOST_ROWS:,}), your own functions and classes."
 )
 
 

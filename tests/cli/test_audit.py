@@ -61,7 +61,7 @@ def test_a_sound_run_is_shown_as_a_table(tmp_path: Path, capsys: pytest.CaptureF
     table = {" ".join(line.split()[:-1]): line.split()[-1] for line in out.splitlines() if line.startswith("        ")}
     assert table["draws"] == "6"
     assert (table["trained"], table["dropped (stale)"], table["open"]) == ("4", "1", "1")
-    assert (table["trained 0 steps old 2"], table["trained 1 steps old 2"]) == ("50.0%", "50.0%")
+    assert (table["trained at staleness 0 2"], table["trained at staleness 1 2"]) == ("50.0%", "50.0%")
 
 
 @pytest.mark.parametrize("bad", ["twice", "skipped", "stale", "from the future", "other number of draws"])

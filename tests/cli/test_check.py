@@ -194,7 +194,7 @@ def test_a_reward_function_that_is_there_and_a_name_on_the_hub_pass(
     assert "Qwen/Qwen2.5-0.5B is no folder on this machine, and the Hugging Face hub cannot give" in " ".join(
         out.split()
     )
-    assert "Looked at" not in out
+    assert "Checked:" not in out
 
 
 def test_without_the_models_config_there_is_no_plan_of_memory(

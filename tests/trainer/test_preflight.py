@@ -119,7 +119,7 @@ def test_a_good_run_is_valid_and_of_many_rows_some_are_read(
 ) -> None:
     arguments = toy.arguments(tmp_path / "run", {"data.val_files": str(toy.data / "train.parquet")})
     assert main(["check", *arguments]) == 0
-    assert "Looked at: architecture and weights" in capsys.readouterr().out
+    assert "Checked: architecture and weights" in capsys.readouterr().out
     rows = write_rows(tmp_path / "rows.jsonl", *["say 2"] * 4, None)
     monkeypatch.setattr(preflight, "MOST_ROWS", 1)
     assert main(["check", *arguments, f"{ROWS}={rows}", "data.shuffle=False"]) == 0
