@@ -9,11 +9,11 @@ from dovetail.agents.calls import CallSettings
 from dovetail.agents.chat import RESPONSE_CASE, RESULT_CASE, ChatRenderer, ChatTemplateError, TemplateAudit
 from dovetail.agents.environments import Environment
 from dovetail.agents.loops import agent_loop, find_object, load_loops
-from dovetail.agents.parsers import turn_parser
+from dovetail.agents.parsers import find_parser, turn_parser
 from dovetail.agents.session import SessionSettings
 from dovetail.agents.stream import Agents
 from dovetail.agents.tools.functions import FunctionToolbox
-from dovetail.agents.tools.load import load_toolbox
+from dovetail.agents.tools.load import load_functions, load_toolbox
 from dovetail.config.multi_turn import MultiTurnConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules
@@ -41,6 +41,18 @@ def audit_template(config: DovetailConfig, tokenizer: Any) -> TemplateAudit:
     if tools and not audit.shows_tools:
         logger.warning("the chat template shows no tools: the prompts must say which there are and how they are called")
     return audit
+
+
+def refuse_broken_tools(config: DovetailConfig) -> None:
+    """Fail here, instead of in every worker: the format of calls, the user's functions and classes. Starts no tool."""
+    rollout = config.actor_rollout_ref.rollout
+    find_parser(rollout.multi_turn.format)
+    if rollout.agent.agent_loop_config_path is not None:
+        load_loops(rollout.agent.agent_loop_config_path)
+    if rollout.multi_turn.function_tool_path:
+        load_functions(rollout.multi_turn.function_tool_path)
+    if rollout.agent.environment is not None:
+        find_object(rollout.agent.environment, key="agent.environment")
 
 
 def _kinds_of_tools(config: DovetailConfig) -> tuple[bool, bool]:

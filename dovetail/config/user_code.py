@@ -106,7 +106,7 @@ def _import_file(path: str, key: str) -> ModuleType:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         where = f" in its line {lines[-1]}" if lines else ""
         raise UserCodeError(
-            f"{key}={path} fails while it is imported{where}: {type(error).__name__}: {error}. `python {path}` shows "
-            "its traceback."
+            f"{key}={path} fails while it is imported{where}: {type(error).__name__}: {str(error).rstrip('.')}. "
+            f"`python {path}` shows its traceback."
         ) from error
     return module

@@ -236,9 +236,17 @@ def _other_files(config: DovetailConfig) -> Iterator[Problem]:
         if folder is not None and (why := why_not_writable(Path(folder), is_folder=True)) is not None:
             yield Problem(key, f"{key}={folder} cannot be written: {why}; give a folder that you may write to.")
     resumed = trainer.resume_from_path
-    if trainer.resume_mode == "resume_path" and resumed and not Path(resumed).is_dir():
+    if trainer.resume_mode != "resume_path" or not resumed:
+        return
+    if not Path(resumed).is_dir():
         yield Problem(
             "trainer.resume_from_path",
             f"trainer.resume_from_path={resumed} is no folder; give a global_step_N folder, or set "
             "trainer.resume_mode=auto.",
+        )
+    elif not (Path(resumed) / "manifest.json").exists() and (inside := sorted(Path(resumed).glob("global_step_*"))):
+        yield Problem(
+            "trainer.resume_from_path",
+            f"trainer.resume_from_path={resumed} is the folder of a run; give one of its checkpoints, such as "
+            f"{inside[-1]}.",
         )

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from dovetail.agents.chat import ChatTemplateError
+from dovetail.agents.tools.schema import ToolError
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.config import ConfigError
 from dovetail.config.errors import Problem
@@ -30,6 +31,7 @@ USER_ERRORS = (
     RewardError,
     UserCodeError,
     ChatTemplateError,
+    ToolError,
     FileNotFoundError,
     DiskFullError,
     BrokenCheckpoint,

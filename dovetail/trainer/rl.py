@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from dovetail.agents.build import audit_template
+from dovetail.agents.build import audit_template, refuse_broken_tools
 from dovetail.config.root import DovetailConfig
 from dovetail.data.build import PromptLoader, build_train_loader, build_val_loader
 from dovetail.data.errors import DataError
@@ -42,6 +42,9 @@ class RLMethod(Method):
             with refused.part():
                 if config.data.train_paths:
                     train_loader = build_train_loader(config, self._tokenizer, processor)
+            with refused.part():
+                if uses_agents:
+                    refuse_broken_tools(config)
             with refused.part():
                 # An agent, and a class of the user's, may add to what the file has.
                 adds = uses_agents or config.data.custom_cls.path or config.reward_model.reward_manager_module.path

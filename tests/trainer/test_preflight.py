@@ -58,6 +58,13 @@ BROKEN_REWARDS = {
     ),
 }
 
+TOOL = 'from dovetail.agents import tool\n@tool\ndef add(a: int) -> int:\n    """Adds."""\n    return a\n'
+BROKEN_TOOLS = {
+    "has no function marked with @tool": "def add(a): ...\n",
+    "fails while it is imported in its line 1: ModuleNotFoundError": "import nowhere\n",
+    "multi_turn.format=hermse is not known; did you mean hermes?": TOOL,
+}
+
 
 def write_rows(file: Path, *prompts: object, data_source: str = "toy") -> Path:
     row = prompt_row(data_source=data_source, question="say 1", ground_truth="", ability="toy", extra_info={})
@@ -101,6 +108,24 @@ def test_a_broken_reward_function(words: str, toy: Toy, tmp_path: Path, capsys: 
     reward.write_text(BROKEN_REWARDS[words])
     [message] = refused(toy, tmp_path, capsys, **{REWARD: str(reward)})
     assert words in message
+
+
+@pytest.mark.parametrize("words", BROKEN_TOOLS)
+def test_broken_tools_of_an_agent(words: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tools.py").write_text(BROKEN_TOOLS[words])
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    keys = {f"{turns}.enable": True, f"{turns}.function_tool_path": str(tmp_path / "tools.py")}
+    [message] = refused(toy, tmp_path, capsys, **keys, **({f"{turns}.format": "hermse"} if "hermse" in words else {}))
+    assert words in message
+
+
+def test_the_folder_of_a_run_is_no_checkpoint_to_resume_from(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "earlier" / "global_step_3").mkdir(parents=True)
+    keys = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "earlier")}
+    [message] = refused(toy, tmp_path, capsys, **keys)
+    assert f"is the folder of a run; give one of its checkpoints, such as {tmp_path}/earlier/global_step_3." in message
 
 
 def test_model_rows_and_reward_are_refused_at_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ from dovetail.agents.parsers.gpt_oss import GptOssParser
 from dovetail.agents.parsers.hermes import HermesParser
 from dovetail.agents.parsers.llama3_json import Llama3JsonParser
 from dovetail.agents.parsers.qwen3_coder import Qwen3CoderParser
+from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.types import ToolCall
 
-__all__ = ["PARSERS", "Parser", "register_parser", "turn_parser"]
+__all__ = ["PARSERS", "Parser", "find_parser", "register_parser", "turn_parser"]
 
 
 class TextParser:
@@ -45,11 +47,18 @@ def register_parser(name: str) -> Callable[[type], type]:
     return register
 
 
+def find_parser(name: str) -> Callable[[], Parser]:
+    """What makes the parser of a format."""
+    if name not in PARSERS:
+        close = difflib.get_close_matches(name, PARSERS, n=1)
+        hint = f"did you mean {close[0]}? Otherwise " if close else ""
+        raise ToolError(f"multi_turn.format={name} is not known; {hint}use one of {', '.join(PARSERS)}.")
+    return PARSERS[name]
+
+
 def turn_parser(name: str, tokenizer: Any) -> Callable[..., tuple[str, list[ToolCall]]]:
     """`parse(ids, tools=())` of this format: ids of a turn without its stop token to text and calls."""
-    if name not in PARSERS:
-        raise ValueError(f"multi_turn.format={name} is not known; use one of {', '.join(PARSERS)}.")
-    parser = PARSERS[name]()
+    parser = find_parser(name)()
     special = {
         str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and "think>" not in str(token)
     }
