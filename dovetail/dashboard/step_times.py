@@ -102,11 +102,13 @@ def what_it_waits_for(table: MetricsTable, timelines: Timelines) -> dict[str, st
     sentence = f"{shares[first]:.0%} of a step ({_time(seconds)}) is {words.get(first, first)}"
     second = next((key for key in rest if shares[key] >= 0.1), None)
     sentence += f", then {words.get(second, second)} with {shares[second]:.0%}." if second else "."
-    timeline = timelines.of(steps[-1]) if steps else None
+    # Of several steps with engines apart: before the end of a run these have nothing left to generate.
+    count = min(_RECENT, max(steps[-1], 1)) if steps and timelines.has_engines else 1
+    timeline = timelines.of(steps[-1], count) if steps else None
     busy = {} if timeline is None else busy_shares(timeline["spans"])
     if "engine" in busy:
         sentence += (
-            f" In step {steps[-1]} the trainer works {busy.get('worker', 0.0):.0%} of the time and the engines "
+            f" In the last {count} steps the trainer works {busy.get('worker', 0.0):.0%} of the time and the engines "
             f"{busy['engine']:.0%}."
         )
     elif "worker" in busy:

@@ -80,6 +80,8 @@ class StepUtilisation:
                 adapters_only=config.actor_rollout_ref.model.uses_lora,
                 shares_prompts=config.actor_rollout_ref.actor.use_prefix_grouper,
             )
+            if config.algorithm.rollout_correction.bypass_mode:
+                flops.pop("old_log_prob", None)  # the engine's log-probs are copied
             if config.teacher_devices:
                 flops.pop("ref", None)  # the peak is that of the student's devices
             metrics |= utilisation(flops, seconds, training)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from dovetail.config import load_config
 from dovetail.config.plan.model_shape import ModelShape, read_model_shape
-from dovetail.models.flops import forward_flops, generation_flops, pass_flops, utilisation
+from dovetail.controller import WorkerGroup
+from dovetail.models.flops import StepUtilisation, forward_flops, generation_flops, pass_flops, utilisation
 from dovetail.protocol import DataProto
 from dovetail.workers.device_peak import PUBLISHED, device_peak, published_peak
 from tests.models.tiny import save_tiny_model
@@ -75,6 +79,21 @@ def test_utilisation_is_of_all_devices_together() -> None:
     flops = {"update_actor": 8e12, "old_log_prob": 1e12, "ref": 1e12}
     found = utilisation(flops, {"update_actor": 2.0, "old_log_prob": 1.0}, peak=10e12)
     assert found == {"perf/mfu/actor": pytest.approx(0.4), "perf/mfu/actor_infer": pytest.approx(0.1)}
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_log_probs_that_are_copied_from_the_engine_are_no_pass(folders: Callable[[str], Path], bypass: bool) -> None:
+    keys = [
+        f"actor_rollout_ref.model.path={folders('llama')}",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        f"algorithm.rollout_correction.bypass_mode={bypass}",
+        "trainer.device_peak_tflops=1",
+    ]
+    step = StepUtilisation(load_config(overrides=keys).config)
+    step.ask_peaks(cast(WorkerGroup, SimpleNamespace(world_size=1)))
+    found = step.take(batch_of([4, 4], [5, 2], ["a", "a"]), {"old_log_prob": 1e-4, "update_actor": 1.0})
+    assert ("perf/mfu/actor_infer" in found) is not bypass
+    assert "perf/mfu/actor" in found
 
 
 def test_peaks_are_looked_up_by_the_longest_name_and_never_invented() -> None:
