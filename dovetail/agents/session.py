@@ -177,8 +177,8 @@ class Session:
         node = self._next_node(messages, list(tools or []))
         if node.finish_reason == "running":
             await self._sample(node, max_new_tokens, sampling)
-            if stop:
-                node.keep(self._settings.renderer.tokens_before(node.token_ids, stop))
+        if stop:  # also of a recorded turn, which may have been recorded before it was cut
+            node.keep(self._settings.renderer.tokens_before(node.token_ids, stop))
         self._nodes[node.number] = node
         self._turns[node.number] = turn = self._as_turn(node)
         self._known[node.number] = [*node.messages, _copied(turn.message)]
@@ -232,7 +232,7 @@ class Session:
             if future.done() and not future.cancelled() and future.exception() is None:
                 begun.add(future.result())
             elif self._request_id(node) in partial:
-                begun.add(replace(partial[self._request_id(node)], finish_reason="running"))
+                begun.add(partial[self._request_id(node)])  # complete where it was not delivered yet
             nodes.append(begun)
         return {"nodes": [asdict(node) for node in [*nodes, *self._recorded.values()]], "events": list(self.events)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,7 +214,7 @@ def test_a_restored_session_gives_recorded_turns_and_goes_on_with_the_unfinished
         task = asyncio.ensure_future(conversation(session, tool("a")))
         await asyncio.sleep(15)
         last = engine.requests[-1]
-        begun = {last.request_id: await FakeEngine("t").generate(last)}
+        begun = {last.request_id: replace(await FakeEngine("t").generate(last), finish_reason="running")}
         begun[last.request_id].token_ids.pop()
         begun[last.request_id].log_probs.pop()
         begun[last.request_id].weight_versions.pop()
@@ -230,6 +231,33 @@ def test_a_restored_session_gives_recorded_turns_and_goes_on_with_the_unfinished
     (request,) = resumed_engine.requests
     assert list(request.prompt_token_ids) == [*engine.requests[-1].prompt_token_ids, ord("t")]
     assert request.sampling.seed == 7
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+def test_a_turn_that_was_complete_when_it_was_recorded_is_not_gone_on_with_and_ends_at_its_stop_text(
+    delivered: bool,
+) -> None:
+    engine = FakeEngine("one. Two", seconds=10.0)
+    session = session_over(engine)
+
+    async def interrupted() -> Any:
+        task = asyncio.ensure_future(session.chat([USER], stop=[". "]))
+        await asyncio.sleep(5)
+        (request,) = engine.requests
+        result = await FakeEngine("one. Two").generate(request)
+        if delivered:
+            ((_, future),) = session._running.values()
+            future.cancel()
+            done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            done.set_result(result)
+            session._running[0] = session._running[0][0], done
+        task.cancel()
+        return session.state({} if delivered else {request.request_id: result})
+
+    state = json.loads(json.dumps(in_virtual_time(interrupted())[0]))
+    resumed = session_over(FakeEngine(), state=state)
+    turn = in_virtual_time(resumed.chat([USER], stop=[". "]))[0]
+    assert (turn.text, turn.finish_reason) == ("one", "stop")
 
 
 def test_a_loop_that_asks_for_something_else_after_a_restore_samples_anew() -> None:
