@@ -79,8 +79,7 @@ def live_view(run: RunFolder, file: Path, step: int) -> None:
 
 
 def dashboard(runs: Sequence[Path], assets: Path) -> None:
-    """A picture of each of `VIEWS`, in few colours to keep it small."""
-    from PIL import Image
+    """A picture of each of `VIEWS`."""
     from playwright.sync_api import sync_playwright
 
     from tests.dashboard.browser import chromium, serve
@@ -94,8 +93,7 @@ def dashboard(runs: Sequence[Path], assets: Path) -> None:
             if name == "compare":
                 page.get_by_text("other steps").first.click()
             page.wait_for_timeout(3000)  # charts are drawn by themselves
-            picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-            picture.quantize(128).save(assets / f"dashboard-{name}.png", optimize=True)
+            page.screenshot(path=assets / f"dashboard-{name}.png")
             page.close()
         browser.close()
 

@@ -36,14 +36,16 @@ def summary(row: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(row.get("outcome"), str):
         return None
     events = events_of(row)
-    calls = [event for event in events if event["kind"] == "tool"]
+    # A reply of an environment is recorded as a call without arguments; the model called nothing.
+    replies = [event for event in events if event.get("name") == "respond" and "arguments" not in event]
+    calls = [event for event in events if event["kind"] == "tool" and event not in replies]
     return {
         "outcome": row["outcome"],
         "trajectory": _whole(row.get("trajectory")),
         "segment": _whole(row.get("segment")),
         "num_turns": _whole(row.get("num_turns")),
         "calls": len(calls),
-        "failures": sum("failure" in call for call in calls),
+        "failures": sum("failure" in call for call in [*calls, *replies]),
         "tools": sorted({call["name"] for call in calls if "name" in call}),
         "seconds": {kind: _seconds(events, kind) for kind in ("generate", "tool")},
     }

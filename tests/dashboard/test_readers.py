@@ -16,7 +16,7 @@ from dovetail.dashboard.responses import Filter, Order, ResponseFolder, Wish
 from dovetail.dashboard.run_files import DashboardError, EventLog, MetricsTable, parse_object
 from dovetail.dashboard.runs import Runs
 from dovetail.dashboard.step_times import Timelines, phases, what_it_waits_for
-from dovetail.dashboard.trajectories import time_of_trajectories
+from dovetail.dashboard.trajectories import summary, time_of_trajectories
 from dovetail.observability.run_folder import RunFolder
 from tests.dashboard.synthetic import (
     answer_row,
@@ -343,3 +343,12 @@ def test_the_mark_of_a_resume_says_which_settings_changed(tmp_path: Path) -> Non
         ("resume", "actor.lr 1e-06 -> 2e-06"),
         ("checkpoint", ""),
     ]
+
+
+def test_a_reply_of_an_environment_is_no_tool_call() -> None:
+    reply = {"kind": "tool", "turn": 0, "seconds": 0.5, "name": "respond", "result": "4140"}
+    call = {"kind": "tool", "turn": 0, "seconds": 0.25, "name": "search", "arguments": {}}
+    found = summary({"outcome": "finished", "events": [reply, call, reply | {"failure": "timeout"}]})
+    assert found is not None
+    assert (found["calls"], found["failures"], found["tools"]) == (1, 1, ["search"])
+    assert found["seconds"]["tool"] == pytest.approx(1.25)

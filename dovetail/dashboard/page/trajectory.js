@@ -17,7 +17,7 @@ export async function conversation(answer, place) {
       for (const event of turn ? whole.events.filter((one) => one.kind === "branch" && one.turn === turn.turn) : []) { shown.add(event); box.append(drawEvent(event)); }
       box.append(say("assistant", message.content, turn ? [duration(turn.seconds ?? 0), `${turn.tokens ?? "?"} tokens`] : []));
       const during = turn ? whole.events.filter((event) => event !== turn && event.kind !== "generate" && event.turn === turn.turn && !shown.has(event)) : [];
-      for (const event of during) { shown.add(event); box.append(drawEvent(event)); }
+      for (const event of during) { shown.add(event); box.append(drawEvent(event, whole.messages[index + 1]?.content)); }
       if (!during.some((event) => event.kind === "tool")) for (const call of message.tool_calls ?? []) box.append(drawEvent({ kind: "tool", name: call.function?.name, arguments: call.function?.arguments }));
     } else if (message.role !== "tool" || !shown.size) box.append(say(message.role, message.content, []));
   });
@@ -30,12 +30,16 @@ function say(role, content, facts) {
   return el("div", { class: `said ${role}` }, el("div", { class: "facts soft" }, el("b", { text: role }), facts.map((fact) => el("span", { text: fact }))), text.trim() && el("div", { class: "text", text: text.trim() }));
 }
 
-function drawEvent(event) {
+// `next`: the message after it, which shows what an environment replied.
+function drawEvent(event, next) {
   const seconds = event.seconds !== undefined && el("span", { text: duration(event.seconds) });
   const failure = event.failure && el("span", { class: "badge failed", text: event.kind === "retry" ? `tried again: ${event.failure}` : String(event.failure) });
   if (event.kind !== "tool") return el("div", { class: `event ${event.kind}` }, el("div", { class: "facts soft" }, el("b", { text: event.kind }), event.name && el("code", { text: event.name }), failure, event.why && el("span", { text: event.why })), event.result && el("div", { class: "text", text: String(event.result) }));
   const given = event.arguments === undefined || event.arguments === null ? "" : typeof event.arguments === "string" ? event.arguments : JSON.stringify(event.arguments);
-  return el("div", { class: `event tool${event.failure ? " failed" : ""}` }, el("div", { class: "facts soft" }, el("b", { text: "tool" }), el("code", { text: `${event.name ?? ""}(${given})` }), seconds, failure), event.result !== undefined && el("div", { class: "text", text: String(event.result) }));
+  const replies = event.name === "respond" && !given;
+  return el("div", { class: `event tool${event.failure ? " failed" : ""}` },
+    el("div", { class: "facts soft" }, el("b", { text: replies ? "environment" : "tool" }), !replies && el("code", { text: `${event.name ?? ""}(${given})` }), seconds, failure),
+    event.result && !(replies && event.result === next) && el("div", { class: "text", text: String(event.result) }));
 }
 
 // One line on how it ended and where its time went.
