@@ -44,6 +44,17 @@ def _engines(run: Examined) -> Findings:
         )
 
 
+def _stalls(run: Examined) -> Findings:
+    settings, tools = run.config.async_training, run.rollout.multi_turn
+    watches = settings.mode != "off" and not run.config.actor_rollout_ref.hybrid_engine and settings.stall_timeout_s > 0
+    if watches and run.rollout.uses_agents and settings.stall_timeout_s <= tools.tool_timeout_s:
+        yield run.warning(
+            "<async_training.stall_timeout_s> is no longer than a call of a tool may take "
+            "(<rollout.multi_turn.tool_timeout_s>): a slow one would end the run as a stall; use "
+            f"{2 * tools.tool_timeout_s:g}."
+        )
+
+
 def _staleness(run: Examined) -> Findings:
     settings, key = run.config.async_training, "async_training.max_staleness"
     bound, cycle = settings.staleness_bound, settings.trigger_parameter_sync_step
@@ -86,4 +97,4 @@ def _stale_responses(run: Examined) -> Findings:
         )
 
 
-ASYNC_TRAINING: tuple[Check, ...] = (_devices, _engines, _staleness, _stale_responses)
+ASYNC_TRAINING: tuple[Check, ...] = (_devices, _engines, _stalls, _staleness, _stale_responses)

@@ -80,6 +80,15 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
         ("=False", "=fully_async", "adapter is gone", "use True"),
     ),
     (
+        (
+            *(FULLY_ASYNC, *APART, "data.return_raw_chat=True"),
+            *(f"{R}.multi_turn.enable=True", f"{R}.multi_turn.tool_timeout_s=400"),
+        ),
+        "warning",
+        "async_training.stall_timeout_s",
+        ("=300", "tool_timeout_s=400", "as a stall", "use 800"),
+    ),
+    (
         (FULLY_ASYNC, "algorithm.adv_estimator=remax"),
         "error",
         "async_training.mode",
