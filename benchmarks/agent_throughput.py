@@ -125,18 +125,17 @@ def run() -> list[dict]:
     return rows
 
 
-def _drained(stream: AgentStream, start_clock: Callable[[], None]) -> int:
-    """All trajectories of one batch until the last has ended. How many groups were measured."""
+def _drained(stream: AgentStream, start_clock: Callable[[], None]) -> None:
+    """All trajectories of one batch until the last has ended."""
     start_clock()
     stream.start(_prompts(0, GROUPS))
     stream.run(GROUPS)
     batch = stream.take()
     assert batch is not None, "all trajectories have ended"
     assert len(batch) == GROUPS * GROUP_SIZE, "each is one row"
-    return GROUPS
 
 
-def _carried_on(stream: AgentStream, start_clock: Callable[[], None]) -> int:
+def _carried_on(stream: AgentStream, start_clock: Callable[[], None]) -> None:
     """As many groups in flight all the time; the first ones to end, which are the quick ones, are not measured."""
     stream.start(_prompts(0, GROUPS))
     stream.generate_in_background()
@@ -152,11 +151,14 @@ def _carried_on(stream: AgentStream, start_clock: Callable[[], None]) -> int:
         if measured_from is None and taken >= GROUPS:
             measured_from = taken
             start_clock()
-    return taken - measured_from
 
 
-def _measure(tokenizer, work: Callable[[AgentStream, Callable[[], None]], int]) -> tuple[float, float]:
-    """Seconds for `GROUPS` groups, and the share of them in which the engine was busy."""
+def _measure(tokenizer, work: Callable[[AgentStream, Callable[[], None]], None]) -> tuple[float, float]:
+    """Seconds for the tokens of `GROUPS` groups, and the share of them in which the engine was busy.
+
+    By tokens, because groups that end say too little where they are carried on: those in flight have written more when
+    the clock stops than when it starts.
+    """
     keys = {"prompt_length": 64, "response_length": 512, "ignore_eos": True}
     rollout = DovetailConfig(actor_rollout_ref={"rollout": keys}).actor_rollout_ref.rollout
     settings = SessionSettings(
@@ -165,7 +167,7 @@ def _measure(tokenizer, work: Callable[[AgentStream, Callable[[], None]], int]) 
     agents = Agents(settings, CallSettings(), Environments(SlowTool), default_loop="throughput")
     with NativeEngine(_tiny_model(len(tokenizer)), max_num_seqs=MAX_NUM_SEQS) as engine:
         stream = AgentStream(engine, rollout, agents, pad_token_id=int(tokenizer.pad_token_id))
-        ended, samples, began = threading.Event(), [], 0.0
+        ended, samples, began, tokens_before = threading.Event(), [], 0.0, 0
 
         def watch() -> None:
             while not ended.wait(0.005):
@@ -175,16 +177,17 @@ def _measure(tokenizer, work: Callable[[AgentStream, Callable[[], None]], int]) 
         watcher = threading.Thread(target=watch, daemon=True)
 
         def start_clock() -> None:
-            nonlocal began
+            nonlocal began, tokens_before
             watcher.start()
-            began = time.perf_counter()
+            began, tokens_before = time.perf_counter(), engine.stats.decode_tokens
 
-        groups = work(stream, start_clock)
-        elapsed = time.perf_counter() - began
+        work(stream, start_clock)
+        elapsed, tokens = time.perf_counter() - began, engine.stats.decode_tokens - tokens_before
         ended.set()
         watcher.join()
         stream.close()
-    return elapsed * GROUPS / groups, sum(samples) / max(1, len(samples))
+    wanted = GROUPS * GROUP_SIZE * TALK.turns * TALK.max_new_tokens
+    return elapsed * wanted / tokens, sum(samples) / max(1, len(samples))
 
 
 def _tiny_model(vocabulary: int):

@@ -1,7 +1,9 @@
 """Let several threads share one stepping loop. Knows nothing of what a step does.
 
 Whoever waits for results drives the steps; the others sleep until their results are there or the driver has left.
-Control work (`between_steps`) waits for the step in flight and keeps the next one from starting.
+Control work (`between_steps`) waits for the step in flight and keeps the next one from starting. Work that nobody waits
+for (`beside_step`) is left to the thread that steps: handing the steps to and fro costs two thread switches, and each
+of them up to Python's switch interval while other threads run Python.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ class StepGate:
         self._stepping = False
         self._num_controls = 0
         self._paused = False
+        self._posted: list[Callable[[], None]] = []  # runs before the next step
 
     @property
     def paused(self) -> bool:
@@ -40,6 +43,16 @@ class StepGate:
                 yield
             finally:
                 self._num_controls -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def beside_step(self) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """Run the body beside a step, but no control. What it posts, which must not raise, runs between two steps: at
+        once, or when the step in flight has ended."""
+        with self._changed:
+            yield self._posted.append
+            if not self._stepping:
+                self._run_posted()
                 self._changed.notify_all()
 
     def pause(self) -> None:
@@ -80,3 +93,9 @@ class StepGate:
         finally:
             self._changed.acquire()
             self._stepping = False
+            self._run_posted()
+
+    def _run_posted(self) -> None:
+        posted, self._posted = self._posted, []
+        for work in posted:
+            work()

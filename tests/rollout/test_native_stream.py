@@ -115,6 +115,38 @@ def test_two_streams_share_an_engine_and_each_gets_its_own_results() -> None:
         assert [result.token_ids for result in seen] == [result.token_ids for result in alone[half::2]]
 
 
+def test_a_request_that_comes_during_a_step_does_not_wait_for_it_and_gets_the_tokens_it_gets_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, rows = tiny_model("llama"), prompts(2, seed=3)
+    requests = [GenerationRequest("first", rows[0], LONG), GenerationRequest("second", rows[1], SHORT, session="s")]
+    alone = {request.request_id: NativeEngine(model).generate([request])[0] for request in requests}
+    engine, in_step, may_end = NativeEngine(model), threading.Event(), threading.Event()
+    step, results = engine._batch.step, []
+
+    def slow_step(version: int) -> bool:
+        in_step.set()
+        assert may_end.wait(10), "whoever submits waits for the step"
+        return step(version)
+
+    monkeypatch.setattr(engine._batch, "step", slow_step)
+    with engine.open_stream() as stream, engine.open_stream() as other:
+        stream.submit(requests[0])
+        driving = threading.Thread(target=lambda: results.extend(stream.drain(60)), daemon=True)
+        driving.start()
+        assert in_step.wait(60)
+        stream.submit(requests[1])
+        stream.end_session("of somebody else")
+        with pytest.raises(ValueError, match="'second' is in use"):
+            other.submit(requests[1])
+        may_end.set()
+        driving.join(60)
+    assert sorted(result.request_id for result in results) == ["first", "second"]
+    for result in results:
+        assert result.token_ids == alone[result.request_id].token_ids
+        assert result.log_probs == pytest.approx(alone[result.request_id].log_probs, abs=1e-5)
+
+
 def test_what_is_refused_leaves_the_stream_and_the_weights_as_they_were(folder: Path) -> None:
     engine = NativeEngine(folder)
     (row,) = prompts(1)

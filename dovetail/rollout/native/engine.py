@@ -167,12 +167,12 @@ class NativeEngine(RolloutEngine):
 
     def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
         samples = [sample for request in requests for sample in self._samples_of(request)]
-        with self._gate.between_steps():
+        with self._gate.beside_step() as post:
             self._check_usable()
-            running = {sample.request.request_id for sample in self._running}
+            running = {sample.request.request_id for sample in list(self._running)}
             check_new_ids([request.request_id for request in requests], running)
             self._running.update((sample, deliver) for sample in samples)
-            self._batch.add(samples)
+            post(partial(self._batch.add, samples))
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
         self._gate.drive(self._step, done, timeout)
@@ -255,8 +255,8 @@ class NativeEngine(RolloutEngine):
 
     def end_session(self, session: str) -> None:
         if isinstance(self._batch, RunningBatch):  # pages go by their age
-            with self._gate.between_steps():
-                self._batch.end_session(session)
+            with self._gate.beside_step() as post:
+                post(partial(self._batch.end_session, session))
 
     def pause(self) -> None:
         self._gate.pause()
@@ -295,7 +295,8 @@ class NativeEngine(RolloutEngine):
         return True
 
     def _deliver_finished(self) -> None:
-        for sample in [sample for sample in self._running if sample.finish_reason is not None]:
+        # A copy: `enqueue` adds samples while a step runs.
+        for sample in [sample for sample in list(self._running) if sample.finish_reason is not None]:
             self._running.pop(sample)(sample.result())
 
     def _samples_of(self, request: GenerationRequest) -> list[Sample]:

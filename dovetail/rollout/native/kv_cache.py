@@ -26,10 +26,6 @@ class _Kept:
     keys: dict[int, torch.Tensor]
     values: dict[int, torch.Tensor]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))
-
 
 class SlotKVCache:
     """Per layer two tensors (slots, kv heads, capacity, head size), created when a layer first writes.
@@ -45,11 +41,13 @@ class SlotKVCache:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self._kept: dict[str, _Kept] = {}
+        self._num_kept_tokens = 0
 
     @property
     def nbytes(self) -> int:
+        """Of slots and sessions. Other threads ask often: counts only, no walk over the sessions."""
         slots = sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))
-        return slots + sum(kept.nbytes for kept in list(self._kept.values()))
+        return slots + slots * self._num_kept_tokens // max(1, self.num_slots * self.capacity)
 
     @torch.inference_mode()
     def reserve(self, num_slots: int, length: int) -> None:
@@ -87,22 +85,22 @@ class SlotKVCache:
 
         Any of the others goes for it, not the oldest: sessions take turns, and the oldest would be needed next.
         """
-        self._kept.pop(session, None)
-        left = self._max_kept_tokens - sum(len(kept.tokens) for kept in self._kept.values())
-        while left < len(tokens) and self._kept:
-            left += len(self._kept.pop(self._random.choice(list(self._kept))).tokens)
-        if left < len(tokens):
+        self.forget_session(session)
+        if len(tokens) > self._max_kept_tokens:
             return
+        while self._num_kept_tokens + len(tokens) > self._max_kept_tokens:
+            self.forget_session(self._random.choice(list(self._kept)))
         keys, values = (
             {layer: tensor[slot, :, : len(tokens)].clone() for layer, tensor in side.items()}
             for side in (self.keys, self.values)
         )
         self._kept[session] = _Kept(tokens, keys, values)
+        self._num_kept_tokens += len(tokens)
 
     @torch.inference_mode()
     def restore(self, session: str, slot: int, tokens: Sequence[int]) -> int:
         """Put what the session has kept into the slot, as far as it is of `tokens`; the number of them."""
-        kept = self._kept.pop(session, None)
+        kept = self.forget_session(session)
         if kept is None:
             return 0
         pairs = enumerate(zip(kept.tokens, tokens, strict=False))
@@ -112,11 +110,15 @@ class SlotKVCache:
                 side[layer][slot, :, :length] = tensor[:, :length]
         return length
 
-    def forget_session(self, session: str) -> None:
-        self._kept.pop(session, None)
+    def forget_session(self, session: str) -> _Kept | None:
+        """What was kept for it, if anything was."""
+        kept = self._kept.pop(session, None)
+        self._num_kept_tokens -= 0 if kept is None else len(kept.tokens)
+        return kept
 
     def forget_sessions(self) -> None:
         self._kept.clear()
+        self._num_kept_tokens = 0
 
     @torch.inference_mode()
     def clear(self) -> None:
