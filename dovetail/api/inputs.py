@@ -23,20 +23,15 @@ def data_files(data: Data, folder: Path, name: str) -> str | list[str]:
     to_dict = getattr(data, "to_dict", None)
     if hasattr(data, "iterrows") and callable(to_dict):  # pandas
         data = to_dict("records")
+    if isinstance(data, Mapping) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+        raise _unusable(name, f"it is a {type(data).__name__}")
     entries = list(data)
     if entries and all(isinstance(entry, str | Path) for entry in entries):
         return [str(entry) for entry in entries]
     wrong = next((entry for entry in entries if not isinstance(entry, Mapping)), None)
     if not entries or wrong is not None:
         shown = "it is empty" if not entries else f"it holds a {type(wrong).__name__}, {str(wrong)[:60]!r}"
-        raise ConfigError(
-            [
-                Problem(
-                    name,
-                    f"{name}: {shown}; give a path, a list of paths, or rows such as {{'prompt': 'What is 1+1?'}}.",
-                )
-            ]
-        )
+        raise _unusable(name, shown)
     return str(_write(entries, folder / "data" / f"{name}.jsonl", name))
 
 
@@ -46,6 +41,11 @@ def reward_text(reward: Reward, folder: Path) -> str | list[str]:
         return str(reward)
     if callable(reward):
         return _address(reward, folder / "reward.pkl")
+    if not isinstance(reward, Sequence):
+        words = (
+            f"it is a {type(reward).__name__}; give a function, `file.py:function`, a rule's name, or a list of them"
+        )
+        raise ConfigError([Problem("reward", f"reward: {words}.")])
     return [
         _address(each, folder / f"reward_{number}.pkl") if callable(each) else str(each)
         for number, each in enumerate(reward)
@@ -60,6 +60,11 @@ def parameters(reward: Reward) -> list[str]:
         return list(inspect.signature(reward).parameters)
     except ValueError:
         return []
+
+
+def _unusable(name: str, shown: str) -> ConfigError:
+    rows = "give a path, a list of paths, or rows such as [{'prompt': 'What is 1+1?'}]"
+    return ConfigError([Problem(name, f"{name}: {shown}; {rows}.")])
 
 
 def _address(function: Callable[..., Any], file: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,13 +95,15 @@ class Run:
         temperature: float | None = None,
         max_tokens: int | None = None,
     ) -> list[str]:
-        """Responses of the newest checkpoint, `n` to each prompt (text or chat messages), side by side.
+        """Responses of the newest checkpoint, `n` to each prompt (text or chat messages), side by side. One prompt
+        need not be in a list.
 
         Greedy and as long as in the run's validation, unless `temperature` and `max_tokens` say otherwise.
         """
         from dovetail.cli.generate import generate
 
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        is_one = isinstance(prompts, str) or (prompts and all(isinstance(entry, Mapping) for entry in prompts))
+        asked = [prompts] if is_one else list(prompts)
         responses = generate(str(self.folder), asked, n=n, temperature=temperature, max_tokens=max_tokens)
         return [sample.text for samples in responses for sample in samples]
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from dovetail.api.inputs import Data, Reward, data_files, parameters, reward_text
 from dovetail.api.run import Run
-from dovetail.config import DovetailConfig, LoadedConfig, Notice, load_config
+from dovetail.config import ConfigError, DovetailConfig, LoadedConfig, Notice, load_config
+from dovetail.config.errors import Problem
 from dovetail.config.tree import leaves
 from dovetail.rewards.signatures import takes_lists
+
+logger = logging.getLogger(__name__)
 
 OnStep = Callable[[int, dict[str, float]], Literal["stop"] | None]
 """`(step, metrics)`, called after every step; the run ends there, with a checkpoint, when it returns `"stop"`."""
@@ -54,6 +58,10 @@ class Trainer:
         on_step: OnStep | None = None,
         **overrides: Any,
     ) -> None:
+        for name, given, fits in (("on_step", on_step, callable), ("config", config, _is_mapping)):
+            if given is not None and not fits(given):
+                kind = "a function of (step, metrics)" if name == "on_step" else "a dict of keys"
+                raise ConfigError([Problem(name, f"{name} is a {type(given).__name__}; it must be {kind}.")])
         self._data, self._val_data = data, val_data
         self._ray, self._on_step = ray, on_step
         short = {"model": str(model), "engine": engine, "steps": steps, "lr": lr}
@@ -86,8 +94,13 @@ class Trainer:
         """Train to the last step, and return the run. Called again, it continues from the newest checkpoint."""
         from dovetail.trainer.run import run_training
 
-        config = self._load().config
-        run_training(config, use_ray=self._uses_ray(config), on_step=self._on_step)
+        config, notices = self._load().config, self._load().notices
+
+        def say() -> None:
+            for notice in notices:
+                logger.warning("%s", notice)
+
+        run_training(config, use_ray=self._uses_ray(config), on_step=self._on_step, on_checked=say)
         return Run(config.trainer.run_dir)
 
     def _load(self) -> LoadedConfig:
@@ -236,6 +249,10 @@ class RewardModel(Trainer):
     """
 
     preset: ClassVar[Mapping[str, Any]] = {"trainer.method": "reward"}
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _new_folder(name: str) -> Path:

@@ -81,7 +81,9 @@ def read_result(result: Any) -> dict[str, Any]:
         raise ValueError(f"the reward dict has no 'score', only {', '.join(map(str, columns)) or 'nothing'}; add one.")
     score = columns["score"]
     if isinstance(score, (str, bytes)) or not hasattr(score, "__float__"):
-        raise ValueError(f"the reward is {score!r}, a {type(score).__name__}; return a number or a dict with 'score'.")
+        raise ValueError(
+            f"the reward is {repr(score)[:80]}, a {type(score).__name__}; return a number or a dict with 'score'."
+        )
     columns["score"] = float(score)
     if not math.isfinite(columns["score"]):
         raise ValueError(f"the reward is {columns['score']}; return a finite number, or raise to mark a failure.")

@@ -73,6 +73,7 @@ def test_a_run_of_rows_and_a_function_learns_and_leaves_everything_behind(model:
     assert run.checkpoint is not None
     assert run.checkpoint.name == "global_step_12"
     assert len(run.generate(["say 1", "say 2"], n=2, temperature=1.0, max_tokens=4)) == 4
+    assert len(run.generate([{"role": "user", "content": "say 1"}], max_tokens=4)) == 1
     exported = run.export(tmp_path / "exported")
     assert (exported / "model.safetensors").exists()
     with pytest.raises(FileExistsError):
@@ -144,6 +145,9 @@ def test_rows_of_any_kind_are_written_to_the_run_folder(model: str, tmp_path: Pa
     [
         ([], ascii_share, "data: it is empty"),
         ([1, 2], ascii_share, "data: it holds a int, '1'"),
+        ({"prompt": ["a"]}, ascii_share, "data: it is a dict; give a path"),
+        (5, ascii_share, "data: it is a int; give a path"),
+        (ROWS, 5, "reward: it is a int; give a function"),
         ([{"prompt": b"bytes"}], ascii_share, "what JSON cannot"),
         (ROWS, lambda response, lock=sys.stdout: 0.0, "cannot be sent to the scoring processes"),
     ],
@@ -153,6 +157,13 @@ def test_what_cannot_be_used_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         dovetail.GRPO(model, data, reward, output=tmp_path).config  # noqa: B018
+
+
+def test_a_callback_that_is_no_function_and_keys_that_are_no_dict_are_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="on_step is a int; it must be a function of"):
+        dovetail.GRPO(model, ROWS, ascii_share, on_step=5)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(ConfigError, match="config is a list; it must be a dict of keys"):
+        dovetail.SFT(model, ROWS, config=["lr"])  # pyrefly: ignore[bad-argument-type]
 
 
 def test_the_same_lines_run_on_ray(model: str, tmp_path: Path) -> None:
