@@ -257,6 +257,12 @@ def test_answers_are_filtered_ordered_and_searched(page: Page, server: Server) -
     expect(page.locator(".summary")).to_contain_text("32 responses in step 33")
 
 
+def test_a_colouring_that_the_run_has_not_is_plain_text(page: Page, server: Server) -> None:
+    show(page, server, "#view=rollouts&colour=mistyped")
+    expect(page.locator("#colour")).to_have_value("")
+    expect(page.locator(".answer").first).to_be_visible()
+
+
 def test_tokens_are_coloured_and_say_their_numbers(page: Page, server: Server) -> None:
     show(page, server, "#view=rollouts&run=one&step=12")
     for colouring in ("token_advantages", "token_logprob_gaps", "token_entropies"):

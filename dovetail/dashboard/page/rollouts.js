@@ -62,7 +62,9 @@ export async function rollouts(box, state) {
     const reply = await ask("steps", { run: state.run, kind: wish.kind });
     if (mine !== asked) return;
     steps = reply.steps;
-    colours.querySelector("select").replaceChildren(...colourings(reply.numbers).map(([key, text, absent]) =>
+    const known = colourings(reply.numbers);
+    if (!known.some(([key]) => key === wish.colour)) wish.colour = ""; // an address of another run, or mistyped
+    colours.querySelector("select").replaceChildren(...known.map(([key, text, absent]) =>
       el("option", { value: key, selected: key === wish.colour, disabled: absent, text: absent ? `${text} (not recorded)` : text })));
     if (!steps.length) {
       list.replaceChildren();
