@@ -24,7 +24,7 @@ WIDTH = 100
 VIEWS = {
     "overview": (0, "view=overview", 1280, 860),
     "rollouts": (0, "view=rollouts&step=2", 1280, 860),
-    "compare": (0, "view=rollouts&kind=validation", 1280, 640),
+    "compare": (0, "view=rollouts&kind=validation", 1280, 860),
     "time": (0, "view=time", 1280, 860),
     "tokens": (1, "view=rollouts&colour=token_entropies", 1280, 860),
     "async": (2, "view=async", 1024, 800),
