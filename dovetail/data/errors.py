@@ -14,6 +14,10 @@ class DataError(ValueError):
     """A file, a column or a prompt that cannot be used. The message names it and the way out."""
 
 
+class DataNotHereError(DataError):
+    """A file on the hub that this machine cannot get; another one may."""
+
+
 def refuse_rows(refused: Sequence[str], *, skip: bool) -> None:
     """Raise for rows that cannot be used, a line each; with `skip` (`data.skip_bad_rows`) only say that they are left
     out."""

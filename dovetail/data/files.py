@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from dovetail.config.data import DataConfig
 from dovetail.config.hub import DATA_PREFIX, HubError, fetch_file
 from dovetail.config.root import DovetailConfig
-from dovetail.data.errors import DataError
+from dovetail.data.errors import DataError, DataNotHereError
 
 UNNAMED_SOURCE = "custom"
 """The `data_source` of rows that name none."""
@@ -44,7 +44,7 @@ def fetch_data_file(path: str, endings: tuple[str, ...]) -> Path | None:
     try:
         return fetch_file(repository, "/".join(rest), kind="dataset")
     except HubError as error:
-        raise DataError(f"{path}: {error}") from error
+        raise DataNotHereError(f"{path}: {error}") from error
 
 
 def read_split(path: str) -> tuple[pa.Table, str]:
@@ -66,7 +66,8 @@ def read_split(path: str) -> tuple[pa.Table, str]:
     try:
         rows = datasets.load_dataset(name, configuration, split=split, revision=revision or None)
     except (OSError, ValueError) as error:  # not found, offline, no such split: its messages say which
-        raise DataError(
+        kind = DataNotHereError if isinstance(error, ConnectionError) else DataError
+        raise kind(
             f"{path} cannot be read from the hub or its cache: {error} Download it where there is network "
             f"(`hf download {name} --repo-type dataset --local-dir data/{name.rpartition('/')[2]}`) and give its files."
         ) from error

@@ -14,7 +14,7 @@ from dovetail.config import ConfigError
 from dovetail.config.errors import Problem
 from dovetail.config.hub import HubError
 from dovetail.config.user_code import UserCodeError
-from dovetail.data.errors import DataError
+from dovetail.data.errors import DataError, DataNotHereError
 from dovetail.models.errors import ModelError
 from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_lock import RunFolderInUse
@@ -72,4 +72,4 @@ def problems_of(error: Exception) -> tuple[Problem, ...]:
     """An error as findings. What is on the hub and cannot be had here may be there where the run is: a warning."""
     if isinstance(error, ConfigError):
         return error.problems
-    return (Problem("", str(error), "warning" if isinstance(error, HubError) else "error"),)
+    return (Problem("", str(error), "warning" if isinstance(error, HubError | DataNotHereError) else "error"),)

@@ -189,8 +189,9 @@ def test_a_reward_function_that_is_there_and_a_name_on_the_hub_pass(
     (launch_list.parent / "reward.py").write_text("def compute_score(response):\n    return 0.0\n")
     arguments = ["check", "--overrides-file", str(launch_list), "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"]
     reward = f"custom_reward_function.path={launch_list.parent}/reward.py"
-    assert main([*arguments, reward]) == 0
+    assert main([*arguments, reward, "data.val_files=hf://datasets/a/b/c.parquet"]) == 0
     out = capsys.readouterr().out
+    assert "hf://datasets/a/b/c.parquet" in out
     assert "Qwen/Qwen2.5-0.5B is no folder on this machine, and the Hugging Face hub cannot give" in " ".join(
         out.split()
     )
