@@ -4,7 +4,7 @@
 
 The dashboard's, by Chromium: an agent's run, one with the numbers of single tokens, an asynchronous one.
 
-    python tools/pictures.py --dashboard runs/agent runs/tokens runs/async docs/assets
+    PYTHONPATH=. python tools/pictures.py --dashboard runs/agent runs/tokens runs/async docs/assets
 """
 
 from __future__ import annotations
