@@ -111,7 +111,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             continue
         rate = PROMPTS * SAMPLES * (RESPONSE + 120) / row["step_s"]
         ratio = f"{base / row['step_s']:.2f}x" if base else "-"
-        parts = {name: value for name, value in row.items() if name.endswith("_s") and name != "step_s"}
+        parts = {name: value for name, value in row.items() if name.endswith(("_s", "_diff")) and name != "step_s"}
         shown = ", ".join(f"{name} {_rounded(value)}" for name, value in parts.items())
         lines.append(
             f"{row['side']:19} {row['step_s']:9.2f} {rate:9.0f} {ratio:>9} {row.get('peak_gib', 0):9.1f}  {shown}"
@@ -207,6 +207,7 @@ def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, exact: boo
         **parts,
         "start_and_first_step_s": clock.ends[1] - clock.created,
         "peak_gib": clock.metrics[-1]["memory/peak_allocated_gib"],  # torch's own counter is set back at every phase
+        "probs_diff": [metrics.get("rollout_corr/probs_diff_mean") for metrics in clock.metrics],
         "mfu": {name: value for name, value in clock.metrics[-1].items() if "mfu" in name},
     }
 

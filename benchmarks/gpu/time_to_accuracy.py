@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=output_folder, default=Path("/tmp/dovetail-accuracy"))
     parser.add_argument("--trl-micro-batch", type=whole_number(), default=32, help="without gradient checkpointing")
+    parser.add_argument("--trl-liger", action="store_true", help="Liger's kernels in TRL's layers")
     parser.add_argument(
         "--trl-minutes", type=number(above=True), default=60.0, help="TRL ends early rather than take longer"
     )
@@ -223,7 +224,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from dovetail.rewards.rules.gsm8k import compute_score
 
@@ -262,33 +263,12 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
         texts = [completion[0]["content"] for completion in completions]
         return [compute_score(text, own, method="flexible")["score"] for text, own in zip(texts, truth, strict=True)]
 
-    config = GRPOConfig(
-        output_dir=str(args.folder / "trl"),
+    config = trl_config(
+        args.folder,
+        args.device,
+        micro_batch=args.trl_micro_batch,
+        liger=args.trl_liger,
         max_steps=args.steps * updates,
-        num_generations=SAMPLES,
-        per_device_train_batch_size=args.trl_micro_batch,
-        gradient_accumulation_steps=MINI_BATCH * SAMPLES // args.trl_micro_batch,
-        steps_per_generation=PROMPTS * SAMPLES // args.trl_micro_batch,
-        max_completion_length=RESPONSE,
-        temperature=1.0,
-        beta=0.0,
-        epsilon=CLIP_LOW,
-        epsilon_high=CLIP_HIGH,
-        loss_type="dapo",  # the mean over all tokens of an update, as dovetail's token-mean
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        bf16=args.device == "cuda",
-        gradient_checkpointing=False,
-        use_vllm=args.device == "cuda",
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=ENGINE_MEMORY,
-        vllm_max_model_length=384 + RESPONSE,
-        vllm_importance_sampling_correction=False,  # as on dovetail's sides
-        generation_kwargs={"detokenize": False} if args.device == "cuda" else None,  # TRL decodes the ids itself
-        use_cpu=args.device == "cpu",
-        logging_steps=updates,
-        save_strategy="no",
-        report_to=[],
         seed=args.seed,
     )
     trainer = GRPOTrainer(
@@ -304,6 +284,51 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     points = [(0, 0.0, str(args.model)), *((step, minutes, f"{args.folder}/trl-{step}") for step, minutes in saved)]
     start = ends[0] - STARTED
     return {"points": points, "step_s": sorted(seconds)[len(seconds) // 2], "steps_s": seconds, "start_s": start}
+
+
+def trl_config(
+    folder: Path,
+    device: str,
+    *,
+    prompts: int = PROMPTS,
+    mini_batch: int = MINI_BATCH,
+    micro_batch: int,
+    liger: bool = False,
+    **others: Any,
+) -> Any:
+    """What dovetail's sides do, as TRL's options; `benchmarks.gpu.trl_settings` finds the fastest micro-batch."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(folder / "trl"),
+        num_generations=SAMPLES,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=mini_batch * SAMPLES // micro_batch,
+        steps_per_generation=prompts * SAMPLES // micro_batch,
+        max_completion_length=RESPONSE,
+        temperature=1.0,
+        beta=0.0,
+        epsilon=CLIP_LOW,
+        epsilon_high=CLIP_HIGH,
+        loss_type="dapo",  # the mean over all tokens of an update, as dovetail's token-mean
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        bf16=device == "cuda",
+        gradient_checkpointing=False,
+        use_liger_kernel=liger,
+        ddp_find_unused_parameters=False,  # a walk over the graph in every micro-batch
+        use_vllm=device == "cuda",
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=ENGINE_MEMORY,
+        vllm_max_model_length=384 + RESPONSE,
+        vllm_importance_sampling_correction=False,  # as on dovetail's sides
+        generation_kwargs={"detokenize": False} if device == "cuda" else None,  # TRL decodes the ids itself
+        use_cpu=device == "cpu",
+        logging_steps=prompts // mini_batch,
+        save_strategy="no",
+        report_to=[],
+        **others,
+    )
 
 
 def run_accuracy(args: argparse.Namespace) -> dict[str, Any]:
