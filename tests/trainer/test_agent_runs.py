@@ -21,6 +21,9 @@ from tests.trainer.toy_run import Toy, train, train_apart
 pytestmark = pytest.mark.e2e
 
 CODE = '''
+import asyncio
+from pathlib import Path
+
 from dovetail.agents.environments import Environment, Step
 
 
@@ -61,6 +64,25 @@ class ShortTurns:
             messages.append({"role": "user", "content": said.text})
             if turn.node == 1:
                 messages = [messages[0], {"role": "user", "content": "in short"}]
+'''
+
+HELD = '''
+
+class Held(Letters):
+    """One conversation has had its first turn before any other goes on, and stays there until `checkpoint` exists."""
+
+    begun, checkpoint = Path(__file__).with_name("begun"), Path("{checkpoint}")
+
+    def reset(self, task):
+        super().reset(task)
+        self.is_held = (task.uid, task.sample) == ("draw-11", 0)
+
+    async def step(self, action):
+        if self.is_held:
+            self.begun.touch()
+        while not (self.checkpoint if self.is_held else self.begun).exists():
+            await asyncio.sleep(0.01)
+        return super().step(action)
 '''
 
 
@@ -116,13 +138,17 @@ def test_conversations_go_on_after_a_resume(
 ) -> None:
     """Checkpoints hold conversations that have begun: no turn and no step of the environment happens again.
 
-    A loop that cannot be replayed begins again, and the ledger says so.
+    A loop that cannot be replayed begins again, and the ledger says so. Draw 11 is the last one of the first weights
+    that steps 1 and 2 can do without, and step 3 needs it.
     """
+    run, file = tmp_path / "run", tmp_path / "letters.py"
+    file.write_text(CODE + HELD.format(checkpoint=run / "global_step_2"))
     if not replays:
         loops = Path(agent_keys["actor_rollout_ref.rollout.agent.agent_loop_config_path"])
         loops.write_text(loops.read_text().replace("replays: true", "replays: false"))
     changes = {
         **agent_keys,
+        "actor_rollout_ref.rollout.agent.environment": f"{file}:Held",
         "async_training.mode": "fully_async",
         "async_training.max_staleness": 2,
         "async_training.max_in_flight": 12,
@@ -130,7 +156,7 @@ def test_conversations_go_on_after_a_resume(
         "trainer.save_freq": 2,
         "trainer.total_training_steps": 5,
     }
-    config, learn = toy.config(tmp_path / "run", changes), RayPPOTrainer.learn
+    config, learn = toy.config(run, changes), RayPPOTrainer.learn
 
     def killed(self: RayPPOTrainer, rollout: Any) -> Any:
         if self.global_step == 3:
@@ -151,6 +177,9 @@ def test_conversations_go_on_after_a_resume(
     restarted = [event for row in rows for event in row.get("events", ()) if event["kind"] == "restart"]
     assert len(restarted) == sum(record.restarted for record in ledger.draws.values())
     assert bool(restarted) != replays
+    held = ledger.draws[11]
+    assert bool(held.restarted) != replays
+    assert not replays or min(version for version, count in held.finishes[-1] if count) == 0, "the first turn is kept"
 
 
 TOOLS = '''
