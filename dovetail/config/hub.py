@@ -143,22 +143,16 @@ def _explain(name: str, repository: str, kind: Kind, error: Exception, filename:
 
 
 def _reason(error: Exception) -> str:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RemoteEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE=1 forbids asking, and the cache does not have it"
-    if isinstance(error, GatedRepoError):
-        return "its licence must be accepted on its page first, and HF_TOKEN must be set"
-    if isinstance(error, RepositoryNotFoundError):
-        return "there is no such repository, or it is private and HF_TOKEN is not set"
-    if isinstance(error, RevisionNotFoundError):
-        return "it has no such revision"
-    if isinstance(error, RemoteEntryNotFoundError):
-        return "it has no such file"
-    return f"{constants.ENDPOINT} cannot be reached, and the cache does not have all of it"
+    reasons = {
+        # A gated repository is also one that is not found.
+        errors.GatedRepoError: "its licence must be accepted on its page first, and HF_TOKEN must be set",
+        errors.RepositoryNotFoundError: "there is no such repository, or it is private and HF_TOKEN is not set",
+        errors.RevisionNotFoundError: "it has no such revision",
+        errors.RemoteEntryNotFoundError: "it has no such file",
+    }
+    otherwise = f"{constants.ENDPOINT} cannot be reached, and the cache does not have all of it"
+    return next((reason for kind, reason in reasons.items() if isinstance(error, kind)), otherwise)

@@ -61,8 +61,8 @@ def load_config(
         draft.add_file(Path(file))
     for file in overrides_files:
         draft.add_overrides_file(Path(file))
-    draft.add_overrides(overrides)
-    draft.add_values(values or {})
+    draft.take(parse_overrides(overrides, source="override"))
+    draft.add([Override(name, value, "Python") for name, value in (values or {}).items()])
     return draft.finish()
 
 
@@ -87,7 +87,7 @@ class _Draft:
             return
         merge(self.tree, {name: value for name, value in loaded.items() if expand(name, value) is None})
         self.sources |= {key: str(path) for key, _ in leaves(loaded)}
-        self._add([Override(name, value, str(path)) for name, value in loaded.items() if expand(name, value)])
+        self.add([Override(name, value, str(path)) for name, value in loaded.items() if expand(name, value)])
 
     def add_overrides_file(self, path: Path) -> None:
         path = Path(os.path.expanduser(path))
@@ -99,18 +99,12 @@ class _Draft:
         except (OSError, UnicodeDecodeError) as error:
             self.problems.append(Problem(str(path), f"{path} cannot be read as a launch list: {error}."))
             return
-        self._take(parsed)
+        self.take(parsed)
 
-    def add_overrides(self, texts: Sequence[str]) -> None:
-        self._take(parse_overrides(texts, source="override"))
-
-    def _take(self, parsed: ParsedOverrides) -> None:
-        self._add(parsed.overrides)
+    def take(self, parsed: ParsedOverrides) -> None:
+        self.add(parsed.overrides)
         self.problems += parsed.problems
         self.notices += parsed.notices
-
-    def add_values(self, values: Mapping[str, Any]) -> None:
-        self._add([Override(name, value, "Python") for name, value in values.items()])
 
     def finish(self) -> LoadedConfig:
         values = self._resolved()
@@ -144,7 +138,7 @@ class _Draft:
             problems.append(Problem(key, f"{key} is ??? in {file}: it must be set."))
         return problems
 
-    def _add(self, overrides: Sequence[Override]) -> None:
+    def add(self, overrides: Sequence[Override]) -> None:
         for override in overrides:
             if override.delete:
                 self._delete(override.key)

@@ -190,9 +190,7 @@ class RolloutConfig(SamplingConfig):
             unsupported("adapters are merged with rounding", when=when_is("actor_rollout_ref.model.uses_lora", True)),
             unsupported("fp8 products are no part of it", when=when_not(f"{_ACTOR}.fp8_recipe", None)),
             unsupported("sequence parallelism is no part of it", when=when_not(f"{_ACTOR}.{_SP}", 1)),
-            unsupported(
-                "it computes packed sequences", when=when_is("actor_rollout_ref.model.use_remove_padding", False)
-            ),
+            unsupported("it computes packed sequences", when=_PADDED),
             unsupported("it has log-probs under the temperature", when=when_not("logprobs_mode", "temperature")),
             unsupported("a cache in fp8 rounds", when=when_is("kv_cache_dtype", "fp8")),
             unsupported("kept caches are of other weights", when=when_is("kv_on_update", "keep")),
@@ -258,7 +256,7 @@ class RolloutConfig(SamplingConfig):
     @property
     def starts_servers(self) -> bool:
         """Whether the run starts servers of its own."""
-        return self.name == "sglang" and not (self.mode == "server" and self.server_urls)
+        return self.name == "sglang" and not self.served
 
     @property
     def restarts(self) -> bool:

@@ -30,7 +30,7 @@ def load_user_object(path: str, name: str, *, key: str) -> Any:
     """
     if path.endswith(PICKLED):
         return _unpickle(path, key)
-    module = _import_module(path.removeprefix(PACKAGE_PREFIX), key) if _is_module(path) else _import_file(path, key)
+    module = (_import_module if path.startswith(PACKAGE_PREFIX) else _import_file)(path, key)
     if not hasattr(module, name):
         public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
         close = difflib.get_close_matches(name, public, n=1)
@@ -60,15 +60,11 @@ def import_user_modules(names: Sequence[str]) -> None:
             ) from error
 
 
-def _is_module(path: str) -> bool:
-    return path.startswith(PACKAGE_PREFIX)
-
-
-def _import_module(name: str, key: str) -> ModuleType:
+def _import_module(path: str, key: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(path.removeprefix(PACKAGE_PREFIX))
     except ImportError as error:
-        raise UserCodeError(f"{key}={PACKAGE_PREFIX}{name} cannot be imported: {error}") from error
+        raise UserCodeError(f"{key}={path} cannot be imported: {error}") from error
 
 
 def _unpickle(path: str, key: str) -> Any:

@@ -35,7 +35,7 @@ def parse_value(text: str) -> Any:
 
 def is_quoted(text: str) -> bool:
     """Whether one pair of quotes encloses the whole text."""
-    return len(text) > 1 and text[0] in "\"'" and text[-1] == text[0] and text[0] not in _unescaped(text[1:-1])
+    return len(text) > 1 and text[0] in "\"'" and text[-1] == text[0] and text[0] not in re.sub(r"\\.", "", text[1:-1])
 
 
 def unquote(text: str) -> str:
@@ -47,10 +47,6 @@ def split_outside(text: str, separator: str) -> list[str]:
     """Cut `text` at every `separator` that is not inside quotes or brackets."""
     cuts = [position for position, letter, closers in _outside_quotes(text) if letter == separator and not closers]
     return [text[start + 1 : end] for start, end in pairwise([-1, *cuts, len(text)])]
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\.", "", text)
 
 
 def _scalar(text: str) -> Any:

@@ -41,16 +41,16 @@ def _kl(run: Examined) -> Findings:
             "<algorithm.use_kl_in_reward> and <actor.use_kl_loss> punish the same KL twice; set "
             "use_kl_in_reward=False (GRPO), or use_kl_loss=False (PPO)."
         )
-    for key, off in (
-        ("actor.kl_loss_coef", "actor.use_kl_loss" if in_loss else None),
-        ("algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward" if in_reward else None),
+    for key, switch in (
+        ("actor.kl_loss_coef", "actor.use_kl_loss"),
+        ("algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward"),
     ):
-        if off is None or run.value(key) != 0:
+        if not run.value(switch) or run.value(key) != 0:
             continue
         if key.endswith(".kl_coef") and control.type == "adaptive":
             yield run.warning(f"@{key}=0 stays 0: the controller multiplies it; start from 0.001.")
         else:
-            yield run.warning(f"@{key}=0 computes the reference for a metric only; use 0.001, or @{off}=False.")
+            yield run.warning(f"@{key}=0 computes the reference for a metric only; use 0.001, or @{switch}=False.")
 
 
 def _loss(run: Examined) -> Findings:

@@ -80,11 +80,8 @@ def recomputed_activations(
 
 def forward_activations(shape: ModelShape, layout: RoleLayout, tokens: float) -> float:
     """Bytes alive at the widest point of a forward pass without gradients: about one layer."""
-    moe = shape.is_moe
-    kinds = [layer_activations(shape, moe=moe, layout=layout)]
-    if moe:
-        kinds.append(layer_activations(shape, moe=False, layout=layout))
-    return tokens * max(kind.saved for kind in kinds)
+    kinds = {shape.is_moe, False}
+    return tokens * max(layer_activations(shape, moe=moe, layout=layout).saved for moe in kinds)
 
 
 def logits_bytes(shape: ModelShape, layout: RoleLayout, tokens: float, *, training: bool, entropy: bool) -> float:

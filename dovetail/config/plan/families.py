@@ -62,13 +62,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 # Top-level types whose language model sits in `text_config`, or, in files written before transformers 4.52, beside it.
-TEXT_OF: dict[str, str] = {
-    "qwen2_vl": "qwen2_vl_text",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-    "qwen3_vl": "qwen3_vl_text",
-    "qwen3_vl_moe": "qwen3_vl_moe_text",
-    "gemma3": "gemma3_text",
-}
+TEXT_OF = {name.removesuffix("_text"): name for name in FAMILIES if name.endswith("_text")}
 
 
 def family_of(model_type: str) -> Family:
