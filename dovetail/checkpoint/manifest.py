@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dovetail.observability.disk import flush_to_disk
+
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 _CHUNK_BYTES = 1 << 22
@@ -154,12 +156,7 @@ def write_text_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    flush_folder(path.parent)
-
-
-def flush_folder(folder: Path) -> None:
-    """Make renames inside ``folder`` durable."""
-    _flush(folder)
+    flush_to_disk(path.parent)
 
 
 def _read_part(folder: Path, role: str, rank: int, num_ranks: int) -> dict[str, FileRecord]:
@@ -187,7 +184,7 @@ def _require_files(folder: Path, records: Mapping[str, FileRecord]) -> None:
 
 def _records(folder: Path, paths: list[Path]) -> dict[str, FileRecord]:
     for path in paths:
-        _flush(path)
+        flush_to_disk(path)
     sums = _hashed(paths)
     return {_name(folder, path): FileRecord(path.stat().st_size, sha) for path, sha in zip(paths, sums, strict=True)}
 
@@ -215,11 +212,3 @@ def _name(folder: Path, path: Path) -> str:
 
 def _part_name(rank: int) -> str:
     return f"part_{rank}.json"
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,12 +17,12 @@ from typing import Any
 
 from dovetail.checkpoint.manifest import (
     BrokenCheckpoint,
-    flush_folder,
     read_manifest,
     verify_folder,
     write_manifest,
     write_text_atomically,
 )
+from dovetail.observability.disk import flush_to_disk
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class CheckpointStore:
             shutil.rmtree(replaced)
         else:
             os.rename(partial, final)
-        flush_folder(self.root)
+        flush_to_disk(self.root)
         write_text_atomically(self.root / LATEST_NAME, f"{step}\n")
         return final
 

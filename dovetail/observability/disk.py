@@ -1,5 +1,5 @@
 """Explain what cannot be written: a path that the user may not write, known before a run; a full disk, with the space
-that it needs and has, and what to do."""
+that it needs and has, and what to do. `flush_to_disk` makes what was written survive a power cut."""
 
 from __future__ import annotations
 
@@ -62,6 +62,15 @@ def free_bytes(path: Path) -> int:
     while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free
+
+
+def flush_to_disk(path: Path) -> None:
+    """What a file holds, or the names in a folder: after this they survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def why_not_writable(path: Path, *, is_folder: bool) -> str | None:

@@ -2,9 +2,10 @@
 
 Each draw is started, finished, and then ends once: trained at a step, or dropped for a reason. Until then it is open.
 
-Lines wait in memory until `flush(step)`. Flush before the checkpoint of that step: the checkpoint then covers every
-line up to its step, and a resume removes all later lines (`RunFolder.resume`), because those draws are drawn again
-under the same numbers. So a kill at any moment leaves a ledger that the next start makes right.
+Lines wait in memory until `flush(step)`. Flush with `durable` before the checkpoint of that step: the checkpoint then
+covers every line up to its step, and a resume removes all later lines (`RunFolder.resume`), because those draws are
+drawn again under the same numbers. So a kill or a power cut at any moment leaves a ledger that the next start makes
+right.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dovetail.observability.disk import flush_to_disk
 from dovetail.observability.run_folder import DRAWS, append_json_lines, read_json_lines
 
 VersionRuns = Sequence[Sequence[int]]
@@ -53,11 +55,17 @@ class DrawLedger:
     def dropped(self, draw: int, reason: str, step: int) -> None:
         self._note("dropped", step=step, draw=draw, reason=reason)
 
-    def flush(self, step: int) -> None:
-        """Write the lines that wait, in one write. Those that have no step yet belong to `step`."""
+    def flush(self, step: int, *, durable: bool = False) -> None:
+        """Write the lines that wait, in one write. Those that have no step yet belong to `step`.
+
+        `durable`: these lines and all earlier ones survive a power cut.
+        """
         waiting, self._waiting = self._waiting, []
         if waiting:
             append_json_lines(self._file, [{"step": step, **line} for line in waiting])
+        if durable and self._file.exists():
+            flush_to_disk(self._file)
+            flush_to_disk(self._file.parent)
 
     def _note(self, event: str, **facts: Any) -> None:
         self._waiting.append({"event": event, **facts})

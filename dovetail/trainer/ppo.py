@@ -414,7 +414,7 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         if self.stream is None:
             return state, carried
         carried = carried | self.stream.carried()
-        self.stream.ledger.flush(self.global_step)
+        self.stream.ledger.flush(self.global_step, durable=True)
         # Draws may have started since `state` was taken: the loader stands after all of them.
         return {**state, "stream": self.stream.state(), **self._draw_state()}, carried
 

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dovetail.observability.disk import flush_to_disk
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, iter_buckets
 from dovetail.weight_sync.stream import NamedTensors
 
@@ -87,7 +88,7 @@ class DiskWeights:
             file = f"model-{number:05d}.safetensors"
             tensors = bucket.on_host()
             save_file(tensors, work / file, metadata={"format": "pt"})
-            _flush(work / file)
+            flush_to_disk(work / file)
             files.update(dict.fromkeys(tensors, file))
             total += sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -107,8 +108,3 @@ def _replace_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.chmod(work, 0o644)
     os.replace(work, path)
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

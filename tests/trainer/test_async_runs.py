@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,27 @@ def test_unfinished_groups_go_on_under_the_next_weights(toy: Toy, tmp_path: Path
     assert max(versions) > 1, "no group has tokens of two versions; the run shows nothing"
     ages = [record.staleness() for record in ledger.draws.values()]
     assert max(age for age in ages if age is not None) == max(row["async/staleness/max"] for row in rows) > 0
+
+
+def test_the_ledger_is_on_the_disk_before_the_manifest_of_a_checkpoint(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, bytes]] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flushed.append((file.name, (tmp_path / "draws.jsonl").read_bytes()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    once = {"trainer.total_training_steps": 1, "trainer.save_freq": 1}
+    train(toy.config(tmp_path, {**CARRYING, **once}))
+    names = [name for name, _ in flushed]
+    manifest = next(number for number, name in enumerate(names) if "manifest.json" in name)
+    ledger = names.index("draws.jsonl")
+    assert ledger < names.index(tmp_path.name) < manifest, names
+    assert flushed[ledger][1] == flushed[manifest][1] != b"", "lines were added that a power cut would lose"
 
 
 def test_old_log_probs_are_interpolated_in_place_of_a_pass(
