@@ -210,9 +210,11 @@ def _fill(target: Tensor, tensor: Tensor, name: str, path: str | Path) -> None:
             f"{path}: {name} has shape {tuple(tensor.shape)} on disk and {tuple(target.shape)} in the network that "
             "config.json describes; is it another model's?"
         )
+    if not target.is_meta:
+        tensor = tensor.to(target.device)  # a GPU looks through the numbers in a hundredth of the time
     refuse_not_finite(tensor, name, path)
     if isinstance(target, DTensor):
-        local = tensor.to(device=target.device, dtype=target.dtype)
+        local = tensor.to(target.dtype)
         # src_data_rank=None: every rank cuts its own shard out of what it read, nothing is sent.
         target.copy_(distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None))
     else:

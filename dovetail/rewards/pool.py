@@ -38,23 +38,28 @@ _TAIL = 4000
 class WorkerHandle:
     """One process, its socket, and the call it is busy with."""
 
-    def __init__(self, start_message: StartMessage) -> None:
+    def __init__(self, start_message: IO[bytes]) -> None:
         ours, theirs = socket.socketpair()
         # What the function prints goes here, not into the driver's console; the end of it explains a crash.
         self.log: IO[bytes] = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115  lives as long as the worker
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dovetail.rewards.worker_process", str(theirs.fileno())],
+            [
+                sys.executable,
+                "-m",
+                "dovetail.rewards.worker_process",
+                str(theirs.fileno()),
+                str(start_message.fileno()),
+            ],
             stdin=subprocess.PIPE,
             stdout=self.log,
             stderr=self.log,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), start_message.fileno()),
             start_new_session=True,
             env=environment,
         )
         theirs.close()
         self.connection = Connection(ours.detach())
-        self.connection.send(start_message)
         self.is_ready = False
         self.start_failure: Failure | None = None
         self.future: Future[Any] | None = None
@@ -153,9 +158,11 @@ class KillablePool:
         columns: tuple[str, ...] | None = None,
         timeout_key: str = "reward_model.timeout_seconds",
     ) -> None:
-        self._start_message = StartMessage(
-            list(sys.path), tuple(specs), is_batch, tuple(import_modules), decoder, columns
-        )
+        start = StartMessage(list(sys.path), tuple(specs), is_batch, tuple(import_modules), decoder, columns)
+        # A file, not the socket: it may hold a whole tokenizer, and sending it would wait for each process in turn.
+        self._start_message = tempfile.TemporaryFile()  # noqa: SIM115  read by every process that is started
+        pickle.dump(start, self._start_message, protocol=5)
+        self._start_message.flush()
         self._timeout_key = timeout_key
         self._cancelled: set[Future[Any]] = set()
         self._timeout = timeout_seconds
@@ -202,6 +209,7 @@ class KillablePool:
             self._closing = True
         self._wake()
         self._thread.join()
+        self._start_message.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
 

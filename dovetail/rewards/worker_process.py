@@ -1,7 +1,8 @@
 """The program of one scoring process: reads calls from a socket, runs one at a time, sends back what came out.
 
-Started as `python -m dovetail.rewards.worker_process <fd>` by `dovetail.rewards.pool`. When the other end goes away it
-kills itself with everything it started, even in the middle of a call.
+Started as `python -m dovetail.rewards.worker_process <socket> <file with the start message>` by
+`dovetail.rewards.pool`. When the other end goes away it kills itself with everything it started, even in the middle of
+a call.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Reply = tuple[str, Any]
 _LEADING = (__file__, functions.__file__, signatures.__file__, decoding.__file__)
 
 
-def main(fd: int) -> None:
+def main(fd: int, start_file: int) -> None:
     """Serve until the driver closes the socket."""
     faulthandler.enable()
     _die_with_parent()
@@ -44,7 +45,7 @@ def main(fd: int) -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
-        start: StartMessage = connection.recv()
+        start: StartMessage = pickle.loads(_read_whole(start_file))
         # What the driver can import, this process can too. Set before anything of the user's is loaded.
         sys.path[:] = list(dict.fromkeys([*start.search_path, *sys.path]))
         for module in start.import_modules:
@@ -68,6 +69,16 @@ def main(fd: int) -> None:
             connection.send(reply)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             connection.send(("exception", f"the reward function returned what cannot be sent: {error}"))
+
+
+def _read_whole(file: int) -> bytes:
+    """From the beginning, wherever other processes have read: they share the file's position."""
+    parts, size = [], 0
+    while part := os.pread(file, 1 << 26, size):
+        parts.append(part)
+        size += len(part)
+    os.close(file)
+    return b"".join(parts)
 
 
 def _reply(
@@ -158,4 +169,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

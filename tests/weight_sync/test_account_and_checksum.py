@@ -46,6 +46,23 @@ def test_a_checksum_sees_one_changed_value_and_nothing_else() -> None:
     assert tensor_checksum(tensor, torch.bfloat16) == tensor_checksum(tensor.bfloat16())
 
 
+def test_a_checksum_sees_values_that_changed_places_also_across_blocks() -> None:
+    tensor = torch.randn(70_000, 2)
+    for one, other in ((0, 1), (5, 69_000), (100, 32_868)):  # the last two are a block apart
+        swapped = tensor.clone()
+        swapped[[one, other]] = tensor[[other, one]]
+        assert tensor_checksum(tensor) != tensor_checksum(swapped)
+    assert tensor_checksum(tensor) == tensor_checksum(tensor.clone())
+    assert tensor_checksum(torch.zeros(3)) != tensor_checksum(torch.zeros(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_a_device_computes_the_same_checksum(dtype: torch.dtype) -> None:
+    tensor = torch.randn(300_000).mul(100).to(dtype)
+    assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)
+
+
 def test_minus_zero_is_zero() -> None:
     assert tensor_checksum(torch.tensor([0.0])) == tensor_checksum(torch.tensor([-0.0]))
 
