@@ -30,7 +30,7 @@ from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine, SamplingParams, derive_seed
 from dovetail.rollout.open_groups import OpenGroups
-from dovetail.rollout.sampling import sampling_params
+from dovetail.rollout.request_rules import sampling_params
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

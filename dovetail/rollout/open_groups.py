@@ -7,16 +7,18 @@ in `agents.stream`.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import GenerationResult, RolloutEngine
-from dovetail.rollout.busy import BusySpans
 
 _IDLE_S = 0.5
 """How long the thread that generates waits for a result before it looks whether it should end."""
+_MOST_SPANS = 1024
 
 
 class Group(Protocol):
@@ -46,7 +48,7 @@ class OpenGroups(ABC, Generic[G, H]):
         self._finished: list[G] = []  # in the order in which they finished
         self._failure: Exception | None = None
         self._ending = False
-        self._busy = BusySpans()
+        self._busy = _BusySpans()
         self._thread: threading.Thread | None = None
 
     @abstractmethod
@@ -213,3 +215,27 @@ class OpenGroups(ABC, Generic[G, H]):
             self._generate(lambda: self._ending or self._failure is not None)
         except Exception as error:  # noqa: BLE001 - raised again in the thread that takes results
             self._fail(error)
+
+
+class _BusySpans:
+    """When there was work: spans for a timeline. `note` says whether there may be some. Not locked."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, float]] = deque(maxlen=_MOST_SPANS)
+        self._since: float | None = None
+
+    def note(self, is_busy: bool) -> None:
+        if is_busy and self._since is None:
+            self._since = time.time()
+        elif not is_busy and self._since is not None:
+            self._spans.append((self._since, time.time()))
+            self._since = None
+
+    def take(self) -> list[tuple[float, float]]:
+        """Since the last call: start and end in seconds since the epoch."""
+        spans, now = list(self._spans), time.time()
+        self._spans.clear()
+        if self._since is not None:
+            spans.append((self._since, now))
+            self._since = now
+        return spans

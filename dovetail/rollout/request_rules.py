@@ -1,11 +1,24 @@
-"""What holds for a request in every engine: prompts that fit, stop tokens, seeds, what log-probs mean. Runs nothing."""
+"""What holds for a request in every engine: sampling, prompts that fit, stop tokens, seeds, what log-probs mean. Runs
+nothing."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
+from dataclasses import replace
 
+from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import GenerationRequest, LogprobsMode, SamplingParams
+
+
+def sampling_params(rollout: RolloutConfig, *, n: int, validate: bool, greedy: bool = False) -> SamplingParams:
+    """How training or validation samples; the seed is each request's own."""
+    source = rollout.val_kwargs if validate else rollout
+    kind = SamplingParams(n=n, max_new_tokens=rollout.response_length, ignore_eos=rollout.ignore_eos)
+    if greedy or not source.do_sample or source.temperature == 0:
+        return replace(kind, temperature=0.0)
+    names = ("temperature", "top_p", "top_k", "min_p")
+    return replace(kind, **{name: getattr(source, name) for name in names})
 
 
 def check_prompt(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:

@@ -9,7 +9,7 @@ from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
 from dovetail.rollout.assemble import assemble
 from dovetail.rollout.base import GenerationRequest, GenerationResult, derive_seed
-from dovetail.rollout.sampling import sampling_params
+from dovetail.rollout.request_rules import sampling_params
 
 
 def requests_of(

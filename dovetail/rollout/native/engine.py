@@ -224,7 +224,7 @@ class NativeEngine(RolloutEngine):
         wanted = check_tags(tags)
         with self._gate.between_steps():
             self._check_open()
-            if self._num_unfinished() and not self._gate.paused:
+            if self._batch.num_waiting + self._batch.num_running and not self._gate.paused:
                 raise EngineError(RUNNING)
             if "kv_cache" in wanted:
                 self._batch.free_cache()
@@ -335,6 +335,3 @@ class NativeEngine(RolloutEngine):
     def _forget_packed(self) -> None:
         for linear in self._packed:
             linear.forget()
-
-    def _num_unfinished(self) -> int:
-        return self._batch.num_waiting + self._batch.num_running

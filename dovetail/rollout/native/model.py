@@ -99,13 +99,11 @@ def _attention_of(config: PreTrainedConfig) -> str | dict[str, str]:
 
 def _check_supported(config: PreTrainedConfig) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
-    if other := kinds - {"full_attention"}:
-        raise NotImplementedError(
-            f"model_type={config.model_type} has {', '.join(sorted(other))} layers; the native engine computes "
-            "full causal attention only. Use rollout.name=vllm or sglang for this model."
-        )
+    other = f"{', '.join(sorted(kinds - {'full_attention'}))} layers" if kinds - {"full_attention"} else ""
     if not kinds and getattr(config, "sliding_window", None) is not None:
+        other = f"sliding_window={config.sliding_window}"
+    if other:
         raise NotImplementedError(
-            f"model_type={config.model_type} has sliding_window={config.sliding_window}; the native engine computes "
-            "full causal attention only. Use rollout.name=vllm or sglang for this model."
+            f"model_type={config.model_type} has {other}; the native engine computes full causal attention only. "
+            "Use rollout.name=vllm or sglang for this model."
         )

@@ -39,7 +39,6 @@ from dovetail.rollout.gate import StepGate
 from dovetail.rollout.request_rules import check_logprobs, check_prompt
 from dovetail.rollout.stream import check_new_ids
 from dovetail.rollout.vllm import weight_calls
-from dovetail.rollout.vllm.adapter import load_adapter
 from dovetail.rollout.vllm.environment import prepare, without_compiling
 from dovetail.rollout.vllm.lifetime import shut_down, start_engine
 from dovetail.rollout.vllm.requests import (
@@ -184,7 +183,7 @@ class VLLMEngine(RolloutEngine):
             self._check_weights_awake(before="update_adapter")
             self._drain()
             self._partial_update = f"the update of the adapter to version {version} did not finish"
-            self._adapter = load_adapter(self._llm, adapter, self._adapter)
+            self._adapter = weight_calls.load_adapter(self._llm, adapter, self._adapter)
             self._forget_caches()
             self._partial_update = ""
             self._version = version
