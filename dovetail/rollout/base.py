@@ -248,6 +248,11 @@ class RolloutEngine(ABC):
         """What these requests (all when None) have generated so far, with finish reason `running`; they go on."""
         raise EngineError(f"the {self.name} engine takes closed batches only; use generate.")
 
+    def num_tokens(self) -> int:
+        """A count that changes with every token of a running request, and when one ends: while it stays the same, the
+        engine makes no progress."""
+        return sum(len(result.token_ids) for result in self.partial())
+
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         """Take new weights under their Hugging Face names and forget every cache computed with the old ones.

@@ -22,8 +22,8 @@ _POLL_S = 0.2
 """How long an engine holds a question for finished groups; also how often the waits are looked at."""
 _SNAPSHOT_S = 15.0
 """How often tokens of unfinished responses are fetched from engines of their own: what a dead engine loses at most."""
-_SNAPSHOTS_PER_STALL = 4
-"""New tokens are seen in snapshots only, so these come more often where a stall is to be named sooner."""
+_LOOKS_PER_STALL = 4
+"""New tokens are counted at the same time, more often where a stall is to be named sooner."""
 
 
 @dataclass(eq=False)
@@ -134,9 +134,10 @@ class OnOwnDevices(Generator):
 
     def __init__(self, engines: SeparateEngines, stall_timeout_s: float) -> None:
         self._engines = engines
-        self._snapshot_s = min(_SNAPSHOT_S, stall_timeout_s / _SNAPSHOTS_PER_STALL or _SNAPSHOT_S)
+        self._snapshot_s = min(_SNAPSHOT_S, stall_timeout_s / _LOOKS_PER_STALL or _SNAPSHOT_S)
         self._known_restarts = engines.num_restarts
         self._seen: DataProto | None = None
+        self._num_tokens: list[int] = []
         self._seen_at = self._progress_at = time.monotonic()
 
     @property
@@ -160,11 +161,11 @@ class OnOwnDevices(Generator):
             group = self._engines.group
             finished = self._finished(group.take_groups(0.0))
             if self._needs_snapshot():
-                self._note_snapshot(group.snapshot_groups())
+                self._look(group)
         return finished
 
     def snapshot(self) -> DataProto | None:
-        self._call(lambda group: self._note_snapshot(group.snapshot_groups()))
+        self._call(self._look)
         return self._seen
 
     def _finished(self, parts: Sequence[DataProto | None]) -> list[DataProto]:
@@ -176,12 +177,13 @@ class OnOwnDevices(Generator):
     def _needs_snapshot(self) -> bool:
         return time.monotonic() - self._seen_at > self._snapshot_s
 
-    def _note_snapshot(self, parts: Sequence[DataProto | None]) -> None:
+    def _look(self, group: WorkerGroup) -> None:
+        parts, num_tokens = group.snapshot_groups(), group.num_tokens()
         if self._has_restarted:
             return  # new engines have nothing yet, and go on from what was seen of the old ones
-        before, self._seen, self._seen_at = self._seen, joined(parts), time.monotonic()
-        if _num_tokens(before) != _num_tokens(self._seen):
-            self._progress_at = self._seen_at
+        self._seen, self._seen_at = joined(parts), time.monotonic()
+        if num_tokens != self._num_tokens:
+            self._num_tokens, self._progress_at = num_tokens, self._seen_at
 
     def last_progress(self) -> float:
         return self._progress_at
@@ -228,10 +230,6 @@ def rows_of(batch: DataProto | None, uids: Iterable[str]) -> DataProto | None:
     wanted = set(uids)
     rows = [] if batch is None else [row for row, uid in enumerate(batch.non_tensor_batch["uid"]) if uid in wanted]
     return batch.select_idxs(rows) if batch is not None and rows else None
-
-
-def _num_tokens(snapshot: DataProto | None) -> int:
-    return 0 if snapshot is None else int((snapshot.tensors["weight_version"] >= 0).sum())
 
 
 def joined(parts: Sequence[DataProto | None]) -> DataProto | None:

@@ -169,6 +169,11 @@ class RolloutWorker(TrainingRole):
         return None if self._groups is None else self._groups.snapshot()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def num_tokens(self) -> int:
+        """The engine's count of tokens, which shows its progress."""
+        return self._started().num_tokens()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort_groups(self, uids: Sequence[str]) -> None:
         """Forget these groups, finished or not."""
         if self._groups is not None:

@@ -22,6 +22,7 @@ from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.weight_sync import weight_checksum
 from tests.models.tiny import save_tiny_model, tiny_model
 from tests.ranks import run_ranks
+from tests.rollout.stalling import check_stalls
 from tests.rollout_remote.conftest import FAMILY
 from tests.rollout_remote.servers import VLLMServer
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
@@ -380,3 +381,10 @@ def test_a_server_killed_in_mid_batch_is_reported_and_its_requests_are_finished_
         assert not engine.health().ok
         with pytest.raises(EngineError, match="no server answers"):
             engine.update_weights(model.named_parameters(), 13)
+
+
+def test_a_response_longer_than_a_stall_is_progress_and_a_server_that_hangs_is_a_stall(
+    servers: list[VLLMServer], folder: Path, tmp_path: Path
+) -> None:
+    with _engine(servers, folder) as engine:
+        check_stalls(engine, folder, tmp_path, [server.process.pid for server in servers])

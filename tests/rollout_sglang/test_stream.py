@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 
 from dovetail.rollout.base import GenerationRequest, SamplingParams
 from dovetail.rollout.sglang import SGLangRollout
 from tests.models.tiny import tiny_model
+from tests.rollout.stalling import check_stalls
 from tests.rollout_sglang.conftest import needs_sglang
 from tests.rollout_vllm.reference import log_probs, mean_gap
 from tests.waiting import wait_until
@@ -56,3 +58,9 @@ def test_requests_join_and_leave_while_weights_change_and_each_token_is_of_its_v
             assert mean_gap(wanted, result.log_probs[start:end]) <= 1e-5
             start = end
         assert start == len(result.token_ids) == len(result.log_probs)
+
+
+def test_a_response_longer_than_a_stall_is_progress_and_a_server_that_hangs_is_a_stall(
+    engine: SGLangRollout, tiny_folder: Path, tmp_path: Path
+) -> None:
+    check_stalls(engine, tiny_folder, tmp_path, [server.pid for server in engine.servers.values()])

@@ -340,7 +340,7 @@ def test_a_step_that_is_given_up_keeps_its_scores(toy: Toy, tmp_path: Path, monk
 class Writing:
     """Engines that write a token in each poll, and finish nothing for longer than a stall may last."""
 
-    num_restarts = num_tokens = 0
+    num_restarts = num_polls = 0
 
     def __init__(self) -> None:
         self.group = self
@@ -354,12 +354,15 @@ class Writing:
 
     def take_groups(self, wait_s: float) -> list[DataProto]:
         time.sleep(0.01)
-        self.num_tokens += 1
+        self.num_polls += 1
         is_over = time.monotonic() - self.began > 2 * STALL_S
         return [group(uid, 0) for uid in self.uids] if is_over else []
 
-    def snapshot_groups(self) -> list[DataProto]:
-        return [named(*["draw-0"] * self.num_tokens)]
+    def snapshot_groups(self) -> list[DataProto | None]:
+        return [None]
+
+    def num_tokens(self) -> list[int]:
+        return [self.num_polls]
 
 
 def test_engines_that_write_do_not_stall_however_short_the_limit(toy: Toy, tmp_path: Path) -> None:
@@ -386,6 +389,9 @@ class Calls:
 
     def snapshot_groups(self) -> list[DataProto | None]:
         return [self.known]
+
+    def num_tokens(self) -> list[int]:
+        return [0]
 
     def abort_groups(self, names: list[str]) -> None: ...
 

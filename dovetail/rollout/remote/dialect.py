@@ -14,6 +14,8 @@ from dovetail.rollout.remote.client import HttpClient, ServerError
 from dovetail.rollout.remote.samples import Part, RemoteSample
 from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
 
+COUNT_TIMEOUT_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
@@ -59,6 +61,11 @@ class Dialect(ABC):
     @abstractmethod
     async def complete(self, server: str, sample: RemoteSample) -> Part:
         """Write the rest of the sample in one call named `sample.call_id`. Harmless when repeated."""
+
+    @abstractmethod
+    async def num_tokens(self, server: str) -> int:
+        """A number that changes with every step in which the server generates. Within `COUNT_TIMEOUT_S`: who watches
+        it waits."""
 
     @abstractmethod
     async def abort(self, server: str, call_ids: Collection[str]) -> None:

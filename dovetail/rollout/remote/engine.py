@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Literal, TypeVar, Unpack
 
 import torch
@@ -38,7 +39,7 @@ from dovetail.rollout.base import (
 from dovetail.rollout.engine_settings import logprobs_of
 from dovetail.rollout.expected import expected_weights, model_shape, read_config, stop_token_ids
 from dovetail.rollout.remote.calls import SampleCalls
-from dovetail.rollout.remote.client import HttpClient
+from dovetail.rollout.remote.client import HttpClient, ServerError
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo, require_same_shape
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import SILENCE_S, ServerPool
@@ -96,6 +97,7 @@ class RemoteRollout(RolloutEngine):
         own_length = max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
         self._paused = False
         self._progress = threading.Condition()
+        self._num_tokens: dict[str, int] = {}  # what each server said last
         self._loop = LoopThread("dovetail-remote-rollout")
         client = HttpClient(api_key=api_key)
         try:
@@ -163,6 +165,16 @@ class RemoteRollout(RolloutEngine):
     def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
         """What calls that have ended wrote: servers tell no more before a call ends."""
         return [sample.partial() for sample in of_requests(self._calls.live, request_ids)]
+
+    def num_tokens(self) -> int:
+        """By the servers' own counts. One that gives none, or hangs, makes progress only when a call ends."""
+
+        async def ask(server: str) -> None:
+            with suppress(ServerError):
+                self._num_tokens[server] = await self._dialect.num_tokens(server)
+
+        self._run(self._on_all(ask))
+        return super().num_tokens() + sum(self._num_tokens.values())
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:

@@ -20,7 +20,7 @@ import torch
 
 from dovetail.rollout.base import EngineError, LogprobsMode, MemoryTag, WeightUpdateError
 from dovetail.rollout.remote.client import ServerError
-from dovetail.rollout.remote.dialect import Dialect, ServerInfo, finish_reason, understood
+from dovetail.rollout.remote.dialect import COUNT_TIMEOUT_S, Dialect, ServerInfo, finish_reason, understood
 from dovetail.rollout.remote.samples import Part, RemoteSample
 from dovetail.weight_sync import (
     Announcements,
@@ -121,6 +121,12 @@ class SGLangDialect(Dialect):
                 reason,
                 weight_version=_version(meta.get("weight_version")),
             )
+
+    async def num_tokens(self, server: str) -> int:
+        """Places in the KV cache that running requests hold."""
+        answer = await self.client.get(f"{server}/v1/loads?include=core", timeout_s=COUNT_TIMEOUT_S)
+        with understood(server, answer):
+            return sum(int(load["num_used_tokens"]) for load in answer["loads"])
 
     async def abort(self, server: str, call_ids: Collection[str]) -> None:
         await asyncio.gather(*(self.client.post(f"{server}/abort_request", {"rid": call_id}) for call_id in call_ids))

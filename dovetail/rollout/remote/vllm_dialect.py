@@ -12,7 +12,7 @@ from typing import Any
 
 from dovetail.rollout.base import ALL_TAGS, LogprobsMode, MemoryTag, WeightUpdateError
 from dovetail.rollout.remote.client import HttpClient, ServerError
-from dovetail.rollout.remote.dialect import Dialect, ServerInfo, finish_reason, understood
+from dovetail.rollout.remote.dialect import COUNT_TIMEOUT_S, Dialect, ServerInfo, finish_reason, understood
 from dovetail.rollout.remote.samples import Part, RemoteSample
 from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
 
@@ -88,6 +88,12 @@ class VLLMDialect(Dialect):
         answer = await self.client.post(f"{server}/v1/completions", body, timeout_s=None)
         with understood(server, answer):
             return part_of(server, answer["choices"][0], sample)
+
+    async def num_tokens(self, server: str) -> int:
+        lines = str(await self.client.get(f"{server}/metrics", timeout_s=COUNT_TIMEOUT_S)).splitlines()
+        with understood(server, lines):
+            counts = [line.split()[-1] for line in lines if line.startswith("vllm:generation_tokens_total")]
+            return int(sum(map(float, counts)))
 
     async def abort(self, server: str, call_ids: Collection[str]) -> None:
         names = [f"cmpl-{call_id}-0" for call_id in call_ids]  # as the server calls them inside

@@ -141,9 +141,7 @@ class VLLMEngine(RolloutEngine):
         """Samples that were enqueued and have not ended."""
         return len(self._running)
 
-    @property
     def num_tokens(self) -> int:
-        """Tokens that the unfinished samples have so far."""
         return self._running.num_tokens()
 
     def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:

@@ -106,7 +106,7 @@ class EngineActor:
 
         engine.wait(done, seconds)
         results = [self._results.get() for _ in range(self._results.qsize())]
-        return Progress(results, engine.num_tokens, engine.health().paused)
+        return Progress(results, engine.num_tokens(), engine.health().paused)
 
     def read_shared(self, handle: IpcHandle) -> list[int] | None:
         """Bytes of device memory that another process shares; None if this one cannot map it."""
@@ -259,6 +259,9 @@ class RayVLLMEngine(RolloutEngine):
 
     def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
         return self._call("partial", None if request_ids is None else list(request_ids))
+
+    def num_tokens(self) -> int:
+        return self._call("num_tokens")
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:

@@ -1,0 +1,97 @@
+"""A real engine under the driver's stream, in this process: it writes for longer than a stall, and then it hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.observability.ledger import DrawLedger
+from dovetail.observability.stalls import StalledError
+from dovetail.protocol import DataProto
+from dovetail.rollout.base import RolloutEngine
+from dovetail.trainer.prompt_draws import PromptDraws
+from dovetail.trainer.rollout_stream import RolloutStream
+from dovetail.workers.rollout_worker import RolloutWorker
+from tests.trainer.toy_run import Toy
+
+STALL_S = 1.5
+GROUPS = 4
+
+
+class _Alone:
+    """Stands for `SeparateEngines` and their group: one worker in this process."""
+
+    num_restarts = 0
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        self.group = self
+        self._worker = worker
+
+    def dp_size(self, mesh: str) -> int:
+        return 1
+
+    def weights_changed(self, version: int) -> None: ...
+
+    def bring_up_to_date(self) -> float:
+        return 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: [getattr(self._worker, name)(*args)]
+
+
+def check_stalls(engine: RolloutEngine, folder: Path, run: Path, server_pids: list[int]) -> None:
+    """Responses that take longer than a stall may last arrive; servers that are stopped are a stall within the limit.
+
+    `folder` is the engine's model, of a context of 512 tokens.
+    """
+    changes = {
+        "data.max_response_length": 480,
+        "actor_rollout_ref.rollout.ignore_eos": True,
+        "async_training.mode": "fully_async",
+        "async_training.max_staleness": 0,
+        "async_training.stall_timeout_s": STALL_S,
+    }
+    config = Toy(folder, folder).config(run, changes)
+    worker = RolloutWorker(config)
+    worker.engine, worker._has_weights, worker._pad_token_id = engine, True, 0
+    groups: Any = type("Groups", (), {"engines": _Alone(worker)})()
+    stream = RolloutStream(config, groups, DrawLedger(run), draw_prompts=_prompts(PromptDraws(0)), total_steps=9)
+    began = time.monotonic()
+    assert len(stream.next(1)) == GROUPS * config.actor_rollout_ref.rollout.n
+    assert time.monotonic() - began > STALL_S, "too quick to show anything"
+    stream.update(1, 1)
+    began = time.monotonic()
+    with _stopped(server_pids), pytest.raises(StalledError, match="draw 4 waits for engine 0, its last token"):
+        stream.next(2)
+    assert time.monotonic() - began < 4 * STALL_S
+    assert worker._groups is not None
+    worker._groups.close()
+
+
+def _prompts(draws: PromptDraws) -> Any:
+    def draw_prompts() -> DataProto:
+        prompts = np.empty(GROUPS, dtype=object)
+        prompts[:] = [[5, 6]] * GROUPS
+        return draws.number(DataProto.from_dict({"index": torch.arange(GROUPS)}, {"raw_prompt_ids": prompts}))
+
+    return draw_prompts
+
+
+@contextmanager
+def _stopped(pids: list[int]) -> Iterator[None]:
+    for pid in pids:
+        os.killpg(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.killpg(pid, signal.SIGCONT)
