@@ -8,6 +8,7 @@ of each bucket is announced in the store. A sender that fails announces that too
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,7 +20,7 @@ from torch import Tensor
 from dovetail.controller.rendezvous import open_store
 from dovetail.observability.waits import waiting
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
-from dovetail.weight_sync.group import LOOPBACK, GroupAddress, GroupBackend, TransferGroup
+from dovetail.weight_sync.group import LOOPBACK, GroupAddress, GroupBackend, GroupFailedError, TransferGroup
 from dovetail.weight_sync.stream import NamedTensors
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,20 @@ class WeightSender:
         self._num_announced = 0
         self.address = GroupAddress(host, port, num_receivers + 1, backend, timeout_s)
         self._group: TransferGroup | None = None
+        self._closed = False
+        self._changing = threading.Lock()  # `close` may come while another thread connects
 
     def connect(self) -> None:
         """Blocks until every receiver has joined (NCCL: until the first update)."""
-        if self._group is None:
-            self._group = TransferGroup(self._store, self.address, _SENDER, self._why_cancelled)
+        if self._group is not None:
+            return
+        group = TransferGroup(self._store, self.address, _SENDER, self._why_cancelled)
+        with self._changing:
+            if not self._closed:
+                self._group = group
+                return
+        group.close()
+        raise GroupFailedError("the sender was closed before every receiver had joined")
 
     def send(self, weights: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         """Send all of `weights`. An error of the source is raised here and, in words, at every receiver."""
@@ -82,10 +92,13 @@ class WeightSender:
 
     def close(self) -> None:
         """Leave the group: a receiver that still waits for it gets an error. The rendezvous ends with this object."""
-        if self._group is not None:
+        with self._changing:
+            group, self._group = self._group, None
+            was_closed, self._closed = self._closed, True
+        if not was_closed:  # also without a group: receivers may know it to be complete before this side does
             self._announce(_FAILED + "it left the group")
-            self._group.close()
-        self._group = None
+        if group is not None:
+            group.close()
 
     def _why_cancelled(self) -> str:
         return self._board.get(_CANCELLED).decode() if self._board.check([_CANCELLED]) else ""

@@ -6,9 +6,11 @@ host unless the group was built so, a dead peer goes unnoticed, and errors are r
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,6 +22,11 @@ import torch.distributed as dist
 from dovetail.backends.base import TrainBackend
 from dovetail.config.rollout import RolloutConfig
 from dovetail.observability import waits as waits_module
+from dovetail.rollout.base import EngineError
+from dovetail.rollout.remote.client import ServerGoneError
+from dovetail.rollout.remote.dialect import ServerInfo
+from dovetail.rollout.remote.loop import LoopThread
+from dovetail.rollout.remote.weights import GroupChannel
 from dovetail.weight_sync import (
     Announcements,
     BroadcastFailedError,
@@ -255,3 +262,67 @@ def test_an_announcement_of_a_sender_that_closed_says_so() -> None:
     sender.close()
     with pytest.raises(RuntimeError, match="left the group"):
         next(Announcements(sender.address).update())
+
+
+# ---- servers that do not join ----
+
+
+class Joining:
+    """Calls to servers that join a group; one of them is in it when its answer is lost."""
+
+    def __init__(self) -> None:
+        self.receivers: list[WeightReceiver] = []
+
+    async def begin_update(self, server: str, expected: Any) -> None: ...
+
+    async def join_group(self, server: str, address: GroupAddress, rank: int) -> None:
+        self.receivers.append(await asyncio.to_thread(WeightReceiver, address, rank))
+        if server.endswith("2"):
+            raise ServerGoneError("the connection broke", url=server)
+
+
+def test_a_group_that_could_not_be_built_is_left_at_once() -> None:
+    """Whoever has joined it gets an error, also while somebody still holds the exception."""
+    dialect: Any = Joining()
+    info = ServerInfo("model", 64, "raw_logprobs")
+    expected: Any = None
+    loop = LoopThread("channel")
+    channel = GroupChannel(dialect, loop, expected, 1024, "gloo", torch.device("cpu"))
+    with pytest.raises(EngineError, match="could not be built: the connection broke") as caught:
+        channel.deliver({"http://127.0.0.1:1": info, "http://127.0.0.1:2": info}, FP32)
+    words: list[str] = []
+
+    def receive(receiver: WeightReceiver) -> None:
+        with pytest.raises(BroadcastFailedError) as failure:
+            list(receiver.buckets())
+        words.append(str(failure.value))
+
+    threads = [threading.Thread(target=receive, args=(one,), daemon=True) for one in dialect.receivers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert ["it left the group" in said for said in words] == [True, True], caught
+    loop.close()
+
+
+def test_a_sender_that_was_closed_while_it_connected_leaves_the_group_when_it_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, building, may_build = LikeNccl(None, 0, 2, None), threading.Event(), threading.Event()
+
+    def build(*args: Any) -> LikeNccl:
+        building.set()
+        assert may_build.wait(30)
+        return group
+
+    monkeypatch.setitem(group_module.BUILDERS, "gloo", build)
+    sender = WeightSender(1)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(sender.connect)
+        assert building.wait(30)
+        sender.close()
+        may_build.set()
+        with pytest.raises(GroupFailedError, match="closed before every receiver had joined"):
+            connecting.result(30)
+    assert group.num_aborted == 1

@@ -183,7 +183,8 @@ class GroupChannel(JoinedChannel):
         if self._sender is not None and members == self._members:
             return
         self._close()
-        sender = WeightSender(
+        # From here on `deliver` closes it, whatever goes wrong.
+        self._sender = sender = WeightSender(
             sum(members.values()), host=own_address(members), backend=self.backend, device=self.device
         )
         first_ranks, rank = {}, 1
@@ -201,7 +202,7 @@ class GroupChannel(JoinedChannel):
         if failures:
             raise EngineError(f"a group for the weights could not be built: {'; '.join(map(str, failures.values()))}")
         connecting.join()
-        self._sender, self._members = sender, dict(members)
+        self._members = dict(members)
 
 
 def _connect_quietly(connect: Callable[[], None]) -> None:
