@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, UnsupportedPromptError
-from dovetail.rollout.remote import pool
+from dovetail.rollout.remote import pool, sglang_dialect, vllm_dialect
 from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.engine import RemoteRollout
@@ -371,6 +372,21 @@ def test_a_server_that_does_not_go_on_after_a_pause_is_taken_out_and_the_engine_
     finally:
         other.close()
     assert engine.health().reason == "the engine is closed"
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_pause_does_not_wait_for_a_server_that_hangs(
+    fake: _Fake, folder: Path, monkeypatch: pytest.MonkeyPatch, dialect: Any
+) -> None:
+    for module in (vllm_dialect, sglang_dialect):
+        monkeypatch.setattr(module, "PAUSE_TIMEOUT_S", 0.2)
+    _SGLang(fake)
+    hangs = lambda body: asyncio.sleep(30)  # noqa: E731
+    fake.routes |= {"GET /v1/models": MODELS, "POST /pause": hangs, "POST /pause_generation": hangs}
+    with RemoteRollout([fake.url], str(folder), dialect=dialect) as engine:
+        began = time.monotonic()
+        engine.pause()
+        assert time.monotonic() - began < 10
 
 
 def test_a_server_that_missed_the_end_of_a_pause_is_not_paused_when_it_is_back(

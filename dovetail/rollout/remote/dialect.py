@@ -15,6 +15,8 @@ from dovetail.rollout.remote.samples import Part, RemoteSample
 from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
 
 COUNT_TIMEOUT_S = 2.0
+PAUSE_TIMEOUT_S = 60.0
+"""A server that hangs must not hold an update for ever: who does not answer is taken out of it."""
 
 
 @dataclass(frozen=True, slots=True)

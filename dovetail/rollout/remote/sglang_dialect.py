@@ -20,7 +20,14 @@ import torch
 
 from dovetail.rollout.base import EngineError, LogprobsMode, MemoryTag, WeightUpdateError
 from dovetail.rollout.remote.client import ServerError
-from dovetail.rollout.remote.dialect import COUNT_TIMEOUT_S, Dialect, ServerInfo, finish_reason, understood
+from dovetail.rollout.remote.dialect import (
+    COUNT_TIMEOUT_S,
+    PAUSE_TIMEOUT_S,
+    Dialect,
+    ServerInfo,
+    finish_reason,
+    understood,
+)
 from dovetail.rollout.remote.samples import Part, RemoteSample
 from dovetail.weight_sync import (
     Announcements,
@@ -133,7 +140,7 @@ class SGLangDialect(Dialect):
 
     async def pause(self, server: str) -> None:
         if self.shared:
-            await self._post(server, "/pause_generation", {"mode": "abort"})
+            await self._post(server, "/pause_generation", {"mode": "abort"}, PAUSE_TIMEOUT_S)
 
     async def resume(self, server: str) -> None:
         if self.shared:
@@ -270,9 +277,9 @@ class SGLangDialect(Dialect):
                     held[name] = tensor_checksum(tensor, None if dtype is None else getattr(torch, dtype))
         return held
 
-    async def _post(self, server: str, route: str, body: Mapping[str, Any]) -> Any:
-        """For as long as it takes. SGLang says in some answers that it did not do what it was asked."""
-        answer = await self.client.post(server + route, body, timeout_s=_LONG_S)
+    async def _post(self, server: str, route: str, body: Mapping[str, Any], timeout_s: float = _LONG_S) -> Any:
+        """For as long as it takes, usually. SGLang says in some answers that it did not do what it was asked."""
+        answer = await self.client.post(server + route, body, timeout_s=timeout_s)
         if isinstance(answer, dict) and not answer.get("success", True):
             why = str(answer.get("message"))
             raise ServerError(f"{server}{route}: {why}", url=server, status=400, body=why)

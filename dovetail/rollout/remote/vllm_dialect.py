@@ -12,7 +12,14 @@ from typing import Any
 
 from dovetail.rollout.base import ALL_TAGS, LogprobsMode, MemoryTag, WeightUpdateError
 from dovetail.rollout.remote.client import HttpClient, ServerError
-from dovetail.rollout.remote.dialect import COUNT_TIMEOUT_S, Dialect, ServerInfo, finish_reason, understood
+from dovetail.rollout.remote.dialect import (
+    COUNT_TIMEOUT_S,
+    PAUSE_TIMEOUT_S,
+    Dialect,
+    ServerInfo,
+    finish_reason,
+    understood,
+)
 from dovetail.rollout.remote.samples import Part, RemoteSample
 from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
 
@@ -100,7 +107,7 @@ class VLLMDialect(Dialect):
         await self.client.post(f"{server}/abort_requests", {"request_ids": names})
 
     async def pause(self, server: str) -> None:
-        await self.client.post(f"{server}/pause", query={"mode": "abort"}, timeout_s=_LONG_S)
+        await self.client.post(f"{server}/pause", query={"mode": "abort"}, timeout_s=PAUSE_TIMEOUT_S)
 
     async def resume(self, server: str) -> None:
         await self.client.post(f"{server}/resume")
