@@ -9,7 +9,7 @@ from typing import Any
 from dovetail.agents.tools.classes import can_restore, closed_on_error
 from dovetail.agents.tools.functions import problem_of
 from dovetail.agents.tools.threads import call_function
-from dovetail.agents.types import Message, Task, ToolCall, ToolResult
+from dovetail.agents.types import Message, Task, Toolbox, ToolCall, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def as_step(value: Any) -> Step:
     raise TypeError(f"step returned {value!r}; return a Step, or (observation, reward, done, info).")
 
 
-class Environments:
+class Environments(Toolbox):
     """An environment for each trajectory."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
@@ -70,9 +70,6 @@ class Environments:
                 await call_function(environment.restore, state)
         messages = [{"role": "user", "content": first}] if isinstance(first, str) and first else list(first or [])
         return OpenEnvironment(environment), messages
-
-    async def close(self) -> None:
-        return None
 
 
 class OpenEnvironment:

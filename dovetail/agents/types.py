@@ -92,13 +92,15 @@ class OpenTools(Protocol):
 
     async def reward(self) -> float | None:
         """At the end: the environment's own score of the trajectory; None where it has none."""
-        ...
+        return None
 
     def state(self) -> Any:
         """For an exact resume, a JSON value that `Toolbox.open` takes back; None where it cannot be restored."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Give back what is held; nothing, usually."""
+        return None
 
 
 class Toolbox(Protocol):
@@ -108,7 +110,9 @@ class Toolbox(Protocol):
         """The trajectory's own tools, and messages that the environment adds to the prompt (usually none)."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Give back what is held; nothing, usually."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

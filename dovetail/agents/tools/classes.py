@@ -15,7 +15,7 @@ from typing import Any
 from dovetail.agents.tools.functions import Functions, signature_of
 from dovetail.agents.tools.schema import Signature, ToolError
 from dovetail.agents.tools.threads import call_function
-from dovetail.agents.types import Message, Task
+from dovetail.agents.types import Message, Task, Toolbox
 
 _CONTRACT = frozenset({"reset", "get_reward", "state", "restore", "close"})
 
@@ -32,7 +32,7 @@ def row_of(task: Task) -> dict[str, Any]:
     return row | dict(task.row)
 
 
-class ClassToolbox:
+class ClassToolbox(Toolbox):
     """Makes an instance of `cls` for each trajectory."""
 
     def __init__(self, cls: Callable[[], Any], signatures: Mapping[str, Signature] | None = None) -> None:
@@ -53,9 +53,6 @@ class ClassToolbox:
             if state is not None:
                 await call_function(instance.restore, state)
         return OpenInstance(instance, self._signatures), messages
-
-    async def close(self) -> None:
-        return None
 
 
 class OpenInstance(Functions):

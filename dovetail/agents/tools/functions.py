@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 
 from dovetail.agents.tools.schema import ArgumentError, Signature, ToolError, read_signature
 from dovetail.agents.tools.threads import call_function
-from dovetail.agents.types import InfrastructureError, Message, Task, ToolCall, ToolResult
+from dovetail.agents.types import InfrastructureError, Message, OpenTools, Task, Toolbox, ToolCall, ToolResult
 
 INVALID = "invalid call"
 _MARK = "__dovetail_tool__"
@@ -60,7 +60,7 @@ def as_result(value: Any) -> ToolResult:
     return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
 
 
-class Functions:
+class Functions(OpenTools):
     """The open tools of one trajectory, where tools are functions. `FunctionToolbox` and classes build on it."""
 
     def __init__(self, functions: Mapping[str, tuple[Signature, Callable[..., Any]]]) -> None:
@@ -81,15 +81,9 @@ class Functions:
     async def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         return await call_function(function, **arguments)
 
-    async def reward(self) -> float | None:
-        return None
-
     def state(self) -> Any:
         """Functions remember nothing."""
         return {}
-
-    async def close(self) -> None:
-        return None
 
 
 def problem_of(call: ToolCall, known: Iterable[str]) -> ToolResult | None:
@@ -113,7 +107,7 @@ async def guard(name: str, result: Any) -> ToolResult:
         return ToolResult(f"Error: {name} failed: {type(error).__name__}: {error}"[:_MAX_ERROR], failure="exception")
 
 
-class FunctionToolbox:
+class FunctionToolbox(Toolbox):
     """Tools that are functions, the same ones for every trajectory."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
@@ -126,6 +120,3 @@ class FunctionToolbox:
 
     async def open(self, task: Task, state: Any = None) -> tuple[Functions, list[Message]]:
         return Functions(self._functions), []
-
-    async def close(self) -> None:
-        return None

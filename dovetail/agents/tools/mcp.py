@@ -16,7 +16,7 @@ from typing import Any
 
 from dovetail.agents.tools.functions import problem_of
 from dovetail.agents.tools.schema import ToolError
-from dovetail.agents.types import InfrastructureError, Message, Task, ToolCall, ToolResult
+from dovetail.agents.types import InfrastructureError, Message, OpenTools, Task, Toolbox, ToolCall, ToolResult
 
 _LOST = (-32000, -32600, 32600)
 """Codes: the connection was closed; a server that was started anew does not know the session (mcp 2; mcp 1)."""
@@ -38,7 +38,7 @@ def read_servers(path: str) -> dict[str, Any]:
     return servers
 
 
-class McpToolbox:
+class McpToolbox(Toolbox):
     """The tools of several servers. Connects when the first trajectory begins."""
 
     def __init__(
@@ -70,7 +70,7 @@ class McpToolbox:
             await server.disconnect()
 
 
-class OpenMcpTools:
+class OpenMcpTools(OpenTools):
     """Calls go to the server that has the tool. What a server remembers is its own."""
 
     def __init__(self, by_name: Mapping[str, tuple[_Server, dict[str, Any]]]) -> None:
@@ -80,14 +80,8 @@ class OpenMcpTools:
     async def call(self, call: ToolCall) -> ToolResult:
         return problem_of(call, self._by_name) or await self._by_name[call.name][0].call(call)
 
-    async def reward(self) -> float | None:
-        return None
-
     def state(self) -> Any:
         return {}
-
-    async def close(self) -> None:
-        return None
 
 
 class _Server:

@@ -18,7 +18,7 @@ from dovetail.agents.tools.functions import Functions
 from dovetail.agents.tools.observations import truncate_text
 from dovetail.agents.tools.schema import read_signature
 from dovetail.agents.tools.threads import call_function
-from dovetail.agents.types import InfrastructureError, Message, Task
+from dovetail.agents.types import InfrastructureError, Message, Task, Toolbox
 from dovetail.rewards.sandbox import LocalSandbox, RemoteSandbox, Sandbox, SandboxUnavailable, detect_isolation
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _FENCE = re.compile(r"^\s*```(?:python|py)?\s*\n(.*?)\n?\s*```\s*$", re.DOTALL)
 _MAX_PARSED = 100_000
 
 
-class PythonToolbox:
+class PythonToolbox(Toolbox):
     """One tool, `python(code)`: what the program prints, and the value of its last line as in a notebook."""
 
     def __init__(
@@ -57,9 +57,6 @@ class PythonToolbox:
 
     async def open(self, task: Task, state: Any = None) -> tuple[Functions, list[Message]]:
         return Functions(self._functions), []
-
-    async def close(self) -> None:
-        return None
 
     async def run(self, code: str) -> str:
         """Run a Python program and see what it prints. Each program begins anew and keeps nothing.

@@ -13,7 +13,7 @@ import numpy as np
 
 from dovetail.agents.tools.functions import Functions
 from dovetail.agents.tools.schema import ToolError, read_signature
-from dovetail.agents.types import Message, Task
+from dovetail.agents.types import Message, Task, Toolbox
 
 _WORD = re.compile(r"\w+")
 _TEXT_KEYS = ("text", "contents", "content", "passage")
@@ -50,7 +50,7 @@ class SearchIndex:
         return [int(number) for number in order if scores[number] > 0]
 
 
-class SearchToolbox:
+class SearchToolbox(Toolbox):
     """One tool, `search(query)`, over a JSONL file of {"text" or "contents": ..., "title": ... (optional)}."""
 
     def __init__(self, corpus_path: str, *, name: str = "search", top_k: int = 3) -> None:
@@ -61,9 +61,6 @@ class SearchToolbox:
 
     async def open(self, task: Task, state: Any = None) -> tuple[Functions, list[Message]]:
         return Functions(self._functions), []
-
-    async def close(self) -> None:
-        return None
 
     def search(self, query: str) -> str:
         """Search the corpus for passages.

@@ -14,7 +14,7 @@ from typing import Any
 from dovetail.agents.tools.functions import guard, problem_of
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.tools.threads import call_function
-from dovetail.agents.types import Message, Task, ToolCall, ToolResult
+from dovetail.agents.types import Message, OpenTools, Task, Toolbox, ToolCall, ToolResult
 
 
 def extra_of(task: Task, name: str) -> Any:
@@ -51,7 +51,7 @@ async def call_named(function: Callable[..., Any], *args: Any, **given: Any) -> 
     return await call_function(function, *args, **given)
 
 
-class VerlToolbox:
+class VerlToolbox(Toolbox):
     """Instances of `BaseTool` subclasses."""
 
     def __init__(self, tools: Sequence[Any]) -> None:
@@ -64,11 +64,8 @@ class VerlToolbox:
         tools = {name: tool for name, tool in self._tools.items() if selected is None or name in selected}
         return OpenVerlTools(tools, task), []
 
-    async def close(self) -> None:
-        return None
 
-
-class OpenVerlTools:
+class OpenVerlTools(OpenTools):
     """Creates an instance at a tool's first call; releases it at the end."""
 
     def __init__(self, tools: Mapping[str, Any], task: Task) -> None:
@@ -94,9 +91,6 @@ class OpenVerlTools:
         returned = await call_named(tool.execute, self._instances[call.name], call.arguments, **given)
         return as_result(returned, metric=f"tool_reward/{call.name}")
 
-    async def reward(self) -> float | None:
-        return None
-
     def state(self) -> Any:
         """Only until the first call: what an instance remembers is its own."""
         return None if self._instances else {}
@@ -114,7 +108,7 @@ def schema_of(tool: Any) -> dict[str, Any]:
     return schema if isinstance(schema, dict) else schema.model_dump(exclude_none=True, exclude_unset=True)
 
 
-class InteractionToolbox:
+class InteractionToolbox(Toolbox):
     """Instances of `BaseInteraction` subclasses, by name; a row chooses in `interaction_kwargs.name`."""
 
     def __init__(self, interactions: Mapping[str, Any]) -> None:
@@ -134,11 +128,8 @@ class InteractionToolbox:
         await call_named(interaction.start_interaction, instance, **kwargs)
         return OpenInteraction(interaction, instance, kwargs), []
 
-    async def close(self) -> None:
-        return None
 
-
-class OpenInteraction:
+class OpenInteraction(OpenTools):
     """One trajectory's simulated user."""
 
     def __init__(self, interaction: Any, instance: str, kwargs: Mapping[str, Any]) -> None:
@@ -153,9 +144,6 @@ class OpenInteraction:
             self._interaction.generate_response, self._instance, messages, **self._kwargs
         )
         return ToolResult(text or "", done=bool(done), metrics={} if score is None else {"turn_score": float(score)})
-
-    async def reward(self) -> float | None:
-        return None
 
     def state(self) -> Any:
         return None
