@@ -52,9 +52,9 @@ class Wait:
     def is_over(self) -> bool:
         return self.waited() >= self.limit_s
 
-    def restart(self) -> None:
-        """There was progress: the limit counts from now."""
-        self.began, self.since, self._named_at = time.monotonic(), time.time(), 0.0
+    def restart(self, waited_s: float = 0.0) -> None:
+        """There was progress: the limit counts from now, or from `waited_s` seconds ago."""
+        self.began, self.since, self._named_at = time.monotonic() - waited_s, time.time() - waited_s, 0.0
 
     def check(self, detail: str = "") -> None:
         """Raise `WaitTimeout` when the limit has passed."""

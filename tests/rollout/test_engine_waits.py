@@ -98,7 +98,10 @@ def test_the_id_of_an_aborted_request_is_free_when_abort_returns() -> None:
     assert asyncio.run(abort()) == (2, 0, ["abort", "abort"])
 
 
-def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("timeout", [None, 0.001], ids=["one call", "many calls"])
+def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(
+    monkeypatch: pytest.MonkeyPatch, timeout: float | None
+) -> None:
     from dovetail.rollout.vllm import ray_engine
 
     monkeypatch.setattr(ray_engine, "SILENCE_S", 0.05)
@@ -118,8 +121,13 @@ def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(monkeypat
     engine._running = running
     monkeypatch.setattr(engine, "_take", no_token)
     monkeypatch.setattr(engine, "_replace", give_up)
+
+    def wait() -> None:
+        while num_looks < 10**6:
+            engine.wait(lambda: False, timeout)
+
     with pytest.raises(EngineDiedError, match="the vLLM engine hangs: this worker waits for 1 requests"):
-        engine.wait(lambda: False)
+        wait()
     assert num_looks > 200, "as long as it is paused it owes no token"
 
 

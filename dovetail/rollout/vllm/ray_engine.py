@@ -191,6 +191,9 @@ class RayVLLMEngine(RolloutEngine):
     """
 
     name = "vllm"
+    _num_tokens = 0  # as `wait` saw it last
+    _silent_s = 0.0
+    """How long calls of `wait` have seen no progress. The time between calls does not count: nothing is generated."""
 
     def __init__(
         self,
@@ -235,7 +238,6 @@ class RayVLLMEngine(RolloutEngine):
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
         """Let the engine generate. One thread at a time asks for results, and delivers those of all."""
         end = None if timeout is None else time.monotonic() + timeout
-        before = 0
         with waiting("this worker", f"{len(self._running)} requests of the vLLM engine", limit_s=SILENCE_S) as wait:
             while not done():
                 left = _TAKE_S if end is None else min(_TAKE_S, end - time.monotonic())
@@ -244,18 +246,16 @@ class RayVLLMEngine(RolloutEngine):
                 with self._taking:
                     if done():
                         return
+                    wait.restart(self._silent_s)
                     try:
                         progress = self._take(left)
-                        idle = not progress.results and not progress.paused and progress.num_tokens == before
+                        idle = not progress.results and not progress.paused and progress.num_tokens == self._num_tokens
+                        self._num_tokens, self._silent_s = progress.num_tokens, wait.waited() if idle else 0.0
                         if idle and wait.is_over():
                             raise EngineDiedError(f"the vLLM engine hangs: {wait}, and no token was written.")
                     except EngineDiedError as error:
+                        self._silent_s = 0.0
                         self._replace(error)
-                        idle = False
-                    else:
-                        before = progress.num_tokens
-                if not idle:
-                    wait.restart()
 
     def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
         return self._call("partial", None if request_ids is None else list(request_ids))
