@@ -89,6 +89,17 @@ def _conversations(run: Examined) -> Findings:
         yield run.error("<data.return_raw_chat> leaves out the messages that conversations begin with; use True.")
     elif rollout.uses_agents and rollout.engine_world_size > 1:
         yield run.error(f"<{_TENSOR}> with conversations: each process of an engine would drive its own; use 1.")
+    turns, agent = rollout.multi_turn, rollout.agent
+    answers = (turns.tool_config_path, turns.function_tool_path, turns.mcp_servers, turns.interaction_config_path)
+    # Rows name loops in `agent_name`; modules may register them.
+    loops = (agent.environment, agent.command, agent.agent_loop_config_path, run.trainer.import_modules)
+    is_ours = agent.default_agent_loop in ("single_turn_agent", "tool_agent")
+    if turns.enable and is_ours and not any((*answers, *loops)):
+        yield run.warning(
+            "<rollout.multi_turn.enable>, and nothing replies to the model: every response is one turn. Add tools with "
+            "function_tool_path, tool_config_path or mcp_servers beside it, a simulated user with "
+            "interaction_config_path, or @rollout.agent.environment or @rollout.agent.command; or use False."
+        )
 
 
 def _lengths(run: Examined) -> Findings:

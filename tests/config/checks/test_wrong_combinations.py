@@ -82,7 +82,7 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
     (
         (
             *(FULLY_ASYNC, *APART, "data.return_raw_chat=True"),
-            *(f"{R}.multi_turn.enable=True", f"{R}.multi_turn.tool_timeout_s=400"),
+            *(f"{R}.multi_turn.enable=True", f"{R}.multi_turn.tool_timeout_s=400", f"{R}.agent.environment=a.B"),
         ),
         "warning",
         "async_training.stall_timeout_s",
@@ -294,7 +294,13 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
     ((f"{R}.val_kwargs.n=4",), "warning", f"{R}.val_kwargs.n", ("=4", "identical", "do_sample=True")),
     (("actor_rollout_ref.hybrid_engine=False",), "error", f"{R}.nnodes", ("=0", "own devices", "nnodes=1")),
     (
-        (f"{R}.multi_turn.enable=True", "data.return_raw_chat=False"),
+        (f"{R}.multi_turn.enable=True", "data.return_raw_chat=True"),
+        "warning",
+        f"{R}.multi_turn.enable",
+        ("=True", "every response is one turn", "function_tool_path", f"{R}.agent.environment", "use False"),
+    ),
+    (
+        (f"{R}.agent.environment=a.B", "data.return_raw_chat=False"),
         "error",
         "data.return_raw_chat",
         ("=False", "use True"),
