@@ -58,10 +58,13 @@ class Trainer:
         on_step: OnStep | None = None,
         **overrides: Any,
     ) -> None:
-        for name, given, fits in (("on_step", on_step, callable), ("config", config, _is_mapping)):
-            if given is not None and not fits(given):
-                kind = "a function of (step, metrics)" if name == "on_step" else "a dict of keys"
-                raise ConfigError([Problem(name, f"{name} is a {type(given).__name__}; it must be {kind}.")])
+        wanted = (
+            ("on_step", on_step, Callable, "a function of (step, metrics)"),
+            ("config", config, Mapping, "a dict of keys"),
+        )
+        for name, given, kind, words in wanted:
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError([Problem(name, f"{name} is a {type(given).__name__}; it must be {words}.")])
         self._data, self._val_data = data, val_data
         self._ray, self._on_step = ray, on_step
         short = {"model": str(model), "engine": engine, "steps": steps, "lr": lr}
@@ -249,10 +252,6 @@ class RewardModel(Trainer):
     """
 
     preset: ClassVar[Mapping[str, Any]] = {"trainer.method": "reward"}
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _new_folder(name: str) -> Path:

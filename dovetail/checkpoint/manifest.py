@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dovetail.observability.disk import flush_to_disk
+from dovetail.observability.disk import flush_to_disk, write_text_atomically
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
@@ -146,17 +146,6 @@ def verify_folder(folder: Path, *, checksums: bool = True) -> Manifest:
                 reason = f"file {_name(folder, path)} has changed since it was saved (checksum differs)"
                 raise BrokenCheckpoint(folder, reason, damaged=True)
     return manifest
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Replace a small file so that a reader sees the old or the new text, never half, even after a power cut."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    flush_to_disk(path.parent)
 
 
 def _read_part(folder: Path, role: str, rank: int, num_ranks: int) -> dict[str, FileRecord]:

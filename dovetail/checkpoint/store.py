@@ -15,14 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.checkpoint.manifest import (
-    BrokenCheckpoint,
-    read_manifest,
-    verify_folder,
-    write_manifest,
-    write_text_atomically,
-)
-from dovetail.observability.disk import flush_to_disk
+from dovetail.checkpoint.manifest import BrokenCheckpoint, read_manifest, verify_folder, write_manifest
+from dovetail.observability.disk import flush_to_disk, write_text_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -99,10 +99,7 @@ def run(args: argparse.Namespace) -> int:
         return run_cluster(args, view)
     with tempfile.TemporaryDirectory(prefix="dovetail-doctor-") as work:
         healthy = _look_and_run(args, view, Path(work))
-    view.verdict(healthy)
-    if args.svg is not None:
-        view.save_svg(args.svg)
-    return 0 if healthy else 1
+    return view.verdict(healthy, args.svg)
 
 
 def _audit_template(args: argparse.Namespace, view: DoctorView) -> int:
@@ -119,10 +116,7 @@ def _audit_template(args: argparse.Namespace, view: DoctorView) -> int:
     except (ConfigError, ModelError, ChatTemplateError, OSError) as error:
         view.problems(f"The chat template of {args.agents} cannot be audited", [str(error)])
         return 1
-    view.audit(Path(args.agents).name, audit)
-    if args.svg is not None:
-        view.save_svg(args.svg)
-    return 0 if audit.append_only else 1
+    return view.audit(Path(args.agents).name, audit, args.svg)
 
 
 def _look_and_run(args: argparse.Namespace, view: DoctorView, work: Path) -> bool:

@@ -51,11 +51,7 @@ def run_cluster(args: argparse.Namespace, view: DoctorView) -> int:
         view.note(f"{site.num_nodes} x {site.devices_per_node} {site.device} devices, {len(names)} paths")
         results = _run(site, names, args, view, rows)
     view.note(f"{_counted(results)}; the details are in {args.out}")
-    healthy = not any(result.failed for result in results)
-    view.verdict(healthy)
-    if args.svg is not None:
-        view.save_svg(args.svg)
-    return 0 if healthy else 1
+    return view.verdict(not any(result.failed for result in results), args.svg)
 
 
 def _run(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich._export_format import CONSOLE_SVG_FORMAT
@@ -30,6 +31,7 @@ _PATH_WIDTHS = (26, 8, 5)
 _VERSIONS_A_LINE = 4
 _BAR = "█"
 _BAR_WIDTH = 30
+_NUMBER = {"justify": "right", "style": "dim", "no_wrap": True}
 
 
 class DoctorView:
@@ -51,11 +53,8 @@ class DoctorView:
         self._section("This machine", grid)
 
     def parts(self, parts: Sequence[Part]) -> None:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-        table.add_column(width=1)
-        table.add_column(no_wrap=True)
-        table.add_column(style="dim", overflow="fold", max_width=38)
-        table.add_column(overflow="fold")
+        purpose = {"style": "dim", "overflow": "fold", "max_width": 38}
+        table = _table({"width": 1}, {"no_wrap": True}, purpose, {"overflow": "fold"})
         kind = ""
         for part in parts:
             if part.kind != kind and kind:
@@ -123,13 +122,14 @@ class DoctorView:
             yield PathRows(self._console, status)
         self._console.print()
 
-    def verdict(self, healthy: bool) -> None:
+    def verdict(self, healthy: bool, svg: Path | None) -> int:
+        """The last word, and the picture; returns the exit code."""
         proof = ", and engine and trainer agree" if self._examined else ""
         words = f"healthy: what this run needs is here{proof}" if healthy else "not healthy: see above"
-        colour = "green" if healthy else "red"
-        self._console.print(Panel(Text(words, style=f"bold {colour}"), border_style=colour, box=box.ROUNDED))
+        self._end(words, "green" if healthy else "red", svg)
+        return 0 if healthy else 1
 
-    def audit(self, model: str, audit: TemplateAudit) -> None:
+    def audit(self, model: str, audit: TemplateAudit, svg: Path | None) -> int:
         """What a chat template does with conversations, and what that means for training."""
         properties = Table.grid(padding=(0, 2))
         for name, meaning in MEANING.items():
@@ -158,13 +158,17 @@ class DoctorView:
                 "again; each sampled token is still trained once. What is refused ends the trajectory with an error."
             )
             colour = "yellow"
-        self._console.print(Panel(Text(words, style=f"bold {colour}"), border_style=colour, box=box.ROUNDED))
+        self._end(words, colour, svg)
+        return 0 if audit.append_only else 1
 
-    def save_svg(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def _end(self, words: str, colour: str, svg: Path | None) -> None:
+        self._console.print(Panel(Text(words, style=f"bold {colour}"), border_style=colour, box=box.ROUNDED))
+        if svg is None:
+            return
+        svg.parent.mkdir(parents=True, exist_ok=True)
         # Rich's own format fetches a font from the internet; any monospace font of the reader's machine will do.
         offline = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-        self._console.save_svg(str(path), title="dovetail doctor", code_format=offline)
+        self._console.save_svg(str(svg), title="dovetail doctor", code_format=offline)
 
     def _section(self, title: str, body: RenderableType, colour: str = "") -> None:
         self._console.print(Text(title, style=f"bold {colour}".strip()))
@@ -202,6 +206,14 @@ def _grid() -> Table:
     return grid
 
 
+def _table(*columns: dict[str, Any]) -> Table:
+    """Without lines and headings; the arguments of `add_column` for each column."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for column in columns:
+        table.add_column(**column)
+    return table
+
+
 def _versions(parts: Sequence[Part]) -> Text:
     line = Text()
     for part in parts:
@@ -219,11 +231,7 @@ def _state(part: Part) -> Text:
 
 
 def _stages(stages: Sequence[Stage]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(width=1)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _table({"width": 1}, {"no_wrap": True}, _NUMBER, {"overflow": "fold"})
     for stage in stages:
         outcome = Text(stage.outcome, style="" if stage.passed else "red")
         table.add_row(_mark(stage.passed), stage.name, f"{stage.seconds:.1f} s", outcome)
@@ -232,10 +240,7 @@ def _stages(stages: Sequence[Stage]) -> Table:
 
 def _histogram(sampled: LogProbDiffs) -> Group:
     """Tokens by the power of ten of their difference, with the pass mark among them."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", style="dim", no_wrap=True)
+    table = _table(_NUMBER, {"no_wrap": True}, _NUMBER)
     decades = sampled.decades()
     most = max(1, *(count for _, count in decades))
     for power, count in decades:

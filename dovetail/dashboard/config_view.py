@@ -10,6 +10,7 @@ import yaml
 
 from dovetail.config.keys import catalogue, is_secret_key
 from dovetail.config.root import DovetailConfig
+from dovetail.config.tree import leaves
 from dovetail.dashboard.run_files import DashboardError
 
 _HIDDEN = "(hidden)"
@@ -25,8 +26,7 @@ def read_config(file: Path) -> dict[str, Any]:
         raise DashboardError(f"config.yaml is not YAML: {str(error).splitlines()[0]}", status=422) from None
     if not isinstance(tree, dict):
         raise DashboardError("config.yaml holds no keys; it is not the configuration of a run.", status=422)
-    flat = _flat(tree)
-    return {key: _HIDDEN if value and is_secret_key(key) else value for key, value in flat.items()}
+    return {key: _HIDDEN if value and is_secret_key(key) else value for key, value in leaves(tree)}
 
 
 def config_rows(config: dict[str, Any], other: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -54,15 +54,4 @@ def config_rows(config: dict[str, Any], other: dict[str, Any] | None = None) -> 
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return _flat(DovetailConfig().model_dump(mode="json"))
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{key}.")
-        else:
-            flat[key] = value
-    return flat
+    return dict(leaves(DovetailConfig().model_dump(mode="json")))

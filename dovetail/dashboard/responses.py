@@ -127,12 +127,12 @@ class ResponseFolder:
             raise DashboardError(f"step {step} has no response to this prompt.")
         return {"step": step, **_show_group(file, entries, entries)}
 
-    def search(self, wish: Wish, *, cursor: int, seconds: float, most: int, stop: int | None = None) -> dict[str, Any]:
+    def search(self, wish: Wish, *, cursor: int, seconds: float, most: int) -> dict[str, Any]:
         """Answers of any step that fit, from the newest step before `cursor` back, for a moment.
 
         Returns the matches and where to go on; `next` is None at the end.
         """
-        steps = [step for step in self.steps() if (cursor < 0 or step < cursor) and (stop is None or step >= stop)]
+        steps = [step for step in self.steps() if cursor < 0 or step < cursor]
         matches: list[dict[str, Any]] = []
         until = time.monotonic() + seconds
         num_read = 0

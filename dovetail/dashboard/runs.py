@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from dovetail.dashboard.async_view import is_asynchronous
 from dovetail.dashboard.config_view import read_config
 from dovetail.dashboard.health import Facts, check_health
 from dovetail.dashboard.responses import Kind, ResponseFolder, counts
-from dovetail.dashboard.run_files import DashboardError, EventLog, MetricsTable, read_now, run_state
+from dovetail.dashboard.run_files import DashboardError, EventLog, MetricsTable, read_object, run_state
 from dovetail.dashboard.step_times import Timelines, memory_view
 from dovetail.observability.run_folder import EVENTS, METRICS, NOW, TIMELINE
 
@@ -65,19 +64,13 @@ class Run:
             self._config = (_changed(file), read_config(file))
         return self._config[1]
 
-    def plan(self) -> dict[str, Any] | None:
-        try:
-            value = json.loads(self.resolve(self.folder / "plan.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return value if isinstance(value, dict) else None
-
     def memory(self) -> dict[str, Any]:
-        return memory_view(self.plan(), self.timelines.peaks, self.metrics)
+        plan = read_object(self.resolve(self.folder / "plan.json"))
+        return memory_view(plan, self.timelines.peaks, self.metrics)
 
     def status(self) -> dict[str, Any]:
         """Name, state, steps and what is happening now."""
-        now = read_now(self.folder)
+        now = read_object(self.folder / NOW)
         last = self.metrics.last_step
         # A run that only validates says that it has no steps to make.
         total = now["total_steps"] if "total_steps" in now else self._configured_steps()

@@ -221,9 +221,9 @@ _CALLS = {
 }
 
 
-def memory_view(plan: dict[str, Any] | None, peaks: dict[str, float], table: MetricsTable) -> dict[str, Any]:
+def memory_view(plan: dict[str, Any], peaks: dict[str, float], table: MetricsTable) -> dict[str, Any]:
     """Phases with planned parts and measured GiB. Empty `phases` without a plan."""
-    memory = plan.get("memory") if isinstance(plan, dict) else None
+    memory = plan.get("memory")
     reported = {
         "allocated": _largest(table, "perf/max_memory_allocated_gb"),
         "reserved": _largest(table, "perf/max_memory_reserved_gb"),

@@ -1,5 +1,6 @@
 """Explain what cannot be written: a path that the user may not write, known before a run; a full disk, with the space
-that it needs and has, and what to do. `flush_to_disk` makes what was written survive a power cut."""
+that it needs and has, and what to do. `flush_to_disk` and `write_text_atomically` make what was written survive a power
+cut."""
 
 from __future__ import annotations
 
@@ -71,6 +72,17 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Replace a small file so that a reader sees the old or the new text, never half, even after a power cut."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    flush_to_disk(path.parent)
 
 
 def why_not_writable(path: Path, *, is_folder: bool) -> str | None:

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dovetail.observability.disk import flush_to_disk
+from dovetail.observability.disk import flush_to_disk, write_text_atomically
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, iter_buckets
 from dovetail.weight_sync.stream import NamedTensors
 
@@ -69,7 +69,7 @@ class DiskWeights:
         finally:
             shutil.rmtree(work, ignore_errors=True)
         entry = {"version": version, "folder": name}
-        _replace_text(self.folder / _VERSION_FILE, json.dumps(entry))
+        write_text_atomically(self.folder / _VERSION_FILE, json.dumps(entry))
         self._prune(name)
         return DiskVersion(version, target)
 
@@ -92,19 +92,9 @@ class DiskWeights:
             files.update(dict.fromkeys(tensors, file))
             total += sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": files}
-        _replace_text(work / _INDEX, json.dumps(index, indent=1))
+        write_text_atomically(work / _INDEX, json.dumps(index, indent=1))
 
     def _prune(self, newest: str) -> None:
         versions = sorted(path.name for path in self.folder.glob("v????????") if path.name <= newest)
         for name in versions[: -self._keep]:
             shutil.rmtree(self.folder / name, ignore_errors=True)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    handle, work = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(work, 0o644)
-    os.replace(work, path)
