@@ -40,7 +40,10 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=number(), metavar="T", help="0 is greedy (default: the run's; with n above 1, 1.0)"
     )
     parser.add_argument(
-        "--max-tokens", type=whole_number(), metavar="N", help="longest response (default: the run's, or 512)"
+        "--max-tokens",
+        type=whole_number(),
+        metavar="N",
+        help="longest response (default: the run's, or 512, or what fits)",
     )
     parser.add_argument("--verbose", action="store_true", help="log what the parts do")
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from dovetail.config import load_config
 from dovetail.config.hub import is_hub_name
 from dovetail.config.load import LoadedConfig
+from dovetail.config.plan import read_shapes
 from dovetail.config.root import DovetailConfig
+from dovetail.config.tree import leaves
 from dovetail.observability.run_folder import CONFIG
 
 _WITHOUT_TRAINING = (
@@ -71,6 +73,7 @@ class SavedModel:
         else:
             own = [*_WITHOUT_TRAINING, *_OF_A_FOLDER, override("actor_rollout_ref.model.path", self.folder)]
             own += () if _has_gpu() else _FLOAT32
+            own += _lengths_in_context(load_config(files, [*own, *overrides, *forced]))
         return load_config(files, [*own, *overrides, *forced])
 
 
@@ -144,6 +147,23 @@ def sampling_overrides(
 def override(key: str, value: str | Sequence[str]) -> str:
     """An override that is read back as `value`, whatever characters it has."""
     return f"{key}={json.dumps(value if isinstance(value, str) else list(value), ensure_ascii=False)}"
+
+
+def _lengths_in_context(loaded: LoadedConfig) -> list[str]:
+    """Lengths that nobody set, where their defaults exceed the model's context: they share what is left of it."""
+    shape, rollout = read_shapes(loaded.config).policy, loaded.config.actor_rollout_ref.rollout
+    lengths = {"prompt": rollout.prompt_length, "response": rollout.response_length}
+    if shape is None or shape.context_length is None or sum(lengths.values()) <= shape.context_length:
+        return []
+    given = dict(leaves(loaded.tree))
+    is_open = [
+        name
+        for name in lengths
+        if given.get(f"data.max_{name}_length") is given.get(f"actor_rollout_ref.rollout.{name}_length") is None
+    ]
+    left = shape.context_length - sum(length for name, length in lengths.items() if name not in is_open)
+    # With no room for a token the defaults stay, and the checks of the run say what does not fit.
+    return [f"data.max_{name}_length={left // len(is_open)}" for name in is_open if left >= len(is_open)]
 
 
 def _has_gpu() -> bool:

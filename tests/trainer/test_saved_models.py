@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from dovetail.cli.main import main
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.saved_model import SavedModel
-from tests.trainer.toy_run import Toy, make_toy, train
+from tests.trainer.toy_run import Toy, make_toy, save_toy_model, train
 
 pytestmark = pytest.mark.e2e
 
@@ -80,6 +80,36 @@ def test_the_exported_folder_scores_what_the_checkpoint_does(
     shown = capsys.readouterr().out
     assert "pass@4" in shown
     assert str(tmp_path / "b" / "eval.json") in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ((), (256, 256)),
+        (("data.max_prompt_length=100",), (100, 412)),
+        (("actor_rollout_ref.rollout.response_length=8", "data.max_response_length=8"), (504, 8)),
+        (("data.max_prompt_length=500", "data.max_response_length=500"), (500, 500)),
+        (("data.max_prompt_length=600",), (600, 512)),
+    ],
+)
+def test_lengths_of_a_model_that_nobody_set_fit_its_context(
+    tmp_path: Path, given: tuple[str, ...], lengths: tuple[int, int]
+) -> None:
+    model = save_toy_model(tmp_path)
+    context = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    rollout = SavedModel(str(model), is_checkpoint=False).config(overrides=given).config.actor_rollout_ref.rollout
+    assert (context, rollout.prompt_length, rollout.response_length) == (512, *lengths)
+
+
+def test_a_model_with_a_short_context_is_evaluated_with_default_lengths(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (f"custom_reward_function.path={saved / 'data' / 'reward.py'}", "--data", str(saved / "data/val.parquet"))
+    [source] = evaluate(str(saved / "exported"), "--out", str(tmp_path), *keys)["sources"]
+    assert source["prompts"] == 4
+    assert 0 < source["mean_tokens"] <= 256
+    assert main(["eval", str(saved / "exported"), "--out", str(tmp_path), *keys, "data.max_prompt_length=512"]) == 2
+    assert "exceed the model's context of 512" in capsys.readouterr().err
 
 
 def test_generate_writes_what_the_run_validated(
