@@ -24,7 +24,7 @@ def unsupported_in_runs(config: DovetailConfig) -> list[Problem]:
         if not any(rule.outcome == "unsupported" for rule in key.rules):
             continue
         value = look_up(config, "", key.name)
-        rule = _outcome(config, key, key.name, value)
+        rule = _outcome(config, key, value)
         if rule is not None and rule.outcome == "unsupported":
             problems.append(
                 Problem(key.name, f"{key.name}={value} cannot be run in this version: {rule.words(config, key.name)}.")
@@ -48,7 +48,7 @@ def effect_notices(config: DovetailConfig, values: Mapping[str, Any]) -> list[No
         # A file that resolves a whole run writes every key: a default asks for nothing.
         if key is None or _is_default(key, name, value):
             continue
-        rule = _outcome(config, key, name, value)
+        rule = _outcome(config, key, value)
         if rule is not None and rule.outcome == "unused":
             when = "version" if rule.when is None else "run"
             why = rule.words(config, key.name)
@@ -68,7 +68,7 @@ def is_unused(config: DovetailConfig, name: str) -> bool:
     return any(switch in catalogue(DovetailConfig) and look_up(config, "", switch) is False for switch in switches)
 
 
-def _outcome(config: DovetailConfig, key: Key, name: str, value: Any) -> Rule | None:
+def _outcome(config: DovetailConfig, key: Key, value: Any) -> Rule | None:
     """The first rule that applies. What has no effect is not refused, so `unused` comes before `unsupported`."""
     applying = [rule for rule in key.rules if _concerns(rule, key, value) and rule.applies(config, key.name, value)]
     return next((rule for rule in applying if rule.outcome == "unused"), applying[0] if applying else None)

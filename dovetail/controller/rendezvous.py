@@ -7,7 +7,6 @@ their context, and every process group is built on that store. On one machine ev
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import struct
@@ -20,8 +19,6 @@ from dovetail.controller.context import WorkerContext
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
-
-logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 STORE_TIMEOUT = timedelta(minutes=5)

@@ -6,7 +6,6 @@ Handlers run one after another in the event loop: each is short, and readers nee
 from __future__ import annotations
 
 import importlib.util
-import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -28,8 +27,6 @@ from dovetail.dashboard.run_files import DashboardError
 from dovetail.dashboard.runs import Run, Runs
 from dovetail.dashboard.step_times import phase_words, phases, what_it_waits_for
 from dovetail.dashboard.trajectories import time_of_trajectories
-
-logger = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page"
 # A page of another site must not reach this server through a name it controls (DNS rebinding).

@@ -38,11 +38,11 @@ class StepConsole(Protocol):
 
 
 def make_console(
-    title: str, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None, live: bool | None = None
+    title: str, total_steps: int, *, stream: TextIO | None = None, live: bool | None = None
 ) -> StepConsole:
     """A live console when `stream` (standard output) is a terminal, or when `live` says so; otherwise plain lines."""
     stream = stream or sys.stdout
-    state = ConsoleState(title=title, total_steps=total_steps, step=first_step, first_step=first_step)
+    state = ConsoleState(title=title, total_steps=total_steps)
     if stream.isatty() if live is None else live:
         return LiveConsole(state, Console(file=stream))
     return PlainConsole(state, stream)

@@ -77,7 +77,6 @@ class ConsoleState:
     title: str
     total_steps: int
     step: int = 0
-    first_step: int = 0
     clock: Callable[[], float] = time.monotonic
     metrics: dict[str, float] = field(default_factory=dict)
     previous: dict[str, float] = field(default_factory=dict)
@@ -120,7 +119,7 @@ class ConsoleState:
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         if kind == "resume":
-            self.step = self.first_step = step
+            self.step = step
         # Of a validation the scores that count; the rest is in the files.
         core = {name.removeprefix("val-core/"): value for name, value in facts.items() if _is_shown(name)}
         details = ", ".join(f"{name} {_short(value)}" for name, value in (core or facts).items())

@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -62,9 +61,7 @@ class RunLock:
         self._heart.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         if self._heart is not None:
             self._heart.join()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from dovetail.agents.chat import ChatTemplateError
@@ -58,9 +57,7 @@ class Refusals:
         except USER_ERRORS as error:
             self._errors.append(error)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: object, traceback: object) -> None:
         if kind is not None or not self._errors:
             return
         if len(self._errors) == 1:

@@ -7,7 +7,6 @@ generated.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,8 +29,6 @@ from dovetail.workers.group_stream import open_groups, own_rows
 from dovetail.workers.parity import ParityProbe
 from dovetail.workers.training_role import TrainingRole
 from dovetail.workers.weight_check import SentWeights
-
-logger = logging.getLogger(__name__)
 
 NO_WEIGHTS = "the engine has no weights of the trainer yet; call receive_weights first."
 

