@@ -46,29 +46,31 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="1.5B")
     parser.add_argument("--steps", type=int, default=4, help="steps per side, the first of which warms up")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/dovetail-workload"))
+    parser.add_argument("--trl-micro-batch", type=int, default=16)
+    parser.add_argument("--trl-liger", action="store_true", help="Liger's kernels in TRL's layers")
     parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := sorted(set(args.sides) - set(SIDES)):
         parser.error(f"unknown side {', '.join(unknown)}; choose from {', '.join(SIDES)}")
     if args.run:
-        found = run_side(args.run, args.folder, args.steps)
+        found = run_side(args.run, args.folder, args)
         (args.folder / f"{args.run}.json").write_text(json.dumps(found))
         return
     folder = args.folder / args.shape
     if not (folder / "model" / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_workload(folder, args.shape, steps=args.steps)
-    print(table([measure(side, folder, args.steps) for side in args.sides or SIDES]))
+    print(table([measure(side, folder, args) for side in args.sides or SIDES]))
 
 
-def run_side(side: str, folder: Path, steps: int) -> dict[str, Any]:
+def run_side(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     if side == "trl":
-        return run_trl(folder, steps)
+        return run_trl(folder, args.steps, micro_batch=args.trl_micro_batch, liger=args.trl_liger)
     if side == "plain":
-        return run_plain(folder, steps)
+        return run_plain(folder, args.steps)
     return run_dovetail(
         folder,
-        steps,
+        args.steps,
         engine="vllm" if "vllm" in side else "native",
         mode="async" if side.endswith("async") else "sync",
         exact=side == "dovetail-exact",
@@ -76,7 +78,7 @@ def run_side(side: str, folder: Path, steps: int) -> dict[str, Any]:
     )
 
 
-def measure(side: str, folder: Path, steps: int) -> dict[str, Any]:
+def measure(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One side in a process of its own, so that its device memory is gone afterwards."""
     missing = [name for name in SIDES[side] if importlib.util.find_spec(name) is None]
     if missing:
@@ -87,7 +89,8 @@ def measure(side: str, folder: Path, steps: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.gpu.grpo_step", "--run", side, "--folder", str(folder)]
     started = time.perf_counter()
     with log.open("w") as stream:
-        done = subprocess.run([*command, "--steps", str(steps)], stdout=stream, stderr=subprocess.STDOUT)
+        for_trl = ["--trl-micro-batch", str(args.trl_micro_batch), *["--trl-liger"] * args.trl_liger]
+        done = subprocess.run([*command, "--steps", str(args.steps), *for_trl], stdout=stream, stderr=subprocess.STDOUT)
     if not result.exists():
         tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-25:])
         return {"side": side, "note": f"failed with exit code {done.returncode}; last lines of {log}:\n{tail}"}
@@ -219,6 +222,7 @@ def run_trl(
     prompts: int = PROMPTS,
     response: int = RESPONSE,
     micro_batch: int = 16,
+    liger: bool = False,
     lengths: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """TRL's GRPO trainer with vLLM in the same process, at the fastest settings found for W on an H200.
@@ -258,6 +262,8 @@ def run_trl(
         learning_rate=1e-6,
         bf16=True,
         gradient_checkpointing=False,
+        use_liger_kernel=liger,
+        ddp_find_unused_parameters=False,
         use_vllm=True,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=ENGINE_MEMORY,

@@ -64,8 +64,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=output_folder, default=Path("/tmp/dovetail-accuracy"))
-    parser.add_argument("--trl-micro-batch", type=whole_number(), default=32, help="without gradient checkpointing")
-    parser.add_argument("--trl-liger", action="store_true", help="Liger's kernels in TRL's layers")
+    parser.add_argument("--trl-micro-batch", type=whole_number(), default=64, help="without gradient checkpointing")
+    parser.add_argument(
+        "--trl-liger", action=argparse.BooleanOptionalAction, default=True, help="Liger's kernels in TRL's layers"
+    )
     parser.add_argument(
         "--trl-minutes", type=number(above=True), default=60.0, help="TRL ends early rather than take longer"
     )

@@ -50,7 +50,7 @@ def main() -> None:
             text = f"{seconds:.2f} s for {PROMPTS * SAMPLES} responses, peak {peak:.1f} GiB"
             print(f"micro-batches of {micro_batch}, Liger {bool(liger)}: {text}", flush=True)
     micro_batch, liger = min(found, key=lambda setting: found[setting])
-    print(f"--trl-micro-batch {micro_batch}" + " --trl-liger" * liger)
+    print(f"--trl-micro-batch {micro_batch}", "--trl-liger" if liger else "--no-trl-liger")
 
 
 def measure(args: argparse.Namespace, micro_batch: int, liger: bool) -> tuple[float, float]:
