@@ -19,7 +19,7 @@ from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.overrides import Override, ParsedOverrides, parse_overrides, read_overrides_file
 from dovetail.config.root import DovetailConfig
 from dovetail.config.translate import expand, foreign_key, translate
-from dovetail.config.tree import Tree, leaves, merge, prefixes, put, remove
+from dovetail.config.tree import Tree, leaves, merge, nested, prefixes, put, remove
 from dovetail.config.validate import build, default_tree, suggestion, unknown_keys
 
 
@@ -120,11 +120,8 @@ class _Draft:
         if config is None or self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
         self.notices += effect_notices(config, kept)
-        tree: Tree = {}
-        for key, value in kept.items():
-            put(tree, key, value)
         sources = {key: self._source(translated.spelling.get(key, key)) for key in kept}
-        return LoadedConfig(config, tuple(dict.fromkeys(self.notices)), tree, sources, self.uses_short_names)
+        return LoadedConfig(config, tuple(dict.fromkeys(self.notices)), nested(kept), sources, self.uses_short_names)
 
     def _left_open(self, config: DovetailConfig | None) -> list[Problem]:
         """A key that is `???` must be set, unless this run does not read it."""

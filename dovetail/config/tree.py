@@ -32,6 +32,14 @@ def put(tree: Tree, key: str, value: Any) -> None:
         tree[leaf] = _copied(value)
 
 
+def nested(values: Mapping[str, Any]) -> Tree:
+    """The tree of these dotted keys."""
+    tree: Tree = {}
+    for key, value in values.items():
+        put(tree, key, value)
+    return tree
+
+
 def get(tree: Tree, key: str, default: Any = None) -> Any:
     """The value or the section at `key`; `default` when it is not there."""
     node: Any = tree

@@ -14,7 +14,7 @@ from dovetail.config.keys import Key, catalogue, find_key, nearest_key, sections
 from dovetail.config.names import unknown_names
 from dovetail.config.root import DovetailConfig
 from dovetail.config.translate.short import SHORT_NAMES
-from dovetail.config.tree import Tree, prefixes, put
+from dovetail.config.tree import Tree, nested, prefixes
 
 
 def unknown_keys(values: Mapping[str, Any]) -> list[Problem]:
@@ -39,12 +39,9 @@ def build(values: Mapping[str, Any]) -> tuple[DovetailConfig | None, list[Proble
     """The configuration that these leaf keys describe, or every problem with their values."""
     problems = _impossible(values)
     problems += [Problem(key, message) for key, message in unknown_names(values).items()]
-    tree: Tree = {}
-    for key, value in values.items():
-        if not (key in sections(DovetailConfig) and value is None):
-            put(tree, key, value)
+    given = {key: value for key, value in values.items() if value is not None or key not in sections(DovetailConfig)}
     try:
-        config = DovetailConfig.model_validate(tree)
+        config = DovetailConfig.model_validate(nested(given))
     except ValidationError as error:
         problems += _problems_of(error, values)
         return None, _once_per_key(problems)

@@ -24,7 +24,7 @@ from dovetail.config.load import LoadedConfig
 from dovetail.config.plan import Shapes, make_plan, read_shapes
 from dovetail.config.plan.layout import GIB, make_layouts
 from dovetail.config.root import DovetailConfig
-from dovetail.config.tree import Tree, leaves, put
+from dovetail.config.tree import Tree, leaves, nested
 from dovetail.config.validate import build
 from dovetail.trainer.inputs import no_gpu
 
@@ -125,10 +125,7 @@ class _Choices:
         self.made.append(Notice(next(iter(chosen)), f"{shown}: {why}."))
 
     def tree(self) -> Tree:
-        tree: Tree = {}
-        for key, value in self._set.items():
-            put(tree, key, value)
-        return tree
+        return nested(self._set)
 
 
 def _machine() -> _Machine:

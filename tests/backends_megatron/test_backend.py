@@ -20,8 +20,9 @@ from dovetail.config.model import ModelConfig, RewardNetworkConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_policy, build_reward
+from tests.backends.tiny import as_numpy, largest_difference
 from tests.ranks import run_alone, run_ranks
-from tests.workers.tiny_run import as_numpy, largest_difference, rollout_batch, save_classifier, small_model
+from tests.workers.tiny_run import rollout_batch, save_classifier, small_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from dovetail.protocol import DataProto
+from tests.backends.tiny import largest_difference
 from tests.backends_megatron.updates import Layout, Updated, distill, update_actor, update_critic
 from tests.models.tiny import save_tiny_model
 from tests.ranks import run_alone
 from tests.workers.layouts import OnDemand, slow_on_four
-from tests.workers.tiny_run import TOLERANCE, largest_difference, rollout_batch, small_model
+from tests.workers.tiny_run import TOLERANCE, rollout_batch, small_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -20,7 +20,8 @@ from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy, build_value
 from dovetail.workers.critic import DataParallelPPOCritic
 from dovetail.workers.micro_batches import MicroBatchLimit
-from tests.workers.tiny_run import MINI_BATCH, as_numpy, my_rows, run_config, with_old_log_probs
+from tests.backends.tiny import as_numpy
+from tests.workers.tiny_run import MINI_BATCH, my_rows, run_config, with_old_log_probs
 
 Model = Literal["dense", "moe"]
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"

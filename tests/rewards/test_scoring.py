@@ -282,12 +282,16 @@ def test_calls_of_a_node_that_is_lost_are_scored_by_the_others() -> None:
     there.running[0][1].set_exception(ConnectionError("the node is gone"))
     assert there.closed.wait(30)
     assert dispatcher.num_processes == 1
-    for row in range(6):
-        here.wait_for(row + 1)
-        message, future = here.running[row]
-        future.set_result({"score": pickle.loads(message)["row"]})
-    assert [future.result(30)["score"] for future in futures] == list(range(6))
+    _score_all(here, futures)
     dispatcher.close()
+
+
+def _score_all(pool: FakePool, futures: list[Future[Any]]) -> None:
+    for row in range(len(futures)):
+        pool.wait_for(row + 1)
+        message, future = pool.running[row]
+        future.set_result({"score": pickle.loads(message)["row"]})
+    assert [future.result(30)["score"] for future in futures] == list(range(len(futures)))
 
 
 def test_a_node_that_takes_no_call_loses_none() -> None:
@@ -299,11 +303,7 @@ def test_a_node_that_takes_no_call_loses_none() -> None:
     dispatcher = ScoringDispatcher(here, num_workers=1, timeout_seconds=1)
     dispatcher.add("node b", Refusing(), 3)
     futures = [dispatcher.submit({"row": row}) for row in range(6)]
-    for row in range(6):
-        here.wait_for(row + 1)
-        message, future = here.running[row]
-        future.set_result({"score": pickle.loads(message)["row"]})
-    assert [future.result(30)["score"] for future in futures] == list(range(6))
+    _score_all(here, futures)
     assert dispatcher.num_processes == 1
     dispatcher.close()
 

@@ -7,12 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dovetail.config.root import DovetailConfig
-from dovetail.observability.sinks import ShownAnswer
+from dovetail.observability.console import StepConsole
 from dovetail.trainer.run import run_training
 
 Moment = Literal["generation", "update", "save", "after_save", "any"]
@@ -43,7 +42,7 @@ def _train(config: DovetailConfig, moment: Moment, step: int, after: float) -> N
     run_training(config, use_ray=False, console=lambda title, total: _Killer(config, moment, step, after))
 
 
-class _Killer:
+class _Killer(StepConsole):
     """A console, because that is who is told about phases."""
 
     def __init__(self, config: DovetailConfig, moment: Moment, step: int, after: float) -> None:
@@ -81,13 +80,3 @@ class _Killer:
     def _die(self) -> None:
         (self._folder / DIED_IN).write_text(str(self._phase))
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None: ...
-
-    def end_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None: ...
-
-    def answers(self, step: int, answers: Sequence[ShownAnswer]) -> None: ...
-
-    def close(self) -> None: ...

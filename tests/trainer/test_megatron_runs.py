@@ -12,6 +12,7 @@ from dovetail.observability.run_folder import RunFolder
 from tests.backends_megatron.family_models import CONFIGS, hf_model
 from tests.models.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.ranks import run_ranks
+from tests.trainer.test_workers import answers
 from tests.trainer.toy_run import Toy, repeatable, save_toy_data, train_apart
 
 # Two or four workers import Megatron in every run: 25 s each on two quiet cores, minutes on busy ones.
@@ -87,14 +88,6 @@ def assert_same_run(found: Path, expected: Path, *, tolerance: float = TOLERANCE
                 assert mine[name] == pytest.approx(value, abs=tolerance, rel=tolerance), (other["step"], name)
     for row in theirs:
         assert answers(found, row["step"]) == answers(expected, row["step"])
-
-
-def answers(folder: Path, step: int) -> dict[str, list[list[int]]]:
-    found: dict[str, list[list[int]]] = {}
-    for line in (folder / "rollouts" / f"step_{step}.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        found.setdefault(row["uid"], []).append(row["response_ids"])
-    return {uid: sorted(responses) for uid, responses in found.items()}
 
 
 @pytest.mark.slow  # `test_sharded_runs` has a Megatron run in `make test`; this is one more layout

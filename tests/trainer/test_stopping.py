@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config.root import DovetailConfig
+from dovetail.observability.console import StepConsole
 from dovetail.observability.run_folder import RunFolder
-from dovetail.observability.sinks import ShownAnswer
 from dovetail.trainer.run import RunResult, run_training, stopped_message
 from dovetail.trainer.stopping import Interrupted, StopRequest, resume_line
 from tests.trainer.toy_run import DAPO, Toy, repeatable, train
@@ -22,7 +21,7 @@ from tests.trainer.toy_run import DAPO, Toy, repeatable, train
 e2e, unit = pytest.mark.e2e, pytest.mark.unit
 
 
-class Signals:
+class Signals(StepConsole):
     """A console that sends this process signals when a phase of a step begins: consoles are told about phases."""
 
     def __init__(self, phase: str, step: int, *signals: int) -> None:
@@ -34,16 +33,6 @@ class Signals:
         if name == self._phase and self._steps_begun == self._step:
             for number in self._signals:
                 os.kill(os.getpid(), number)
-
-    def progress(self, done: int, total: int, tokens: int, unit: str = "answers") -> None: ...
-
-    def end_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None: ...
-
-    def answers(self, step: int, answers: Sequence[ShownAnswer]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _run(config: DovetailConfig, phase: str, step: int, *signals: int) -> RunResult:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.config.root import DovetailConfig
+from dovetail.config.tree import nested
 from dovetail.data.files import prompt_row, write_rows
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.replay import NOT_REPEATABLE
@@ -97,14 +98,7 @@ class Toy:
 
     def config(self, run: Path, changes: Mapping[str, Any] | None = None) -> DovetailConfig:
         """The keys as a configuration."""
-        tree: dict[str, Any] = {}
-        for key, value in self.keys(run, changes).items():
-            *path, leaf = key.split(".")
-            place = tree
-            for part in path:
-                place = place.setdefault(part, {})
-            place[leaf] = value
-        return DovetailConfig(**tree)
+        return DovetailConfig(**nested(self.keys(run, changes)))
 
     def arguments(self, run: Path, changes: Mapping[str, Any] | None = None) -> list[str]:
         """The keys as a launch line has them."""

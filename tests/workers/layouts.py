@@ -11,8 +11,9 @@ import pytest
 
 from dovetail.config.actor import Strategy
 from dovetail.protocol import DataProto
+from tests.backends.tiny import largest_difference
 from tests.ranks import run_alone, run_ranks
-from tests.workers.tiny_run import TOLERANCE, Updated, largest_difference
+from tests.workers.tiny_run import TOLERANCE, Updated
 
 PADDED = {"use_remove_padding": False}
 

@@ -16,12 +16,11 @@ from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.micro_batches import MicroBatchLimit
+from tests.backends.tiny import as_numpy, largest_difference
 from tests.workers.tiny_run import (
     NUM_ROWS,
     RESPONSE,
     TOLERANCE,
-    as_numpy,
-    largest_difference,
     rollout_batch,
     run_config,
     small_model,

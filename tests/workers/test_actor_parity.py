@@ -18,13 +18,12 @@ from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.micro_batches import MicroBatchLimit
+from tests.backends.tiny import as_numpy, largest_difference
 from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, slow_on_four, train_layouts
 from tests.workers.tiny_run import (
     MINI_BATCH,
     TOLERANCE,
     Updated,
-    as_numpy,
-    largest_difference,
     my_rows,
     rollout_batch,
     run_config,

@@ -23,14 +23,13 @@ from dovetail.workers.build import build_policy
 from dovetail.workers.critic_worker import CriticWorker
 from dovetail.workers.micro_batches import MicroBatchLimit, plan_micro_batches
 from dovetail.workers.training_role import TrainingRole
+from tests.backends.tiny import as_numpy, largest_difference
 from tests.models.tiny import save_tiny_model
 from tests.workers.test_multimodal_roles import image_rollouts
 from tests.workers.tiny_run import (
     PROMPT,
     RESPONSE,
     TOLERANCE,
-    as_numpy,
-    largest_difference,
     rollout_batch,
     run_config,
     small_model,

@@ -16,17 +16,9 @@ from dovetail.config.root import DovetailConfig
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_value
 from dovetail.workers.critic import DataParallelPPOCritic
+from tests.backends.tiny import as_numpy
 from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, slow_on_four, train_layouts
-from tests.workers.tiny_run import (
-    MINI_BATCH,
-    TOLERANCE,
-    Updated,
-    as_numpy,
-    my_rows,
-    rollout_batch,
-    run_config,
-    small_model,
-)
+from tests.workers.tiny_run import MINI_BATCH, TOLERANCE, Updated, my_rows, rollout_batch, run_config, small_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

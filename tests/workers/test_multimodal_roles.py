@@ -15,9 +15,10 @@ from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy, build_value
 from dovetail.workers.critic import DataParallelPPOCritic
 from dovetail.workers.micro_batches import MicroBatchLimit
+from tests.backends.tiny import as_numpy, largest_difference
 from tests.models.tiny import image_batch, save_tiny_model
 from tests.ranks import run_ranks
-from tests.workers.tiny_run import TOLERANCE, Updated, as_numpy, largest_difference, my_rows, run_config
+from tests.workers.tiny_run import TOLERANCE, Updated, my_rows, run_config
 
 pytestmark = pytest.mark.distributed
 

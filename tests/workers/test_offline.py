@@ -16,8 +16,9 @@ from dovetail.protocol import DataProto
 from dovetail.workers.build import build_actor
 from dovetail.workers.micro_batches import MicroBatchLimit, plan_micro_batches
 from dovetail.workers.offline import IS_PADDING, OfflineLearner
+from tests.backends.tiny import as_numpy, largest_difference
 from tests.workers.layouts import PADDED, ByLayout, BySetting, Layout, assert_same_updates, slow_on_four, train_layouts
-from tests.workers.tiny_run import TOLERANCE, Updated, as_numpy, largest_difference, run_config, small_model
+from tests.workers.tiny_run import TOLERANCE, Updated, run_config, small_model
 
 pytestmark = pytest.mark.timeout(900)
 

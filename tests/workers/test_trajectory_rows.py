@@ -16,11 +16,12 @@ from dovetail.protocol import DataProto
 from dovetail.rollout.assemble import Response, assemble
 from dovetail.trainer.arrange import group_sizes, lay_out
 from dovetail.trainer.batch_math import add_advantages, with_padding
+from tests.backends.tiny import as_numpy, largest_difference
 from tests.ranks import run_alone, run_ranks
 from tests.workers.layouts import Layout
 from tests.workers.test_actor import build
 from tests.workers.test_actor_parity import build_actor
-from tests.workers.tiny_run import TOLERANCE, Updated, as_numpy, largest_difference, small_model
+from tests.workers.tiny_run import TOLERANCE, Updated, small_model
 
 PROMPT = (5, 6, 7)
 TURNS = [((11, 12, 13), True), ((21, 22), False), ((31,), True), ((41, 42, 43), False), ((51, 52), True)]

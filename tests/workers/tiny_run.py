@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dovetail.backends.base import RankInfo
 from dovetail.config.root import DovetailConfig
+from dovetail.config.tree import merge, nested
 from dovetail.protocol import DataProto
 from dovetail.trainer.arrange import arrange_rows
 from tests.models.tiny import save_tiny_model, tiny_config
@@ -64,14 +65,8 @@ def run_config(folder: Path | str, changes: Mapping[str, Any] | None = None) -> 
         "critic.model.enable_gradient_checkpointing": False,
         "reward_model.model.fsdp_config": FP32,
     }
-    tree: dict[str, Any] = {}
-    for key, value in [*keys.items(), *(changes or {}).items()]:
-        *path, leaf = key.split(".")
-        place = tree
-        for part in path:
-            place = place.setdefault(part, {})
-        # A section that is set twice keeps what only the first sets (the dtypes).
-        place[leaf] = {**place.get(leaf, {}), **value} if isinstance(value, dict) else value
+    tree = nested(keys)
+    merge(tree, nested(changes or {}))  # a section that is set twice keeps what only the first sets (the dtypes)
     return DovetailConfig(**tree)
 
 
@@ -134,13 +129,3 @@ class Updated:
 
     metrics: dict[str, float]
     weights: dict[str, np.ndarray]
-
-
-def as_numpy(named: Iterable[tuple[str, Tensor]]) -> dict[str, np.ndarray]:
-    """Copies that travel between processes."""
-    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in named}
-
-
-def largest_difference(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> float:
-    assert set(left) == set(right), set(left) ^ set(right)
-    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
