@@ -76,6 +76,7 @@ def _audit_draws(folder: Path, ledger: Ledger, checkpoints: Sequence[Path]) -> l
     bound = config.staleness_bound + config.surplus_steps
     sentences = list(violations(ledger, bound=bound, masks_stale=masks))
     sentences += _wrong_checkpoints(ledger, checkpoints)
+    bounds = [record.bound for record in ledger.draws.values() if record.bound is not None]
     ages = (record.staleness(bound if masks else None) for record in ledger.draws.values())
     histogram = Counter(age for age in ages if age is not None)
     total = max(1, histogram.total())
@@ -87,7 +88,7 @@ def _audit_draws(folder: Path, ledger: Ledger, checkpoints: Sequence[Path]) -> l
     if not sentences:
         sys.stdout.write(
             f"ok      {folder}: every draw ended at most once, none was skipped, none was trained at a "
-            f"staleness above {bound}\n"
+            f"staleness above {max([bound, *bounds])}\n"
         )
     return sentences
 

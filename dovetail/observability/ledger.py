@@ -49,8 +49,9 @@ class DrawLedger:
         facts = {"restarted": restarted} if restarted else {}
         self._note("finished", draw=draw, versions=[list(run) for run in versions], outcome=outcome, **facts)
 
-    def trained(self, draws: Iterable[int], step: int) -> None:
-        self._note("trained", step=step, draws=list(draws))
+    def trained(self, draws: Iterable[int], step: int, **bound: int) -> None:
+        """`bound` and `masks_stale` of `violations`, where given: they may change when a run is resumed."""
+        self._note("trained", step=step, draws=list(draws), **bound)
 
     def dropped(self, draw: int, reason: str, step: int) -> None:
         self._note("dropped", step=step, draw=draw, reason=reason)
@@ -81,6 +82,9 @@ class DrawRecord:
     finishes: list[VersionRuns] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
     """Steps."""
+    bound: int | None = None
+    """In force when it was trained, with `masks_stale`; None: older ledgers do not say."""
+    masks_stale: bool = False
     dropped: list[str] = field(default_factory=list)
     """Reasons."""
     restarted: int = 0
@@ -94,10 +98,12 @@ class DrawRecord:
     def staleness(self, masked_beyond: int | None = None) -> int | None:
         """Updates between the weights of its oldest sampled token and the step that trained on it; None: no tokens.
 
-        Tokens older than `masked_beyond` steps were masked and do not count.
+        Tokens older than `masked_beyond` steps, or than its own bound, were masked and do not count.
         """
         if not self.trained or not self.finishes:
             return None
+        if self.bound is not None:
+            masked_beyond = self.bound if self.masks_stale else None
         ages = [self.trained[0] - 1 - version for version, count in self.finishes[-1] if count]
         return max((age for age in ages if masked_beyond is None or age <= masked_beyond), default=None)
 
@@ -140,6 +146,7 @@ def read_ledger(folder: Path) -> Ledger | None:
                 record.restarted += line.get("restarted", 0)
             elif event == "trained":
                 record.trained.append(line["step"])
+                record.bound, record.masks_stale = line.get("bound"), line.get("masks_stale", False)
             elif event == "dropped":
                 record.dropped.append(line["reason"])
         ledger.num_drawn_at[line["step"]] = num_drawn
@@ -150,7 +157,7 @@ def violations(ledger: Ledger, *, bound: int | None, masks_stale: bool = False) 
     """One sentence for each way in which the ledger breaks its promises; none where all is well.
 
     `bound`: most steps between the oldest token of a group and its training; None: not limited. With `masks_stale`,
-    tokens beyond it were masked, so a group only needs one token within it.
+    tokens beyond it were masked, so a group only needs one token within it. What a draw says itself goes first.
     """
     started = {draw for draw, record in ledger.draws.items() if record.starts}
     expected = range(ledger.first_draw, max(started, default=ledger.first_draw - 1) + 1)
@@ -183,6 +190,8 @@ def _broken_promises(record: DrawRecord, first_draw: int, bound: int | None, mas
             f"{name} was trained at step {record.trained[0]} and has tokens of version {newest}: weights that did not "
             "exist before that step."
         )
+    if record.bound is not None:
+        bound, masks_stale = record.bound, record.masks_stale
     age = record.staleness(bound if masks_stale else None)
     if masks_stale and age is None:
         yield f"{name} was trained at step {record.trained[0]} and all its tokens are older than {bound} steps."

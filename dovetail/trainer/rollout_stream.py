@@ -53,6 +53,7 @@ class RolloutStream:
         self._count = config.generation_batch_size
         self._draw_prompts = draw_prompts
         self._total_steps = total_steps
+        self._bound = config.staleness_bound + config.surplus_steps
         self._max_in_flight = self._settings.max_in_flight or self._count + math.ceil(self._count / 8)
         self._generator: Generator = (
             OnTrainerDevices(groups.actor_rollout, self._max_in_flight)
@@ -82,6 +83,7 @@ class RolloutStream:
 
     def next(self, step: int) -> DataProto:
         """Whole groups for step `step`, as many as a generation batch has, in the order of their draws."""
+        self._drop(self._beyond_bound(step))
         self._start_allowed()
         wait_began = time.monotonic()
         while True:
@@ -140,7 +142,8 @@ class RolloutStream:
     def trained(self, step: int, uids: Sequence[str], *, kept: Sequence[str] = ()) -> None:
         """The step trained on these draws. Those of `kept` belong to a later step; the others taken are dropped."""
         used = {draw_number(uid) for uid in uids}
-        self.ledger.trained(sorted(used), step)
+        masks_stale = self._settings.on_stale_in_force == "mask"
+        self.ledger.trained(sorted(used), step, bound=self._bound, masks_stale=masks_stale)
         later = {draw_number(uid) for uid in kept}
         unused = [(number, "no signal") for number in sorted(self._taken.keys() - used - later)]
         for number, reason in [*self._dropped_now, *unused]:
@@ -223,6 +226,14 @@ class RolloutStream:
         if isinstance(self._generator, OnOwnDevices) or self._settings.order_in_force == "draw":
             return True
         return len(self._running) + more < self._max_in_flight
+
+    def _beyond_bound(self, step: int) -> list[int]:
+        """Draws that no step may train on any more: of a checkpoint of a run with a higher bound. No others get so old,
+        and of those that are masked, newer tokens are left."""
+        if self._settings.on_stale_in_force == "mask":
+            return []
+        draws = [*self._ready.values(), *self._running.values()]
+        return sorted(draw.number for draw in draws if draw.version < step - 1 - self._bound)
 
     def _draw_chunk(self) -> list[Draw]:
         prompts = self._draw_prompts()

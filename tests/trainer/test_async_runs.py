@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.cli.main import main
 from dovetail.observability.ledger import Ledger, read_ledger, violations
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
@@ -149,6 +150,20 @@ def test_a_run_may_change_its_mode_when_it_is_resumed(
     ledger = checked_ledger(tmp_path, bound=2)
     assert {record.starts[0] for record in ledger.draws.values()} == {2, 3}
     assert "groups that an asynchronous run had generated ahead" in caplog.text
+
+
+@pytest.mark.parametrize("order", ["finish", "draw"])
+def test_a_lower_bound_holds_from_the_step_it_is_resumed_at(toy: Toy, tmp_path: Path, order: str) -> None:
+    """What is too old for it is dropped; what was trained before is judged by the bound of then."""
+    for bound, steps in ((2, 3), (0, 5)):
+        changes = {"trainer.save_freq": 1, "async_training.max_staleness": bound, "async_training.order": order}
+        config = toy.config(tmp_path, {**CARRYING, **changes})
+        run_training(config, use_ray=False, on_step=lambda step, _, last=steps: "stop" if step == last else None)
+    draws = read_draws(tmp_path).values()
+    ages = {step: max(draw.staleness() or 0 for draw in draws if step in draw.trained) for step in (3, 4, 5)}
+    assert ages[3] > ages[4] == ages[5] == 0
+    assert sum(draw.dropped == ["too old"] for draw in draws) > 0
+    assert main(["audit", str(tmp_path)]) == 0
 
 
 def checked_ledger(folder: Path, *, bound: int) -> Ledger:
