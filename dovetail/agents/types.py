@@ -96,7 +96,7 @@ class OpenTools(Protocol):
 
     def state(self) -> Any:
         """For an exact resume, a JSON value that `Toolbox.open` takes back; None where it cannot be restored."""
-        ...
+        return None
 
     async def close(self) -> None:
         """Give back what is held; nothing, usually."""

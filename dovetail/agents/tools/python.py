@@ -11,14 +11,13 @@ import asyncio
 import logging
 import os
 import re
-from typing import Any
 
 from dovetail.agents.deadlines import place_in
-from dovetail.agents.tools.functions import Functions
+from dovetail.agents.tools.functions import FunctionToolbox
 from dovetail.agents.tools.observations import truncate_text
 from dovetail.agents.tools.schema import read_signature
 from dovetail.agents.tools.threads import call_function
-from dovetail.agents.types import InfrastructureError, Message, Task, Toolbox
+from dovetail.agents.types import InfrastructureError
 from dovetail.rewards.sandbox import LocalSandbox, RemoteSandbox, Sandbox, SandboxUnavailable, detect_isolation
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ _FENCE = re.compile(r"^\s*```(?:python|py)?\s*\n(.*?)\n?\s*```\s*$", re.DOTALL)
 _MAX_PARSED = 100_000
 
 
-class PythonToolbox(Toolbox):
+class PythonToolbox(FunctionToolbox):
     """One tool, `python(code)`: what the program prints, and the value of its last line as in a notebook."""
 
     def __init__(
@@ -52,11 +51,7 @@ class PythonToolbox(Toolbox):
             level = logging.INFO if isolation.is_sandbox else logging.WARNING
             logger.log(level, "tool %s: %s", name, isolation.describe())
         self._places = asyncio.Semaphore(max_concurrent or 2 * (os.cpu_count() or 1))
-        signature = read_signature(self.run, name=name)
-        self._functions: Any = {name: (signature, self.run)}
-
-    async def open(self, task: Task, state: Any = None) -> tuple[Functions, list[Message]]:
-        return Functions(self._functions), []
+        self._functions = {name: (read_signature(self.run, name=name), self.run)}
 
     async def run(self, code: str) -> str:
         """Run a Python program and see what it prints. Each program begins anew and keeps nothing.

@@ -7,13 +7,11 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from dovetail.agents.tools.functions import Functions
+from dovetail.agents.tools.functions import FunctionToolbox
 from dovetail.agents.tools.schema import ToolError, read_signature
-from dovetail.agents.types import Message, Task, Toolbox
 
 _WORD = re.compile(r"\w+")
 _TEXT_KEYS = ("text", "contents", "content", "passage")
@@ -50,17 +48,14 @@ class SearchIndex:
         return [int(number) for number in order if scores[number] > 0]
 
 
-class SearchToolbox(Toolbox):
+class SearchToolbox(FunctionToolbox):
     """One tool, `search(query)`, over a JSONL file of {"text" or "contents": ..., "title": ... (optional)}."""
 
     def __init__(self, corpus_path: str, *, name: str = "search", top_k: int = 3) -> None:
         self._passages = read_corpus(corpus_path)
         self._index = SearchIndex(self._passages)
         self._top_k = top_k
-        self._functions: Any = {name: (read_signature(self.search, name=name), self.search)}
-
-    async def open(self, task: Task, state: Any = None) -> tuple[Functions, list[Message]]:
-        return Functions(self._functions), []
+        self._functions = {name: (read_signature(self.search, name=name), self.search)}
 
     def search(self, query: str) -> str:
         """Search the corpus for passages.

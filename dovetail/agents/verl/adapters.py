@@ -145,9 +145,6 @@ class OpenInteraction(OpenTools):
         )
         return ToolResult(text or "", done=bool(done), metrics={} if score is None else {"turn_score": float(score)})
 
-    def state(self) -> Any:
-        return None
-
     async def close(self) -> None:
         finalize = self._interaction.finalize_interaction
         takes_id = bool(inspect.signature(finalize).parameters)
