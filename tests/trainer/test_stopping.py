@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from dovetail.observability.console import StepConsole
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.run import RunResult, run_training, stopped_message
 from dovetail.trainer.stopping import Interrupted, StopRequest, resume_line
+from tests.trainer import toy_run
 from tests.trainer.toy_run import DAPO, Toy, repeatable, train
 
 e2e, unit = pytest.mark.e2e, pytest.mark.unit
@@ -32,7 +32,7 @@ class Signals(StepConsole):
         self._steps_begun += name == "gen"
         if name == self._phase and self._steps_begun == self._step:
             for number in self._signals:
-                os.kill(os.getpid(), number)
+                signal.raise_signal(number)  # to this thread: what `os.kill` sends, another one may take, and later
 
 
 def _run(config: DovetailConfig, phase: str, step: int, *signals: int) -> RunResult:
@@ -74,6 +74,17 @@ def test_a_second_signal_ends_the_run_at_once(toy: Toy, tmp_path: Path) -> None:
     assert caught.value.signum == signal.SIGINT
     assert CheckpointStore(tmp_path / "run").latest() is None
     assert RunFolder(tmp_path / "run").read_metrics()[-1]["step"] == 1
+
+
+@e2e
+def test_a_signal_from_outside_ends_the_tests_and_fails_none_of_them(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        toy_run, "run_training", lambda config, use_ray: _run(config, "update_actor", 1, signal.SIGTERM)
+    )
+    with pytest.raises(pytest.exit.Exception, match="signal 15, which came from outside"):
+        train(toy.config(tmp_path / "run"))
 
 
 @unit

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dovetail.config.root import DovetailConfig
 from dovetail.config.tree import nested
 from dovetail.data.files import prompt_row, write_rows
@@ -120,8 +122,14 @@ DAPO: dict[str, Any] = {
 
 
 def train(config: DovetailConfig, *, use_ray: bool = False) -> tuple[RunResult, list[dict[str, Any]]]:
-    """Run it in this process and read its metrics back."""
+    """Run it in this process and read its metrics back.
+
+    A signal that no test sends is for the tests, as that of `timeout` at its limit: without this the run would take it
+    as its own, and some test would fail in its place.
+    """
     result = run_training(config, use_ray=use_ray)
+    if result.stopped_by is not None:
+        pytest.exit(f"a run was stopped by signal {result.stopped_by}, which came from outside")
     metrics = RunFolder(result.folder).read_metrics()
     unknown = unexplained({name for row in metrics for name in row})
     assert not unknown, f"docs/metrics.md does not explain {unknown}"
