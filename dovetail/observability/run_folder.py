@@ -38,7 +38,7 @@ import orjson
 
 from dovetail.config.keys import is_secret_key
 from dovetail.config.tree import leaves
-from dovetail.observability.disk import DiskFullError, explaining_full_disk
+from dovetail.observability.disk import DiskFullError, explaining_full_disk, flush_to_disk
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class RunFolder:
             if file.exists():
                 kept = [line for line in read_json_lines(file) if line.get("step", 0) <= step]
                 write_json_lines(file, kept)
+                flush_to_disk(file)
         self._remove_files_after(step)
         changed = self._changed_settings()
         if changed:
