@@ -243,12 +243,15 @@ def test_abort_ends_one_request_and_keeps_what_it_wrote(servers: list[VLLMServer
     model = tiny_model(FAMILY)
     with _engine(servers[:1], folder) as engine:
         engine.update_weights(model.named_parameters(), 1)
-        # The others keep the server busy: 300 tokens of two requests may be there before this thread looks again.
-        requests = [GenerationRequest("cut", [7], LONG), GenerationRequest("kept", [8], LONG)]
-        join = _running(engine, [*requests, GenerationRequest("others", [9], replace(LONG, n=40))], servers[0], 40)
-        assert engine.abort(["cut"]) == 1
-        cut, kept, *_ = join(120)
-        assert cut.finish_reason == "abort"
+        for _ in range(5):  # on a busy machine all 300 tokens may be there before this thread looks again
+            requests = [GenerationRequest("cut", [7], LONG), GenerationRequest("kept", [8], LONG)]
+            others = GenerationRequest("others", [9], replace(LONG, n=40))  # keep the server busy
+            join = _running(engine, [*requests, others], servers[0], 40)
+            num_met = engine.abort(["cut"])
+            cut, kept, *_ = join(120)
+            if cut.finish_reason == "abort":
+                break
+        assert (num_met, cut.finish_reason) == (1, "abort")
         assert 0 < len(cut.token_ids) < 300
         assert cut.token_ids == greedy(model, [7], len(cut.token_ids))
         assert kept.token_ids == greedy(model, [8], 300)
