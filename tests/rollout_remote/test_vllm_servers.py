@@ -243,13 +243,15 @@ def test_abort_ends_one_request_and_keeps_what_it_wrote(servers: list[VLLMServer
     model = tiny_model(FAMILY)
     with _engine(servers[:1], folder) as engine:
         engine.update_weights(model.named_parameters(), 1)
-        for _ in range(5):  # on a busy machine all 300 tokens may be there before this thread looks again
+        for _ in range(5):
             requests = [GenerationRequest("cut", [7], LONG), GenerationRequest("kept", [8], LONG)]
             others = GenerationRequest("others", [9], replace(LONG, n=40))  # keep the server busy
+            start = _tokens_written(servers[0])
             join = _running(engine, [*requests, others], servers[0], 40)
             num_met = engine.abort(["cut"])
+            written = _tokens_written(servers[0]) - start
             cut, kept, *_ = join(120)
-            if cut.finish_reason == "abort":
+            if written < 0.9 * 42 * 300:  # else it came too late, as on a busy machine, and shows nothing
                 break
         assert (num_met, cut.finish_reason) == (1, "abort")
         assert 0 < len(cut.token_ids) < 300
