@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.shapes import SHAPES
-from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, prepare_trl, write_workload
+from benchmarks.gpu.workload import PROMPTS, RESPONSE, SAMPLES, capture_trl_graphs, prepare_trl, write_workload
 
 SIDES = {
     "dovetail": (),
     "dovetail-ray": ("ray",),
     "dovetail-exact": (),
+    "dovetail-fp8": (),
     "dovetail-vllm": ("vllm",),
     "dovetail-vllm-async": ("ray", "vllm"),
     "trl": ("trl", "vllm"),
@@ -73,8 +74,11 @@ def run_side(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any
         args.steps,
         engine="vllm" if "vllm" in side else "native",
         mode="async" if side.endswith("async") else "sync",
-        exact=side == "dovetail-exact",
         use_ray="ray" in SIDES[side],
+        more={
+            "dovetail-exact": ["actor_rollout_ref.rollout.exact=True"],
+            "dovetail-fp8": ["actor_rollout_ref.actor.fp8_recipe=rowwise"],
+        }.get(side, []),
     )
 
 
@@ -154,7 +158,9 @@ class StepClock:
         return [end - start for start, end in itertools.pairwise(self.ends)]
 
 
-def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, exact: bool, use_ray: bool) -> dict[str, Any]:
+def run_dovetail(
+    folder: Path, steps: int, *, engine: str, mode: str, use_ray: bool, more: Sequence[str]
+) -> dict[str, Any]:
     """The trainer itself: data, generation, rewards, advantages, update, run folder. One process unless `use_ray`."""
     from dovetail.config import load_config
     from dovetail.observability.run_folder import TIMELINE, read_json_lines
@@ -171,7 +177,6 @@ def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, exact: boo
             f"{policy}.model.use_fused_kernels=True",
             f"{policy}.model.enable_gradient_checkpointing=False",
             f"{policy}.rollout.name={engine}",
-            f"{policy}.rollout.exact={exact}",
             f"{policy}.rollout.mode={mode}",
             f"{policy}.rollout.n={SAMPLES}",
             f"{policy}.rollout.ignore_eos=True",
@@ -192,6 +197,7 @@ def run_dovetail(folder: Path, steps: int, *, engine: str, mode: str, exact: boo
             "trainer.save_freq=-1",
             f"trainer.default_local_dir={folder}/run-{engine}-{mode}-{os.getpid()}",
             "trainer.resume_mode=disable",
+            *more,
         ]
     ).config
     clock = StepClock()
@@ -238,6 +244,7 @@ def run_trl(
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    capture_trl_graphs(prompts * SAMPLES)
     ends: list[float] = [time.perf_counter()]
 
     class Clock(TrainerCallback):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.grpo_step import StepClock
-from benchmarks.gpu.workload import prepare_trl, spare_flashinfer
+from benchmarks.gpu.workload import capture_trl_graphs, prepare_trl, spare_flashinfer
 from dovetail.cli.option_types import number, output_file, output_folder, whole_number
 
 PROMPTS, SAMPLES, MINI_BATCH, RESPONSE = 128, 8, 64, 320
@@ -67,6 +67,9 @@ def main() -> None:
     parser.add_argument("--trl-micro-batch", type=whole_number(), default=64, help="without gradient checkpointing")
     parser.add_argument(
         "--trl-liger", action=argparse.BooleanOptionalAction, default=True, help="Liger's kernels in TRL's layers"
+    )
+    parser.add_argument(
+        "--trl-graphs", action=argparse.BooleanOptionalAction, default=True, help="graphs for all rows in TRL's vLLM"
     )
     parser.add_argument(
         "--trl-minutes", type=number(above=True), default=60.0, help="TRL ends early rather than take longer"
@@ -230,6 +233,8 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
 
     from dovetail.rewards.rules.gsm8k import compute_score
 
+    if args.device == "cuda" and args.trl_graphs:
+        capture_trl_graphs(PROMPTS * SAMPLES)
     updates = PROMPTS // MINI_BATCH  # optimizer steps of TRL for one step of dovetail
     prompts = args.folder / "prompts.jsonl"
     with prompts.open("w") as lines:

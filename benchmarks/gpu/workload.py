@@ -63,6 +63,18 @@ def prepare_trl() -> None:
     spare_flashinfer()
 
 
+def capture_trl_graphs(rows: int) -> None:
+    """vLLM captures graphs for at most 512 rows unless told otherwise; TRL has no option for it.
+
+    Larger batches would run without graphs. A step may also take more tokens of prompts than the 4,096 that TRL sets.
+    """
+    from trl.generation import vllm_generation
+
+    wider = {"max_cudagraph_capture_size": max(512, rows), "max_num_batched_tokens": 16384}
+    plain = vllm_generation.LLM
+    vllm_generation.LLM = lambda **options: plain(**(options | wider))
+
+
 def _tokenizer() -> PreTrainedTokenizerFast:
     """Bytes, no merges, and names for the rest of the vocabulary, so that every id can be decoded."""
     names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
