@@ -73,7 +73,7 @@ def _audit_draws(folder: Path, ledger: Ledger, checkpoints: Sequence[Path]) -> l
         return [f"{file} is missing, so the bound of this run is not known."]
     config = DovetailConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     masks = config.async_training.on_stale_in_force == "mask"
-    bound = config.staleness_bound + config.surplus_steps
+    bound = config.group_staleness_bound
     sentences = list(violations(ledger, bound=bound, masks_stale=masks))
     sentences += _wrong_checkpoints(ledger, checkpoints)
     bounds = [record.bound for record in ledger.draws.values() if record.bound is not None]

@@ -229,6 +229,11 @@ class DovetailConfig(Section):
         return -(-(self.generation_batch_size - 1) // self.data.train_batch_size)
 
     @property
+    def group_staleness_bound(self) -> int:
+        """`staleness_bound` of a group that dynamic sampling may have kept."""
+        return self.staleness_bound + self.surplus_steps
+
+    @property
     def data_seed(self) -> int:
         """Seed of the data order."""
         return self.trainer.seed if self.data.seed is None else self.data.seed

@@ -20,7 +20,7 @@ from dovetail.rewards.runner import RewardResult
 from dovetail.trainer.base import Metrics
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.recording import Rollout
-from dovetail.trainer.rollout_stream import split_groups
+from dovetail.trainer.rollout_stream import split_groups, within_bound
 from dovetail.trainer.stalled import EMPTY_ROUNDS, no_signal
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class RayDAPOTrainer(RayPPOTrainer):
     def _fill_batch(self, wanted: int) -> tuple[list[DataProto], list[DataProto]]:
         """Groups with signal, at least `wanted` of them unless the limit of rounds is reached, and the others."""
         limit = self.config.algorithm.filter_groups.max_num_gen_batches
-        with_signal = [] if self._surplus is None else split_groups(self._surplus)
+        with_signal = self._trainable_surplus()
         self._num_carried = len(with_signal)
         self._surplus = None
         self._rounds = []
@@ -73,6 +73,15 @@ class RayDAPOTrainer(RayPPOTrainer):
                 self.global_step, len(with_signal), wanted, len(self._rounds), limit,
             )  # fmt: skip
         return with_signal, without
+
+    def _trainable_surplus(self) -> list[DataProto]:
+        """Without groups that are too old: generated ahead for steps that the surplus was enough for, or loaded with a
+        lower bound than they were generated under. The stream's ledger drops what is neither trained nor carried on."""
+        if self._surplus is None:
+            return []
+        oldest = self.global_step - 1 - self.config.group_staleness_bound
+        masks_stale = self.config.async_training.on_stale_in_force == "mask"
+        return within_bound(split_groups(self._surplus), oldest, masks_stale=masks_stale)
 
     def _scored_batch(self) -> DataProto:
         """One generation round with its scores as columns, because filtering needs them at once."""
@@ -126,6 +135,8 @@ class RayDAPOTrainer(RayPPOTrainer):
     def _load_driver_state(self, state: dict[str, Any]) -> None:
         super()._load_driver_state(state)
         self._surplus = self.checkpoints.carried[SURPLUS] if state.get("surplus") else None
+        if self.stream is not None and self._surplus is not None:
+            self.stream.load_taken(split_groups(self._surplus))
 
 
 def _with_dtypes_of(scored: DataProto, group: DataProto) -> DataProto:

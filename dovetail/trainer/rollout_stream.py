@@ -53,7 +53,7 @@ class RolloutStream:
         self._count = config.generation_batch_size
         self._draw_prompts = draw_prompts
         self._total_steps = total_steps
-        self._bound = config.staleness_bound + config.surplus_steps
+        self._bound = config.group_staleness_bound
         self._max_in_flight = self._settings.max_in_flight or self._count + math.ceil(self._count / 8)
         self._generator: Generator = (
             OnTrainerDevices(groups.actor_rollout, self._max_in_flight)
@@ -145,8 +145,11 @@ class RolloutStream:
         masks_stale = self._settings.on_stale_in_force == "mask"
         self.ledger.trained(sorted(used), step, bound=self._bound, masks_stale=masks_stale)
         later = {draw_number(uid) for uid in kept}
-        unused = [(number, "no signal") for number in sorted(self._taken.keys() - used - later)]
-        for number, reason in [*self._dropped_now, *unused]:
+        for number in sorted(self._taken.keys() - used - later):
+            draw = self._taken[number]
+            too_old = (draw.newest if masks_stale else draw.version) < step - 1 - self._bound
+            self._dropped_now.append((number, "too old" if too_old else "no signal"))
+        for number, reason in self._dropped_now:
             self.ledger.dropped(number, reason, step)
         self.scores.forget(self._taken)
         self._taken = {number: draw for number, draw in self._taken.items() if number in later}
@@ -189,8 +192,7 @@ class RolloutStream:
         if SCORES in carried:
             self.scores.unpack(carried[SCORES])
         for rows in split_groups(carried[READY]) if READY in carried else ():
-            oldest, newest = _versions(rows, self._version)
-            draw = Draw(_number_of(rows), rows, 0, oldest, rows, newest)
+            draw = self._finished_draw(rows)
             self._ready[draw.number] = draw
             self.scores.start(draw.number, rows)
         if PROMPTS in carried:
@@ -200,6 +202,11 @@ class RolloutStream:
                 for prompt in carried[PROMPTS].split(1)
             ]
             self._begin(draws, carried.get(PARTIAL))
+
+    def load_taken(self, groups: Sequence[DataProto]) -> None:
+        """After `load`: groups that the trainer has kept for a later step (`trained`)."""
+        draws = map(self._finished_draw, groups)
+        self._taken = {draw.number: draw for draw in draws}
 
     # ---- inside ----
 
@@ -228,8 +235,8 @@ class RolloutStream:
         return len(self._running) + more < self._max_in_flight
 
     def _beyond_bound(self, step: int) -> list[int]:
-        """Draws that no step may train on any more: of a checkpoint of a run with a higher bound. No others get so old,
-        and of those that are masked, newer tokens are left."""
+        """Draws that no step may train on any more: of a checkpoint of a run with a higher bound, or generated ahead
+        for steps that a surplus of dynamic sampling filled. Of those that are masked, newer tokens are left."""
         if self._settings.on_stale_in_force == "mask":
             return []
         draws = [*self._ready.values(), *self._running.values()]
@@ -240,6 +247,11 @@ class RolloutStream:
         draws = [Draw(_number_of(prompt), prompt, 0, self._version) for prompt in prompts.split(1)]
         self.ledger.started([draw.number for draw in draws], self._version)
         return draws
+
+    def _finished_draw(self, rows: DataProto) -> Draw:
+        """Of a checkpoint."""
+        oldest, newest = _versions(rows, self._version)
+        return Draw(_number_of(rows), rows, 0, oldest, rows, newest)
 
     def _start_lost(self) -> None:
         draws = list(self._running.values())
@@ -345,6 +357,19 @@ def split_groups(batch: DataProto) -> list[DataProto]:
     for row, uid in enumerate(batch.non_tensor_batch["uid"]):
         rows.setdefault(str(uid), []).append(row)
     return [batch.select_idxs(members) for members in rows.values()]
+
+
+def within_bound(groups: Sequence[DataProto], oldest: int, *, masks_stale: bool) -> list[DataProto]:
+    """Groups without tokens of weights before version `oldest`. With `masks_stale` those tokens are masked, and a group
+    stays where others are left."""
+    kept = []
+    for rows in groups:
+        first, last = _versions(rows, oldest)
+        if first >= oldest:
+            kept.append(rows)
+        elif masks_stale and last >= oldest:
+            kept.append(mask_older(rows, oldest))
+    return kept
 
 
 def mask_older(batch: DataProto, oldest: int) -> DataProto:

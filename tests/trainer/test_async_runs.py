@@ -34,6 +34,8 @@ CARRYING = {
     "actor_rollout_ref.rollout.max_num_seqs": 6,
 }
 
+AT_ONCE = {"actor_rollout_ref.rollout.max_num_seqs": 256, "async_training.max_in_flight": 64}
+
 
 def same_run(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without what only an asynchronous run reports."""
@@ -152,6 +154,17 @@ def test_a_run_may_change_its_mode_when_it_is_resumed(
     assert "groups that an asynchronous run had generated ahead" in caplog.text
 
 
+def test_a_surplus_of_groups_that_were_generated_ahead_is_dropped_at_the_bound(toy: Toy, tmp_path: Path) -> None:
+    """All groups of a round have signal, so the next round, generated ahead, waits for steps that the surplus fills."""
+    ahead = {"async_training.max_staleness": 1, "trainer.total_training_steps": 8}
+    config = toy.config(tmp_path, {**CARRYING, **DAPO, **ahead})
+    result, _ = train(config)
+    ledger = checked_ledger(result.folder, bound=config.group_staleness_bound)
+    counts = ledger.counts()
+    assert counts["trained"] == 8 * 4
+    assert counts["dropped (too old)"] > 0
+
+
 @pytest.mark.parametrize("order", ["finish", "draw"])
 def test_a_lower_bound_holds_from_the_step_it_is_resumed_at(toy: Toy, tmp_path: Path, order: str) -> None:
     """What is too old for it is dropped; what was trained before is judged by the bound of then."""
@@ -163,6 +176,19 @@ def test_a_lower_bound_holds_from_the_step_it_is_resumed_at(toy: Toy, tmp_path: 
     ages = {step: max(draw.staleness() or 0 for draw in draws if step in draw.trained) for step in (3, 4, 5)}
     assert ages[3] > ages[4] == ages[5] == 0
     assert sum(draw.dropped == ["too old"] for draw in draws) > 0
+    assert main(["audit", str(tmp_path)]) == 0
+
+
+def test_a_surplus_beyond_a_lower_bound_is_dropped(toy: Toy, tmp_path: Path) -> None:
+    """At step 5: the checkpoint of step 3 has 8 groups of version 0, and dynamic sampling keeps groups for 3 steps."""
+    for bound, steps in ((4, 3), (0, 5)):
+        changes = {"async_training.max_staleness": bound, "trainer.save_freq": 3, **AT_ONCE}
+        config = toy.config(tmp_path, {**CARRYING, **DAPO, **changes})
+        run_training(config, use_ray=False, on_step=lambda step, _, last=steps: "stop" if step == last else None)
+    draws = read_draws(tmp_path).values()
+    oldest = [draw for draw in draws if draw.finishes and draw.finishes[-1][0][0] == 0]
+    assert {step for draw in oldest for step in draw.trained} == {1, 2, 3, 4}
+    assert {draw.state for draw in oldest} == {"trained", "dropped"}
     assert main(["audit", str(tmp_path)]) == 0
 
 

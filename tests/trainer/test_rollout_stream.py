@@ -22,7 +22,7 @@ from dovetail.trainer import rollout_stream
 from dovetail.trainer.generators import Generator, OnOwnDevices, OnTrainerDevices
 from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.prompt_draws import PromptDraws
-from dovetail.trainer.rollout_stream import RolloutStream
+from dovetail.trainer.rollout_stream import RolloutStream, within_bound
 from tests.trainer.toy_run import Toy
 
 N, GROUPS = 4, 4
@@ -335,6 +335,16 @@ def test_a_step_that_is_given_up_keeps_its_scores(toy: Toy, tmp_path: Path, monk
         given = uids(stream.next(1))
         assert all(future.done() for future in stream.scores.of(map(rollout_stream.draw_number, given)) or [Future()])
         stream.undo_step(0)
+
+
+@pytest.mark.parametrize(("masks_stale", "kept"), [(False, ["new"]), (True, ["mixed", "new"])])
+def test_groups_beyond_the_bound_are_left_out_or_masked(masks_stale: bool, kept: list[str]) -> None:
+    groups = {"old": group("old", 1), "mixed": group("mixed", 1), "new": group("new", 2)}
+    groups["mixed"].tensors["weight_version"][:, 1] = 2
+    left = within_bound(list(groups.values()), 2, masks_stale=masks_stale)
+    assert [uids(rows)[0] for rows in left] == kept
+    masks = [rows.tensors["response_mask"].unique(dim=0).tolist() for rows in left]
+    assert masks == [[[0, 1]], [[1, 1]]][-len(kept) :]
 
 
 class Writing:
