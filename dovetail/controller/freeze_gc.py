@@ -20,8 +20,11 @@ def freeze_gc() -> None:
 
 @contextmanager
 def frozen_gc() -> Iterator[Callable[[], None]]:
-    """Gives `freeze_gc` to a process that lives on afterwards: at the end of the block everything is unfrozen again."""
-    has_frozen = False
+    """Gives `freeze_gc` to a process that lives on afterwards: at the end of the block everything is unfrozen again.
+
+    Python cannot unfreeze a part: where the process had frozen its objects itself, everything stays frozen.
+    """
+    has_frozen, by_caller = False, gc.get_freeze_count() > 0
 
     def freeze_here() -> None:
         nonlocal has_frozen
@@ -31,5 +34,5 @@ def frozen_gc() -> Iterator[Callable[[], None]]:
     try:
         yield freeze_here
     finally:
-        if has_frozen:
+        if has_frozen and not by_caller:
             gc.unfreeze()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from dovetail.controller.freeze_gc import freeze_gc, frozen_gc
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("unfrozen")]
 
 
 class Node:
@@ -24,13 +23,6 @@ def cycle() -> weakref.ref[Node]:
     one, two = Node(), Node()
     one.other, two.other = two, one
     return weakref.ref(one)
-
-
-@pytest.fixture(autouse=True)
-def unfrozen() -> Iterator[None]:
-    gc.unfreeze()  # a vLLM engine of another test has frozen this process too
-    yield
-    gc.unfreeze()
 
 
 def test_garbage_is_freed_first_and_later_garbage_still_is() -> None:
@@ -66,8 +58,10 @@ def test_a_process_that_lives_on_is_as_it_was(fails: bool) -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_what_somebody_else_froze_stays_frozen() -> None:
+@pytest.mark.parametrize("freezes_too", [False, True])
+def test_what_somebody_else_froze_stays_frozen(freezes_too: bool) -> None:
     gc.freeze()
-    with frozen_gc():
-        pass
+    with frozen_gc() as freeze_here:
+        if freezes_too:
+            freeze_here()
     assert gc.get_freeze_count() > 0

@@ -217,8 +217,8 @@ def test_every_process_says_when_it_worked_on_what(group: RayWorkerGroup) -> Non
     assert group.take_spans() == [[]] * 4
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_processes_of_a_group_freeze_gc_and_the_callers_own_does_not(group: RayWorkerGroup) -> None:
-    gc.unfreeze()
     group.freeze_gc()
     assert group.execute_func_rank_zero(gc.get_freeze_count) > 10_000
     LocalWorkerGroup(RayClassWithInitArgs(Calculator)).freeze_gc()

@@ -48,6 +48,7 @@ def test_a_run_writes_a_timeline_its_present_phase_and_the_text_of_tokens(toy: T
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("unfrozen")
 def test_what_two_steps_have_built_is_kept_from_the_garbage_collector(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +60,6 @@ def test_what_two_steps_have_built_is_kept_from_the_garbage_collector(
         return step(trainer)
 
     monkeypatch.setattr(RayPPOTrainer, "_train_step", watched)
-    gc.unfreeze()  # a vLLM engine of another test has frozen this process too
     train(toy.config(tmp_path, {"trainer.total_training_steps": 4}))
     assert frozen[:2] == [0, 0]
     assert min(frozen[2:]) > 10_000
