@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -247,10 +246,17 @@ def test_no_more_calls_run_than_max_concurrent_allows() -> None:
 def test_a_call_that_cannot_start_while_another_ends_leaves_both_of_their_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Each thread counts its end with the lock held, so neither count is lost."""
+    locked: list[bool] = []
+
     def end(limiter: RateLimiter) -> None:
-        num_running = limiter.num_running
-        time.sleep(0.2)  # the other thread may come in between
-        limiter.num_running = num_running - 1
+        try:
+            dispatcher._changed.notify(0)  # only a thread that holds the lock may
+        except RuntimeError:
+            locked.append(False)
+        else:
+            locked.append(True)
+        limiter.num_running -= 1
 
     class RefusesTheSecond(FakePool):
         def submit_message(self, message: bytes) -> Future[Any]:
@@ -265,6 +271,7 @@ def test_a_call_that_cannot_start_while_another_ends_leaves_both_of_their_places
     first, refused = (dispatcher.submit({"row": row}) for row in range(2))
     assert first.result(30) == {"score": 0}
     assert isinstance(refused.result(30), Failure)
+    assert locked == [True, True]
     futures = [dispatcher.submit({"row": row}) for row in (2, 3)]
     pool.wait_for(3)  # these two run side by side
     for _, future in pool.running[1:]:

@@ -74,7 +74,7 @@ class _Killer(StepConsole):
             while not shards.exists():
                 os.sched_yield()
         elif self._moment == "any":
-            time.sleep(self._after)
+            time.sleep(self._after)  # the kill comes at a time, whatever the run is doing then
         self._die()
 
     def _die(self) -> None:

@@ -33,7 +33,7 @@ SLOW_REWARD = """
 import time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(0.05 * (extra_info["index"] % 3))
+    time.sleep(0.05 * (extra_info["index"] % 3))  # how long a score takes must change nothing
     return sum(ord(letter) < 128 for letter in solution_str) / max(len(solution_str), 1)
 """
 

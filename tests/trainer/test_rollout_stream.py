@@ -363,7 +363,7 @@ class Writing:
         self.uids = uids(request)
 
     def take_groups(self, wait_s: float) -> list[DataProto]:
-        time.sleep(0.01)
+        time.sleep(0.01)  # a poll that finds nothing lasts
         self.num_polls += 1
         is_over = time.monotonic() - self.began > 2 * STALL_S
         return [group(uid, 0) for uid in self.uids] if is_over else []
