@@ -7,7 +7,6 @@ of what a short command costs. Everything else is as in a new interpreter: folde
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import runpy
 import subprocess
@@ -39,8 +38,6 @@ def _main(words: list[str], cwd: str, env: dict[str, str], output: str) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    # As in `tests.ranks`: a collection would copy the pages of all that the fork server has imported.
-    gc.freeze()
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

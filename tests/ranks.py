@@ -6,7 +6,6 @@ inherits threads from pytest. The function must live at the top of an importable
 
 from __future__ import annotations
 
-import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -19,21 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "transformers.models.llama.modeling_llama",
-        "dovetail.models.load",
-        "dovetail.models.policy",
-        "dovetail.workers.actor_rollout_ref",
-        "peft",
-        # Missing in the environment of SGLang, which is no error here.
-        "megatron.core.models.gpt",
-        "megatron.core.optimizer",
-        "megatron.core.dist_checkpointing",
-    ]
-)
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
@@ -108,8 +93,6 @@ def _main(
     if store is not None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     os.environ["OMP_NUM_THREADS"] = "1"
-    # What the fork server has imported is no garbage: looking through it would copy its pages, rank by rank.
-    gc.freeze()
     import torch
     import torch.distributed as dist
 

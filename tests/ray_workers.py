@@ -57,14 +57,12 @@ def _serve(listener: socket.socket, owner: int) -> None:
 
 
 def _become_worker(connection: socket.socket) -> None:
-    import gc
     import runpy
     import threading
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # As Ray's own workers: when one ends, Ray kills its process group, which must not be that of the tests.
     os.setpgid(0, 0)
-    gc.freeze()
     length, streams, _, _ = socket.recv_fds(connection, _LENGTH, 3)
     with connection.makefile("rb") as file:
         words, environment, folder = json.loads(file.read(int.from_bytes(length, "big")))
