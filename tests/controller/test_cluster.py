@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 
 from dovetail.controller.cluster import default_object_store_bytes
 from tests.controller.listening import is_loopback
+from tests.programs import run_program
 
 pytestmark = pytest.mark.distributed
 
@@ -28,16 +27,9 @@ def local_ray() -> dict[str, Any]:
         (Path(folder) / "ray").mkdir()
         (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
         env = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("RAY_")}
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.controller.local_ray"],
-            cwd=ROOT,
-            env=env | {"RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
+        program = ["python", str(ROOT / "tests" / "controller" / "local_ray.py")]
+        done = run_program(program, cwd=ROOT, env=env | {"RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -50,9 +42,9 @@ def test_every_socket_of_a_local_ray_and_its_workers_listens_on_loopback(local_r
 def test_ray_imported_too_early_is_refused() -> None:
     program = "import ray, dovetail.controller as c; c.start_ray(num_cpus=1)"
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False)
+    done = run_program(["python", "-c", program], cwd=ROOT, env=env)
     assert done.returncode != 0
-    assert "ray was imported before start_ray()" in done.stderr
+    assert "ray was imported before start_ray()" in done.stdout
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from dovetail.controller.hangs import CallLimits
 from tests.controller.worker_examples import Collective
 from tests.waiting import wait_until_gone
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("controller")]
 
 
 class Sleeper(Collective):
