@@ -389,6 +389,24 @@ def test_a_pause_does_not_wait_for_a_server_that_hangs(
         assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("case", ["vllm", "sglang", "sglang, scheduler too"])
+def test_a_server_that_is_healthy_and_generates_no_token_is_named(
+    fake: _Fake, folder: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setattr(pool, "STALL_S", 0.5)
+    monkeypatch.setattr(sglang_dialect, "COUNT_TIMEOUT_S", 0.1)
+    monkeypatch.setitem(cast(Any, ServerPool.__init__).__kwdefaults__, "interval_s", 0.05)
+    _SGLang(fake)
+    hangs = lambda body: asyncio.sleep(30)  # noqa: E731
+    loads = hangs if case.endswith("too") else {"loads": [{"num_used_tokens": 5}]}
+    fake.routes |= {"GET /v1/models": MODELS, "GET /v1/loads": loads, "GET /metrics": "vllm:generation_tokens_total 5"}
+    fake.routes |= {"POST /v1/completions": hangs, "POST /generate": hangs}
+    dialect: Any = case.split(",")[0]
+    named = rf"\({fake.url}: it answers its health checks and has generated no token"
+    with RemoteRollout([fake.url], str(folder), dialect=dialect) as engine, pytest.raises(EngineError, match=named):
+        engine.generate([GenerationRequest("a", [5], PLAIN)])
+
+
 def test_a_server_that_missed_the_end_of_a_pause_is_not_paused_when_it_is_back(
     fake: _Fake, folder: Path, tmp_path: Path
 ) -> None:

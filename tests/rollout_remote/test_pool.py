@@ -12,6 +12,7 @@ from typing import Any, Self
 import pytest
 from aiohttp import web
 
+from dovetail.rollout.remote import pool as pool_module
 from dovetail.rollout.remote.client import HttpClient, ServerError, ServerGoneError, ServerTimeoutError
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import NoServerError, ServerPool
@@ -21,13 +22,16 @@ pytestmark = pytest.mark.unit
 
 
 class _Server:
-    """`/work` answers after `delay_s`; `kill` breaks every connection and closes the port, as a dead process would."""
+    """`/work` answers after `delay_s`; `/tokens` grows if it `writes`, and is there if it `tells`; `kill` breaks every
+    connection and closes the port, as a dead process would."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
         self.healthy = True
         self.failing = False
         self.silent = False
+        self.tells, self.writes, self.num_tokens = True, False, 0
+        self.num_checks = 0
         self.asked = 0
         self.answered: Counter[str] = Counter()
         self.port = 0
@@ -41,7 +45,8 @@ class _Server:
 
     async def start(self) -> None:
         app = web.Application()
-        app.add_routes([web.get("/health", self._health), web.post("/work", self._work), web.post("/text", self._text)])
+        app.add_routes([web.get("/health", self._health), web.get("/tokens", self._tokens)])
+        app.add_routes([web.post("/work", self._work), web.post("/text", self._text)])
         self._runner = web.AppRunner(app, shutdown_timeout=0.01)
         await self._runner.setup()
         listener = socket.socket()
@@ -59,6 +64,7 @@ class _Server:
         await self._runner.cleanup()
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.num_checks += 1
         if self.silent:
             await asyncio.sleep(60)
         return web.Response(status=200 if self.healthy else 503)
@@ -74,6 +80,10 @@ class _Server:
         self.answered[body["job"]] += 1
         return web.json_response({"job": body["job"], "by": self.url})
 
+    async def _tokens(self, request: web.Request) -> web.Response:
+        self.num_tokens += self.writes
+        return web.json_response(self.num_tokens, status=200 if self.tells else 404)
+
     async def _text(self, request: web.Request) -> web.Response:
         return web.Response(text="Cache flushed.\n")
 
@@ -86,7 +96,12 @@ def _with_servers(
             servers = [await stack.enter_async_context(_Server(delay_s)) for _ in range(count)]
             client = HttpClient()
             pool = ServerPool(
-                [server.url for server in servers], client, interval_s=0.05, silence_s=silence_s, check_timeout_s=1.0
+                [server.url for server in servers],
+                client,
+                num_tokens=lambda url: client.get(f"{url}/tokens"),
+                interval_s=0.05,
+                silence_s=silence_s,
+                check_timeout_s=1.0,
             )
             stack.push_async_callback(client.close)
             stack.push_async_callback(pool.close)
@@ -178,6 +193,39 @@ def test_a_server_that_falls_silent_is_given_up_and_its_requests_move_on() -> No
         assert {answer["by"] for answer in answers} == {other.url}
 
     _with_servers(2, body, silence_s=1.0)
+
+
+def test_a_server_that_is_healthy_and_generates_nothing_is_given_up_until_it_generates_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "STALL_S", 0.5)
+
+    async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
+        server.delay_s = 600
+        answers = await asyncio.gather(*(_work(pool, str(number)) for number in range(8)))
+        assert {answer["by"] for answer in answers} == {other.url}
+        assert server.asked > 0
+        assert "answers its health checks and has generated no token for 0.5 s" in pool.down()[server.url]
+        num_checks = server.num_checks
+        await wait_in_loop(lambda: server.num_checks > num_checks + 2, "health checks that find it well")
+        assert pool.up() == (other.url,)
+        server.num_tokens += 1
+        await wait_in_loop(lambda: server.url in pool.up(), "the server to be back")
+
+    _with_servers(2, body)
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["tokens", "no count"])
+def test_a_server_whose_calls_are_long_is_not_given_up(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+    """It generates, or does not say whether it does."""
+    monkeypatch.setattr(pool_module, "STALL_S", 0.3)
+
+    async def body(pool: ServerPool, server: _Server) -> None:
+        server.tells, server.writes = tells, True
+        assert (await _work(pool, "a"))["by"] == server.url
+        assert pool.num_failures == 0
+
+    _with_servers(1, body, delay_s=1.5)
 
 
 def test_a_500_of_a_healthy_server_is_raised_and_one_of_a_dying_server_moves_on() -> None:

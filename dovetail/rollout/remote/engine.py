@@ -103,7 +103,12 @@ class RemoteRollout(RolloutEngine):
         try:
             self._dialect = self._build_dialect(dialect, client, logprobs=logprobs, max_model_len=own_length)
             self._pool = ServerPool(
-                urls, client, health_path=self._dialect.health_path, admit=self._admit, silence_s=silence_s
+                urls,
+                client,
+                health_path=self._dialect.health_path,
+                admit=self._admit,
+                num_tokens=self._dialect.num_tokens,
+                silence_s=silence_s,
             )
             self._calls = SampleCalls(self._pool, self._dialect, self._no_server)
             infos = self._run(self._connect())

@@ -3,8 +3,9 @@ to do, and moves on when its server dies.
 
 Sticky, because a server that has seen a conversation or a group's prompt holds it in its prefix cache. A request that a
 server did not finish is sent again, to another one; its answer is taken from exactly one. A server is down when its
-connections break, when it says itself that it is unwell, or when it has been silent for `silence_s`. It is asked every
-`interval_s` whether it is back, and `admit` decides whether it may serve. Knows no engine's routes.
+connections break, when it says itself that it is unwell, when it has been silent for `silence_s`, or when it has calls
+and has generated nothing for `STALL_S`. It is asked every `interval_s` whether it is back, and `admit` decides whether
+it may serve. Knows no engine's routes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ Admit = Callable[[str], Awaitable[None]]
 INTERVAL_S = 2.0
 SILENCE_S = 30.0
 CHECK_TIMEOUT_S = 5.0
+STALL_S = 400.0
+"""Less than the driver lets any call take (ten minutes), so that the server is named and others can take over."""
 MAX_IN_FLIGHT = 1024
 MAX_STICKY_KEYS = 65536
 """Keys not seen for so many others are forgotten."""
@@ -55,6 +58,7 @@ class ServerPool:
         *,
         health_path: str = "/health",
         admit: Admit | None = None,
+        num_tokens: Callable[[str], Awaitable[int]] | None = None,
         interval_s: float = INTERVAL_S,
         silence_s: float = SILENCE_S,
         check_timeout_s: float = CHECK_TIMEOUT_S,
@@ -69,6 +73,7 @@ class ServerPool:
         self.client = client
         self._health_path = health_path
         self._admit = admit
+        self._num_tokens = num_tokens
         self._interval_s = interval_s
         self._silence_s = silence_s
         self._check_timeout_s = check_timeout_s
@@ -79,6 +84,9 @@ class ServerPool:
         """How often a server has gone down."""
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._heard: dict[str, float] = dict.fromkeys(self.servers, time.monotonic())
+        self._progress_at = dict(self._heard)
+        self._counts: dict[str, int] = {}
+        self._stalled: set[str] = set()  # down for that reason
         self._watch: asyncio.Task | None = None
 
     def start(self) -> None:
@@ -138,6 +146,7 @@ class ServerPool:
     def mark_up(self, server: str) -> None:
         """The server takes requests again."""
         self._down.pop(server, None)
+        self._stalled.discard(server)
 
     async def health_problem(self, server: str) -> ServerError | None:
         """What a health check says; None is good."""
@@ -174,7 +183,7 @@ class ServerPool:
                 raise ServerGoneError(f"{server} went down.", url=server) from None
             task.cancel()
             raise
-        self._heard[server] = time.monotonic()
+        self._heard[server] = self._progress_at[server] = time.monotonic()
         return answer
 
     def _is_lost(self, server: str, task: asyncio.Future[Any]) -> bool:
@@ -204,7 +213,9 @@ class ServerPool:
         problem = await self.health_problem(server)
         if server in self._down:
             strikes[server] = 0
-            if problem is None:
+            if problem is not None or (server in self._stalled and await self._has_progress(server)):
+                self._stalled.discard(server)
+            if problem is None and server not in self._stalled:
                 await self._try_to_admit(server)
             return
         # A busy server may be slow to answer; one that cannot be reached, or says it is dead, need not be waited for.
@@ -212,6 +223,27 @@ class ServerPool:
         silent_s = time.monotonic() - self._heard[server]
         if problem is not None and (strikes[server] >= _MAX_STRIKES or silent_s > self._silence_s):
             self.mark_down(server, f"it fails its health checks ({problem}).")
+        elif problem is None and await self._stalls(server):
+            self._stalled.add(server)
+            self.mark_down(server, f"it answers its health checks and has generated no token for {STALL_S:g} s.")
+
+    async def _stalls(self, server: str) -> bool:
+        """Whether it has had calls for `STALL_S` and made no progress. Asked for its count only after a tenth of it."""
+        idle = not self._calls[server] or self._num_tokens is None
+        is_due = time.monotonic() - self._progress_at[server] > STALL_S / 10
+        if idle or (is_due and await self._has_progress(server)):
+            self._progress_at[server] = time.monotonic()
+        return time.monotonic() - self._progress_at[server] > STALL_S
+
+    async def _has_progress(self, server: str) -> bool:
+        """Whether its count of tokens is another than when it was last asked. One that tells none is trusted."""
+        assert self._num_tokens is not None, "only called with it"
+        try:
+            count = await self._num_tokens(server)
+        except ServerError as error:
+            return not isinstance(error, ServerTimeoutError)
+        before, self._counts[server] = self._counts.get(server), count
+        return count != before
 
     async def _try_to_admit(self, server: str) -> None:
         try:

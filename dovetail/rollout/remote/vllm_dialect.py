@@ -100,6 +100,8 @@ class VLLMDialect(Dialect):
         lines = str(await self.client.get(f"{server}/metrics", timeout_s=COUNT_TIMEOUT_S)).splitlines()
         with understood(server, lines):
             counts = [line.split()[-1] for line in lines if line.startswith("vllm:generation_tokens_total")]
+            if not counts:
+                raise ServerError(f"{server}/metrics has no counts: it runs with --disable-log-stats.", url=server)
             return int(sum(map(float, counts)))
 
     async def abort(self, server: str, call_ids: Collection[str]) -> None:
