@@ -72,7 +72,6 @@ from dovetail.algorithms.registry import (
     register_policy_loss,
 )
 from dovetail.algorithms.rollout_correction import (
-    REJECTION_RULES,
     RolloutCorrection,
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,

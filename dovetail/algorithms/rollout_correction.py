@@ -6,8 +6,6 @@ log(trainer / engine) of each sampled token. Weights carry no gradient: they cha
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,35 +13,14 @@ import torch
 from dovetail.algorithms.kl import k3_kl
 from dovetail.algorithms.masked import at_least_float32, masked_mean, masked_sum
 from dovetail.algorithms.off_policy_metrics import compute_is_metrics, compute_offpolicy_metrics, limit_weights
-
-REJECTION_RULES = tuple(
-    f"{level}_{estimator}"
-    for level in ("token", "seq_sum", "seq_mean", "seq_max")
-    for estimator in ("k1", "k2", "k3")
-    # The largest k1 alone would miss tokens that err on the other side.
-    if (level, estimator) != ("seq_max", "k1")
-)
+from dovetail.config.rejection import RejectionRule, rejection_rules
 
 _MAX_LOG_RATIO = 20.0
 
 
-@dataclass(frozen=True)
-class _Rule:
-    name: str
-    lower: float | None  # in the units of the estimator; only k1 can be negative
-    upper: float
-
-    @property
-    def level(self) -> str:
-        return self.name.rpartition("_")[0]
-
-    @property
-    def estimator(self) -> str:
-        return self.name.rpartition("_")[2]
-
-    def accepts(self, statistic: torch.Tensor) -> torch.Tensor:
-        accepted = statistic <= self.upper
-        return accepted if self.lower is None else accepted & (statistic >= self.lower)
+def _accepts(rule: RejectionRule, statistic: torch.Tensor) -> torch.Tensor:
+    accepted = statistic <= rule.upper
+    return accepted if rule.lower is None else accepted & (statistic >= rule.lower)
 
 
 @torch.no_grad()
@@ -60,14 +37,14 @@ def compute_rollout_rejection_mask(
     Thresholds: one for all rules, or one per rule, comma separated. For k1 a ratio bound: `2.0` means [1/2, 2],
     `"0.5_2.0"` gives both. For k2 and k3 an upper bound of the estimate.
     """
-    rules = _parse_rules(rollout_rs, rollout_rs_threshold)
+    rules = rejection_rules(rollout_rs, rollout_rs_threshold)
     kept = response_mask.bool()
     log_ratio = torch.where(kept, at_least_float32(log_ratio), 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     passed = torch.ones_like(kept)
     metrics: dict[str, float] = {}
     for rule in rules:
         statistic = _statistic(rule, log_ratio, kept)
-        rule_passed = rule.accepts(statistic).expand_as(kept)
+        rule_passed = _accepts(rule, statistic).expand_as(kept)
         passed = passed & rule_passed
         metrics |= _rule_metrics(rule, statistic, rule_passed, kept)
     rejected = kept & ~passed
@@ -76,7 +53,7 @@ def compute_rollout_rejection_mask(
     return response_mask * passed.to(response_mask.dtype), metrics
 
 
-def _statistic(rule: _Rule, log_ratio: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def _statistic(rule: RejectionRule, log_ratio: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """(rows, width) for a token rule, (rows, 1) for a sequence rule."""
     if rule.estimator == "k1":
         tokens = -log_ratio
@@ -95,7 +72,9 @@ def _statistic(rule: _Rule, log_ratio: torch.Tensor, kept: torch.Tensor) -> torc
     return torch.where(kept, tokens, 0.0).amax(dim=-1, keepdim=True)
 
 
-def _rule_metrics(rule: _Rule, statistic: torch.Tensor, passed: torch.Tensor, kept: torch.Tensor) -> dict[str, float]:
+def _rule_metrics(
+    rule: RejectionRule, statistic: torch.Tensor, passed: torch.Tensor, kept: torch.Tensor
+) -> dict[str, float]:
     prefix = f"rollout_rs_{rule.name}"
     rows = kept.any(dim=-1)
     tokens = statistic.expand_as(kept)
@@ -126,38 +105,6 @@ def _rule_metrics(rule: _Rule, statistic: torch.Tensor, passed: torch.Tensor, ke
             f"{prefix}_seq_fraction_low": (per_row < lower).float().mean(),
         }
     return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
-
-
-def _parse_rules(rollout_rs: str, threshold: float | str | None) -> list[_Rule]:
-    names = list(dict.fromkeys(part.strip() for part in rollout_rs.split(",") if part.strip()))
-    unknown = [name for name in names if name not in REJECTION_RULES]
-    if unknown or not names:
-        raise ValueError(
-            f"rollout_rs={rollout_rs!r}: {unknown or 'nothing'} is no rule. Known: {', '.join(REJECTION_RULES)}."
-        )
-    if threshold is None:
-        raise ValueError(f"rollout_rs={rollout_rs!r} needs rollout_rs_threshold, e.g. 2.0 or '0.5_2.0'.")
-    specs = [part.strip() for part in str(threshold).split(",") if part.strip()]
-    if len(specs) not in (1, len(names)):
-        raise ValueError(
-            f"rollout_rs_threshold={threshold!r} has {len(specs)} entries for {len(names)} rules; give 1 or as many."
-        )
-    return [_parse_rule(name, spec) for name, spec in zip(names, specs * (len(names) // len(specs)), strict=True)]
-
-
-def _parse_rule(name: str, spec: str) -> _Rule:
-    is_ratio = name.endswith("k1")
-    lower_text, _, upper_text = spec.rpartition("_")
-    try:
-        upper = float(upper_text)
-        lower = float(lower_text) if lower_text else 1.0 / upper
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"rollout_rs_threshold {spec!r} for {name} is not a number or 'low_high'.") from None
-    if lower <= 0 or upper <= 0:
-        raise ValueError(f"rollout_rs_threshold {spec!r} for {name} must be positive.")
-    if not is_ratio and lower_text:
-        raise ValueError(f"rollout_rs_threshold {spec!r}: {name} takes one upper bound, not a range.")
-    return _Rule(name, math.log(lower), math.log(upper)) if is_ratio else _Rule(name, None, upper)
 
 
 # exp(20) is 5e8: a product of ratios over a long answer would overflow otherwise.

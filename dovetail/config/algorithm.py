@@ -9,11 +9,8 @@ from pydantic import field_validator
 from dovetail.config.actor import KLEstimator
 from dovetail.config.base import Rule, Section, all_of, key, read_with, section, unsupported, unused, when_is, when_not
 from dovetail.config.names import ADV_ESTIMATORS, listed
+from dovetail.config.rejection import rejection_rules
 
-REJECTION_RULES = (
-    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
-)
 ESTIMATORS_WITH_CRITIC = frozenset({"gae"})
 OPTIMAL_TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 
@@ -101,15 +98,9 @@ class RolloutCorrectionConfig(Section):
     @field_validator("rollout_rs")
     @classmethod
     def _rules_exist(cls, value: str | None) -> str | None:
-        unknown = [rule for rule in (value or "").split(",") if value and rule.strip() not in REJECTION_RULES]
-        if unknown:
-            raise ValueError(f"{', '.join(unknown)} is no rejection rule; use {', '.join(REJECTION_RULES)}.")
+        if value:
+            rejection_rules(value, 2.0)
         return value
-
-    @property
-    def rejection_rules(self) -> tuple[str, ...]:
-        """The rejection rules in order."""
-        return tuple(rule.strip() for rule in self.rollout_rs.split(",")) if self.rollout_rs else ()
 
     @property
     def weight_threshold(self) -> float | str:

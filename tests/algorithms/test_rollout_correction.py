@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dovetail.algorithms import (
-    REJECTION_RULES,
     compute_is_metrics,
     compute_offpolicy_metrics,
     compute_overlong_penalty,
@@ -18,6 +17,7 @@ from dovetail.algorithms import (
     compute_rollout_rejection_mask,
 )
 from dovetail.algorithms.rollout_correction import interpolate_old_log_prob, interpolation_weights
+from dovetail.config.rejection import REJECTION_RULES
 
 pytestmark = pytest.mark.unit
 
@@ -105,14 +105,16 @@ def test_equal_policies_reject_nothing(rule: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "threshold", "message"),
     [
-        ("token_k9", 2.0, "Known: token_k1"),
-        ("seq_max_k1", 2.0, "is no rule"),
-        ("", 2.0, "is no rule"),
-        ("token_k1", None, "needs rollout_rs_threshold"),
+        ("token_k9", 2.0, "use token_k1"),
+        ("seq_max_k1", 2.0, "is no rejection rule"),
+        ("", 2.0, "is no rejection rule"),
+        ("token_k1", None, "needs bounds"),
         ("token_k2", "1_2", "one upper bound"),
-        ("token_k1", "0", "not a number"),
-        ("token_k1", "-2_1", "must be positive"),
-        ("token_k1,token_k2,token_k3", "1,2", "2 entries for 3 rules"),
+        ("token_k1", "0", "neither a number"),
+        ("token_k1", "-2_1", "not positive"),
+        ("token_k1", "2.0_0.5", "rejects everything"),
+        ("token_k1", 0.5, "rejects everything"),
+        ("token_k1,token_k2,token_k3", "1,2", "2 bounds for 3 rules"),
     ],
 )
 def test_wrong_rejection_settings_are_explained(rule: str, threshold: str | None, message: str) -> None:

@@ -8,19 +8,17 @@ import pytest
 
 from dovetail.algorithms.kl import KL_PENALTIES
 from dovetail.algorithms.registry import adv_estimator_names, policy_loss_names
-from dovetail.algorithms.rollout_correction import REJECTION_RULES
-from dovetail.config import ConfigError, algorithm, load_config, names
+from dovetail.config import ConfigError, load_config, names
 from dovetail.config.actor import KLEstimator
 
 pytestmark = pytest.mark.unit
 
 
-def test_estimators_losses_and_rules_are_those_of_the_registries() -> None:
+def test_estimators_and_losses_are_those_of_the_registries() -> None:
     import dovetail.algorithms  # noqa: F401  registers them
 
     assert set(names.ADV_ESTIMATORS) == set(adv_estimator_names())
     assert set(names.POLICY_LOSSES) == set(policy_loss_names())
-    assert set(algorithm.REJECTION_RULES) == set(REJECTION_RULES)
 
 
 def test_kl_estimators_are_those_of_the_algorithms_with_and_without_a_plus() -> None:

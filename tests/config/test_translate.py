@@ -87,13 +87,13 @@ def test_the_third_generation_has_older_names_too() -> None:
         f"{CORRECTION}.use_policy_gradient=True",
         f"{CORRECTION}.bypass_old_logprob_for_rollout=True",
     ).config.algorithm.rollout_correction
-    assert correction.rejection_rules == ("seq_mean_k1",)
+    assert correction.rollout_rs == "seq_mean_k1"
     assert correction.rollout_rs_threshold == "0.99_1.001"
     assert (correction.loss_type, correction.bypass_mode) == ("reinforce", True)
     vetoed = load(
         f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_token_veto_threshold=1e-4"
     ).config.algorithm.rollout_correction
-    assert vetoed.rejection_rules == ("token_k1", "seq_max_k2")
+    assert vetoed.rollout_rs == "token_k1,seq_max_k2"
     assert vetoed.rollout_rs_threshold == "2.0,42.4152"
     pair = load(f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_4.0")
     assert pair.config.algorithm.rollout_correction.rollout_is_threshold == 4.0

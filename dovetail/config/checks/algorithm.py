@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dovetail.config.algorithm import ESTIMATORS_WITH_CRITIC, OPTIMAL_TOKEN_BASELINES
 from dovetail.config.checks.examined import Check, Examined, Findings
+from dovetail.config.rejection import rejection_rules
 
 GROUP_ESTIMATORS = frozenset(
     {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"}
@@ -85,12 +86,11 @@ def _rollout_correction(run: Examined) -> Findings:
             "skips that pass; set bypass_mode=False, or use another estimator.",
             "correction.bypass_mode",
         )
-    bounds, rules = str(correction.rollout_rs_threshold).split(","), len(correction.rejection_rules)
-    if correction.rollout_rs is not None and correction.rollout_rs_threshold is None:
-        yield run.error("@correction.rollout_rs_threshold is not set: <correction.rollout_rs> needs bounds; use 2.0.")
-    elif correction.rollout_rs is not None and len(bounds) not in (1, rules):
-        key = "correction.rollout_rs_threshold"
-        yield run.error(f"<{key}> has {len(bounds)} bounds for {rules} rules; give one, or one per rule.")
+    if correction.rollout_rs is not None:
+        try:
+            rejection_rules(correction.rollout_rs, correction.rollout_rs_threshold)
+        except ValueError as error:
+            yield run.error(f"<correction.rollout_rs> with <correction.rollout_rs_threshold>: {error}")
 
 
 def _estimator_options(run: Examined) -> Findings:

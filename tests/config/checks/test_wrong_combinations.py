@@ -265,6 +265,18 @@ WRONG: list[tuple[tuple[str, ...], str, str, tuple[str, ...]]] = [
         ("=0.28", "above", "clip_ratio_low=0.2"),
     ),
     (
+        (f"{C}.rollout_rs=seq_max_k2", f"{C}.rollout_rs_threshold=0.5_2.0", f"{R}.calculate_log_probs=True"),
+        "error",
+        f"{C}.rollout_rs",
+        ("=seq_max_k2", "=0.5_2.0", "one upper bound", "use 2"),
+    ),
+    (
+        (f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=2_0.5", f"{R}.calculate_log_probs=True"),
+        "error",
+        f"{C}.rollout_rs",
+        ("=2_0.5", "rejects everything", "use 0.5_2.0"),
+    ),
+    (
         (f"{C}.rollout_is=token", f"{C}.bypass_mode=True", f"{R}.calculate_log_probs=True"),
         "warning",
         f"{C}.rollout_is",
