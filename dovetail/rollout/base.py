@@ -39,6 +39,9 @@ CLOSED = "the engine is closed; build a new one."
 RUNNING = "requests are running; finish, abort or pause them before sleep."
 NO_WEIGHTS = -1
 """`weight_version` of an engine that dropped its weights in its sleep."""
+STALL_S = 400.0
+"""An engine or server that has requests, is not paused and generates no token for this long hangs. Shorter than the
+driver's shortest limit of a call (`HUNG_LEAST_S`), so that it is named, and a new or another one can take over."""
 DROPPED_BY_SLEEP = "the weights were dropped by sleep and not sent again"
 
 

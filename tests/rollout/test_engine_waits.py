@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from dovetail.controller.hangs import CallLimits
 from dovetail.observability import waits
 from dovetail.observability.waits import WaitTimeout
 from dovetail.rollout import gate as gate_module
-from dovetail.rollout.base import EngineDiedError, GenerationRequest, SamplingParams
+from dovetail.rollout.base import STALL_S, EngineDiedError, GenerationRequest, SamplingParams
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.remote import calls as remote_calls
 from dovetail.rollout.remote.client import ServerGoneError
@@ -98,13 +99,21 @@ def test_the_id_of_an_aborted_request_is_free_when_abort_returns() -> None:
     assert asyncio.run(abort()) == (2, 0, ["abort", "abort"])
 
 
+@pytest.mark.parametrize("usual_s", [1, 10, 60, 600])
+def test_an_engine_that_hangs_is_noticed_and_its_work_done_again_before_the_driver_gives_up(usual_s: float) -> None:
+    limits = CallLimits()
+    limits.record("actor_rollout", "generate_sequences", usual_s)
+    # Servers are asked for their tokens once in a tenth of the time.
+    assert usual_s + 1.1 * STALL_S + usual_s < limits.limit("actor_rollout", "generate_sequences").hung_s
+
+
 @pytest.mark.parametrize("timeout", [None, 0.001], ids=["one call", "many calls"])
 def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(
     monkeypatch: pytest.MonkeyPatch, timeout: float | None
 ) -> None:
     from dovetail.rollout.vllm import ray_engine
 
-    monkeypatch.setattr(ray_engine, "SILENCE_S", 0.05)
+    monkeypatch.setattr(ray_engine, "STALL_S", 0.05)
     num_looks = 0
 
     def no_token(seconds: float) -> ray_engine.Progress:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from dovetail.rollout.base import EngineError
+from dovetail.rollout.base import STALL_S, EngineError
 from dovetail.rollout.remote.client import HttpClient, ServerError, ServerGoneError, ServerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,6 @@ Admit = Callable[[str], Awaitable[None]]
 INTERVAL_S = 2.0
 SILENCE_S = 30.0
 CHECK_TIMEOUT_S = 5.0
-STALL_S = 400.0
-"""Less than the driver lets any call take (ten minutes), so that the server is named and others can take over."""
 MAX_IN_FLIGHT = 1024
 MAX_STICKY_KEYS = 65536
 """Keys not seen for so many others are forgotten."""

@@ -21,6 +21,7 @@ from dovetail.controller.process_state import DRIVEN_BY
 from dovetail.observability.waits import waiting
 from dovetail.rollout.base import (
     ALL_TAGS,
+    STALL_S,
     EngineDiedError,
     EngineError,
     EngineHealth,
@@ -53,8 +54,6 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 1800.0
 """Of a call that does not generate: the longest is a load of all weights from disk."""
-SILENCE_S = 600.0
-"""An engine that is not paused and writes no token for this long hangs."""
 _CLOSE_S = 60.0
 """An engine that does not close by itself within this is killed."""
 _TAKE_S = 10.0
@@ -238,7 +237,7 @@ class RayVLLMEngine(RolloutEngine):
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
         """Let the engine generate. One thread at a time asks for results, and delivers those of all."""
         end = None if timeout is None else time.monotonic() + timeout
-        with waiting("this worker", f"{len(self._running)} requests of the vLLM engine", limit_s=SILENCE_S) as wait:
+        with waiting("this worker", f"{len(self._running)} requests of the vLLM engine", limit_s=STALL_S) as wait:
             while not done():
                 left = _TAKE_S if end is None else min(_TAKE_S, end - time.monotonic())
                 if left <= 0:
@@ -364,7 +363,7 @@ class RayVLLMEngine(RolloutEngine):
     def _take(self, seconds: float) -> Progress:
         """What ended, delivered; a request that was sent again after a restart delivers each sample once."""
         take = self.actor.take.options(concurrency_group="generate")
-        progress: Progress = self._get(take.remote(seconds), timeout=SILENCE_S)
+        progress: Progress = self._get(take.remote(seconds), timeout=STALL_S)
         for result in progress.results:
             running = self._running.get(result.request_id)
             if running is None or result.sample_index in running.delivered:
