@@ -79,7 +79,11 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong, without all options before it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the options.\n")
+        hint = ""
+        if message.startswith("unrecognized arguments: --") and "key=value" in self.format_usage():
+            name, _, value = message.removeprefix("unrecognized arguments: --").partition(" ")[0].partition("=")
+            hint = f"; settings have no dashes: {name.replace('-', '_')}={value or 'VALUE'}"
+        self.exit(2, f"{self.prog}: {message}{hint}\n`{self.prog} --help` lists the options.\n")
 
 
 def _is_of_user(error: Exception) -> bool:

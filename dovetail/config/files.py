@@ -24,6 +24,11 @@ def read_yaml(path: Path) -> Tree:
         raise ValueError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds a {type(loaded).__name__}; a configuration is a mapping of sections")
+    # A launch list reads as YAML, too: as one long word that is set to nothing.
+    if listed := next((str(name) for name, value in loaded.items() if value is None and "=" in str(name)), None):
+        raise ValueError(
+            f"{path} is a launch list ({listed[:40]!r} ...), not YAML; give it with --overrides-file {path}"
+        )
     return {str(name): value for name, value in loaded.items()}
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from dovetail.config.errors import name_some
 from dovetail.models.errors import ModelError
 from dovetail.models.load import Role, build_meta_model
-from dovetail.models.weights import load_weights, unread_tensors
+from dovetail.models.weights import lacks_head, load_weights, unread_tensors
 
 # Heads of other roles, buffers that older releases saved, and layers that only predict further tokens.
 _MAY_BE_LEFT_OUT = re.compile(
@@ -45,6 +45,11 @@ def check_model_folder(
             f"{path}: {len(unread)} tensors have no place in the network that its config.json describes "
             f"({type(model).__name__} with {layers} layers): {name_some(unread)}. Is the config.json of this model? "
             "To leave layers out on purpose set override_config.num_hidden_layers."
+        )
+    if role == "reward" and lacks_head(model, path):  # a critic may start with a new head
+        raise ModelError(
+            f"{path} is no reward model: its weights have no head that scores, and a new one would score at random; "
+            "give a sequence classifier, or train one with `dovetail reward` and export it."
         )
     if override_config:
         model = build_meta_model(path, role, override_config=override_config, trust_remote_code=trust_remote_code)

@@ -70,6 +70,13 @@ def unread_tensors(hf_model: PreTrainedModel, path: str | Path) -> list[str]:
     return [name for name in tensors if name not in read]
 
 
+def lacks_head(hf_model: PreTrainedModel, path: str | Path) -> bool:
+    """Whether `hf_model` has a scalar head that `path` holds no weights for, so that `load_weights` makes a new one."""
+    stored = (_TRL_VALUE_HEAD.get(name, name) for name, _ in iter_checkpoint_tensors(path))
+    has_head = any(name.endswith(_HEADS) for name in hf_model.state_dict())
+    return has_head and not any(name.endswith(_HEADS) for name in stored)
+
+
 def iter_model_tensors(
     hf_model: PreTrainedModel, path: str | Path, *, only: Container[str] | None = None, headers_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:

@@ -267,6 +267,12 @@ class BaseTrainer(ABC, Generic[Groups]):
             return  # no step is repeated, so what was recorded after this one stays
         self._load_driver_state(checkpoint.state)
         self.tracker.resume(checkpoint.step)
+        if checkpoint.step >= self.total_steps:
+            logger.warning(
+                "%s is at step %d of %d: nothing is left to train. To train on, raise the number of steps (steps=). "
+                "For a new run, give another folder (output=), or start over here with trainer.resume_mode=disable.",
+                self.tracker.folder.path, checkpoint.step, self.total_steps,
+            )  # fmt: skip
         if all(row["step"] != checkpoint.step for row in self.tracker.folder.read_metrics()):
             self.tracker.log(checkpoint.step, checkpoint.metrics)
 

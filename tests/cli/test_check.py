@@ -251,6 +251,28 @@ def test_an_unknown_command_suggests_the_nearest(options: list[str], capsys: pyt
     assert "did you mean check?" in capsys.readouterr().err
 
 
+def test_a_setting_with_dashes_is_refused_with_the_way_to_write_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["check", "--train-batch-size", "8"], ["eval", "m", "--reward=my.py:f"], ["audit", "r", "--x"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+    check, _, evaluate, _, audit, _ = capsys.readouterr().err.splitlines()
+    assert check.endswith("--train-batch-size; settings have no dashes: train_batch_size=VALUE")
+    assert evaluate.endswith("settings have no dashes: reward=my.py:f")
+    assert audit.endswith("unrecognized arguments: --x"), "it takes no settings"
+
+
+def test_a_launch_list_that_is_given_as_a_file_is_refused_with_its_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "launch.txt"
+    file.write_text("# of last week\ndata.train_batch_size=64\ntrainer.nnodes=1\n")
+    assert main(["train", str(file)]) == 2
+    message = capsys.readouterr().err.splitlines()[1]
+    assert "is a launch list ('data.train_batch_size=64 trainer.nnodes=' ...), not YAML" in message
+    assert message.endswith(f"give it with --overrides-file {file}.")
+
+
 @pytest.mark.parametrize("demo", [ADDITION, AGENT], ids=["addition", "agent"])
 def test_the_demos_launch_list_is_valid_without_a_warning(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, demo: Demo

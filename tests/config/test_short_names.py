@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dovetail.config import ConfigError, load_config
+from dovetail.config import ConfigError, DovetailConfig, load_config
+from dovetail.config.keys import find_key
+from dovetail.config.translate.short import SHORT_NAMES, TRL_NAMES
 
 pytestmark = pytest.mark.unit
 
@@ -79,3 +82,18 @@ def test_a_section_is_no_short_name_and_full_keys_win_when_they_come_later() -> 
 def test_a_wrong_value_names_the_key_it_is_for() -> None:
     with pytest.raises(ConfigError, match=r"trainer.total_training_steps='many' is not accepted"):
         load_config(overrides=["steps=many"])
+
+
+def test_names_of_trl_are_refused_with_the_name_that_they_have_here() -> None:
+    for name, here in TRL_NAMES.items():
+        with pytest.raises(ConfigError, match=f"{name} is not a known key; .* TRL calls so is {re.escape(here)} here"):
+            load_config(overrides=[f"{name}=1"])
+        key = here.partition(" ")[0]
+        assert key in SHORT_NAMES or find_key(DovetailConfig, key), key
+    with pytest.raises(ConfigError, match="what TRL calls so is steps here"):
+        load_config(values={"trainer": {"max_steps": 3}})
+
+
+def test_a_section_is_suggested_by_the_key_that_takes_its_path() -> None:
+    with pytest.raises(ConfigError, match=r"teacher is not a known key; did you mean distill\.teacher\.path\?"):
+        load_config(overrides=["teacher=org/large"])

@@ -50,6 +50,15 @@ def test_a_folder_of_each_family_passes_as_policy_and_as_critic(family: str, tmp
     check_model_folder(tmp_path, "value")
 
 
+def test_a_language_model_is_refused_as_a_reward_model(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    with pytest.raises(ModelError, match=r"is no reward model: its weights have no head .* `dovetail reward`"):
+        check_model_folder(folder, "reward")
+    head = {"v_head.summary.weight": torch.ones(1, 128)}  # TRL's name
+    save_file(load_file(folder / "model.safetensors") | head, folder / "model.safetensors", metadata={"format": "pt"})
+    check_model_folder(folder, "reward")
+
+
 @pytest.mark.parametrize("in_shards", [False, True])
 def test_layers_on_disk_that_the_config_does_not_have_are_an_error(in_shards: bool, tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "model")

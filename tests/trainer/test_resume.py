@@ -110,12 +110,16 @@ def test_a_run_killed_at_three_random_moments_ends_as_an_uninterrupted_one(toy: 
     assert answers(tmp_path / "killed") == expected_answers, said
 
 
-def test_a_finished_run_that_is_started_again_changes_nothing(toy: Toy, tmp_path: Path) -> None:
+def test_a_finished_run_that_is_started_again_changes_nothing_and_says_so(
+    toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = toy.config(tmp_path, {"trainer.save_freq": 1})
     _, first = train(config)
+    assert "nothing is left to train" not in caplog.text
     result, again = train(config)
     assert result.steps == 3
     assert again == first
+    assert f"{tmp_path} is at step 3 of 3: nothing is left to train" in caplog.text
 
 
 def test_resume_mode_chooses_the_checkpoint(toy: Toy, tmp_path: Path) -> None:

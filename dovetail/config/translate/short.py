@@ -27,6 +27,36 @@ SHORT_NAMES: dict[str, tuple[str, str]] = {
 }
 """Name -> the key that it sets, and what it takes. `reward` sets other keys when it names no function."""
 
+_ACTOR = "actor_rollout_ref.actor"
+TRL_NAMES: dict[str, str] = {
+    "train_dataset": "data",
+    "eval_dataset": "val_data",
+    "reward_funcs": "reward",
+    "learning_rate": "lr",
+    "output_dir": "output",
+    "max_steps": "steps",
+    "num_train_epochs": "trainer.total_epochs",
+    "save_steps": "trainer.save_freq",
+    "eval_steps": "trainer.test_freq",
+    "report_to": "trainer.logger",
+    "per_device_train_batch_size": "data.train_batch_size (prompts per step, on all devices together)",
+    "gradient_accumulation_steps": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    "max_completion_length": "data.max_response_length",
+    "num_generations": "actor_rollout_ref.rollout.n",
+    "num_iterations": f"{_ACTOR}.ppo_epochs",
+    "epsilon": f"{_ACTOR}.clip_ratio_low",
+    "epsilon_high": f"{_ACTOR}.clip_ratio_high",
+    "max_grad_norm": f"{_ACTOR}.grad_clip",
+    "warmup_steps": f"{_ACTOR}.optim.lr_warmup_steps",
+    "warmup_ratio": f"{_ACTOR}.optim.lr_warmup_steps_ratio",
+    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
+    "mask_truncated_completions": "algorithm.filter_truncated",
+    "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "peft_config": "actor_rollout_ref.model.lora_rank",
+    "use_vllm": "engine",
+}
+"""TRL's names and the ones that mean it here, for messages: docs/guide/from-trl.md says what differs."""
+
 
 def expand(name: str, value: Any) -> dict[str, Any] | None:
     """The keys that a short name sets; None when `name` is none, or is used as a section (`data: {...}`)."""
