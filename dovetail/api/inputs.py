@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import filecmp
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +34,7 @@ def data_files(data: Data, folder: Path, name: str) -> str | list[str]:
     if not entries or wrong is not None:
         shown = "it is empty" if not entries else f"it holds a {type(wrong).__name__}, {str(wrong)[:60]!r}"
         raise _unusable(name, shown)
-    return str(_write(entries, folder / "data" / f"{name}.jsonl", name))
+    return str(_write(entries, folder / "data", name))
 
 
 def reward_text(reward: Reward, folder: Path) -> str | list[str]:
@@ -88,11 +90,17 @@ def _address(function: Callable[..., Any], file: Path) -> str:
     return f"{file}:{name or type(function).__name__}"
 
 
-def _write(rows: list[Mapping[str, Any]], file: Path, name: str) -> Path:
+def _write(rows: list[Mapping[str, Any]], folder: Path, name: str) -> Path:
+    """`name.jsonl`, or with a number where that has other rows: a run in this folder may have been trained on them."""
     from dovetail.data.files import write_rows
 
     try:
-        return write_rows(rows, file)
+        written = write_rows(rows, folder / f".{name}.jsonl")
     except TypeError as error:
         words = f"{name}: a row holds what JSON cannot ({error}); write a parquet file and give its path"
         raise ConfigError([Problem(name, f"{words}.")]) from error
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    files = (folder / f"{each}.jsonl" for each in names)
+    return written.replace(
+        next(file for file in files if not file.exists() or filecmp.cmp(file, written, shallow=False))
+    )

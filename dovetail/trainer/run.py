@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import signal
 import sys
@@ -10,8 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
 from dovetail.config.effects import unsupported_in_runs
+from dovetail.config.errors import Problem
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules, load_user_object, split_address
@@ -80,6 +83,8 @@ def run_training(
     lock.refuse_if_held()
     settings = config.trainer
     watchers = [watcher for watcher in (on_step, _named_watcher(settings.on_step)) if watcher is not None]
+    for watcher in watchers:
+        _refuse_other_arguments(watcher)
     with ExitStack() as open_things:
         options = RunOptions(use_ray=use_ray, trainer_class=trainer_class, recording=recording)
         with timers("read_inputs"):
@@ -171,6 +176,17 @@ def stopped_message(result: RunResult, config: DovetailConfig) -> str:
 
 def _named_watcher(address: str | None) -> OnStep | None:
     return None if address is None else load_user_object(*split_address(address), key="trainer.on_step")
+
+
+def _refuse_other_arguments(watcher: OnStep) -> None:
+    """Here, and not after the first step."""
+    try:
+        inspect.signature(watcher).bind(1, {})
+    except TypeError as error:
+        problem = f"on_step: {getattr(watcher, '__name__', watcher)} cannot be called with (step, metrics): {error}."
+        raise ConfigError([Problem("trainer.on_step", problem)]) from error
+    except ValueError:  # a function of C says nothing of its arguments
+        return
 
 
 def _watched(watchers: Sequence[OnStep], stop: StopRequest) -> Callable[[int, dict[str, float]], None]:

@@ -166,6 +166,28 @@ def test_a_callback_that_is_no_function_and_keys_that_are_no_dict_are_refused(mo
         dovetail.SFT(model, ROWS, config=["lr"])  # pyrefly: ignore[bad-argument-type]
 
 
+def test_a_callback_of_other_arguments_is_refused_before_the_first_step(model: str, tmp_path: Path) -> None:
+    def watch(metrics: dict[str, float]) -> None: ...
+
+    trainer = dovetail.GRPO(model, ROWS, ascii_share, output=tmp_path, on_step=watch)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(
+        ConfigError, match=r"on_step: watch cannot be called with \(step, metrics\): too many positional"
+    ):
+        trainer.train()
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_other_rows_do_not_replace_those_that_a_run_in_the_folder_has(model: str, tmp_path: Path) -> None:
+    paths = [
+        dovetail.GRPO(model, rows, ascii_share, output=tmp_path).config.data.train_paths
+        for rows in (ROWS, ROWS[:8], ROWS, ROWS[:8])
+    ]
+    names = ["data.jsonl", "data_2.jsonl", "data.jsonl", "data_2.jsonl"]
+    assert paths == [(str(tmp_path / "data" / name),) for name in names]
+    assert sorted(file.name for file in (tmp_path / "data").iterdir()) == names[:2]
+    assert len((tmp_path / "data" / "data.jsonl").read_text().splitlines()) == len(ROWS)
+
+
 def test_the_same_lines_run_on_ray(model: str, tmp_path: Path) -> None:
     """Two workers on Ray, and a function that only this process has."""
     prefix = "say"
