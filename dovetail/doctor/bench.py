@@ -22,7 +22,7 @@ from dovetail.models.flops import StepUtilisation
 from dovetail.observability.timers import PhaseTimers
 from dovetail.protocol import DataProto
 from dovetail.trainer.arrange import arrange_rows
-from dovetail.trainer.devices import start_cluster, uses_gpu
+from dovetail.trainer.devices import ray_runs_here, start_cluster, uses_gpu
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.trainer.model_folders import fetch_models
 from dovetail.trainer.step_metrics import update_metrics
@@ -67,7 +67,7 @@ def bench_training(config: DovetailConfig, *, steps: int, use_ray: bool) -> Benc
     refuse_unsupported(config)
     fetch_models(config)
     with ExitStack() as open_things:
-        if use_ray:
+        if use_ray and not ray_runs_here():
             open_things.callback(stop_ray)
         use_gpu = start_cluster(config) if use_ray else uses_gpu(config)
         groups = create_groups(config, use_ray=use_ray, use_gpu=use_gpu)

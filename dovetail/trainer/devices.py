@@ -54,7 +54,7 @@ def start_cluster(config: DovetailConfig) -> bool:
 
 def joins_cluster(config: DovetailConfig) -> bool:
     """Whether the run uses a Ray that somebody else has started: its devices are known once it is joined."""
-    return bool(config.ray_init.address or os.environ.get("RAY_ADDRESS") or _ray_runs_here())
+    return bool(config.ray_init.address or os.environ.get("RAY_ADDRESS") or ray_runs_here())
 
 
 def uses_gpu(config: DovetailConfig) -> bool:
@@ -124,7 +124,8 @@ def _check_enough_gpus(config: DovetailConfig, num_gpus: float, who_has: str) ->
         )
 
 
-def _ray_runs_here() -> bool:
+def ray_runs_here() -> bool:
+    """Whether somebody has started or joined a Ray in this process."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 

@@ -25,7 +25,7 @@ from dovetail.observability.run_lock import RunLock
 from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
-from dovetail.trainer.devices import start_cluster, uses_gpu, warn_of_slow_bfloat16
+from dovetail.trainer.devices import ray_runs_here, start_cluster, uses_gpu, warn_of_slow_bfloat16
 from dovetail.trainer.groups import TrainedGroups
 from dovetail.trainer.inputs import missing_inputs
 from dovetail.trainer.method import Method, RunOptions
@@ -110,7 +110,7 @@ def run_training(
                 on_step=_watched(watchers, stop) if watchers else None,
             )
         )
-        if use_ray:
+        if use_ray and not ray_runs_here():  # one that its process had started before is not the run's
             open_things.callback(stop_ray)
         with timers("start_cluster"):
             use_gpu = start_cluster(config) if use_ray else uses_gpu(config)

@@ -212,4 +212,4 @@ def _fake_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("dovetail.trainer.devices._ray_runs_here", lambda: False)
+    monkeypatch.setattr("dovetail.trainer.devices.ray_runs_here", lambda: False)

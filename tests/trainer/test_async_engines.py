@@ -13,12 +13,14 @@ import pytest
 from dovetail.observability.run_folder import RunFolder, read_json_lines
 from dovetail.trainer.ppo import RayPPOTrainer, Rollout
 from dovetail.trainer.run import run_training
-from tests.ranks import run_alone
 from tests.trainer.test_async_runs import FRESH, checked_ledger, same_run, weights
 from tests.trainer.test_resume import answers
-from tests.trainer.toy_run import make_toy, train_apart, with_quick_workers
+from tests.trainer.toy_run import make_toy, train
 
-pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [
+    *(pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)),
+    *(pytest.mark.xdist_group("trainer-ray"), pytest.mark.usefixtures("ray_here")),
+]
 
 R = "actor_rollout_ref.rollout"
 APART = {
@@ -39,7 +41,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def run(folder: Path, changes: Mapping[str, Any]) -> Path:
-    return train_apart(folder, changes, use_ray=True)
+    return train(make_toy(folder).config(folder / "run", changes), use_ray=True)[0].folder
 
 
 @pytest.mark.slow
@@ -102,11 +104,6 @@ class KillsAnEngine(RayPPOTrainer):
         return super().learn(rollout)
 
 
-def _train_with_a_kill(rank: int, world_size: int, folder: Path, changes: Mapping[str, Any]) -> None:
-    config = make_toy(folder).config(folder / "run", changes)
-    run_training(config, trainer_class=KillsAnEngine, use_ray=True)
-
-
 def test_responses_of_a_killed_engine_go_on_from_the_tokens_seen(tmp_path: Path) -> None:
     """A run on Ray: a real process is killed while it generates, and no draw is lost or trained on twice."""
     changes = {
@@ -117,7 +114,7 @@ def test_responses_of_a_killed_engine_go_on_from_the_tokens_seen(tmp_path: Path)
         f"{R}.restart_engine": 1,
         "data.max_response_length": 48,
     }
-    run_alone(_train_with_a_kill, tmp_path, with_quick_workers(changes), timeout=600.0)
     folder = tmp_path / "run"
+    run_training(make_toy(tmp_path).config(folder, changes), trainer_class=KillsAnEngine, use_ray=True)
     assert checked_ledger(folder, bound=2).counts() == {"trained": 16}
     assert [event["kind"] for event in RunFolder(folder).read_events() if event["kind"] == "engine_restart"]

@@ -17,7 +17,7 @@ from dovetail.trainer.distill import refuse_other_vocabulary
 from dovetail.trainer.run import run_training
 from tests.trainer.toy_run import Toy, repeatable, save_toy_model, train, train_apart
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("trainer-ray")]
 
 A = "actor_rollout_ref.actor"
 
@@ -129,7 +129,9 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(toy: Toy, teacher: Path, 
         ),
     ],
 )
-def test_two_ranks_train_what_one_trains(toy: Toy, teacher: Path, tmp_path: Path, kl: str, strategy: str) -> None:
+def test_two_ranks_train_what_one_trains(
+    toy: Toy, ray_here: None, teacher: Path, tmp_path: Path, kl: str, strategy: str
+) -> None:
     """Two workers on Ray, teacher offloaded between turns: no cheaper test has both models sharded in one process."""
     changes = keys(teacher, kl=kl) | {"trainer.total_training_steps": 2, f"{A}.optim.eps": 1e-3}
     _, one = train(toy.config(tmp_path / "one", changes))
@@ -138,8 +140,7 @@ def test_two_ranks_train_what_one_trains(toy: Toy, teacher: Path, tmp_path: Path
     sharded[f"actor_rollout_ref.ref.{section}.param_offload"] = True
     if strategy == "megatron":
         sharded |= {f"{A}.megatron.dtype": "float32", f"{A}.megatron.tensor_model_parallel_size": 2}
-    run = train_apart(tmp_path / "two", sharded, use_ray=True)
-    two = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    _, two = train(toy.config(tmp_path / "two", sharded), use_ray=True)
     for left, right in zip(one, two, strict=True):
         for name in ("distill/kl", "actor/grad_norm", "actor/pg_loss"):
             assert right[name] == pytest.approx(left[name], rel=1e-4, abs=1e-6), name

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.controller import WorkerDiedError, start_ray, stop_ray
+from dovetail.controller import WorkerDiedError
 from dovetail.controller.errors import WorkerError, describe_exception
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
@@ -24,13 +24,15 @@ from dovetail.trainer.engines import SeparateEngines
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.workers.weight_check import SentWeights
 from dovetail.workers.weight_sending import SendResult
-from tests.ray_workers import quick_workers
 from tests.trainer.test_workers import answers, assert_close
-from tests.trainer.toy_run import Toy, train, train_apart
+from tests.trainer.toy_run import Toy, train
 from tests.waiting import wait_until, wait_until_it_works
 from tests.workers.tiny_run import rollout_batch, run_config, small_model, with_old_log_probs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [
+    *(pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)),
+    pytest.mark.xdist_group("trainer-ray"),
+]
 
 R = "actor_rollout_ref.rollout"
 STEPS = 3
@@ -40,9 +42,9 @@ LONG = 400
 
 
 @pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("separate")
-    return train_apart(folder, {**KEYS, **SPLIT}, use_ray=True)
+def separate(toy: Toy, ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = toy.config(tmp_path_factory.mktemp("separate"), {**KEYS, **SPLIT})
+    return train(config, use_ray=True)[0].folder
 
 
 def test_a_run_on_separate_engines_is_the_run_on_shared_ones(toy: Toy, tmp_path: Path, separate: Path) -> None:
@@ -52,10 +54,10 @@ def test_a_run_on_separate_engines_is_the_run_on_shared_ones(toy: Toy, tmp_path:
     assert_close(RunFolder(separate).read_metrics(), shared)
 
 
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleGroups]:
+@pytest.fixture
+def groups(ray_here: None, tmp_path: Path) -> Iterator[RoleGroups]:
     """Two processes that train, two that generate."""
-    model = small_model(tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=512)
+    model = small_model(tmp_path, "llama", max_position_embeddings=512)
     config = run_config(
         model,
         {
@@ -67,12 +69,10 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleGroups]:
             f"{R}.restart_engine": 2,
         },
     )
-    start_ray(num_cpus=6, object_store_memory=256 * 1024**2, runtime_env=quick_workers())
     built = create_groups(config, use_ray=True, use_gpu=False)
     built.init_policy(4)
     yield built
     built.shutdown()
-    stop_ray()
 
 
 @pytest.fixture

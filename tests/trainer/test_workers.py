@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -23,10 +24,13 @@ from dovetail.trainer.groups import create_groups
 from tests.programs import run_program
 from tests.ray_workers import quick_workers
 from tests.trainer.test_faults import all_end, running
-from tests.trainer.toy_run import Toy, repeatable, train, train_apart, with_quick_workers
+from tests.trainer.toy_run import Toy, repeatable, train, train_apart
 from tests.workers.tiny_run import rollout_batch
 
-pytestmark = [pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [
+    *(pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(900)),
+    pytest.mark.xdist_group("trainer-ray"),
+]
 
 TOLERANCE = 1e-4
 """float32 sums in another order. Adam's eps of 1e-3 keeps it that small: with 1e-8, entries whose gradient is pure
@@ -85,13 +89,14 @@ def test_two_workers_give_the_answers_and_metrics_of_one(two_workers: Path, one_
     assert_close(RunFolder(two_workers).read_metrics(), RunFolder(one_worker).read_metrics())
 
 
-def test_two_workers_continue_the_checkpoint_of_one(toy: Toy, tmp_path: Path, one_worker: Path) -> None:
+def test_two_workers_continue_the_checkpoint_of_one(toy: Toy, ray_here: None, tmp_path: Path, one_worker: Path) -> None:
     keys = {
         "trainer.n_gpus_per_node": 2,
         "trainer.resume_mode": "resume_path",
         "trainer.resume_from_path": str(one_worker / "global_step_2"),
     }
-    result, rows = train(toy.config(tmp_path, with_quick_workers({**KEYS, **keys})), use_ray=True)
+    result, rows = train(toy.config(tmp_path, {**KEYS, **keys}), use_ray=True)
+    assert ray.is_initialized(), "a run does not stop the Ray that its process had started"
     assert result.steps == STEPS
     expected = RunFolder(one_worker).read_metrics()
     assert [row["step"] for row in rows] == list(range(2, STEPS + 1))
