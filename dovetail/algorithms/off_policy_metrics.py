@@ -57,23 +57,22 @@ def compute_probs_diff_metrics(
 ) -> dict[str, float]:
     """|p_trainer - p_engine| over kept tokens, and their Pearson correlation: the first thing to look at.
 
-    The correlation of a constant is not defined and reported as NaN.
+    The correlation of a constant is not defined and left out.
     """
     kept = response_mask.bool()
     trainer = at_least_float32(old_log_prob)[kept].exp()
     engine = at_least_float32(rollout_log_prob)[kept].exp()
     diff = (trainer - engine).abs()
-    correlation = diff.new_tensor(math.nan)
-    if len(diff) > 1:
-        correlation = torch.corrcoef(torch.stack((trainer, engine)))[0, 1]
-    return _floats(
+    several = len(diff) > 1
+    metrics = _floats(
         {
             "probs_diff_max": diff.max(),
             "probs_diff_mean": diff.mean(),
-            "probs_diff_std": diff.std() if len(diff) > 1 else diff.new_zeros(()),
-            "pearson": correlation,
+            "probs_diff_std": diff.std() if several else diff.new_zeros(()),
+            **({"pearson": torch.corrcoef(torch.stack((trainer, engine)))[0, 1]} if several else {}),
         }
     )
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def limit_weights(weights: torch.Tensor, lower: float | None, upper: float) -> torch.Tensor:

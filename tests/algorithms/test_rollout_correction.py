@@ -144,6 +144,8 @@ def test_probability_gaps_by_hand() -> None:
     assert 0.9 < metrics["pearson"] < 1.0
     same = compute_probs_diff_metrics(trainer, trainer, MASK)
     assert same["pearson"] == pytest.approx(1.0)
+    assert "pearson" not in compute_probs_diff_metrics(trainer[:1, :1], engine[:1, :1], torch.ones(1, 1))
+    assert "pearson" not in compute_probs_diff_metrics(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
 
 
 def test_effective_sample_size_by_hand() -> None:
