@@ -256,13 +256,13 @@ def test_abort_ends_one_request_and_keeps_what_it_wrote(servers: list[VLLMServer
         engine.update_weights(model.named_parameters(), 1)
         for _ in range(5):
             requests = [GenerationRequest("cut", [7], LONG), GenerationRequest("kept", [8], LONG)]
-            others = GenerationRequest("others", [9], replace(LONG, n=40))  # keep the server busy
+            others = GenerationRequest("others", [9], replace(LONG, n=30))  # keep the server busy; all run at once
             start = _tokens_written(servers[0])
             join = _running(engine, [*requests, others], servers[0], 40)
             num_met = engine.abort(["cut"])
             written = _tokens_written(servers[0]) - start
             cut, kept, *_ = join(120)
-            if written < 0.9 * 42 * 300:  # else it came too late, as on a busy machine, and shows nothing
+            if written < 0.9 * 32 * 300:  # else it came too late, as on a busy machine, and shows nothing
                 break
         assert (num_met, cut.finish_reason) == (1, "abort")
         assert 0 < len(cut.token_ids) < 300
