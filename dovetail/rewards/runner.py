@@ -201,7 +201,7 @@ class RewardRunner:
         failures = {row: outcome for row, outcome in enumerate(outcomes) if isinstance(outcome, Failure)}
         if failures:
             row, first = next(iter(failures.items()))
-            logger.warning("%d of %d answers have no score; row %d: %s", len(failures), len(outcomes), row, first)
+            logger.warning("%d of %d responses have no score; row %d: %s", len(failures), len(outcomes), row, first)
         check_failures(outcomes, self._max_failed_share)
         scores = [0.0 if isinstance(outcome, Failure) else outcome["score"] for outcome in outcomes]
         placed = place_scores(scores, last_response_token(scored), scored.tensors["responses"].shape[1])

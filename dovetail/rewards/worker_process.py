@@ -141,7 +141,9 @@ def _score_batch(
     for function, spec in zip(functions, specs, strict=True):
         results = list(call_function(function, {**call, **spec.kwargs}, loop))
         if len(results) != rows:
-            raise ValueError(f"{spec.name} returned {len(results)} scores for {rows} answers; return one per answer.")
+            raise ValueError(
+                f"{spec.name} returned {len(results)} scores for {rows} responses; return one per response."
+            )
         columns.append(results)
     return [_read_row(row, specs) for row in zip(*columns, strict=True)]
 

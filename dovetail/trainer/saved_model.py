@@ -16,6 +16,7 @@ from dovetail.config.load import LoadedConfig
 from dovetail.config.plan import read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.config.tree import leaves
+from dovetail.models.errors import ModelError
 from dovetail.observability.run_folder import CONFIG
 
 _WITHOUT_TRAINING = (
@@ -66,7 +67,13 @@ class SavedModel:
         if self.is_checkpoint:
             of_run = run_config_file(Path(self.folder))
             # Methods that train on a data set do not read the mini-batch, so it may not fit.
-            prompts = load_config([of_run]).config.data.train_batch_size
+            settings = load_config([of_run]).config
+            if settings.trainer.method == "reward":
+                raise ModelError(
+                    f"{self.folder} is a checkpoint of a reward model, which generates nothing; export it with "
+                    "`dovetail export`, and score responses of another model with reward=FOLDER."
+                )
+            prompts = settings.data.train_batch_size
             files = [of_run, *files]
             own = [*_WITHOUT_TRAINING, f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"]
             forced = [forced[0], "trainer.resume_mode=resume_path", override("trainer.resume_from_path", self.folder)]

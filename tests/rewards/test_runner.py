@@ -121,7 +121,7 @@ def test_the_batch_manager_gives_all_rows_to_one_call() -> None:
 def test_a_batch_function_must_return_one_score_per_row() -> None:
     with (
         runner(functions.spec_of(functions.too_few), manager=BatchRewardManager()) as reward,
-        pytest.raises(RewardError, match="too_few returned 1 scores for 2 answers"),
+        pytest.raises(RewardError, match="too_few returned 1 scores for 2 responses"),
     ):
         reward.score(answers("a", "b"))
 

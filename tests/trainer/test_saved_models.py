@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dovetail.cli.main import main
+from dovetail.models.errors import ModelError
 from dovetail.observability.run_folder import RunFolder
 from dovetail.trainer.saved_model import SavedModel
 from tests.trainer.toy_run import Toy, make_toy, save_toy_model, train
@@ -213,3 +214,9 @@ def test_a_run_that_read_no_mini_batch_is_evaluated(tmp_path: Path) -> None:
     )
     config = SavedModel(str(tmp_path / "global_step_20"), is_checkpoint=True).config().config
     assert (config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size) == (16, 16)
+
+
+def test_a_run_that_trained_a_reward_model_has_nothing_to_generate_with(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {method: reward}\ndata: {train_files: rows.jsonl}\n")
+    with pytest.raises(ModelError, match=r"is a checkpoint of a reward model, .* `dovetail export`"):
+        SavedModel(str(tmp_path / "global_step_2"), is_checkpoint=True).config()
