@@ -9,8 +9,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from dovetail.config.errors import Problem
@@ -140,14 +140,15 @@ def _version(distribution: str) -> str | None:
         return "" if distribution == "megatron-core" and importlib.util.find_spec("megatron") else None
 
 
-def _requirements() -> Iterator[Requirement]:
+@cache
+def _requirements() -> tuple[Requirement, ...]:
     """What the package's metadata asks for; nothing when it runs from a source folder."""
     from packaging.requirements import Requirement
 
     try:
-        yield from map(Requirement, importlib.metadata.requires("dovetail") or ())
+        return tuple(map(Requirement, importlib.metadata.requires("dovetail") or ()))
     except importlib.metadata.PackageNotFoundError:
-        return
+        return ()
 
 
 def _specifier(name: str, extra: str) -> str:
