@@ -2,7 +2,7 @@
 
 MODEL is a checkpoint (`global_step_N`), a run folder (its newest checkpoint), a Hugging Face folder or a hub name.
 A checkpoint is evaluated as its run validated: same engine, same reward, same validation files unless --data names
-others. Rows are scored by the rule of their `data_source`, or by `custom_reward_function.path=FILE`.
+others. Rows are scored by the rule of their `data_source`, or by reward=FILE.py:NAME.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ def _data_files(config: DovetailConfig) -> Iterator[Problem]:
                 columns = read_columns(path)
             except DataError as problem:
                 yield Problem(key, f"{key}: {problem}")
+                here[key] = []  # its rows cannot be counted
                 continue
             for name, way_out in needed.items():
                 if columns and name not in columns:

@@ -163,6 +163,7 @@ def lose_a_shard(folder: Path) -> None:
 
 BROKEN = {
     "data.train_files: no rows in {here}/train.jsonl": empty,
+    "{here}/train.jsonl:1 is not JSON": lambda folder: (folder / "train.jsonl").write_text('{"prompt"'),
     "{here}/config.json is not valid JSON": lambda folder: (folder / "config.json").write_text("{nope"),
     "{here} holds no safetensors": lambda folder: (folder / "model.safetensors").unlink(),
     "{here}/model.safetensors cannot be read as safetensors": cut_weights,
