@@ -36,9 +36,8 @@ def run(args: argparse.Namespace) -> int:
     folders = [given] if (given / MANIFEST_NAME).exists() else [store.folder(step) for step in store.steps()]
     ledger = read_ledger(given)
     if not folders and ledger is None:
-        sys.stderr.write(
-            f"{given} has no checkpoints and no draws.jsonl; give a run folder or a global_step_N folder.\n"
-        )
+        what = "has no checkpoints and no draws.jsonl" if given.exists() else "does not exist"
+        sys.stderr.write(f"{given} {what}; give a run folder or a global_step_N folder.\n")
         return 2
     num_broken = sum(not _checkpoint_is_complete(folder) for folder in folders)
     sentences = [] if ledger is None else _audit_draws(given, ledger, folders)

@@ -20,6 +20,9 @@ from dovetail.data.errors import DataError
 from dovetail.data.examples import ExampleDataset, Renderer, TooLong, pad_rows
 from dovetail.protocol import DataProto
 
+COMPLETION = "completion"
+"""What TRL calls the response; read where there is no column of `sft.response_key`."""
+
 
 class TokenRow(NamedTuple):
     """Token ids; the mask is 1 on those that are trained."""
@@ -73,16 +76,18 @@ class ConversationDataset(ExampleDataset[Conversation]):
         if row.get(sft.messages_key) is not None:
             return checked_messages(row[sft.messages_key], sft.messages_key)
         prompt = _inside(row, self.config.prompt_key, sft.prompt_dict_keys)
-        response = _inside(row, sft.response_key, sft.response_dict_keys)
+        has_other_name = row.get(sft.response_key) is None and COMPLETION in row
+        named = COMPLETION if has_other_name else sft.response_key
+        response = _inside(row, named, sft.response_dict_keys)
         if response is None or prompt is None:
-            named = ", ".join(name for name in row if row[name] is not None) or "nothing"
+            columns = ", ".join(name for name in row if row[name] is not None) or "nothing"
             raise DataError(
                 f"it has neither {sft.messages_key!r} nor both of {self.config.prompt_key!r} and {sft.response_key!r}, "
-                f"only {named}; name its columns with sft.messages_key, or data.prompt_key and sft.response_key."
+                f"only {columns}; name its columns with sft.messages_key, or data.prompt_key and sft.response_key."
             )
         return [
             *_as_messages(prompt, "user", self.config.prompt_key),
-            *_as_messages(response, "assistant", sft.response_key),
+            *_as_messages(response, "assistant", named),
         ]
 
     def _plain_text(self, messages: Messages) -> TokenRow:

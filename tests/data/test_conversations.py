@@ -88,12 +88,13 @@ def test_every_answer_of_every_family_is_trained_once_and_stands_as_when_it_was_
 def test_prompt_and_response_may_be_text_messages_or_inside_a_dict() -> None:
     plain = opened([{"prompt": "Two?", "response": "2"}])[0]
     listed = opened([{"prompt": [{"role": "user", "content": "Two?"}], "response": "2"}])[0]
+    of_trl = opened([{"prompt": "Two?", "completion": [{"role": "assistant", "content": "2"}]}])[0]
     inside = opened(
         [{"extra_info": {"question": "Two?", "answer": "2"}}],
         prompt_key="extra_info",
         sft={"response_key": "extra_info", "prompt_dict_keys": ["question"], "response_dict_keys": ["answer"]},
     )[0]
-    assert plain == listed == inside
+    assert plain == listed == of_trl == inside
     assert trained_text("qwen2.5", plain[0]) == "2<|im_end|>"
 
 
