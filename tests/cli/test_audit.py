@@ -124,10 +124,3 @@ def test_a_surplus_of_dynamic_sampling_may_be_older(tmp_path: Path, capsys: pyte
     ledger.flush(5)
     code, out = audit(tmp_path, capsys)
     assert (code, "the bound is 1" in out) == (1, True)
-
-
-def test_a_folder_without_a_run_and_a_missing_one_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", str(tmp_path)]) == main(["audit", str(tmp_path / "typo")]) == 2
-    empty, missing = capsys.readouterr().err.splitlines()
-    assert "has no checkpoints and no draws.jsonl; give a run folder" in empty
-    assert f"{tmp_path}/typo does not exist; give a run folder" in missing
