@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, UnsupportedPromptError
+from dovetail.rollout.base import (
+    EngineError,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    UnsupportedPromptError,
+)
 from dovetail.rollout.sglang import SGLangRollout
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 from tests.rollout_sglang.conftest import Running, needs_sglang, num_tokens
@@ -107,14 +113,24 @@ def test_requests_that_cannot_be_served_are_refused_by_name(engine: SGLangRollou
         engine.generate([GenerationRequest("seen", [7], multi_modal={"image": []})])
 
 
+def _aborted(engine: SGLangRollout) -> tuple[int, GenerationResult, GenerationResult]:
+    """Tokens of a request before it is aborted, the request, and one beside it. An abort may take half a second, and on
+    a busy machine the request may be complete by then, which shows nothing: three times at most."""
+    for too_late_again in (True, True, True, False):
+        running = Running(engine, [GenerationRequest("cut", [7], ENDLESS), GenerationRequest("kept", [8], LONG)])
+        written = running.paused_after(5)["cut"]
+        engine.continue_()
+        num_met = engine.abort(["cut"])
+        cut, kept = running.join(120)
+        if len(cut.token_ids) < ENDLESS.max_new_tokens or not too_late_again:
+            break
+    assert (num_met, cut.finish_reason) == (1, "abort")
+    return written, cut, kept
+
+
 def test_abort_ends_one_request_and_keeps_what_it_wrote(engine: SGLangRollout, model: Any) -> None:
-    running = Running(engine, [GenerationRequest("cut", [7], ENDLESS), GenerationRequest("kept", [8], LONG)])
-    written = running.paused_after(5)
-    engine.continue_()
-    assert engine.abort(["cut"]) == 1
-    cut, kept = running.join(120)
-    assert cut.finish_reason == "abort"
-    assert len(cut.token_ids) >= written["cut"]
+    written, cut, kept = _aborted(engine)
+    assert len(cut.token_ids) >= written
     assert cut.token_ids == greedy(model, [7], len(cut.token_ids))
     assert kept.token_ids == greedy(model, [8], 160)
     assert engine.health().num_running == 0
@@ -124,13 +140,8 @@ def test_no_request_is_lost_however_often_it_is_interrupted_and_aborted(engine: 
     """SGLang echoes some aborts late. Under one name for all calls of a request this hung within five rounds."""
     expected = greedy(model, [8], LONG.max_new_tokens)
     for _ in range(6):
-        running = Running(engine, [GenerationRequest("cut", [7], ENDLESS), GenerationRequest("kept", [8], LONG)])
-        running.paused_after(5)
-        engine.continue_()
-        assert engine.abort(["cut"]) == 1  # it was running
-        cut, kept = running.join(60)
-        assert (cut.finish_reason, kept.finish_reason) == ("abort", "length")
-        assert kept.token_ids == expected
+        _, _, kept = _aborted(engine)
+        assert (kept.finish_reason, kept.token_ids) == ("length", expected)
 
 
 def test_what_is_paused_can_be_aborted(engine: SGLangRollout, model: Any) -> None:
