@@ -65,8 +65,7 @@ def unfrozen() -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _fixed_numbers() -> None:
+def _fix_numbers() -> None:
     """The same seed for every test, and the settings that decide how sums are made."""
     import torch
 
@@ -75,6 +74,18 @@ def _fixed_numbers() -> None:
     torch.set_float32_matmul_precision("highest")
     # On a CPU without bfloat16 instructions, torch turns oneDNN off for good at the first product in bfloat16.
     torch.backends.mkldnn.enabled = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before fixtures of modules, which would compute as the test before them has left it."""
+    _fix_numbers()
+
+
+@pytest.fixture(autouse=True)
+def _fixed_numbers() -> None:
+    """Again after them: they draw random numbers."""
+    _fix_numbers()
 
 
 @pytest.fixture(autouse=True)
