@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dovetail.controller.process_state import DRIVEN_BY
-from dovetail.observability.waits import waiting
+from dovetail.observability.waits import Wait, waiting
 from dovetail.rollout.base import (
     ALL_TAGS,
     STALL_S,
@@ -32,6 +32,7 @@ from dovetail.rollout.base import (
     WeightUpdateError,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
+from dovetail.rollout.gate import StepGate
 from dovetail.rollout.stream import check_new_ids
 from dovetail.rollout.vllm.engine import VLLMEngine
 from dovetail.rollout.vllm.environment import environment
@@ -211,7 +212,7 @@ class RayVLLMEngine(RolloutEngine):
         self.restarts_left = restarts
         self._on_device = on_device
         self._running: dict[str, _Running] = {}  # by the request's id
-        self._taking = threading.Lock()
+        self._gate = StepGate()  # a step is a call of `take`
         self._replacing = threading.RLock()  # held while a dead actor is replaced: others wait for the new one
         self._start()
         self._shares = shares if shares is not None and self._can_read(shares) else None
@@ -238,23 +239,7 @@ class RayVLLMEngine(RolloutEngine):
         """Let the engine generate. One thread at a time asks for results, and delivers those of all."""
         end = None if timeout is None else time.monotonic() + timeout
         with waiting("this worker", f"{len(self._running)} requests of the vLLM engine", limit_s=STALL_S) as wait:
-            while not done():
-                left = _TAKE_S if end is None else min(_TAKE_S, end - time.monotonic())
-                if left <= 0:
-                    return
-                with self._taking:
-                    if done():
-                        return
-                    wait.restart(self._silent_s)
-                    try:
-                        progress = self._take(left)
-                        idle = not progress.results and not progress.paused and progress.num_tokens == self._num_tokens
-                        self._num_tokens, self._silent_s = progress.num_tokens, wait.waited() if idle else 0.0
-                        if idle and wait.is_over():
-                            raise EngineDiedError(f"the vLLM engine hangs: {wait}, and no token was written.")
-                    except EngineDiedError as error:
-                        self._silent_s = 0.0
-                        self._replace(error)
+            self._gate.drive(lambda: self._take_or_replace(wait, end), done, timeout)
 
     def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
         return self._call("partial", None if request_ids is None else list(request_ids))
@@ -296,8 +281,10 @@ class RayVLLMEngine(RolloutEngine):
         if not names:
             return 0
         count = self._call("abort", names)
-        with self._taking:
-            self._take(0.0)  # so that their ids are free when this returns
+        while not self._running.keys().isdisjoint(names):  # their ids are free when this returns
+            self.wait(lambda: self._running.keys().isdisjoint(names), _TAKE_S)
+            # An engine that was started meanwhile has got them again.
+            self._call("abort", [name for name in names if name in self._running])
         return count
 
     def pause(self) -> None:
@@ -359,6 +346,21 @@ class RayVLLMEngine(RolloutEngine):
     @property
     def _needs_weights(self) -> bool:
         return self._version != 0 or self.settings.load_format == "dummy"
+
+    def _take_or_replace(self, wait: Wait, end: float | None) -> bool:
+        """Whether anything was delivered."""
+        wait.restart(self._silent_s)
+        try:
+            progress = self._take(_TAKE_S if end is None else max(0.0, min(_TAKE_S, end - time.monotonic())))
+            idle = not progress.results and not progress.paused and progress.num_tokens == self._num_tokens
+            self._num_tokens, self._silent_s = progress.num_tokens, wait.waited() if idle else 0.0
+            if idle and wait.is_over():
+                raise EngineDiedError(f"the vLLM engine hangs: {wait}, and no token was written.")
+            return bool(progress.results)
+        except EngineDiedError as error:
+            self._silent_s = 0.0
+            self._replace(error)
+            return False
 
     def _take(self, seconds: float) -> Progress:
         """What ended, delivered; a request that was sent again after a restart delivers each sample once."""
