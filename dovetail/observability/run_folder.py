@@ -9,6 +9,7 @@
     validation/step_N.jsonl
     timeline.jsonl         who worked on what, and when: one object per step
     record/step_N.safetensors   the batch of a step, for `dovetail replay` (`dovetail.trainer.recording`)
+    eval.json              of `dovetail eval`: the scores, with the settings they were measured with
     draws.jsonl            what became of every draw (`dovetail.observability.ledger`)
     config_until_step_N.yaml    the configuration up to step N, where the run was continued with another one
     previous_N/            what an earlier run recorded here, when a new one starts from step 0
@@ -43,7 +44,7 @@ from dovetail.observability.disk import DiskFullError, explaining_full_disk, flu
 logger = logging.getLogger(__name__)
 
 METRICS, EVENTS, TIMELINE, NOW = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "now.json"
-DRAWS, RECORD = "draws.jsonl", "record"
+DRAWS, RECORD, SCORES = "draws.jsonl", "record", "eval.json"
 CONFIG, PLAN, TEMPLATE_AUDIT = "config.yaml", "plan.json", "chat_template.json"
 _BEFORE, _UNTIL = "before_", "config_until_step_"
 AnswerKind = Literal["rollouts", "validation"]
@@ -59,7 +60,7 @@ class RunFolder:
     def start(self) -> None:
         """Begin a run from step 0. What an earlier run recorded here is kept in `previous_N/`, not continued."""
         self.path.mkdir(parents=True, exist_ok=True)
-        names = (METRICS, EVENTS, TIMELINE, DRAWS, RECORD, "rollouts", "validation")
+        names = (METRICS, EVENTS, TIMELINE, DRAWS, RECORD, SCORES, "rollouts", "validation")
         earlier = [self.path / name for name in names if _holds_something(self.path / name)]
         if not earlier:
             self._drop_before()

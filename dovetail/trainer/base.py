@@ -264,7 +264,9 @@ class BaseTrainer(ABC, Generic[Groups]):
         self._weights_loaded()
         logger.info("resumed from %s at step %d", checkpoint.folder, checkpoint.step)
         if self.config.trainer.val_only:
-            return  # no step is repeated, so what was recorded after this one stays
+            if checkpoint.folder.parent.resolve() != self.tracker.folder.path.resolve():
+                self.tracker.folder.start()
+            return  # in the run's own folder no step is repeated, so what was recorded after this one stays
         self._load_driver_state(checkpoint.state)
         self.tracker.resume(checkpoint.step)
         if checkpoint.step >= self.total_steps:

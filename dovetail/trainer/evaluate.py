@@ -11,10 +11,9 @@ from typing import Any
 
 from dovetail.config.root import DovetailConfig
 from dovetail.observability.console import make_console
-from dovetail.observability.run_folder import read_json_lines, write_text
+from dovetail.observability.run_folder import SCORES, read_json_lines, write_text
 from dovetail.trainer.run import run_training
 
-SUMMARY = "eval.json"
 _SHOWN = ("mean@", "pass@", "best@", "maj@")
 
 
@@ -94,4 +93,4 @@ def _write(evaluation: Evaluation, config: DovetailConfig, model: str, metrics: 
         "sources": [asdict(source) for source in evaluation.sources],
         "metrics": dict(metrics),
     }
-    write_text(evaluation.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    write_text(evaluation.folder / SCORES, json.dumps(summary, indent=1) + "\n")

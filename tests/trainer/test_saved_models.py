@@ -83,6 +83,14 @@ def test_the_exported_folder_scores_what_the_checkpoint_does(
     assert str(tmp_path / "b" / "eval.json") in shown
 
 
+def test_scores_of_another_evaluation_in_the_same_folder_are_kept(saved: Path, tmp_path: Path) -> None:
+    first = evaluate(str(saved / "run"), "--out", str(tmp_path), "--max-tokens", "3")
+    second = evaluate(str(saved / "run"), "--out", str(tmp_path), "--max-tokens", "5")
+    assert [found["sampling"]["max_tokens"] for found in (first, second)] == [3, 5]
+    assert json.loads((tmp_path / "previous_1" / "eval.json").read_text()) == first
+    assert last_messages(tmp_path / "previous_1", 3) != last_messages(tmp_path, 3)
+
+
 @pytest.mark.parametrize(
     ("given", "lengths"),
     [
