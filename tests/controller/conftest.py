@@ -47,6 +47,8 @@ class Revived:
             for group in self._groups.values():
                 group.ping()
         except WorkerError:
+            for group in self._groups.values():
+                group.shutdown()
             self._groups = {}
         self._groups = self._groups or self._build()
         return self._groups

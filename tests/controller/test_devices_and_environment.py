@@ -24,6 +24,7 @@ from tests.programs import run_program
 from tests.ray_workers import quick_workers
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("controller")
 unit, distributed = pytest.mark.unit, pytest.mark.distributed
 
 

@@ -118,10 +118,13 @@ def test_a_wait_that_looks_after_another_group_outlives_its_death(pool: RayResou
         except WorkerDiedError:
             gate.touch()
 
-    assert column(update.get(meanwhile=look)) == [1]
-    assert trainer.ping() == [0], "the death is known, and no later call is told of it"
-    with pytest.raises(WorkerDiedError, match=r"engine\[rank 0\] died"):
-        engine.ping()
+    try:
+        assert column(update.get(meanwhile=look)) == [1]
+        assert trainer.ping() == [0], "the death is known, and no later call is told of it"
+        with pytest.raises(WorkerDiedError, match=r"engine\[rank 0\] died"):
+            engine.ping()
+    finally:
+        trainer.shutdown()  # else it keeps its slot until the garbage collector looks
 
 
 def test_a_method_that_returns_no_batch_is_told_so(group: RayWorkerGroup) -> None:

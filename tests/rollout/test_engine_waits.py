@@ -125,7 +125,7 @@ def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(
         raise error
 
     engine = ray_engine.RayVLLMEngine.__new__(ray_engine.RayVLLMEngine)
-    engine._taking = threading.Lock()
+    engine._gate = StepGate()
     running: Any = {"a": None}
     engine._running = running
     monkeypatch.setattr(engine, "_take", no_token)
