@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument(
         "--trl-liger", action=argparse.BooleanOptionalAction, default=True, help="Liger's kernels in TRL's layers"
     )
+    parser.add_argument("--set", nargs="*", default=[], help="more keys of dovetail's sides")
     parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := sorted(set(args.sides) - set(SIDES)):
@@ -76,10 +77,13 @@ def run_side(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any
         engine="vllm" if "vllm" in side else "native",
         mode="async" if side.endswith("async") else "sync",
         use_ray="ray" in SIDES[side],
-        more={
-            "dovetail-exact": ["actor_rollout_ref.rollout.exact=True"],
-            "dovetail-fp8": ["actor_rollout_ref.actor.fp8_recipe=rowwise"],
-        }.get(side, []),
+        more=[
+            *{
+                "dovetail-exact": ["actor_rollout_ref.rollout.exact=True"],
+                "dovetail-fp8": ["actor_rollout_ref.actor.fp8_recipe=rowwise"],
+            }.get(side, []),
+            *args.set,
+        ],
     )
 
 
@@ -95,7 +99,8 @@ def measure(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     started = time.perf_counter()
     with log.open("w") as stream:
         for_trl = ["--trl-micro-batch", str(args.trl_micro_batch), f"--{'' if args.trl_liger else 'no-'}trl-liger"]
-        done = subprocess.run([*command, "--steps", str(args.steps), *for_trl], stdout=stream, stderr=subprocess.STDOUT)
+        command += ["--steps", str(args.steps), *for_trl, "--set", *args.set]
+        done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT)
     if not result.exists():
         tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-25:])
         return {"side": side, "note": f"failed with exit code {done.returncode}; last lines of {log}:\n{tail}"}

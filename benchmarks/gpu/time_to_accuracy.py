@@ -45,6 +45,8 @@ DOVETAIL: dict[str, list[str]] = {
     "dovetail-stale-8-recomputed": stale(8, *RECOMPUTED),
     "dovetail-fp8": ["actor_rollout_ref.actor.fp8_recipe=rowwise"],
     "dovetail-vllm": ["actor_rollout_ref.rollout.name=vllm"],
+    # With --set distill.teacher.path=FOLDER: on-policy distillation, without a reward.
+    "dovetail-distill": ["trainer.method=distill", "distill.kl=top_k", "actor_rollout_ref.actor.optim.lr=1e-5"],
 }
 SIDES = (*DOVETAIL, "trl")
 NAMES = {"trl": "TRL 1.16 + vLLM 0.26"}
