@@ -19,6 +19,9 @@ from dovetail.rollout.native.cuda.slots import TableEntry
 from dovetail.rollout.native.scheduler import Sample
 from dovetail.rollout.response import of_requests
 
+# Newcomers are let in once one slot in so many is free, so that their prompts go together.
+_ADMIT_SHARE = 16
+
 
 @dataclass(eq=False, slots=True)
 class Fill:
@@ -69,26 +72,16 @@ class Joined:
 
 
 class PagedScheduler:
-    """`admit_share`: newcomers are let in once this share of the slots is free, so that their prompts go together.
-    `reuse_prefixes` turns the search for published pages off.
-    """
+    """`reuse_prefixes` turns the search for published pages off."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        pool: PagePool,
-        *,
-        steps_ahead: int,
-        admit_share: float = 1 / 16,
-        reuse_prefixes: bool = True,
-    ) -> None:
+    def __init__(self, num_slots: int, pool: PagePool, *, steps_ahead: int, reuse_prefixes: bool = True) -> None:
         self.num_slots = num_slots
         self.pool = pool
         self.rows: list[Row] = []
         self.waiting: deque[Sample] = deque()
         self._steps_ahead = steps_ahead
         self._reuse_prefixes = reuse_prefixes
-        self._admit_at = max(1, int(num_slots * admit_share))
+        self._admit_at = max(1, num_slots // _ADMIT_SHARE)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._prompts: dict[int, Fill] = {}
         self._waiting_of: Counter[int] = Counter()
@@ -171,7 +164,7 @@ class PagedScheduler:
             row.pages = [*shared, *own]
             if row.prompt.end % size:
                 joined.copies.append((row.prompt.pages[num_shared], own[0]))
-            joined.entries.extend(TableEntry(row.slot, column, page) for column, page in enumerate(row.pages))
+            joined.entries.extend((row.slot, column, page) for column, page in enumerate(row.pages))
             row.fill = Fill(sample.sequence, row.pages, row.prompt.end, sample.num_needed, row.prompt.node, num_shared)
             row.num_cached = sample.num_needed
         self._drop_prompts()
@@ -198,7 +191,7 @@ class PagedScheduler:
             first = len(row.pages)
             # `fill` and the row hold one list.
             row.pages.extend(self.pool.take(count))
-            entries.extend(TableEntry(row.slot, first + i, row.pages[first + i]) for i in range(count))
+            entries.extend((row.slot, first + i, row.pages[first + i]) for i in range(count))
         return entries
 
     def leave(self, row: Row) -> None:

@@ -7,7 +7,6 @@ than there are sequences is never active: it fills a batch up to its graph's siz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -21,11 +20,8 @@ _FIRST_STOPS = 8
 _NO_TOP_K = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class TableEntry:
-    slot: int
-    column: int
-    page: int
+TableEntry = tuple[int, int, int]
+"""A slot, a column of its table of pages, and the page that stands there."""
 
 
 def needs_raw_log_probs(sampling: SamplingParams) -> bool:
@@ -108,12 +104,8 @@ class SlotState:
 
     def set_table(self, entries: Sequence[TableEntry]) -> None:
         if entries:
-            numbers = upload(
-                [[e.slot for e in entries], [e.column for e in entries], [e.page for e in entries]],
-                torch.int64,
-                self.device,
-            )
-            self.table[numbers[0], numbers[1]] = numbers[2].int()
+            slots, columns, pages = upload(list(zip(*entries, strict=True)), torch.int64, self.device)
+            self.table[slots, columns] = pages.int()
 
     def _fit_stops(self, count: int) -> None:
         width = self.stop_ids.shape[1]
