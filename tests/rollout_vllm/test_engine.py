@@ -63,7 +63,7 @@ def _in_thread(engine: VLLMEngine, requests: list[GenerationRequest]) -> Callabl
 
 def _wait_for_tokens(engine: VLLMEngine, count: int) -> None:
     wait_until(
-        lambda: any(len(sample.token_ids) >= count for sample in engine._running.of(None)),
+        lambda: any(len(sample.token_ids) >= count for sample in engine._samples()),
         f"{count} tokens of a request",
     )
 
@@ -163,7 +163,7 @@ def test_tokens_read_from_the_core_are_those_that_vllm_hands_to_its_users(
     step, processor = engine._llm.step, engine._llm.output_processor
 
     def watched() -> None:
-        running = {sample.vllm_id.rpartition("-")[0]: sample for sample in engine._running.of(None)}
+        running = {sample.vllm_id.rpartition("-")[0]: sample for sample in engine._samples()}
         for output in step():
             known = running[output.request_id]
             copy = handed.setdefault(output.request_id, Sample(known.request, known.index, known.vllm_id, known.seed))
@@ -254,7 +254,7 @@ def test_an_update_in_the_middle_of_a_paused_generation_goes_on_under_the_new_we
     join = _in_thread(engine, [GenerationRequest("long", prompt, sampling)])
     _wait_for_tokens(engine, 20)
     engine.pause()
-    count = len(engine._running.of(None)[0].token_ids)  # not one more under the old weights: see below
+    count = len(engine._samples()[0].token_ids)  # not one more under the old weights: see below
     assert engine.health().paused
     engine.update_weights(new.named_parameters(), 9)
     engine.continue_()

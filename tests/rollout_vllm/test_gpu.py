@@ -53,7 +53,7 @@ def test_an_update_in_mid_generation_marks_every_token_with_the_version_that_wro
     request = GenerationRequest("long", PROMPT, sampling)
     thread = threading.Thread(target=lambda: results.extend(engine.generate([request])))
     thread.start()
-    wait_until(lambda: any(len(sample.token_ids) >= 20 for sample in engine._running.of(None)), "20 tokens")
+    wait_until(lambda: any(len(sample.token_ids) >= 20 for sample in engine._samples()), "20 tokens")
     engine.update_weights(new.named_parameters(), 9)
     thread.join(60)
     count = results[0].weight_versions.count(0)

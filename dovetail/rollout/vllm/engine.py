@@ -37,6 +37,7 @@ from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.expected import CheckedWeights, expected_weights, stop_token_ids
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.request_rules import check_logprobs, check_prompt
+from dovetail.rollout.response import of_requests
 from dovetail.rollout.stream import check_new_ids
 from dovetail.rollout.vllm import weight_calls
 from dovetail.rollout.vllm.environment import prepare, without_compiling
@@ -44,7 +45,6 @@ from dovetail.rollout.vllm.lifetime import shut_down, start_engine
 from dovetail.rollout.vllm.requests import (
     CoreOutputs,
     Deliver,
-    RunningSamples,
     Sample,
     ignore,
     prompt_of,
@@ -80,7 +80,7 @@ class VLLMEngine(RolloutEngine):
         self._kv_cache_bytes = sum(self._call("dovetail_kv_cache_bytes"))
         self._gate = StepGate()
         self._adapter: Any = None  # vLLM's LoRARequest of the adapter in use
-        self._running = RunningSamples()
+        self._running: dict[str, Sample] = {}  # by their id in vLLM
         self._has_ended = False
         self._llm.output_processor = CoreOutputs(
             self._llm.output_processor, self._absorb, keeps_statistics=self._llm.log_stats
@@ -122,7 +122,7 @@ class VLLMEngine(RolloutEngine):
         samples = [sample for request in requests for sample in samples_of(request, next(self._serial), deliver)]
         with self._gate.between_steps():
             self._check_usable()
-            running = {sample.request.request_id for sample in self._running.of(None)}
+            running = {sample.request.request_id for sample in self._samples()}
             check_new_ids([request.request_id for request in requests], running)
             for number, sample in enumerate(samples):
                 try:
@@ -142,10 +142,10 @@ class VLLMEngine(RolloutEngine):
         return len(self._running)
 
     def num_tokens(self) -> int:
-        return self._running.num_tokens()
+        return sum(len(sample.versions) for sample in self._samples())
 
     def partial(self, request_ids: Collection[str] | None = None) -> list[GenerationResult]:
-        return [sample.partial() for sample in self._running.of(request_ids)]
+        return [sample.partial() for sample in self._samples(request_ids)]
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
         if weights is None:
@@ -221,7 +221,7 @@ class VLLMEngine(RolloutEngine):
 
     def abort(self, request_ids: Collection[str] | None = None) -> int:
         with self._gate.between_steps():
-            aborted = self._running.of(request_ids)
+            aborted = self._samples(request_ids)
             self._abort(aborted)
             return len(aborted)
 
@@ -262,11 +262,18 @@ class VLLMEngine(RolloutEngine):
     def _core(self) -> Any:
         return self._llm.engine_core.engine_core
 
+    def _samples(self, request_ids: Collection[str] | None = None) -> list[Sample]:
+        return of_requests(list(self._running.values()), request_ids)  # a copy: other threads add and remove
+
     def _abort(self, samples: Sequence[Sample]) -> None:
         if samples:
             self._llm.abort_request([sample.vllm_id for sample in samples], internal=True)
         for sample in samples:
-            self._running.finish(sample, "abort")
+            self._finish(sample, "abort")
+
+    def _finish(self, sample: Sample, reason: str) -> None:
+        del self._running[sample.vllm_id]
+        sample.finish(reason)
 
     def _add(self, sample: Sample) -> None:
         room = self._max_model_len - len(sample.request.prompt_token_ids)
@@ -275,7 +282,7 @@ class VLLMEngine(RolloutEngine):
         # The core has a name of its own for it.
         sample.vllm_id = self._llm.add_request(sample.vllm_id, prompt, params, lora_request=self._adapter)
         sample.num_prompt_tokens = self._llm.output_processor.request_states[sample.vllm_id].prompt_len
-        self._running.add(sample)
+        self._running[sample.vllm_id] = sample
 
     def _step(self) -> bool:
         self._check_usable()
@@ -294,7 +301,15 @@ class VLLMEngine(RolloutEngine):
         return self._has_ended
 
     def _absorb(self, outputs: Sequence[Any]) -> None:
-        self._has_ended = self._running.absorb(outputs, self._version)
+        """Take the core's outputs of one step, and deliver what is complete."""
+        for output in outputs:
+            sample = self._running.get(output.request_id)
+            if sample is None:
+                continue  # aborted while the step ran
+            sample.absorb(output, self._version)
+            if output.finish_reason is not None:
+                self._finish(sample, str(output.finish_reason))
+                self._has_ended = True
 
     def _drain(self) -> None:
         """Take in what is in flight: with asynchronous scheduling (CUDA) vLLM is a step ahead of what it returned."""

@@ -1,8 +1,8 @@
-"""The samples that a vLLM engine is writing, and the translation of requests into vLLM's words. Runs nothing."""
+"""A sample that a vLLM engine is writing, and the translation of requests into vLLM's words. Runs nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,7 +13,7 @@ from dovetail.rollout.base import (
     derive_seed,
 )
 from dovetail.rollout.request_rules import base_seed, stop_tokens
-from dovetail.rollout.response import GrowingResponse, of_requests
+from dovetail.rollout.response import GrowingResponse
 
 _MAX_SEED = 2**63 - 1
 
@@ -46,44 +46,6 @@ class Sample(GrowingResponse):
         """End for what vLLM calls `reason`."""
         self.finish_reason = _finish_reason(reason)
         self.deliver(self.result())
-
-
-class RunningSamples:
-    """The samples in the engine, by their id in it."""
-
-    def __init__(self) -> None:
-        self._samples: dict[str, Sample] = {}
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def add(self, sample: Sample) -> None:
-        self._samples[sample.vllm_id] = sample
-
-    def of(self, request_ids: Collection[str] | None) -> list[Sample]:
-        """The samples of these requests; None: of all."""
-        return of_requests(list(self._samples.values()), request_ids)  # a copy: other threads add and remove
-
-    def absorb(self, outputs: Iterable[Any], version: int) -> bool:
-        """Take the core's outputs of one step, and deliver what is complete; whether anything is."""
-        finished = False
-        for output in outputs:
-            sample = self._samples.get(output.request_id)
-            if sample is None:
-                continue  # aborted while the step ran
-            sample.absorb(output, version)
-            if output.finish_reason is not None:
-                self.finish(sample, str(output.finish_reason))
-                finished = True
-        return finished
-
-    def num_tokens(self) -> int:
-        """Tokens generated so far by the samples that run."""
-        return sum(len(sample.versions) for sample in self.of(None))
-
-    def finish(self, sample: Sample, reason: str) -> None:
-        del self._samples[sample.vllm_id]
-        sample.finish(reason)
 
 
 class CoreOutputs:
