@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.model_shape import ModelShape
 
@@ -14,16 +12,8 @@ FUSED_CHUNK_ACCELERATOR = 1 << 30
 FUSED_CHUNK_CPU = 1 << 27
 
 
-@dataclass(frozen=True)
-class LayerActivations:
-    """Bytes one token needs in one layer."""
-
-    saved: float
-    boundary: float
-
-
-def layer_activations(shape: ModelShape, *, moe: bool, layout: RoleLayout, compiled: bool = False) -> LayerActivations:
-    """What backward keeps for one token: everything, and the layer's input alone (gradient checkpointing).
+def layer_activations(shape: ModelShape, *, moe: bool, layout: RoleLayout, compiled: bool = False) -> float:
+    """Bytes that backward keeps of one token in one layer.
 
     A compiled layer computes element-wise work again instead of keeping it; experts are counted as if not compiled.
     """
@@ -44,11 +34,10 @@ def layer_activations(shape: ModelShape, *, moe: bool, layout: RoleLayout, compi
         kept = tensors - 1 if compiled and shape.gated_mlp else tensors
         mlp = kept * BF16 * shape.intermediate_size / layout.tensor_parallel
     # Megatron's sequence parallelism cuts the norms by the tensor-parallel size too.
-    saved = (norms + attention) / layout.tensor_parallel + mlp
-    return LayerActivations(saved=saved, boundary=BF16 * shape.hidden_size / layout.tensor_parallel)
+    return (norms + attention) / layout.tensor_parallel + mlp
 
 
-def kept_activations(
+def training_activations(
     shape: ModelShape,
     layout: RoleLayout,
     stage: int,
@@ -58,30 +47,29 @@ def kept_activations(
     checkpointing: bool,
     offload: bool = False,
     compiled: bool = False,
+    logits: float = 0.0,
 ) -> float:
-    """Bytes kept for backward on one device of `stage`, with `tokens` of one micro-batch on that device."""
-    kinds = _layers_of_stage(shape, layout, stage, compiled)
+    """Bytes for backward on one device of `stage`, with `tokens` of one micro-batch on that device.
+
+    With gradient checkpointing: the layers' inputs, and the widest layer while it is computed again. Backward frees the
+    `logits` before that, so the smaller of the two hides behind the larger.
+    """
+    layers = layout.stages(shape.num_layers)[stage]
+    each = [layer_activations(shape, moe=shape.layers[i].is_moe, layout=layout, compiled=compiled) for i in layers]
     # One-forward-one-backward: an early stage has a micro-batch in flight for each stage after it.
     in_flight = min(layout.pipeline_parallel - stage, micro_batches)
     if not checkpointing:
-        return tokens * in_flight * sum(kind.saved for kind in kinds)
-    if offload:
-        # Offloaded boundaries wait on the host; one is back while its layer is recomputed.
-        return tokens * max((kind.boundary for kind in kinds), default=0.0)
-    return tokens * in_flight * sum(kind.boundary for kind in kinds)
-
-
-def recomputed_activations(
-    shape: ModelShape, layout: RoleLayout, stage: int, tokens: float, *, compiled: bool = False
-) -> float:
-    """Bytes of the widest layer while gradient checkpointing computes it again."""
-    return tokens * max((kind.saved for kind in _layers_of_stage(shape, layout, stage, compiled)), default=0.0)
+        return tokens * in_flight * sum(each)
+    # Offloaded inputs wait on the host; one is back while its layer is recomputed.
+    num_inputs = min(1, len(each)) if offload else in_flight * len(each)
+    inputs = tokens * num_inputs * BF16 * shape.hidden_size / layout.tensor_parallel
+    return inputs + max(0.0, tokens * max(each, default=0.0) - logits)
 
 
 def forward_activations(shape: ModelShape, layout: RoleLayout, tokens: float) -> float:
     """Bytes alive at the widest point of a forward pass without gradients: about one layer."""
     kinds = {shape.is_moe, False}
-    return tokens * max(layer_activations(shape, moe=moe, layout=layout).saved for moe in kinds)
+    return tokens * max(layer_activations(shape, moe=moe, layout=layout) for moe in kinds)
 
 
 def logits_bytes(shape: ModelShape, layout: RoleLayout, tokens: float, *, training: bool, entropy: bool) -> float:
@@ -101,8 +89,3 @@ def fused_head_bytes(
     logits = min(chunk, tokens * shape.vocab_size * FP32 / layout.tensor_parallel)
     gradient = shape.vocab_size * shape.hidden_size * FP32 / layout.tensor_parallel if training else 0.0
     return 2 * logits + gradient
-
-
-def _layers_of_stage(shape: ModelShape, layout: RoleLayout, stage: int, compiled: bool) -> list[LayerActivations]:
-    layers = layout.stages(shape.num_layers)[stage]
-    return [layer_activations(shape, moe=shape.layers[i].is_moe, layout=layout, compiled=compiled) for i in layers]

@@ -11,9 +11,8 @@ from dovetail.config.optim import OptimConfig
 from dovetail.config.plan.activations import (
     forward_activations,
     fused_head_bytes,
-    kept_activations,
     logits_bytes,
-    recomputed_activations,
+    training_activations,
 )
 from dovetail.config.plan.batches import PassBatches
 from dovetail.config.plan.layout import Device, RoleLayout, TrainingSection
@@ -69,7 +68,17 @@ class RoleMemory:
         on_device = not self.always_on_host
         logits = self._head(tokens, device, training=batch.trains) if states.holds_head else 0.0
         if batch.trains:
-            activations = self._training_activations(stage, batch, logits)
+            activations = training_activations(
+                shape,
+                layout,
+                stage,
+                tokens,
+                micro_batches=batch.micro_batches,
+                checkpointing=self.checkpointing,
+                offload=self.activation_offload,
+                compiled=self.compiled,
+                logits=logits,
+            )
             gradients = on_device * states.gradients
             # The gradient of one unit before it is cut over the ranks.
             gradients += states.largest_unit * self.reduce_bytes if layout.shard_size > 1 else 0.0
@@ -85,24 +94,6 @@ class RoleMemory:
             "activations": activations,
             "logits": logits,
         }
-
-    def _training_activations(self, stage: int, batch: PassBatches, logits: float) -> float:
-        shape, layout, tokens = self.shape, self.layout, batch.tokens_per_device
-        kept = kept_activations(
-            shape,
-            layout,
-            stage,
-            tokens,
-            micro_batches=batch.micro_batches,
-            checkpointing=self.checkpointing,
-            offload=self.activation_offload,
-            compiled=self.compiled,
-        )
-        if not self.checkpointing:
-            return kept
-        # Backward frees the logits before it recomputes the last layer: the smaller hides behind the larger.
-        again = recomputed_activations(shape, layout, stage, tokens, compiled=self.compiled)
-        return kept + max(0.0, again - logits)
 
     def _head(self, tokens: float, device: Device, *, training: bool) -> float:
         if self.fused_head:

@@ -9,10 +9,9 @@ import pytest
 
 from dovetail.config.plan.activations import (
     fused_head_bytes,
-    kept_activations,
     layer_activations,
     logits_bytes,
-    recomputed_activations,
+    training_activations,
 )
 from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.model_shape import shape_from_config
@@ -96,35 +95,37 @@ def test_saved_activations_per_layer_match_autograd_within_two_percent(
     # The difference of two depths leaves out what is saved outside the layers.
     measured = saved_bytes(config_with(2), compiled=compiled) - saved_bytes(config_with(1), compiled=compiled)
     shape = shape_from_config(json.loads(json.dumps(config_with(1).to_dict(), default=str)))
-    predicted = layer_activations(shape, moe=False, layout=ALONE, compiled=compiled).saved * NUM_TOKENS
+    predicted = layer_activations(shape, moe=False, layout=ALONE, compiled=compiled) * NUM_TOKENS
     assert predicted == pytest.approx(measured, rel=0.02)
 
 
 def test_checkpointing_keeps_one_boundary_per_layer_and_one_whole_layer() -> None:
     shape = shape_from_config(known.QWEN2_5_7B)
-    one = layer_activations(shape, moe=False, layout=ALONE)
-    kept = kept_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True)
-    assert kept == pytest.approx(1000 * 28 * 2 * 3584)
-    assert recomputed_activations(shape, ALONE, 0, 1000) == pytest.approx(1000 * one.saved)
-    assert kept_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=False) == pytest.approx(
-        1000 * 28 * one.saved
-    )
+    layer, inputs = 1000 * layer_activations(shape, moe=False, layout=ALONE), 1000 * 28 * 2 * 3584
+    kept = training_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True)
+    assert kept == pytest.approx(inputs + layer)
+    kept = training_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True, logits=layer / 4)
+    assert kept == pytest.approx(inputs + layer * 3 / 4), "logits are freed before the layer is computed again"
+    kept = training_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True, logits=2 * layer)
+    assert kept == pytest.approx(inputs)
+    everything = training_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=False)
+    assert everything == pytest.approx(28 * layer)
 
 
 def test_an_early_pipeline_stage_keeps_more_micro_batches_in_flight() -> None:
     shape = shape_from_config(known.QWEN2_5_7B)
     layout = RoleLayout("actor", "megatron", "global", 4, data_parallel=1, pipeline_parallel=4)
-    first = kept_activations(shape, layout, 0, 1000, micro_batches=8, checkpointing=False)
-    last = kept_activations(shape, layout, 3, 1000, micro_batches=8, checkpointing=False)
+    first = training_activations(shape, layout, 0, 1000, micro_batches=8, checkpointing=False)
+    last = training_activations(shape, layout, 3, 1000, micro_batches=8, checkpointing=False)
     assert first == pytest.approx(4 * last)
-    few = kept_activations(shape, layout, 0, 1000, micro_batches=2, checkpointing=False)
+    few = training_activations(shape, layout, 0, 1000, micro_batches=2, checkpointing=False)
     assert few == pytest.approx(2 * last)
 
 
 def test_offloaded_activations_keep_one_boundary_on_the_device() -> None:
     shape = shape_from_config(known.QWEN2_5_7B)
-    kept = kept_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True)
-    offloaded = kept_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True, offload=True)
+    kept = training_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True)
+    offloaded = training_activations(shape, ALONE, 0, 1000, micro_batches=8, checkpointing=True, offload=True)
     assert kept - offloaded == pytest.approx(1000 * 27 * 2 * 3584)
 
 
