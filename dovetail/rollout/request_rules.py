@@ -48,7 +48,7 @@ def base_seed(sampling: SamplingParams) -> int:
 
 def check_logprobs(sampling: SamplingParams, given: LogprobsMode, engine: str) -> None:
     """ValueError where a request asks for other log-probs than this engine gives: it has one meaning of them."""
-    if not _same_meaning(sampling, given):
+    if _meaning(sampling, sampling.logprobs) != _meaning(sampling, given):
         raise ValueError(
             f"logprobs={sampling.logprobs!r} with temperature={sampling.temperature}, top_k={sampling.top_k}, "
             f"top_p={sampling.top_p}, min_p={sampling.min_p} cannot be had from {engine}, which gives {given!r} "
@@ -57,13 +57,7 @@ def check_logprobs(sampling: SamplingParams, given: LogprobsMode, engine: str) -
         )
 
 
-def _same_meaning(sampling: SamplingParams, given: LogprobsMode) -> bool:
-    unscaled = sampling.greedy or sampling.temperature == 1
-    pair = {sampling.logprobs, given}
-    if len(pair) == 1:
-        return True
-    if pair == {"temperature", "processed"}:
-        return not sampling.truncates
-    if pair == {"temperature", "raw"}:
-        return unscaled
-    return unscaled and not sampling.truncates
+def _meaning(sampling: SamplingParams, mode: LogprobsMode) -> tuple[bool, bool]:
+    """Whether log-probs of this mode are under another temperature than 1, and after filtering, for this request."""
+    is_scaled = sampling.temperature not in (0, 1)
+    return is_scaled and mode != "raw", sampling.truncates and mode == "processed"
