@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -20,8 +20,10 @@ _SHAPE_FIELDS = (
 
 
 def expected_weights(model: str | Path, **args: Unpack[ModelArgs]) -> ExpectedWeights:
-    """Names and shapes that `update_weights` must bring: those of transformers' model with this config."""
-    empty = _empty_model(model, **args)
+    """Names and shapes that `update_weights` must bring: those of the model that a trainer builds from this folder."""
+    from dovetail.models.load import build_meta_model
+
+    empty = build_meta_model(model, attn_implementation="eager", **args)
     first_name: dict[int, str] = {}
     ties: dict[str, str] = {}
     tied_shapes: dict[str, tuple[int, ...]] = {}
@@ -73,10 +75,12 @@ def stop_token_ids(model: str | Path, **args: Unpack[ModelArgs]) -> frozenset[in
     """The model's end-of-sequence ids: of its generation config, else of its config."""
     from transformers import GenerationConfig
 
+    from dovetail.models.load import load_config
+
     sources: list[Any] = []
     with contextlib.suppress(OSError):  # a folder without generation_config.json
         sources.append(GenerationConfig.from_pretrained(model))
-    sources.append(read_config(model, **args))
+    sources.append(load_config(model, **args))
     return eos_ids_of(*sources)
 
 
@@ -89,32 +93,8 @@ def eos_ids_of(*sources: Any) -> frozenset[int]:
     return frozenset()
 
 
-def read_config(
-    model: str | Path, *, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None
-) -> Any:
-    """The model's config as the trainer has it."""
-    from transformers import AutoConfig
-
-    if override_config:
-        # Here, because transformers beside SGLang may be older than this module takes; no trainer overrides there.
-        from dovetail.models.load import load_config
-
-        return load_config(model, override_config, trust_remote_code=trust_remote_code)
-    return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-
-
 def model_shape(config: Any) -> dict[str, Any]:
     """The sizes of a transformers config that decide whether two models can have the same weights."""
     text = config.get_text_config()
     sizes = {name: getattr(text, name, None) for name in _SHAPE_FIELDS}
     return {name: value for name, value in sizes.items() if value is not None}
-
-
-def _empty_model(model: str | Path, **args: Unpack[ModelArgs]) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    config = read_config(model, **args)
-    images = hasattr(config, "vision_config")
-    auto = AutoModelForImageTextToText if images else AutoModelForCausalLM
-    with torch.device("meta"):
-        return auto.from_config(config, trust_remote_code=args.get("trust_remote_code", False))

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Unpack
 import torch
 
 from dovetail.config.rollout import RolloutConfig
+from dovetail.models.load import load_config
 from dovetail.rollout.base import (
     ALL_TAGS,
     CLOSED,
@@ -37,7 +38,7 @@ from dovetail.rollout.base import (
     check_tags,
 )
 from dovetail.rollout.engine_settings import logprobs_of
-from dovetail.rollout.expected import expected_weights, model_shape, read_config, stop_token_ids
+from dovetail.rollout.expected import expected_weights, model_shape, stop_token_ids
 from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import HttpClient, ServerError
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo, require_same_shape
@@ -87,7 +88,7 @@ class RemoteRollout(RolloutEngine):
         device: torch.device | str = "cpu",
         **model_args: Unpack[ModelArgs],
     ) -> None:
-        config = read_config(folder, **model_args)
+        config = load_config(folder, **model_args)
         self._folder = folder
         # Servers are started by others, with the same overrides: `require_same_shape` finds those that are not.
         self._expected = expected_weights(folder, **model_args)

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Unpack
 import torch
 
 from dovetail.config.rollout import RolloutConfig
+from dovetail.models.load import load_config
 from dovetail.rollout.base import EngineDiedError, EngineError, ModelArgs, RolloutEngine
 from dovetail.rollout.engine_settings import runs_on_cpu
-from dovetail.rollout.expected import read_config
 from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.rollout.remote.sglang_dialect import SGLangDialect
 from dovetail.rollout.remote.weights import JoinedChannel
@@ -55,7 +55,7 @@ class SGLangRollout(RemoteRollout):
         restarts: int = 0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
-        config = read_config(settings.model, **settings.model_args).get_text_config()
+        config = load_config(settings.model, **settings.model_args).get_text_config()
         # Said outright: a server is given some tokens more than the context, which it keeps free.
         self.settings = settings = replace(
             settings, max_model_len=int(settings.max_model_len or config.max_position_embeddings)
