@@ -7,15 +7,15 @@ and a prompt of P tokens costs one prefill of P - 1 tokens however many samples 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import torch
 
 from dovetail.rollout.base import FinishReason
 from dovetail.rollout.native.attention import Segment
+from dovetail.rollout.native.kv_cache import SlotKVCache
 from dovetail.rollout.response import GrowingResponse, of_requests
 
 
@@ -68,20 +68,10 @@ class Sample(GrowingResponse):
         GrowingResponse.extend(self, token_ids, log_probs, version, finish_reason)
 
 
-class Slots(Protocol):
-    """Cache entries in slots, and those that sessions keep between two turns."""
-
-    def copy(self, source: int, target: int, length: int) -> None: ...
-
-    def keep(self, session: str, slot: int, tokens: Sequence[int]) -> None: ...
-
-    def restore(self, session: str, slot: int, tokens: Sequence[int]) -> int: ...
-
-
 class Scheduler:
     """`rows[i]` is the sample in slot i of `slots`."""
 
-    def __init__(self, num_slots: int, max_prefill_tokens: int, slots: Slots) -> None:
+    def __init__(self, num_slots: int, max_prefill_tokens: int, slots: SlotKVCache) -> None:
         self.num_slots = num_slots
         self.max_prefill_tokens = max_prefill_tokens
         self.rows: list[Sample] = []

@@ -37,9 +37,7 @@ class VLLMSettings(EngineSettings):
     sleep_level: Literal[1, 2] = 2
 
     @classmethod
-    def from_config(
-        cls, rollout: RolloutConfig, model: str | Path, *, seed: int = 0, **args: Unpack[ModelArgs]
-    ) -> VLLMSettings:
+    def from_config(cls, rollout: RolloutConfig, model: str | Path, **args: Unpack[ModelArgs]) -> VLLMSettings:
         """From `actor_rollout_ref.rollout`."""
         kwargs = dict(rollout.engine_kwargs.vllm)
         if rollout.cudagraph_capture_sizes is not None:
@@ -51,7 +49,6 @@ class VLLMSettings(EngineSettings):
         return cls(
             **shared_settings(rollout, model, **args),
             scheduling_policy=rollout.scheduling_policy,
-            seed=seed,
             # Under an adapter the base is never sent, so it must survive a sleep.
             sleep_level=1 if kwargs.get("enable_lora") else 2,
             engine_kwargs=kwargs,
