@@ -12,14 +12,24 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 _ELEMENTS = 2048
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalised rows of x (rows, width)."""
-    return _rms_norm(x, x, weight, eps, add=False)
-
-
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add x to `residual` in place, and return its normalised rows. x may be (parts, rows, width), to be added up."""
-    return _rms_norm(x, residual, weight, eps, add=True)
+    rows, width = residual.shape
+    num_parts = x.numel() // residual.numel()
+    out = torch.empty_like(residual)
+    _add_rms_norm_kernel[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        eps,
+        rows,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        PARTS=num_parts,
+        num_warps=4 if width <= 4096 and num_parts == 1 else 8,
+    )
+    return out
 
 
 def rotate_and_store(
@@ -79,28 +89,8 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate
 
 
-def _rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, add: bool) -> torch.Tensor:
-    rows, width = residual.shape
-    num_parts = x.numel() // residual.numel()
-    out = torch.empty_like(residual)
-    _rms_norm_kernel[(rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        eps,
-        rows,
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        PARTS=num_parts,
-        ADD=add,
-        num_warps=4 if width <= 4096 and num_parts == 1 else 8,
-    )
-    return out
-
-
 @triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm_kernel(
+def _add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -110,7 +100,6 @@ def _rms_norm_kernel(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
-    ADD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
@@ -119,10 +108,9 @@ def _rms_norm_kernel(
     x = tl.zeros([PADDED], dtype=tl.float32)
     for part in tl.static_range(PARTS):
         x += tl.load(x_ptr + (part * num_rows + row) * WIDTH + columns, mask=mask, other=0.0)
-    if ADD:
-        residual = tl.load(residual_ptr + row * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
-        x = (x.to(dtype).to(tl.float32) + residual).to(dtype).to(tl.float32)
-        tl.store(residual_ptr + row * WIDTH + columns, x.to(dtype), mask=mask)
+    residual = tl.load(residual_ptr + row * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    x = (x.to(dtype).to(tl.float32) + residual).to(dtype).to(tl.float32)
+    tl.store(residual_ptr + row * WIDTH + columns, x.to(dtype), mask=mask)
     variance = tl.sum(x * x, axis=0) / WIDTH
     normed = (x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
