@@ -138,7 +138,7 @@ def _normed(low, high, weight_ptr, half, eps, dtype: tl.constexpr, HEAD: tl.cons
 
 
 @triton.jit
-def _rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
+def rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
     # Each product is rounded before the sum, as the modules do it.
     new_low = (low * cos_low).to(dtype).to(tl.float32) - (high * sin_low).to(dtype).to(tl.float32)
     new_high = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
@@ -192,12 +192,12 @@ def _rotate_and_store_kernel(
         cos_high = tl.load(cos_ptr + token * HEAD + HEAD // 2 + half, mask=inside, other=0.0).to(tl.float32)[None, :]
         sin_low = tl.load(sin_ptr + token * HEAD + half, mask=inside, other=0.0).to(tl.float32)[None, :]
         sin_high = tl.load(sin_ptr + token * HEAD + HEAD // 2 + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-        key_low, key_high = _rotated(key_low, key_high, cos_low, cos_high, sin_low, sin_high, dtype)
+        key_low, key_high = rotated(key_low, key_high, cos_low, cos_high, sin_low, sin_high, dtype)
         head_mask = (heads[:, None] < NUM_HEADS) & inside[None, :]
         low, high = _halves(query_ptr, token * query_stride, heads, half, head_mask, HEAD)
         if NORM:
             low, high = _normed(low, high, query_norm_ptr, half, eps, dtype, HEAD)
-        low, high = _rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype)
+        low, high = rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype)
         query_offsets = token * query_stride + heads[:, None] * HEAD + half[None, :]
         tl.store(query_ptr + query_offsets, low.to(dtype), mask=head_mask)
         tl.store(query_ptr + query_offsets + HEAD // 2, high.to(dtype), mask=head_mask)
