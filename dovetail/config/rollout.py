@@ -149,7 +149,7 @@ class RolloutConfig(SamplingConfig):
     ignore_eos: bool = key(False, "Generate on after the end-of-sequence token.")
     prompt_length: int = inherits("data.max_prompt_length", DataConfig)
     response_length: int = inherits("data.max_response_length", DataConfig)
-    calculate_log_probs: bool = key(False, "Keep the engine's log-probs of the sampled tokens.")
+    calculate_log_probs: bool = key(False, "No effect: the engine's log-probs are always kept.")
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
     nnodes: int = key(0, "Nodes of generation alone; 0: on the trainer's devices.", ge=0)
     n_gpus_per_node: int = key(8, "Devices per such node.", ge=1)

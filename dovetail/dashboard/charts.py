@@ -82,8 +82,7 @@ OVERVIEW = (
         "entropy",
         "Entropy of the policy",
         ("actor/entropy", "actor/entropy_loss"),
-        absent="not computed in this run: one optimizer step a batch needs no pass over the old log-probs, and "
-        "actor_rollout_ref.actor.entropy_coeff is 0",
+        absent="with one optimizer step a batch, set actor_rollout_ref.actor.calculate_entropy=True",
     ),
     Chart(
         "kl",
@@ -97,7 +96,6 @@ OVERVIEW = (
         "mismatch",
         "Engine against trainer (KL)",
         ("rollout_corr/k3_kl", "rollout_corr/kl", "rollout_corr/probs_diff_mean"),
-        absent="set actor_rollout_ref.rollout.calculate_log_probs=True",
     ),
 )
 

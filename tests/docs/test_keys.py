@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.config.keys import find_key, sections
+from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.root import DovetailConfig
 
 pytestmark = pytest.mark.unit
@@ -42,3 +42,14 @@ def test_every_key_in_the_text_of_the_page_is_one(page: Path) -> None:
 def test_a_wrong_key_is_found() -> None:
     text = "Set `reward_model.timout` or `rollout.temprature=1`; `actor.optim.lr`, `rollout.val_kwargs` are right."
     assert wrong_keys(text) == ["reward_model.timout", "rollout.temprature"]
+
+
+def test_no_page_and_no_hint_of_the_dashboard_asks_for_a_key_without_effect() -> None:
+    names = [
+        key.name.removeprefix("actor_rollout_ref.")
+        for key in catalogue(DovetailConfig).values()
+        if any(rule.outcome == "unused" and rule.when is None for rule in key.rules)
+    ]
+    assert "rollout.calculate_log_probs" in names
+    hints = [path for path in (ROOT / "dovetail" / "dashboard").rglob("*") if path.suffix in (".py", ".js")]
+    assert [(path.name, name) for path in (*PAGES, *hints) for name in names if f"{name}=" in path.read_text()] == []
