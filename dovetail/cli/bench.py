@@ -1,9 +1,9 @@
 """Measure this machine: `dovetail bench [FILE.yaml ...] key=value ...`.
 
-The run's own engine and trainer on random prompts and answers of full length: seconds, tokens per second, share of the
-device's peak, memory beside the plan.
+Runs the engine and the trainer of a configuration on random prompts and responses of full length, and prints seconds,
+tokens per second, the share of the device's peak, and memory beside the plan.
 
-Without a model one is made with random weights: `dovetail bench` alone measures a small one in about a minute.
+Without a model it makes a small one with random weights, which takes about a minute.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ _SIZES |= {"num_attention_heads": 6, "max_position_embeddings": 4096}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="*", metavar="FILE|key=value", help="YAML files and overrides")
-    parser.add_argument("--overrides-file", action="append", default=[], type=Path, metavar="F", help="a launch list")
+    parser.add_argument(
+        "--overrides-file", action="append", default=[], type=Path, metavar="F", help="file with one override per line"
+    )
     parser.add_argument(
         "--steps", type=whole_number(), default=3, help="measured steps, after one that warms up (default 3)"
     )
-    parser.add_argument("--ray", action="store_true", help="workers on Ray even where one process would do")
+    parser.add_argument("--ray", action="store_true", help="run workers on Ray even if one process is enough")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -74,31 +74,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Files, overrides, and what the plan is made for."""
     parser.add_argument("items", nargs="*", metavar="FILE | key=value", help="YAML files and overrides, in this order")
     parser.add_argument(
-        "--overrides-file", action="append", default=[], metavar="F", help="launch list: an override a line"
+        "--overrides-file", action="append", default=[], metavar="F", help="file with one override per line"
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text for people, json for programs")
     parser.add_argument(
         "--no-files",
         action="store_true",
-        help="plan for another machine: read no data, models and reward functions here, and look for no libraries",
+        help="plan for another machine: do not look for data, models, reward functions and libraries here",
     )
     parser.add_argument(
         "--device-memory-gib",
         type=number(above=True),
         metavar="GIB",
-        help="memory of one device (default: 80; npu: 64; cpu: this host)",
+        help="memory of one device (default: 80; on a CPU: this machine's, shared by its workers)",
     )
     parser.add_argument(
         "--like",
         type=Path,
         metavar="RUN",
-        help="a synchronous run from whose lengths and speeds an asynchronous one is predicted",
+        help="predict an asynchronous run from the lengths and speeds of this synchronous one",
     )
     parser.add_argument(
         "--lengths",
         type=_lengths,
         metavar="MEDIAN,P99",
-        help="with --like: log-normal lengths of responses instead of that run's",
+        help="with --like: log-normal response lengths in place of that run's",
     )
 
 

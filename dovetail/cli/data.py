@@ -22,27 +22,30 @@ CONVERTED = ("gsm8k", "math", "jsonl")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to make, and where."""
     parser.add_argument("kind", choices=(*GENERATED, *CONVERTED), help="a task to generate or a data set to convert")
-    parser.add_argument("source", nargs="?", help="local file or folder with the raw data; left out: the hub")
+    parser.add_argument("source", nargs="?", help="file or folder with the raw data (default: download from the hub)")
     parser.add_argument("--out", type=output_folder, required=True, help="folder for train and test files")
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="kind of files")
     parser.add_argument("--seed", type=int, default=0, help="seed of generated problems and of a split")
     parser.add_argument("--system", help="system message of every prompt")
     generated = parser.add_argument_group("generated tasks")
     generated.add_argument("--levels", type=whole_number(), nargs="+", default=[1], help="difficulty, 1 is the easiest")
-    generated.add_argument("--train", type=whole_number(), default=1000, help="training problems")
-    generated.add_argument("--test", type=whole_number(0), default=200, help="test problems, none of them in training")
+    generated.add_argument("--train", type=whole_number(), default=1000, help="number of training problems")
+    generated.add_argument(
+        "--test", type=whole_number(0), default=200, help="number of test problems, none of them in training"
+    )
     generated.add_argument("--pairs", action="store_true", help="also a right and a wrong answer to each problem")
     converted = parser.add_argument_group("data sets")
-    converted.add_argument("--instruction", help="words after each question; '' for none")
+    converted.add_argument("--instruction", help="text after each question; '' for none")
     converted.add_argument(
         "--max-calculations",
         type=whole_number(),
-        help="gsm8k: train on solutions with at most so many; tests keep all",
+        metavar="N",
+        help="gsm8k: leave out training problems with more calculations in their solution",
     )
     converted.add_argument("--splits", nargs="+", default=["train", "test"], help="splits to convert")
     converted.add_argument("--data-source", default="exact", help="jsonl: name that selects the reward rule")
     converted.add_argument("--question-field", default="question", help="jsonl: field of the question")
-    converted.add_argument("--answer-field", default="answer", help="jsonl: field of the truth")
+    converted.add_argument("--answer-field", default="answer", help="jsonl: field of the ground truth")
     converted.add_argument(
         "--test-share", type=number(0, 1), default=0.1, help="jsonl: share of rows set aside for testing"
     )

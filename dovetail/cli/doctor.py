@@ -65,11 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-run", action="store_true", help="only look at what is installed")
     parser.add_argument("--svg", type=output_file, metavar="F", help="also write what is shown as a picture")
-    parser.add_argument("--verbose", action="store_true", help="log what the parts do")
+    parser.add_argument("--verbose", action="store_true", help="log more")
     parser.add_argument("--agents", metavar="MODEL", help="audit the chat template of this model's tokenizer")
     cluster = parser.add_argument_group("on all devices of a machine or a Ray cluster")
     cluster.add_argument("--cluster", action="store_true", help="run every path for real and judge each one")
-    cluster.add_argument("--paths", action="append", default=[], metavar="NAME", help="only paths that begin so")
+    cluster.add_argument("--paths", action="append", default=[], metavar="NAME", help="only paths whose name begins so")
     cluster.add_argument(
         "--work", type=output_folder, metavar="DIR", help="an empty folder that all nodes see (default: temporary)"
     )

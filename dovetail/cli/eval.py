@@ -1,4 +1,4 @@
-"""Evaluate a model: `dovetail eval MODEL --data FILE [key=value ...]`. Accuracy, pass@k, best@N, by data source.
+"""Evaluate a model: `dovetail eval MODEL --data FILE [key=value ...]`. Accuracy, pass@k, best@k, by data source.
 
 MODEL is a checkpoint (`global_step_N`), a run folder (its newest checkpoint), a Hugging Face folder or a hub name.
 A checkpoint is evaluated as its run validated: same engine, same reward, same validation files unless --data names
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=output_folder, metavar="FOLDER", help="for eval.json and all responses; runs/eval/<name>"
     )
-    parser.add_argument("--ray", action="store_true", help="workers on Ray even where one process would do")
+    parser.add_argument("--ray", action="store_true", help="run workers on Ray even if one process is enough")
     add_sampling_arguments(parser)
 
 
@@ -45,7 +45,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longest response (default: the run's, or 512, or what fits)",
     )
-    parser.add_argument("--verbose", action="store_true", help="log what the parts do")
+    parser.add_argument("--verbose", action="store_true", help="log more")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,9 +1,9 @@
-"""Train: `dovetail train [FILE.yaml ...] key=value ...`. Runs on the GPUs of this machine, or on its CPU.
+"""Train a policy with RL: `dovetail train [FILE.yaml ...] key=value ...`. Runs on the GPUs of this machine, or its CPU.
 
   dovetail train model=Qwen/Qwen2.5-0.5B-Instruct data=prompts.jsonl reward=my_reward.py:score
 
-Three things are enough; the rest is chosen to fit, and `dovetail check` with the same words shows what and why.
-With `algorithm.filter_groups.enable=True` groups without signal are generated anew (DAPO).
+With these three short names the algorithm is GRPO and the other settings are chosen; `dovetail check` with the same
+arguments lists them with reasons. `algorithm.adv_estimator` names another algorithm: see docs/guide/choosing.md.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ of it works as `reward_model.model.path`: see docs/preferences.md.
     "distill": """\
 Distill a teacher into a student: `dovetail distill [FILE.yaml ...] key=value ...`.
 
-The student (`actor_rollout_ref.model.path`) samples responses to the prompts of `data.train_files`, and learns from how
-likely the teacher (`distill.teacher.path`) finds each of its tokens. Both need one tokenizer. A task reward is mixed in
-with `distill.reward_coef`. Every other key is that of `dovetail train`.
+  dovetail distill model=~/models/Qwen3-0.6B data=prompts.jsonl distill.teacher.path=~/models/Qwen3-8B
+
+The student (`model`) samples responses to the prompts (`data`), and learns from how likely the teacher finds each of
+its tokens. Both need the same tokenizer. A task reward is mixed in with `distill.reward_coef`. The other keys are those
+of `dovetail train`: see docs/distill.md.
 """,
 }
 """Of the commands that set `trainer.method`, for their `--help`."""
@@ -55,9 +57,11 @@ with `distill.reward_coef`. Every other key is that of `dovetail train`.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="*", metavar="FILE|key=value", help="YAML files and overrides")
-    parser.add_argument("--overrides-file", action="append", default=[], type=Path, metavar="F", help="a launch list")
+    parser.add_argument(
+        "--overrides-file", action="append", default=[], type=Path, metavar="F", help="file with one override per line"
+    )
     parser.add_argument("--local", action="store_true", help="one process, no Ray: a debugger works")
-    parser.add_argument("--verbose", action="store_true", help="log what the parts do")
+    parser.add_argument("--verbose", action="store_true", help="log more")
 
 
 def run(args: argparse.Namespace) -> int:
