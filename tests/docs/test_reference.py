@@ -89,7 +89,7 @@ from dovetail.protocol import DataProto
 ids, uids = torch.ones(2, 3), np.array(["a", "b"], dtype=object)
 outputs = [DataProto.from_dict({"values": torch.zeros(4)}) for _ in range(4)]
 """,
-    ("rewards.md", 0): CONFIG
+    ("rewards.md", 1): CONFIG
     + """
 from dovetail.data.build import build_train_loader
 from tests.rewards.test_runner import answers
@@ -116,8 +116,8 @@ AFTER = {
         2,
     ): "assert values.get().tensors['v'].tolist() == [10.0 * n for n in range(1, 9)]\nstop_ray()\n",
     ("protocol.md", 0): "assert len(batch) == 16 and len(parts) == 4 and 'values' in batch\n",
-    ("rewards.md", 0): "assert 'token_level_scores' in batch\n",
-    ("rewards.md", 1): "assert compute_score('', ' 4', '4', {})['acc']\n",
+    ("rewards.md", 0): "assert compute_score('', ' 4', '4', {})['acc']\n",
+    ("rewards.md", 1): "assert 'token_level_scores' in batch\n",
     ("rollout.md", 0): "assert len(results) == 8 and len(batch) == 8\n",
     ("weight_sync.md", 0): "assert engine.weight_version == 7\n",
     ("weight_sync.md", 1): "assert len(results) == 1\n",
