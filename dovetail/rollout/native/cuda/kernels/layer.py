@@ -12,24 +12,14 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 _ELEMENTS = 2048
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalised rows of x (rows, width)."""
+    return _rms_norm(x, x, weight, eps, add=False)
+
+
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add x to `residual` in place, and return its normalised rows. x may be (parts, rows, width), to be added up."""
-    rows, width = residual.shape
-    num_parts = x.numel() // residual.numel()
-    out = torch.empty_like(residual)
-    _add_rms_norm_kernel[(rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        eps,
-        rows,
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        PARTS=num_parts,
-        num_warps=4 if width <= 4096 and num_parts == 1 else 8,
-    )
-    return out
+    """Add x to `residual` in place, and return its normalised rows."""
+    return _rms_norm(x, residual, weight, eps, add=True)
 
 
 def rotate_and_store(
@@ -89,28 +79,36 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    eps,
-    num_rows,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
+def _rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, add: bool) -> torch.Tensor:
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    _rms_norm_kernel[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        eps,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        ADD=add,
+        num_warps=4 if width <= 4096 else 8,
+    )
+    return out
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
-    dtype = residual_ptr.dtype.element_ty
-    x = tl.zeros([PADDED], dtype=tl.float32)
-    for part in tl.static_range(PARTS):
-        x += tl.load(x_ptr + (part * num_rows + row) * WIDTH + columns, mask=mask, other=0.0)
-    residual = tl.load(residual_ptr + row * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
-    x = (x.to(dtype).to(tl.float32) + residual).to(dtype).to(tl.float32)
-    tl.store(residual_ptr + row * WIDTH + columns, x.to(dtype), mask=mask)
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + row * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+        x = (x + residual).to(dtype).to(tl.float32)
+        tl.store(residual_ptr + row * WIDTH + columns, x.to(dtype), mask=mask)
     variance = tl.sum(x * x, axis=0) / WIDTH
     normed = (x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -138,7 +136,7 @@ def _normed(low, high, weight_ptr, half, eps, dtype: tl.constexpr, HEAD: tl.cons
 
 
 @triton.jit
-def rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
+def _rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype: tl.constexpr):
     # Each product is rounded before the sum, as the modules do it.
     new_low = (low * cos_low).to(dtype).to(tl.float32) - (high * sin_low).to(dtype).to(tl.float32)
     new_high = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
@@ -192,12 +190,12 @@ def _rotate_and_store_kernel(
         cos_high = tl.load(cos_ptr + token * HEAD + HEAD // 2 + half, mask=inside, other=0.0).to(tl.float32)[None, :]
         sin_low = tl.load(sin_ptr + token * HEAD + half, mask=inside, other=0.0).to(tl.float32)[None, :]
         sin_high = tl.load(sin_ptr + token * HEAD + HEAD // 2 + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-        key_low, key_high = rotated(key_low, key_high, cos_low, cos_high, sin_low, sin_high, dtype)
+        key_low, key_high = _rotated(key_low, key_high, cos_low, cos_high, sin_low, sin_high, dtype)
         head_mask = (heads[:, None] < NUM_HEADS) & inside[None, :]
         low, high = _halves(query_ptr, token * query_stride, heads, half, head_mask, HEAD)
         if NORM:
             low, high = _normed(low, high, query_norm_ptr, half, eps, dtype, HEAD)
-        low, high = rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype)
+        low, high = _rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype)
         query_offsets = token * query_stride + heads[:, None] * HEAD + half[None, :]
         tl.store(query_ptr + query_offsets, low.to(dtype), mask=head_mask)
         tl.store(query_ptr + query_offsets + HEAD // 2, high.to(dtype), mask=head_mask)

@@ -114,7 +114,20 @@ def linear_add_norm(
         num_warps=4,
         num_stages=5,
     )
-    return add_rms_norm(parts, residual, norm, eps)
+    out = torch.empty_like(residual)
+    _parts_norm_kernel[(rows,)](
+        parts,
+        residual,
+        norm,
+        out,
+        eps,
+        rows,
+        WIDTH=num_out,
+        PADDED=triton.next_power_of_2(num_out),
+        PARTS=num_parts,
+        num_warps=8,
+    )
+    return out
 
 
 def _is_half(x: torch.Tensor) -> bool:
@@ -245,3 +258,31 @@ def _parts_kernel(
         weight_tile += DEPTH
     out = part.to(tl.int64) * num_rows * num_out + rows[:, None] * num_out + columns[None, :]
     tl.store(part_ptr + out, acc, mask=inside)
+
+
+@triton.jit
+def _parts_norm_kernel(
+    part_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    num_rows,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    mask = columns < WIDTH
+    dtype = residual_ptr.dtype.element_ty
+    total = tl.zeros([PADDED], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(part_ptr + (part * num_rows + row) * WIDTH + columns, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + row * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    x = (total.to(dtype).to(tl.float32) + residual).to(dtype).to(tl.float32)
+    tl.store(residual_ptr + row * WIDTH + columns, x.to(dtype), mask=mask)
+    variance = tl.sum(x * x, axis=0) / WIDTH
+    normed = (x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + columns, (normed * weight).to(dtype), mask=mask)

@@ -17,14 +17,13 @@ Ops: TypeAlias = Any
 
 
 def triton_ops() -> Ops:
-    from dovetail.models.kernels.exact import rms_norm
     from dovetail.models.kernels.paged_attention import prefill_attention
     from dovetail.rollout.native.cuda.kernels import attention, layer, linear, rows, sampling, small_batch
 
     return SimpleNamespace(
         decode_attention=attention.decode_attention,
         prefill_attention=prefill_attention,
-        rms_norm=rms_norm,
+        rms_norm=layer.rms_norm,
         add_rms_norm=layer.add_rms_norm,
         rotate_and_store=layer.rotate_and_store,
         project_qkv=linear.project_qkv,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
-from dovetail.rollout.native.cuda.kernels.layer import rotated, store_entry
+from dovetail.rollout.native.cuda.kernels.layer import store_entry
 from dovetail.rollout.native.cuda.kernels.overlap import ask, follow
 
 
@@ -22,32 +22,57 @@ def _tile(row_ptrs, first, SHARES: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def _of_rows(inside, SHARES: tl.constexpr):
-    return inside[:, None] if SHARES == 1 else inside[None, :, None]
+    if SHARES == 1:
+        return inside[:, None]
+    else:
+        return inside[None, :, None]
 
 
 @triton.jit
 def _times(x, weight, acc, SHARES: tl.constexpr, SWAP: tl.constexpr):
     """acc + x times weight (columns, depth); acc is (columns, rows) where swapped, one for each share of the depth."""
-    left = weight if SWAP else x
-    right = x if SWAP else weight
-    return tl.dot(left, tl.trans(right) if SHARES == 1 else tl.trans(right, (0, 2, 1)), acc)
+    if SHARES == 1:
+        if SWAP:
+            return tl.dot(weight, tl.trans(x), acc)
+        else:
+            return tl.dot(x, tl.trans(weight), acc)
+    else:
+        if SWAP:
+            return tl.dot(weight, tl.trans(x, (0, 2, 1)), acc)
+        else:
+            return tl.dot(x, tl.trans(weight, (0, 2, 1)), acc)
 
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHARES: tl.constexpr, SWAP: tl.constexpr):
-    HEIGHT: tl.constexpr = COLUMNS if SWAP else ROWS
-    WIDTH: tl.constexpr = ROWS if SWAP else COLUMNS
     if SHARES == 1:
-        return tl.zeros([HEIGHT, WIDTH], dtype=tl.float32)
+        if SWAP:
+            return tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
+        else:
+            return tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     else:
-        return tl.zeros([SHARES, HEIGHT, WIDTH], dtype=tl.float32)
+        if SWAP:
+            return tl.zeros([SHARES, COLUMNS, ROWS], dtype=tl.float32)
+        else:
+            return tl.zeros([SHARES, ROWS, COLUMNS], dtype=tl.float32)
 
 
 @triton.jit
 def _upright(acc, SHARES: tl.constexpr, SWAP: tl.constexpr):
     """(rows, columns), the shares added up."""
     total = acc if SHARES == 1 else tl.sum(acc, axis=0)
-    return tl.trans(total) if SWAP else total
+    if SWAP:
+        return tl.trans(total)
+    else:
+        return total
+
+
+@triton.jit
+def _bias(ptrs, BIAS: tl.constexpr):
+    if BIAS:
+        return tl.load(ptrs).to(tl.float32)[None, :]
+    else:
+        return 0.0
 
 
 @triton.jit
@@ -151,7 +176,7 @@ def norm_qkv_kernel(
     cos_high = tl.load(cos_ptr + angles + HALF, mask=inside, other=0.0).to(tl.float32)
     sin_low = tl.load(sin_ptr + angles, mask=inside, other=0.0).to(tl.float32)
     sin_high = tl.load(sin_ptr + angles + HALF, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + first + both_columns).to(tl.float32)[None, :] if BIAS else 0.0
+    bias = _bias(bias_ptr + first + both_columns, BIAS)
     follow(OVERLAP)
     squares = _squares(squares_ptr, rows, num_rows, BLOCKS, BLOCKS_PADDED)
     both = _nothing(ROWS, 2 * HALF_COLUMNS, SHARES, SWAP)
@@ -165,7 +190,10 @@ def norm_qkv_kernel(
     both = (_upright(both, SHARES, SWAP) * _norm_factors(squares, eps, WIDTH) + bias).to(dtype).to(tl.float32)
     low, high = tl.split(tl.reshape(both, (ROWS, HALF_COLUMNS, 2)))
     if head < NUM_HEADS + NUM_KV:
-        low, high = rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype)
+        # Each product is rounded before the sum, as the modules do it.
+        new_low = (low * cos_low).to(dtype).to(tl.float32) - (high * sin_low).to(dtype).to(tl.float32)
+        high = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
+        low = new_low
     if head < NUM_HEADS:
         out = rows[:, None] * (NUM_HEADS * HEAD) + head * HEAD + low_columns[None, :]
         tl.store(query_ptr + out, low.to(dtype), mask=inside)
