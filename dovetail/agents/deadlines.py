@@ -77,4 +77,11 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
     if not task.done():
         raise DeadlineError(seconds)
+    return result_of(task)
+
+
+def result_of(task: asyncio.Future[T]) -> T:
+    """Of a task that has ended. A CancelledError of its own code would end whoever waits for it, unseen by all."""
+    if task.cancelled():
+        raise RuntimeError("its own code cancelled it")
     return task.result()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.agents.calls import CallSettings, CheckedTools
+from dovetail.agents.deadlines import result_of
 from dovetail.agents.loops import AgentLoop
 from dovetail.agents.session import RewrittenHistoryError, Session, TrajectoryEnd
 from dovetail.agents.types import GRADED, InfrastructureError, Outcome, Task, Toolbox, Trajectory
@@ -117,7 +118,7 @@ async def _until(deadline: Deadline, work: Any) -> Any:
         await asyncio.wait({task, passed}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise TrajectoryEnd("time_limit")
-        return task.result()
+        return result_of(task)
     finally:
         task.cancel()
         passed.cancel()

@@ -12,7 +12,7 @@ from dovetail.agents import Environment, Task, tool
 from dovetail.agents.calls import CallSettings
 from dovetail.agents.deadlines import DeadlineError, place_in, within
 from dovetail.agents.environments import Environments
-from dovetail.agents.loops import tool_agent
+from dovetail.agents.loops import AgentLoop, tool_agent
 from dovetail.agents.openenv import OpenEnv
 from dovetail.agents.runner import Deadline, run_trajectory
 from dovetail.agents.tools.functions import FunctionToolbox
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.unit
 TASK = Task([{"role": "user", "content": "go"}])
 
 
-def play(toolbox: Toolbox, *turns: str, **settings: Any) -> Trajectory:
+def play(toolbox: Toolbox, *turns: str, loop: AgentLoop = tool_agent, **settings: Any) -> Trajectory:
     async def run() -> Trajectory:
         session = session_over(FakeEngine(*turns), response_length=2000)
         limits = CallSettings(infra_attempts=1, max_tool_response_length=1000, **settings)
-        return await run_trajectory(TASK, tool_agent, session, toolbox, limits, Deadline(600.0))
+        return await run_trajectory(TASK, loop, session, toolbox, limits, Deadline(600.0))
 
     return asyncio.run(run())
 
@@ -104,6 +104,24 @@ def test_an_environment_that_is_not_there_is_infrastructure_and_one_that_breaks_
 
     result = play(Environments(Broken), "hello")
     assert (result.outcome, result.reward, result.error) == ("tool_error", None, "KeyError: 'hello'")
+
+
+def test_a_cancellation_that_nobody_asked_for_is_an_error_and_not_the_silent_end_of_a_trajectory() -> None:
+    """Whoever waits for the group of a trajectory that vanished would wait for ever."""
+
+    @tool
+    async def cancelled(x: str) -> None:
+        """Await what somebody else has cancelled."""
+        raise asyncio.CancelledError
+
+    result = play(FunctionToolbox([cancelled]), "!cancelled 1", "done")
+    assert (result.outcome, failures(result)) == ("finished", ["exception"])
+
+    async def loop(task: Task, session: Any) -> None:
+        raise asyncio.CancelledError
+
+    result = play(FunctionToolbox([]), loop=loop)
+    assert (result.outcome, result.error) == ("tool_error", "RuntimeError: its own code cancelled it")
 
 
 def test_the_deadline_of_a_call_stands_still_while_it_waits_for_its_turn() -> None:

@@ -46,13 +46,15 @@ class Servers:
     def __init__(self) -> None:
         self.started: list[Any] = []
         self.tasks: list[Any] = []
-        self.down = False
+        self.down = self.hangs = False
         self.late = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def connect(self, *settings: Any, **more: Any) -> AsyncIterator[tuple[Any, Any]]:
         if self.down:
             raise ConnectionRefusedError("nobody is there")
+        if self.hangs:
+            await asyncio.sleep(3600)
         self.started.append((settings, more))
         entered = asyncio.current_task()
         yield None, None
@@ -177,6 +179,21 @@ def test_a_server_that_is_not_there_is_infrastructure(servers: Servers) -> None:
     servers.down = True
     with pytest.raises(InfrastructureError, match="no connection to the MCP server weather: nobody is there"):
         call(McpToolbox(COMMAND))
+
+
+def test_a_connection_that_was_given_up_is_made_anew(servers: Servers) -> None:
+    async def run() -> str:
+        toolbox = McpToolbox(COMMAND, connect_timeout_s=0.05)
+        servers.hangs = True
+        with pytest.raises(InfrastructureError, match="no connection to the MCP server weather: TimeoutError"):
+            await toolbox.open(Task([]))
+        servers.hangs = False
+        tools, _ = await toolbox.open(Task([]))
+        result = await tools.call(ToolCall("tell", {"city": "Oslo"}))
+        await toolbox.close()
+        return result.text
+
+    assert asyncio.run(run()).startswith("tell Oslo")
 
 
 def test_tools_are_selected_by_name(servers: Servers) -> None:

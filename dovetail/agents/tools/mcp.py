@@ -107,7 +107,8 @@ class _Server:
         except Exception as error:  # of the transport: what a tool raises comes as a result
             if _is_of_the_server(error):
                 return ToolResult(f"Error: {call.name} failed: {error}", failure="exception")
-            await self._lose(session)
+            if session is self._session:  # else there is a new connection already
+                await self.disconnect()
             raise InfrastructureError(f"the MCP server {self._name}: {type(error).__name__}: {error}") from error
         # By the names of the protocol, which the attributes of mcp 1 and mcp 2 spell differently.
         whole = result.model_dump(by_alias=True)
@@ -128,17 +129,12 @@ class _Server:
             self._num_waiting -= 1
             calling.cancel()
 
-    async def _lose(self, session: Any) -> None:
-        """Of several calls that fail with a connection, the last ones may find a new one: that stays."""
-        if session is self._session:
-            await self.disconnect()
-
     async def disconnect(self) -> None:
         holder, self._holder, self._session = self._holder, None, None
         if holder is not None:
             self._stop.set()
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(holder, self._timeout_s)
+            await asyncio.wait({holder}, timeout=self._timeout_s)  # `await holder` raises where it was cancelled
+            holder.cancel()
 
     async def _connected(self) -> Any:
         async with self._lock:
@@ -150,8 +146,7 @@ class _Server:
                 try:
                     self._session = await asyncio.wait_for(ready, self._timeout_s)
                 except Exception as error:
-                    what = _why(error)
-                    raise InfrastructureError(f"no connection to the MCP server {self._name}: {what}") from error
+                    raise InfrastructureError(f"no connection to the MCP server {self._name}: {_why(error)}") from error
                 finally:
                     if self._session is None:  # also where the deadline of a call cancels this
                         self._holder.cancel()
