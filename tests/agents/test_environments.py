@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dovetail.agents import Environment, InfrastructureError, Step, Task, ToolResult
+from dovetail.agents.deadlines import within
 from dovetail.agents.environments import Environments
 from dovetail.agents.tools.classes import ClassToolbox
 from dovetail.agents.tools.schema import ToolError
@@ -93,6 +94,26 @@ def test_methods_of_one_instance_never_run_side_by_side() -> None:
         return (await tools.call(ToolCall("add", {"number": 0}))).text
 
     assert asyncio.run(play()) == "50"
+
+
+def test_a_method_that_waits_for_another_loses_no_time_of_its_own() -> None:
+    class Slow:
+        async def work(self) -> None:
+            """Work."""
+            await asyncio.sleep(0.4)
+
+        async def say(self) -> str:
+            """Say."""
+            return "said"
+
+    async def play() -> str:
+        tools, _ = await ClassToolbox(Slow).open(TASK)
+        working = asyncio.ensure_future(tools.call(ToolCall("work", {})))
+        said = await within(0.1, tools.call(ToolCall("say", {})))
+        await working
+        return said.text
+
+    assert asyncio.run(play()) == "said"
 
 
 def test_reset_that_asks_for_a_missing_column_names_those_there_are() -> None:

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,6 +15,7 @@ from dovetail.agents import Task
 from dovetail.agents.tools.load import load_functions, load_interactions, load_tool_file, load_toolbox
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.types import Toolbox, ToolCall, ToolResult
+from dovetail.agents.verl.adapters import VerlToolbox
 from dovetail.agents.verl.alias import NAMES, alias_verl
 from dovetail.data.build import load_tools
 from dovetail.data.errors import DataError
@@ -138,6 +139,32 @@ def test_a_tool_of_verl_keeps_one_instance_for_its_trajectory(tool_yaml: str) ->
         assert first.metrics == {"asked": 1.0, "tool_reward/check": -0.05}
         assert plain.text == '{"got": {"z": 1}}'
         assert sum_.text == "6"
+
+
+def test_calls_that_run_at_once_share_the_instance_and_it_is_released() -> None:
+    class Counted:
+        tool_schema: ClassVar = {"type": "function", "function": {"name": "count", "description": "", "parameters": {}}}
+        created: ClassVar[list[int]] = []
+
+        async def create(self) -> int:
+            await asyncio.sleep(0)
+            self.created.append(len(self.created))
+            return self.created[-1]
+
+        async def execute(self, instance: int, parameters: dict[str, Any]) -> str:
+            return str(instance)
+
+        async def release(self, instance: int) -> None:
+            self.created.remove(instance)
+
+    async def run() -> list[str]:
+        tools, _ = await VerlToolbox([Counted()]).open(Task([]))
+        results = await asyncio.gather(*(tools.call(ToolCall("count", {})) for _ in range(3)))
+        await tools.close()
+        return [result.text for result in results]
+
+    assert asyncio.run(run()) == ["0"] * 3
+    assert Counted.created == []
 
 
 def test_an_exception_of_a_tool_is_an_observation(tool_yaml: str) -> None:

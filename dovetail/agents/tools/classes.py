@@ -12,6 +12,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from dovetail.agents.deadlines import place_in
 from dovetail.agents.tools.functions import Functions, signature_of
 from dovetail.agents.tools.schema import Signature, ToolError
 from dovetail.agents.tools.threads import call_function
@@ -62,10 +63,10 @@ class OpenInstance(Functions):
         methods = {signature.name: (signature, getattr(instance, name)) for name, signature in signatures.items()}
         super().__init__(methods)
         self._instance = instance
-        self._lock = asyncio.Lock()
+        self._turn = asyncio.Semaphore(1)
 
     async def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        async with self._lock:
+        async with place_in(self._turn):
             return await call_function(function, **arguments)
 
     async def reward(self) -> float | None:

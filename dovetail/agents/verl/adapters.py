@@ -5,12 +5,14 @@ Rewards of a single call or turn are metrics, as in verl: the run's reward funct
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from dovetail.agents.deadlines import place_in
 from dovetail.agents.tools.functions import guard, problem_of
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.tools.threads import call_function
@@ -72,6 +74,7 @@ class OpenVerlTools(OpenTools):
         self._tools = tools
         self._kwargs = extra_of(task, "tools_kwargs") or {}
         self._instances: dict[str, Any] = {}
+        self._creating = asyncio.Semaphore(1)  # calls of a turn may run at once, and share an instance
         self._agent_data = SimpleNamespace(
             messages=task.messages, tools_kwargs=self._kwargs, request_id=f"{task.uid}-{task.sample}", extra_fields={}
         )
@@ -82,11 +85,12 @@ class OpenVerlTools(OpenTools):
 
     async def _execute(self, call: ToolCall) -> ToolResult:
         tool, kwargs = self._tools[call.name], self._kwargs.get(call.name) or {}
-        if call.name not in self._instances:
-            # Of one version of verl the arguments are in `create_kwargs`, of another they stand by themselves.
-            given = kwargs.get("create_kwargs") or {}
-            created = await call_named(tool.create, **{**given, "create_kwargs": given})
-            self._instances[call.name] = created[0] if isinstance(created, tuple) else created
+        async with place_in(self._creating):
+            if call.name not in self._instances:
+                # Of one version of verl the arguments are in `create_kwargs`, of another they stand by themselves.
+                given = kwargs.get("create_kwargs") or {}
+                created = await call_named(tool.create, **{**given, "create_kwargs": given})
+                self._instances[call.name] = created[0] if isinstance(created, tuple) else created
         given = {**(kwargs.get("execute_kwargs") or {}), "agent_data": self._agent_data}
         returned = await call_named(tool.execute, self._instances[call.name], call.arguments, **given)
         return as_result(returned, metric=f"tool_reward/{call.name}")
