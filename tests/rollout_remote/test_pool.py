@@ -186,6 +186,23 @@ def test_a_server_that_returns_serves_again_when_it_is_admitted() -> None:
     _with_servers(2, body, delay_s=0.05)
 
 
+def test_others_are_watched_while_a_server_that_is_back_loads_weights() -> None:
+    async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
+        loading = asyncio.Event()
+
+        async def admit(url: str) -> None:
+            loading.set()
+            await asyncio.sleep(3600)
+
+        pool._admit = admit
+        pool.mark_down(server.url, "it was away.")
+        await loading.wait()
+        await other.kill()
+        await wait_in_loop(lambda: other.url in pool.down(), "the news of its end", seconds=30)
+
+    _with_servers(2, body)
+
+
 def test_a_server_that_falls_silent_is_given_up_and_its_requests_move_on() -> None:
     async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
         server.silent = True

@@ -85,17 +85,18 @@ class ServerPool:
         self._progress_at = dict(self._heard)
         self._counts: dict[str, int] = {}
         self._stalled: set[str] = set()  # down for that reason
-        self._watch: asyncio.Task | None = None
+        self._strikes = dict.fromkeys(self.servers, 0)
+        self._watches: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        if self._watch is None:
-            self._watch = asyncio.create_task(self._watching())
+        if not self._watches:
+            self._watches = [asyncio.create_task(self._watching(server)) for server in self.servers]
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-            self._watch = None
+        watches, self._watches = self._watches, []
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
 
     def up(self) -> tuple[str, ...]:
         return tuple(server for server in self.servers if server not in self._down)
@@ -197,17 +198,17 @@ class ServerPool:
             self.mark_down(server, str(error))
         return self._is_lost(server, task)
 
-    async def _watching(self) -> None:
-        strikes = dict.fromkeys(self.servers, 0)
+    async def _watching(self, server: str) -> None:
+        """A task for each server: one that is back may load weights for long before it is admitted."""
         while True:
             await asyncio.sleep(self._interval_s)
-            looks = (self._look_at(server, strikes) for server in self.servers)
-            for outcome in await asyncio.gather(*looks, return_exceptions=True):
-                # The task must not die unseen: nobody would notice dead servers from then on.
-                if isinstance(outcome, Exception):
-                    logger.error("a look at the servers failed, the next comes soon", exc_info=outcome)
+            try:
+                await self._look_at(server)
+            except Exception:  # The task must not die unseen: nobody would notice a dead server from then on.
+                logger.exception("a look at server %s failed, the next comes soon", server)
 
-    async def _look_at(self, server: str, strikes: dict[str, int]) -> None:
+    async def _look_at(self, server: str) -> None:
+        strikes = self._strikes
         problem = await self.health_problem(server)
         if server in self._down:
             strikes[server] = 0

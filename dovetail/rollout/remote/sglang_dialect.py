@@ -220,9 +220,8 @@ class SGLangDialect(Dialect):
         return server in self._groups
 
     async def receive(self, server: str) -> str | None:
-        """The bytes go from the sender to SGLang's processes. SGLang receives the tensors that it is
-        asked to receive, in that order, so each announced bucket is checked here and becomes one call per contiguous
-        run."""
+        """The bytes go from the sender to SGLang's processes. SGLang receives what it is asked to receive, in that
+        order, so each announced bucket is checked here and becomes one call per contiguous run."""
         if server not in self._groups:
             raise EngineError(f"{server} is in no weight group; call join_weight_group.")
         address, announcements = self._groups[server]
