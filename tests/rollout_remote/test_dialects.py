@@ -427,6 +427,36 @@ def test_a_server_that_missed_the_end_of_a_pause_is_not_paused_when_it_is_back(
         other.close()
 
 
+def test_a_server_that_is_admitted_while_the_engine_goes_on_after_a_pause_goes_on_too(
+    fake: _Fake, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not up when the others went on, and would never answer a request."""
+    monkeypatch.setitem(cast(Any, ServerPool.__init__).__kwdefaults__, "interval_s", 0.05)
+    other, paused, asked = _Fake(), threading.Event(), []
+    for server in (fake, other):
+        _SGLang(server)
+    info = other.routes["GET /model_info"]
+    other.routes["POST /pause_generation"] = lambda body: paused.set()
+    other.routes["POST /continue_generation"] = lambda body: paused.clear()
+    try:
+        with RemoteRollout([fake.url, other.url], str(folder), dialect="sglang") as engine:
+            other.routes["GET /model_info"] = 500
+            wait_until(lambda: engine.health().reason, "the server to be down")
+            engine.pause()
+
+            async def go_on(body: Any) -> Any:
+                asked.append(body)
+                if len(asked) == 2:  # a health check, then the question of who admits it
+                    await asyncio.to_thread(engine.continue_)
+                return info(body)
+
+            other.routes["GET /model_info"] = go_on
+            wait_until(lambda: not engine.health().reason, "the server to be admitted")
+            assert not paused.is_set()
+    finally:
+        other.close()
+
+
 def test_a_request_that_waits_for_room_begins_no_call_while_the_engine_pauses(
     fake: _Fake, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,7 +276,7 @@ class RemoteRollout(RolloutEngine):
         return by_server
 
     async def _admit(self, server: str) -> None:
-        await self._updater.admit(server, self._folder, self._shape, paused=self._paused)
+        await self._updater.admit(server, self._folder, self._shape, paused=lambda: self._paused)
 
     def _channel(self, weights_folder: str | None, bucket_bytes: int, device: torch.device) -> WeightChannel:
         common = self._dialect, self._loop, self._expected, bucket_bytes

@@ -91,7 +91,7 @@ class WeightUpdater:
                 self._pool.mark_down(server, _wrong_version(info, self._calls.version))
         self._num_failures_seen = self._pool.num_failures
 
-    async def admit(self, server: str, folder: str, shape: Mapping[str, Any], *, paused: bool) -> None:
+    async def admit(self, server: str, folder: str, shape: Mapping[str, Any], *, paused: Callable[[], bool]) -> None:
         """A server is back: the same model, and the current weights, or it stays out (ServerError)."""
         async with self._updating:
             version = self._calls.version
@@ -99,13 +99,13 @@ class WeightUpdater:
                 info = await self._dialect.info(server)
                 require_same_shape(server, info.shape, shape, folder)
                 is_current = not self.has_updated or info.weight_version == version
-                if paused or not is_current:
+                if paused() or not is_current:
                     await self._dialect.pause(server)
                 if not is_current:
                     is_current = await self._channel.catch_up(server, version)
                     if is_current:
                         await self._make_current(server, version)
-                if not paused and not self._refusal:
+                if not paused() and not self._refusal:  # asked again: the engine may have gone on meanwhile
                     # Also one that is current: it may have gone down before it answered the end of an update's pause.
                     await self._dialect.resume(server)
             except (EngineError, WeightUpdateError) as error:
