@@ -186,6 +186,24 @@ def test_a_request_that_comes_while_a_dead_vllm_actor_is_replaced_runs_once_on_t
     assert fresh.taken == ["early", "late"]
 
 
+def test_a_wait_for_sglang_goes_on_when_another_thread_that_waits_starts_the_servers_again() -> None:
+    from dovetail.rollout.sglang import SGLangRollout
+
+    engine = SGLangRollout.__new__(SGLangRollout)
+    vars(engine).update(_progress=threading.Condition(), _restart_wanted=True)
+    num_asked = 0
+
+    def done() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 3:  # this thread was woken for the restart, and the other one is the first to take it
+            engine._restart_wanted = False
+        return num_asked > 5
+
+    engine.wait(done, timeout=60)
+    assert done(), "it returned before it was done"
+
+
 def test_a_vllm_actor_that_does_not_close_is_killed() -> None:
     from dovetail.rollout.vllm import ray_engine
 

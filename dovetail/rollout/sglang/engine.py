@@ -154,8 +154,10 @@ class SGLangRollout(RemoteRollout):
         end = None if timeout is None else time.monotonic() + timeout
         while not done():
             super().wait(lambda: done() or self._restart_wanted, None if end is None else end - time.monotonic())
-            if done() or not self._restart_wanted:
+            if done() or (end is not None and time.monotonic() >= end):
                 return
+            if not self._restart_wanted:
+                continue  # another thread that waits starts them
             self._restart_wanted = False
             try:
                 self._bring_up_to_date()
