@@ -90,7 +90,8 @@ class WorkerHandle:
         if kind == "unusable":
             raise RewardError(value)
         if kind != "ready":
-            raise RewardError(f"the reward function cannot be used. {_last_line(value)}\n{value}")
+            last_line = (value.strip().splitlines() or [""])[-1]
+            raise RewardError(f"the reward function cannot be used. {last_line}\n{value}")
         self.is_ready = True
 
     def begin(self, message: bytes, future: Future[Any], timeout: float) -> None:
@@ -135,11 +136,6 @@ class WorkerHandle:
         return os.pread(self.log.fileno(), _TAIL, max(0, size - _TAIL)).decode(errors="replace").strip()
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
-
-
 class KillablePool:
     """Runs reward functions. `submit` never blocks and never raises for what a function does.
 
@@ -171,7 +167,7 @@ class KillablePool:
         self._closing = False
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
-        self._workers = [self._start_worker() for _ in range(num_workers)]
+        self._workers = [WorkerHandle(self._start_message) for _ in range(num_workers)]
         try:
             for worker in self._workers:
                 worker.wait_until_ready(time.monotonic() + START_SECONDS)
@@ -221,9 +217,6 @@ class KillablePool:
         # A pipe full of wake-ups: one more says nothing new.
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_writer, b"x")
-
-    def _start_worker(self) -> WorkerHandle:
-        return WorkerHandle(self._start_message)
 
     def _serve(self) -> None:
         """The pool's own thread. Whatever ends it, no future is left without a result."""
@@ -287,7 +280,7 @@ class KillablePool:
                 # A replacement that cannot start fails one call per try, so a broken machine ends in an error, not in
                 # a loop.
                 future.set_result(worker.start_failure)
-                self._workers[index] = self._start_worker()
+                self._workers[index] = WorkerHandle(self._start_message)
 
     def _collect(self, worker: WorkerHandle) -> None:
         try:
@@ -305,19 +298,16 @@ class KillablePool:
 
     def _time_out(self, worker: WorkerHandle) -> None:
         if worker.is_ready:
-            self._replace(worker, Failure("timeout", self._timeout_message(worker)))
+            seen = f" It had printed:\n{words}" if (words := worker.printed()) else ""
+            why = f"the reward function ran longer than {self._timeout_key}={self._timeout:g} and was killed.{seen}"
+            self._replace(worker, Failure("timeout", why))
         else:
             worker.give_up(Failure("timeout", f"a new scoring process did not start within {START_SECONDS:g} s."))
 
     def _replace(self, worker: WorkerHandle, failure: Failure) -> None:
         worker.kill()
         worker.end(failure)
-        self._workers[self._workers.index(worker)] = self._start_worker()
-
-    def _timeout_message(self, worker: WorkerHandle) -> str:
-        words = worker.printed()
-        seen = f" It had printed:\n{words}" if words else ""
-        return f"the reward function ran longer than {self._timeout_key}={self._timeout:g} and was killed.{seen}"
+        self._workers[self._workers.index(worker)] = WorkerHandle(self._start_message)
 
     def _stop_workers(self, failure: Failure) -> None:
         for worker in self._workers:
