@@ -30,7 +30,7 @@ from dovetail.config.overrides import split_arguments
 from dovetail.config.plan import Plan, make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.trainer.async_plan import AsyncPlan, RecordsError, make_async_plan
-from dovetail.trainer.choose import choose_open_keys
+from dovetail.trainer.choose import choose_open_keys, gpu_gib
 from dovetail.trainer.inputs import missing_inputs
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device-memory-gib",
         type=number(above=True),
         metavar="GIB",
-        help="memory of one device (default: 80; on a CPU: this machine's, shared by its workers)",
+        help="memory of one device (default: that of this machine's GPU, 80 without one; on a CPU: this machine's, "
+        "shared by its workers)",
     )
     parser.add_argument(
         "--like",
@@ -147,6 +148,7 @@ def check(
         refused = unusable_inputs(config)
         problems += refused
         looked_at = "" if refused else LOOKED_AT
+        device_memory_gib = device_memory_gib or gpu_gib(config)
     if _errors(problems):
         return Checked(None, notices, problems, None, loaded.choices, looked_at)
     plan, schedule = make_plan(config, shapes, device_memory_gib=device_memory_gib), None

@@ -72,8 +72,7 @@ def choose_open_keys(
     choices = _Choices(loaded)
     if not loaded.fits_open_keys and not choices.is_open(*_CUTS):
         return loaded
-    on_cluster = bool(loaded.config.ray_init.address or os.environ.get("RAY_ADDRESS"))
-    machine = _machine() if look_at_machine and not on_cluster else None
+    machine = _machine() if look_at_machine and not _on_cluster(loaded.config) else None
     if loaded.fits_open_keys:
         if loaded.config.generates:
             _choose_algorithm(choices)
@@ -126,6 +125,17 @@ class _Choices:
 
     def tree(self) -> Tree:
         return nested(self._set)
+
+
+def gpu_gib(config: DovetailConfig) -> float | None:
+    """Memory of a GPU of this machine; None where there is none, or the run uses others."""
+    if config.trainer.device == "cpu" or config.trainer.nnodes > 1 or _on_cluster(config):
+        return None
+    return _machine().gib
+
+
+def _on_cluster(config: DovetailConfig) -> bool:
+    return bool(config.ray_init.address or os.environ.get("RAY_ADDRESS"))
 
 
 def _machine() -> _Machine:

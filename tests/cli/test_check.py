@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from dovetail.cli.demo import ADDITION, AGENT, Demo, demo_overrides
 from dovetail.cli.main import main
 from dovetail.config import installed
+from dovetail.trainer import choose, preflight
 from tests.config.plan import known_models as known
 from tests.trainer.test_simulate import write_run
 from tests.trainer.toy_run import Toy
@@ -145,6 +146,23 @@ def test_what_is_not_there_is_an_error_unless_the_run_is_for_another_machine(
     [problem] = [entry["message"] for entry in found if entry["severity"] == "error"]
     assert MISSING[override].format(here=here) in problem
     assert main([*arguments, "--no-files"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "gib"),
+    [([], 24.0), (["trainer.nnodes=2"], 80.0), (["--no-files"], 80.0), (["--device-memory-gib", "40"], 40.0)],
+)
+def test_a_plan_for_this_machine_is_for_the_gpu_it_has(
+    more: list[str],
+    gib: float,
+    launch_list: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choose, "_machine", lambda: choose._Machine(8, 24.0))
+    monkeypatch.setattr(preflight, "unusable_inputs", lambda config: [])
+    main(["check", "--overrides-file", str(launch_list), "trainer.device=cuda", *more, "--format", "json"])
+    assert json.loads(capsys.readouterr().out)["plan"]["memory"]["device_bytes"] == gib * 2**30
 
 
 def empty(folder: Path) -> None:
