@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -506,6 +507,18 @@ def test_a_session_that_nobody_uses_ends_as_infrastructure() -> None:
     trajectory = _run(black_box(absent, idle_timeout_s=0.01), ScriptedEngine())
     assert (trajectory.outcome, trajectory.reward) == ("infra", None)
     assert "asked for nothing in 0.01 s" in trajectory.error
+
+
+def test_after_a_start_that_failed_the_next_session_starts_the_server() -> None:
+    async def run(port: int) -> None:
+        endpoint = Endpoint(port=port)
+        for _ in range(2):
+            with pytest.raises(OSError, match="address already in use"):
+                async with endpoint.open(ScriptedEngine().session()):
+                    pass
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        asyncio.run(run(taken.getsockname()[1]))
 
 
 _PROGRAM = """

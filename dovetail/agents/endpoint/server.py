@@ -144,8 +144,12 @@ class Endpoint:
             app.router.add_post("/sessions/{name}/finish", self._finish)
             # Clients keep connections open; those of a session that is over need not be waited for.
             self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-            await self._runner.setup()
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            try:
+                await self._runner.setup()
+                await web.TCPSite(self._runner, self._host, self._port).start()
+            except BaseException:
+                await self._stop()
+                raise
         host, port = self._runner.addresses[0][:2]
         return f"{host}:{port}"
 
