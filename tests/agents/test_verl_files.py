@@ -167,6 +167,33 @@ def test_calls_that_run_at_once_share_the_instance_and_it_is_released() -> None:
     assert Counted.created == []
 
 
+def test_a_release_that_raises_keeps_no_other_tool_from_its_own() -> None:
+    released: list[str] = []
+
+    class Tool:
+        def __init__(self, name: str) -> None:
+            self.tool_schema = {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
+
+        async def create(self) -> str:
+            return self.tool_schema["function"]["name"]
+
+        async def execute(self, instance: str, parameters: dict[str, Any]) -> str:
+            return instance
+
+        async def release(self, instance: str) -> None:
+            released.append(instance)
+            raise ConnectionError(instance)
+
+    async def run() -> None:
+        tools, _ = await VerlToolbox([Tool("a"), Tool("b")]).open(Task([]))
+        assert [(await tools.call(ToolCall(name, {}))).text for name in ("a", "b")] == ["a", "b"]
+        with pytest.raises(ConnectionError):
+            await tools.close()
+
+    asyncio.run(run())
+    assert sorted(released) == ["a", "b"]
+
+
 def test_an_exception_of_a_tool_is_an_observation(tool_yaml: str) -> None:
     toolbox = load_tool_file(tool_yaml)[0]
     crash, unknown = play(toolbox, Task([], ROW), ToolCall("check", {"answer": "crash"}), ToolCall("chekc", {}))

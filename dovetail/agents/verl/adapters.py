@@ -6,6 +6,7 @@ Rewards of a single call or turn are metrics, as in verl: the run's reward funct
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -100,10 +101,11 @@ class OpenVerlTools(OpenTools):
         return None if self._instances else {}
 
     async def close(self) -> None:
-        for name, instance in self._instances.items():
-            kwargs = (self._kwargs.get(name) or {}).get("release_kwargs") or {}
-            await call_named(self._tools[name].release, instance, **kwargs)
-        self._instances = {}
+        instances, self._instances = self._instances, {}
+        async with contextlib.AsyncExitStack() as stack:  # all of them, also where one fails
+            for name, instance in instances.items():
+                kwargs = (self._kwargs.get(name) or {}).get("release_kwargs") or {}
+                stack.push_async_callback(call_named, self._tools[name].release, instance, **kwargs)
 
 
 def schema_of(tool: Any) -> dict[str, Any]:
