@@ -37,7 +37,7 @@ class CheckpointStore:
         self._finish_replacing()
         for leftover in self.root.glob(".global_step_*.partial"):
             logger.warning("removing %s, left by an interrupted save", leftover)
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         folder = self._partial(step)
         folder.mkdir()
         return folder
@@ -90,6 +90,11 @@ class CheckpointStore:
         matches = (_FOLDER_NAME.match(path.name) for path in self.root.iterdir() if path.is_dir())
         return sorted(int(match.group(1)) for match in matches if match)
 
+    def paths(self) -> list[Path]:
+        """The folders of all steps, and the file that names the newest."""
+        self._finish_replacing()
+        return [path for path in (*map(self.folder, self.steps()), self.root / LATEST_NAME) if path.exists()]
+
     def latest(self, *, checksums: bool = True) -> Path | None:
         """The checkpoint to resume from: the first of `complete`, or None when there is none at all."""
         return next(self.complete(checksums=checksums), None)
@@ -130,7 +135,8 @@ class CheckpointStore:
             # Hidden first, so that a kill during the deletion does not leave a broken folder under a good name.
             hidden = self.root / f".global_step_{step}.partial"
             os.rename(self.folder(step), hidden)
-            shutil.rmtree(hidden)
+            # On NFS a file that somebody has open cannot be deleted; `begin` tries again.
+            shutil.rmtree(hidden, ignore_errors=True)
         return surplus
 
     def _finish_replacing(self) -> None:

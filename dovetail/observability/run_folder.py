@@ -57,11 +57,14 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
-    def start(self) -> None:
-        """Begin a run from step 0. What an earlier run recorded here is kept in `previous_N/`, not continued."""
+    def start(self, *checkpoints: Path) -> None:
+        """Begin a run from step 0. What an earlier run left here is kept in `previous_N/`, not continued.
+
+        `checkpoints` are files and folders of such a run beside those that are written here.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         names = (METRICS, EVENTS, TIMELINE, DRAWS, RECORD, SCORES, "rollouts", "validation")
-        earlier = [self.path / name for name in names if _holds_something(self.path / name)]
+        earlier = [*checkpoints, *(self.path / name for name in names if _holds_something(self.path / name))]
         if not earlier:
             self._drop_before()
             return
@@ -71,7 +74,7 @@ class RunFolder:
         for name in (CONFIG, PLAN):
             if (file := self.path / f"{_BEFORE}{name}").exists():
                 os.replace(file, kept / name)
-        logger.warning("%s holds an earlier run; its metrics and responses are now in %s", self.path, kept.name)
+        logger.warning("%s holds an earlier run; what it has left is now in %s", self.path, kept.name)
 
     def resume(self, step: int) -> None:
         """Continue after `step`: everything recorded beyond it is taken away, because it will happen again.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError
 from dovetail.controller.freeze_gc import frozen_gc
@@ -257,7 +258,9 @@ class BaseTrainer(ABC, Generic[Groups]):
     def _load_checkpoint(self) -> None:
         checkpoint = self.checkpoints.load(self.groups)
         if checkpoint is None:
-            self.tracker.folder.start()
+            # Left here, they would be taken for this run's until it has saved one. A validation replaces no run.
+            settings = self.config.trainer
+            self.tracker.folder.start(*([] if settings.val_only else CheckpointStore(settings.run_dir).paths()))
             return
         self.global_step = self._saved_step = checkpoint.step
         self._last_metrics = checkpoint.metrics

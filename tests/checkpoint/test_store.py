@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +115,28 @@ def test_retention_never_deletes_the_only_whole_one(tmp_path: Path) -> None:
     broken.mkdir()
     assert store.prune() == []
     assert store.latest() == store.folder(1)
+
+
+def test_a_file_that_cannot_be_deleted_yet_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps a file that somebody reads as `.nfs...`, and refuses to delete it."""
+    store = CheckpointStore(tmp_path, max_to_keep=1)
+    (save(store, 1) / ".nfs0001").touch()
+    unlink = os.unlink
+
+    def refuse(path: Any, **where: Any) -> None:
+        if os.path.basename(path).startswith(".nfs"):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        unlink(path, **where)
+
+    with monkeypatch.context() as nfs:
+        nfs.setattr(os, "unlink", refuse)
+        save(store, 2)
+        assert save(store, 3) == store.latest()
+    assert store.steps() == [3]
+    save(store, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_4", LATEST_NAME]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tests.ranks  # noqa: F401  the fork server has torch and the models imported then
+from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config import ConfigError
 from dovetail.protocol import DataProto
 from tests.trainer.killed_run import DIED_IN, Moment, run_until_killed
@@ -134,6 +135,17 @@ def test_resume_mode_chooses_the_checkpoint(toy: Toy, tmp_path: Path) -> None:
     _, anew = train(toy.config(tmp_path / "a", {"trainer.resume_mode": "disable"}))
     assert repeatable(anew) == repeatable(whole)
     assert (tmp_path / "a" / "previous_1" / "metrics.jsonl").exists()
+
+
+def test_checkpoints_of_an_earlier_run_are_not_those_of_a_run_that_starts_over(toy: Toy, tmp_path: Path) -> None:
+    train(toy.config(tmp_path, {"trainer.save_freq": 1, "trainer.total_training_steps": 2}))
+    anew = {"trainer.resume_mode": "disable", "trainer.total_training_steps": 1}
+    train(toy.config(tmp_path, {**anew, "trainer.val_only": True, "data.val_files": str(toy.data / "val.parquet")}))
+    assert CheckpointStore(tmp_path).steps() == [1, 2], "a validation leaves them where they are"
+    train(toy.config(tmp_path, anew))
+    assert CheckpointStore(tmp_path).latest() is None
+    earlier = next(folder for folder in tmp_path.glob("previous_*") if CheckpointStore(folder).steps())
+    assert CheckpointStore(earlier).latest() == earlier / "global_step_2"
 
 
 def test_groups_that_an_older_version_carried_over_in_int64_are_trained_on(
