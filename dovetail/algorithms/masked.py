@@ -33,6 +33,19 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     return whitened if shift_mean else whitened + mean
 
 
+def moved_to_kept(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`values` with what lies on tokens that the mask leaves out added to the last kept token before them, or else to
+    the first kept one. A row that keeps no token stays as it is."""
+    kept = mask.bool()
+    rows = ((values != 0) & ~kept).any(dim=-1) & kept.any(dim=-1)
+    if not rows.any():
+        return values
+    before = torch.where(kept[rows], torch.arange(kept.shape[1], device=kept.device), -1).cummax(dim=-1).values
+    places = torch.where(before >= 0, before, kept[rows].int().argmax(dim=-1, keepdim=True))
+    moved = torch.zeros_like(values[rows]).scatter_add_(-1, places, values[rows])
+    return values.index_put((rows,), moved)
+
+
 def compute_response_mask(responses: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     """The part of `attention_mask` (prompt and response) that covers the right-aligned response columns."""
     return attention_mask[:, attention_mask.shape[1] - responses.shape[1] :]

@@ -15,7 +15,8 @@ from dovetail.algorithms.masked import at_least_float32, masked_mean, masked_sum
 from dovetail.algorithms.off_policy_metrics import compute_is_metrics, compute_offpolicy_metrics, limit_weights
 from dovetail.config.rejection import RejectionRule, rejection_rules
 
-_MAX_LOG_RATIO = 20.0
+# exp(20) is 5e8: a product of ratios over a long answer would overflow otherwise.
+MAX_LOG_WEIGHT = 20.0
 
 
 def _accepts(rule: RejectionRule, statistic: torch.Tensor) -> torch.Tensor:
@@ -39,7 +40,7 @@ def compute_rollout_rejection_mask(
     """
     rules = rejection_rules(rollout_rs, rollout_rs_threshold)
     kept = response_mask.bool()
-    log_ratio = torch.where(kept, at_least_float32(log_ratio), 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratio = torch.where(kept, at_least_float32(log_ratio), 0.0).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     passed = torch.ones_like(kept)
     metrics: dict[str, float] = {}
     for rule in rules:
@@ -107,10 +108,6 @@ def _rule_metrics(
     return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
 
 
-# exp(20) is 5e8: a product of ratios over a long answer would overflow otherwise.
-MAX_LOG_WEIGHT = 20.0
-
-
 class RolloutCorrection(NamedTuple):
     rollout_is_weights: torch.Tensor | None
     response_mask: torch.Tensor  # without the rejected tokens
@@ -133,10 +130,7 @@ def compute_rollout_correction_weights(
     """
     lower, upper = _weight_bounds(rollout_is_threshold)
     weights = limit_weights(_raw_weights(log_ratio, response_mask, rollout_is), lower, upper)
-    if rollout_is_batch_normalize:
-        mean = _mean_weight(weights, response_mask, rollout_is)
-        weights = torch.where(mean > 1e-8, weights / mean.clamp(min=1e-8), weights)
-    return weights
+    return weights / _norm_factor(weights, response_mask, rollout_is) if rollout_is_batch_normalize else weights
 
 
 @torch.no_grad()
@@ -162,17 +156,13 @@ def compute_rollout_correction_and_rejection_mask(
     metrics: dict[str, float] = {}
     weights = None
     if rollout_is is not None:
-        normalize = rollout_is_batch_normalize
-        weights = compute_rollout_correction_weights(
-            log_ratio, response_mask, rollout_is, rollout_is_threshold, normalize
-        )
+        lower, upper = _weight_bounds(rollout_is_threshold)
         raw = _raw_weights(log_ratio, response_mask, rollout_is)
-        bounds = _weight_bounds(rollout_is_threshold)
-        metrics |= compute_is_metrics(raw, log_ratio, response_mask, rollout_is, bounds[1], bounds[0])
-        if normalize:
-            truncated = compute_rollout_correction_weights(log_ratio, response_mask, rollout_is, rollout_is_threshold)
-            mean = float(_mean_weight(truncated, response_mask, rollout_is))
-            metrics["rollout_is_batch_norm_factor"] = mean if mean > 1e-8 else 1.0
+        metrics |= compute_is_metrics(raw, log_ratio, response_mask, rollout_is, upper, lower)
+        weights = limit_weights(raw, lower, upper)
+        if rollout_is_batch_normalize:
+            factor = _norm_factor(weights, response_mask, rollout_is)
+            weights, metrics["rollout_is_batch_norm_factor"] = weights / factor, float(factor)
     kept_mask = response_mask
     if rollout_rs is not None:
         kept_mask, rejection_metrics = compute_rollout_rejection_mask(
@@ -214,10 +204,12 @@ def _raw_weights(log_ratio: torch.Tensor, response_mask: torch.Tensor, rollout_i
     return log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp() * response_mask
 
 
-def _mean_weight(weights: torch.Tensor, response_mask: torch.Tensor, rollout_is: str) -> torch.Tensor:
-    if rollout_is == "token":
-        return masked_mean(weights, response_mask)
-    return masked_mean(masked_mean(weights, response_mask, dim=-1), response_mask.sum(dim=-1) > 0)
+def _norm_factor(weights: torch.Tensor, response_mask: torch.Tensor, rollout_is: str) -> torch.Tensor:
+    """The mean over tokens, or over sequences; 1 where there is no weight above 0."""
+    mean = masked_mean(weights, response_mask)
+    if rollout_is == "sequence":
+        mean = masked_mean(masked_mean(weights, response_mask, dim=-1), response_mask.sum(dim=-1) > 0)
+    return torch.where(mean > 1e-8, mean, 1.0)
 
 
 def _weight_bounds(threshold: float | str) -> tuple[float | None, float]:

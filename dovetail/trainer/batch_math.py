@@ -17,6 +17,7 @@ from dovetail.algorithms import (
     get_adv_estimator_fn,
 )
 from dovetail.algorithms.aggregate import trajectory_row_weights
+from dovetail.algorithms.masked import moved_to_kept
 from dovetail.algorithms.pf_ppo import draw_pf_ppo_rows
 from dovetail.algorithms.plugin_calls import named_arguments
 from dovetail.config.algorithm import AlgorithmConfig
@@ -130,6 +131,8 @@ def estimator_inputs(batch: DataProto, algorithm: AlgorithmConfig, num_repeat: i
     inputs: dict[str, Any] = {
         **batch.non_tensor_batch,
         **batch.tensors,
+        # Rejection may leave out the token that the score is on; the return of the tokens before it still has it.
+        "token_level_rewards": moved_to_kept(batch.tensors["token_level_rewards"], batch.tensors["response_mask"]),
         "index": uid,
         "gamma": algorithm.gamma,
         "lam": algorithm.lam,

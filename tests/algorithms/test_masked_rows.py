@@ -18,6 +18,7 @@ from dovetail.algorithms import (
     compute_rollout_rejection_mask,
     kl_penalty,
 )
+from dovetail.algorithms.masked import moved_to_kept
 
 pytestmark = pytest.mark.unit
 
@@ -104,3 +105,10 @@ def test_k3_is_never_negative_for_policies_that_nearly_agree() -> None:
     assert metrics["k3_kl"] == pytest.approx(exact, rel=1e-2)
     _, metrics = compute_rollout_rejection_mask(log_ratio, ones, "token_k3", 1.0)
     assert metrics["rollout_rs_token_k3_min"] >= 0
+
+
+def test_values_of_masked_tokens_go_to_the_kept_token_before_them_or_to_the_first() -> None:
+    values = torch.tensor([[0.0, 2.0, 0.0, 5.0], [3.0, 0.0, 4.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 6.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]])
+    expected = [[0.0, 7.0, 0.0, 0.0], [0.0, 3.0, 4.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 6.0, 0.0, 0.0]]
+    assert moved_to_kept(values, mask).tolist() == expected

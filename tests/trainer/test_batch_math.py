@@ -164,6 +164,21 @@ def test_rejected_rows_leave_the_mask() -> None:
     assert found.tensors["response_mask"].sum(dim=1).tolist() == [0, *[3] * 7]
 
 
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax"])
+def test_a_score_on_a_rejected_token_counts_for_the_tokens_before_it(estimator: str) -> None:
+    engine = torch.full((2, WIDTH), -1.0)
+    trainer = engine.clone()
+    trainer[0, -1] -= 5.0
+    batch = batch_of([1.0, -1.0], ["a", "b"], old_log_probs=trainer, rollout_log_probs=engine)
+    correction = {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
+    algorithm = AlgorithmConfig(adv_estimator=estimator, rollout_correction=correction)
+    corrected, _ = correct_rollout(batch, algorithm)
+    assert corrected.tensors["response_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    returns = add_advantages(corrected, algorithm, num_repeat=1).tensors["returns"]
+    torch.testing.assert_close(returns[0, :2], torch.ones(2))
+    torch.testing.assert_close(returns[1], -torch.ones(3))
+
+
 @pytest.mark.parametrize(
     "correction", [{}, {"rollout_is": "token"}, {"rollout_rs": "token_k1", "rollout_rs_threshold": 2}]
 )
