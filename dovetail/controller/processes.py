@@ -179,7 +179,7 @@ class RayCall:
                         meanwhile()
                     if deadline is not None and time.monotonic() > deadline:
                         raise TimeoutError(f"{self.role}.{self.method} still runs on ranks {ranks} after {timeout} s.")
-                    if wait.waited() > limit.hung_s:
+                    if deadline is None and wait.waited() > limit.hung_s:
                         raise self._give_up(ranks, f"Not finished after {wait.waited():.0f} s ({limit.why}).")
         if errors:
             raise self._explain(pending, outputs, errors)

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from dovetail.controller.process_state import (
     read_stacks,
     stopped_processes,
 )
+from dovetail.controller.processes import RayCall, WorkerProcesses
 from tests.waiting import wait_until, wait_until_gone
 
 pytestmark = pytest.mark.unit
@@ -148,3 +151,20 @@ def test_limits_are_learned_from_earlier_calls() -> None:
     assert limits.limit("critic", "generate").hung_s == 7200.0
     limits.record("actor", "ping", 0.01)
     assert limits.limit("actor", "ping").hung_s == 600.0, "a fast call on a busy machine is not a hang"
+
+
+class _Slow(RayCall):
+    """Finishes after a moment; needs no Ray."""
+
+    def _take_ready(self, pending: Any, outputs: Any, errors: Any, wait_s: float) -> None:
+        time.sleep(0.01)
+        if time.monotonic() - self.started > 0.2:
+            outputs[pending.popitem()[1]] = "done"
+
+
+def test_a_caller_that_says_how_long_it_waits_is_not_bound_by_what_earlier_calls_took() -> None:
+    processes = WorkerProcesses(["actor"], [], [], failure_grace_s=0.0, first_limit_s=0.05)
+    processes.limits.record("actor", "finish_saving", 0.001)
+    call = _Slow(processes, "actor", "finish_saving", {0: None})  # type: ignore[dict-item]
+    assert processes.limits.limit("actor", "finish_saving").hung_s == 0.05
+    assert call.wait(timeout=60.0) == {0: "done"}
