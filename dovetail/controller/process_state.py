@@ -160,17 +160,17 @@ class Monitors:
     """One monitor for each node that has workers. Asks all nodes at once; one that does not answer is left out."""
 
     def __init__(self) -> None:
-        self._actors: dict[str, Any] = {}
+        self._actors: dict[tuple[str, str], Any] = {}  # by job and node: actors end with the job that started them
 
     def ask(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """`method` of the monitors of these nodes, each with its own argument; answers by node id."""
         import ray
         from ray.exceptions import RayError
 
-        here = ray.get_runtime_context().get_node_id()
-        waiting = {
-            node: getattr(self._actor(node), method).remote(value) for node, value in arguments.items() if node != here
-        }
+        context = ray.get_runtime_context()
+        here, job = context.get_node_id(), context.get_job_id()
+        others = {node: value for node, value in arguments.items() if node != here}
+        waiting = {node: getattr(self._actor(job, node), method).remote(value) for node, value in others.items()}
         answers = {here: getattr(NodeMonitor(), method)(arguments[here])} if here in arguments else {}
         ready, late = (
             ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=ANSWER_S) if waiting else ([], [])
@@ -183,14 +183,14 @@ class Monitors:
                     answers[node] = ray.get(reference, timeout=ANSWER_S)
                 except RayError as error:  # the node is gone: the deaths of its workers are noticed without it
                     logger.warning("the monitor of node %s is gone: %s", node, error)
-                    self._actors.pop(node, None)
+                    self._actors.pop((job, node), None)
         return answers
 
-    def stopped(self, identities: Sequence[ProcessIdentity]) -> dict[int, ProcessState]:
-        """By pid of the worker: itself, or the child of it that is stopped."""
+    def stopped(self, identities: Sequence[ProcessIdentity]) -> dict[ProcessIdentity, ProcessState]:
+        """By worker, because pids of two nodes may be equal: itself, or the child of it that is stopped."""
         answers = self.ask("stopped", _pids_by_node(identities))
         return {
-            identity.pid: answers[identity.node_id][identity.pid]
+            identity: answers[identity.node_id][identity.pid]
             for identity in identities
             if identity.pid in answers.get(identity.node_id, {})
         }
@@ -207,12 +207,12 @@ class Monitors:
         """SIGKILL: Ray asks a worker to end itself, which a stopped one cannot."""
         self.ask("kill", _pids_by_node(identities))
 
-    def _actor(self, node_id: str) -> Any:
+    def _actor(self, job: str, node_id: str) -> Any:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        if node_id not in self._actors:
-            self._actors[node_id] = (
+        if (job, node_id) not in self._actors:
+            self._actors[job, node_id] = (
                 ray.remote(NodeMonitor)
                 .options(
                     num_cpus=0,
@@ -221,7 +221,7 @@ class Monitors:
                 )
                 .remote()
             )
-        return self._actors[node_id]
+        return self._actors[job, node_id]
 
 
 def _pids_by_node(identities: Sequence[ProcessIdentity]) -> dict[str, list[int]]:

@@ -17,6 +17,7 @@ from dovetail.controller.errors import WorkerError
 from dovetail.controller.process_state import Monitors
 
 if TYPE_CHECKING:
+    from dovetail.controller.host import ProcessIdentity
     from dovetail.controller.processes import WorkerProcesses
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.monitors = Monitors()
-        self._stopped_since: dict[int, float] = {}
+        self._stopped_since: dict[ProcessIdentity, float] = {}
         self._looked_for_stopped = 0.0
 
     def watch(self, processes: WorkerProcesses) -> None:
@@ -75,15 +76,14 @@ class Watchdog:
         places = [(processes, rank) for processes in watched for rank in range(len(processes.identities))]
         stopped = self.monitors.stopped([processes.identities[rank] for processes, rank in places])
         now = time.monotonic()
-        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        self._stopped_since = {identity: self._stopped_since.get(identity, now) for identity in stopped}
         for processes, rank in places:
-            pid = processes.identities[rank].pid
-            seconds = now - self._stopped_since.get(pid, now)
+            identity = processes.identities[rank]
+            seconds = now - self._stopped_since.get(identity, now)
             if seconds < STOPPED_S or processes.stopped or processes.failure is not None:
                 continue
-            who = (
-                "Its process" if stopped[pid].pid == pid else f"Its child {stopped[pid].name} (pid {stopped[pid].pid})"
-            )
+            state = stopped[identity]
+            who = "Its process" if state.pid == identity.pid else f"Its child {state.name} (pid {state.pid})"
             reason = f"{who} is stopped (SIGSTOP or a suspended job) for {seconds:.0f} s; `kill -CONT` lets one go on."
             self._note(processes, processes.report_hang(rank, reason))
 

@@ -7,14 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
+from dovetail.controller import watchdog as watchdog_module
 from dovetail.controller.hangs import CallLimits, find_hung_rank, is_collective_timeout, waits_in_collective
+from dovetail.controller.host import ProcessIdentity
 from dovetail.controller.process_state import (
     DRIVEN_BY,
+    Monitors,
     ProcessState,
     _parse_stat,
     kill_processes,
@@ -168,3 +171,30 @@ def test_a_caller_that_says_how_long_it_waits_is_not_bound_by_what_earlier_calls
     call = _Slow(processes, "actor", "finish_saving", {0: None})  # type: ignore[dict-item]
     assert processes.limits.limit("actor", "finish_saving").hung_s == 0.05
     assert call.wait(timeout=60.0) == {0: "done"}
+
+
+class _SecondNodeHasAStoppedProcess(Monitors):
+    def ask(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        assert arguments == {"first": [7], "second": [7]}
+        return {"first": {}, "second": {7: ProcessState(7, 1, "T", "python")}}
+
+
+class _Unkillable(WorkerProcesses):
+    def _kill(self) -> None:
+        pass
+
+
+def test_of_two_nodes_with_the_same_pid_the_one_whose_process_is_stopped_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In containers it is usual that pids are the same."""
+    monkeypatch.setattr(watchdog_module, "STOPPED_S", 0.01)
+    processes = _Unkillable(["actor"], [], [], failure_grace_s=0.0)
+    processes.identities = [ProcessIdentity(7, f"10.0.0.{n}", name, name) for n, name in enumerate(["first", "second"])]
+    watchdog = watchdog_module.Watchdog()
+    watchdog.monitors = _SecondNodeHasAStoppedProcess()
+    watchdog._look_for_stopped([processes])
+    time.sleep(0.02)
+    watchdog._look_for_stopped([processes])
+    assert processes.failure is not None
+    assert (processes.failure.rank, processes.failure.node) == (1, "10.0.0.1")

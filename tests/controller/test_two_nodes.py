@@ -37,3 +37,11 @@ def test_a_pool_over_two_nodes_keeps_the_ranks_of_a_node_together(two_nodes: sub
     assert result["local_world_sizes"] == [2, 2, 2, 2]
     assert result["all_reduce"] == [6.0] * 4
     assert {address for address in result["listening"] if not is_loopback(address)} == set()
+
+
+def test_a_process_that_joins_a_cluster_again_can_ask_for_the_state_of_processes(
+    two_nodes: subprocess.CompletedProcess[str],
+) -> None:
+    """Actors of its first job, which answered for the other node, are gone."""
+    assert two_nodes.returncode == 0, two_nodes.stdout
+    assert json.loads(two_nodes.stdout.splitlines()[-1])["stopped_in_second_job"] == 0

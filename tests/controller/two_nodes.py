@@ -1,5 +1,7 @@
 """A program of its own: two Ray nodes on this machine, a pool over both, an all-reduce across them. Prints JSON.
 
+Then it joins the two nodes a second time, as a process does that trains twice, and asks for the state of processes.
+
 Its argument is the `runtime_env` of the workers, as JSON.
 """
 
@@ -13,6 +15,7 @@ from typing import Any
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 from dovetail.controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, start_ray, stop_ray
+from dovetail.controller.process_state import Monitors
 from tests.controller.listening import listening_addresses
 from tests.controller.worker_examples import Collective
 
@@ -37,7 +40,12 @@ def main(runtime_env: dict[str, Any]) -> None:
         "all_reduce": group.all_reduce(),
         "listening": listening_addresses(os.getpid(), *(identity.pid for identity in group.identities)),
     }
+    monitors, identities = Monitors(), group.identities
+    monitors.stopped(identities)
     group.shutdown()
+    stop_ray()
+    start_ray(cluster.address, log_to_driver=False, runtime_env=runtime_env)
+    result["stopped_in_second_job"] = len(monitors.stopped(identities))
     stop_ray()
     cluster.shutdown()
     print(json.dumps(result))
