@@ -132,7 +132,7 @@ def build_meta_model(
         config = load_config(source, override_config, trust_remote_code=trust_remote_code)
     if role != "policy":
         config.num_labels = 1
-    auto = _auto_class(config, role)
+    auto = auto_class(config, role)
     try:
         with torch.device("meta"):
             model = auto.from_config(
@@ -152,6 +152,15 @@ def build_meta_model(
         with contextlib.suppress(OSError):  # a folder without generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(reader_folder(source))
     return model
+
+
+def auto_class(config: PreTrainedConfig, role: Role = "policy") -> Any:
+    """transformers' class for the network of a role."""
+    if role == "policy":
+        multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+        return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    classifier = AutoModelForTokenClassification if role == "value" else AutoModelForSequenceClassification
+    return classifier if type(config) in classifier._model_mapping else AutoModel
 
 
 def materialize(module: nn.Module, device: torch.device | str) -> None:
@@ -202,14 +211,6 @@ def _override(config: PreTrainedConfig, values: Mapping[str, Any], where: str) -
             _override(current, value, f"{where}.{key}")
         else:
             setattr(config, key, value)
-
-
-def _auto_class(config: PreTrainedConfig, role: Role) -> Any:
-    if role == "policy":
-        multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-        return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    classifier = AutoModelForTokenClassification if role == "value" else AutoModelForSequenceClassification
-    return classifier if type(config) in classifier._model_mapping else AutoModel
 
 
 def _shared_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:

@@ -14,14 +14,9 @@ from typing import Unpack
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from dovetail.models.load import load_config
+from dovetail.models.load import auto_class, load_config
 from dovetail.rollout.base import ModelArgs
 from dovetail.rollout.native.attention import ATTENTION_NAME
 
@@ -32,8 +27,7 @@ def load_model(
     """Read a model from a folder; `dtype` None keeps what the folder says."""
     with torch.random.fork_rng(devices=[]):
         config = load_config(folder, **args)
-        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        model = auto.from_pretrained(
+        model = auto_class(config).from_pretrained(
             folder,
             config=config,
             dtype="auto" if dtype is None else dtype,
