@@ -334,7 +334,8 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
         gone = set(self._agents.thread.call(cancel()))
         with self._changed:
             self._waiting = [request for request in self._waiting if request.request_id not in gone]
-        self._stream.abort(gone)
+        with self._submitting:  # the engine has what no longer waited
+            self._stream.abort(gone)
 
 
 def _group_of(prompts: DataProto, row: int, rollout: RolloutConfig, agents: Agents) -> _Group:

@@ -90,6 +90,38 @@ def test_a_group_leaves_when_all_its_trajectories_have_ended_and_others_go_on_la
     check_log_probs(rows, {0: tiny_model("llama_tied")})
 
 
+def test_requests_on_their_way_to_the_engine_are_aborted_once_it_has_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, rollout = NativeEngine(folder), rollout_config()
+    enqueue, abort = engine.enqueue, engine.abort
+    on_the_way, aborted = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slow_enqueue(*args: Any) -> None:
+        on_the_way.set()
+        aborted.wait(0.2)  # an abort that does not wait comes first
+        enqueue(*args)
+        order.append("enqueued")
+
+    def noted_abort(*args: Any) -> int:
+        count = abort(*args)
+        order.append("aborted")
+        aborted.set()
+        return count
+
+    monkeypatch.setattr(engine, "enqueue", slow_enqueue)
+    monkeypatch.setattr(engine, "abort", noted_abort)
+    engine.pause()
+    stream = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
+    stream.start(task_prompts(1))
+    stream.generate_in_background()
+    assert on_the_way.wait(60)
+    stream.abort(["draw-0"])
+    assert (order[0], order[-1]) == ("enqueued", "aborted")
+    stream.close()
+
+
 def test_generation_in_the_background(folder: Path) -> None:
     engine, rollout = NativeEngine(folder), rollout_config()
     stream = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
