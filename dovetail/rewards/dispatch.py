@@ -6,12 +6,13 @@ A call that a lost or silent node held goes back to the front of the queue. Rate
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import pickle
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -145,17 +146,17 @@ class ScoringDispatcher:
         """Give these calls up, those that run included."""
         wanted = set(futures)
         with self._changed:
-            dropped = [task for task in self._queue if task.future in wanted]
             self._queue = collections.deque(task for task in self._queue if task.future not in wanted)
             running = [
-                (target, [inner for inner, task in target.running.items() if task.future in wanted])
+                (target, {inner: task.future for inner, task in target.running.items() if task.future in wanted})
                 for target in self._targets
             ]
-        for task in dropped:
-            task.future.set_result(Failure("cancelled", "the batch was given up before this answer was scored."))
-        for target, inner in running:
-            if inner:
-                target.pool.cancel(inner)
+        for target, calls in running:
+            if calls:
+                target.pool.cancel(list(calls))
+                wanted -= set(calls.values())
+        for future in wanted:  # `_start` gives up those that are about to start
+            _set(future, Failure("cancelled", "the batch was given up before this answer was scored."))
 
     def close(self) -> None:
         """Stop every process; calls that have not ended fail. A second call does nothing."""
@@ -217,7 +218,10 @@ class ScoringDispatcher:
             return
         with self._changed:
             target.running[inner] = task
+            is_cancelled = task.future.done()
         inner.add_done_callback(lambda done: self._ended(target, done))
+        if is_cancelled:
+            target.pool.cancel([inner])
 
     def _ended(self, target: _Target, inner: Future[Any]) -> None:
         with self._changed:
@@ -254,5 +258,5 @@ class ScoringDispatcher:
 
 
 def _set(future: Future[Any], outcome: Any) -> None:
-    if not future.done():
+    with contextlib.suppress(InvalidStateError):  # it was cancelled as it ended
         future.set_result(outcome)

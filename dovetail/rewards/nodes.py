@@ -63,7 +63,7 @@ class NodePool:
         return future
 
     def cancel(self, futures: Sequence[Future[Any]]) -> None:
-        numbers = [self._numbers[future] for future in futures if future in self._numbers]
+        numbers = [number for future in futures if (number := self._numbers.get(future)) is not None]
         if numbers:
             self.actor.cancel.remote(numbers)
 

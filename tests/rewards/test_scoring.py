@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from dovetail.rewards.dispatch import RateLimiter, RateLimits, ScoringDispatcher
 from dovetail.rewards.errors import Failure, RewardError
 from dovetail.rewards.functions import FunctionSpec
 from dovetail.rewards.managers import NaiveRewardManager
+from dovetail.rewards.nodes import NodePool
 from dovetail.rewards.runner import RewardRunner
 from dovetail.rewards.worker_process import _no_decoder, _reply, _score_one
 from tests.models.tiny import tiny_tokenizer
@@ -278,6 +280,40 @@ def test_a_call_that_cannot_start_while_another_ends_leaves_both_of_their_places
         future.set_result({"score": 1})
     assert [future.result(30) for future in futures] == [{"score": 1}] * 2
     dispatcher.close()
+
+
+def test_a_call_that_is_cancelled_while_it_starts_does_not_go_on() -> None:
+    class CancelledAsItStarts(FakePool):
+        def submit_message(self, message: bytes) -> Future[Any]:
+            dispatcher.cancel([submitted.result(30)])
+            return super().submit_message(message)
+
+    pool, submitted = CancelledAsItStarts(), Future[Future[Any]]()
+    dispatcher = ScoringDispatcher(pool, num_workers=1, timeout_seconds=1)
+    submitted.set_result(dispatcher.submit({"row": 0}))
+    assert submitted.result().result(30).kind == "cancelled"
+    pool.wait_for(1)
+    assert pool.running[0][1].result(30).kind == "cancelled"
+    dispatcher.close()
+
+
+def test_a_call_of_another_node_may_end_while_it_is_cancelled() -> None:
+    class Ends(Future[Any]):
+        num_looks = 0
+
+        def __hash__(self) -> int:
+            self.num_looks += 1
+            if self.num_looks == 3:  # the first was `submit_message`'s
+                self.set_result(None)
+            return id(self)
+
+    call, cancelled = Ends(), []
+    score, cancel = (SimpleNamespace(remote=remote) for remote in (lambda *_: asked, cancelled.append))
+    asked = SimpleNamespace(future=lambda: call)
+    pool = NodePool("b", SimpleNamespace(score=score, cancel=cancel), 1)
+    assert pool.submit_message(b"") is call
+    pool.cancel([call])
+    assert cancelled == [[1]]
 
 
 def test_calls_of_a_node_that_is_lost_are_scored_by_the_others() -> None:
