@@ -68,8 +68,11 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
             with self.timers("data"):
                 batch = self._prepared(self.train_loader.next_batch(), "train")
             with self.timers(self._phase):
-                reported = update_metrics(self.groups.group.update(self._laid_out(batch)))
+                rows = self._laid_out(batch)
+                reported = update_metrics(self.groups.group.update(rows))
         metrics |= {name if name.startswith(_OWN_AREAS) else f"train/{name}": reported[name] for name in reported}
+        by_rank = rows.tensors["attention_mask"].sum(dim=1) * (1 - rows.tensors[IS_PADDING])
+        metrics |= imbalance(by_rank.tolist(), self.groups.group.dp_size(MESH))
         self._report(batch, metrics)
         return metrics
 
@@ -112,7 +115,6 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
         tokens, trained = int(lengths.sum()), int(batch.tensors["loss_mask"].sum())
         seconds = self.timers.seconds()
         metrics |= {"train/trained_tokens": float(trained), "train/rows": float(len(batch))}
-        metrics |= imbalance(lengths.tolist(), 1)
         metrics |= timing_metrics(seconds, tokens, 0)
         metrics |= throughput_metrics(seconds["step"], tokens, self.config.trainer.world_size)
         metrics |= memory_metrics(metrics)
