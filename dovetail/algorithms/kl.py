@@ -38,9 +38,12 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """`n_steps` counts sequences seen; the relative error is limited to 20% per `horizon` of them."""
+        """`n_steps` counts sequences seen; the relative error is limited to 20% per `horizon` of them.
+
+        One step at most halves the coefficient: with more than 5 `horizon` sequences it would turn negative.
+        """
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
+        self.value *= max(1.0 + error * n_steps / self.horizon, 0.5)
 
 
 def get_kl_controller(kl_ctrl: KLControlConfig) -> FixedKLController:

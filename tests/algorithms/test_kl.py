@@ -90,6 +90,13 @@ def test_rewards_lose_the_penalty_on_kept_tokens_only() -> None:
     assert controller.value == 0.5
 
 
+@pytest.mark.parametrize(("rows", "factor"), [(2, 0.6), (5, 0.5), (500, 0.5)])
+def test_one_step_of_many_rows_at_most_halves_the_coefficient(rows: int, factor: float) -> None:
+    controller = AdaptiveKLController(init_kl_coef=0.1, target_kl=0.1, horizon=1)
+    controller.update(current_kl=0.0, n_steps=rows)
+    assert controller.value == pytest.approx(0.1 * factor)
+
+
 def test_the_adaptive_controller_follows_each_batch_after_it_was_used() -> None:
     controller = AdaptiveKLController(init_kl_coef=0.1, target_kl=0.1, horizon=10)
     ones = torch.ones(2, 1)
