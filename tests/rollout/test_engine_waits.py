@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from dovetail.rollout.base import STALL_S, EngineDiedError, GenerationRequest, S
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.remote import calls as remote_calls
 from dovetail.rollout.remote.client import ServerGoneError
+from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import ServerPool
 from dovetail.rollout.remote.samples import samples_of
 from tests.waiting import wait_in_loop, wait_until
@@ -202,6 +204,32 @@ def test_a_wait_for_sglang_goes_on_when_another_thread_that_waits_starts_the_ser
 
     engine.wait(done, timeout=60)
     assert done(), "it returned before it was done"
+
+
+def test_requests_of_an_sglang_server_that_is_started_again_move_on_at_once() -> None:
+    from dovetail.rollout.sglang import SGLangRollout
+
+    loop, began_on = LoopThread("test"), Future[str]()
+    urls = ("http://a", "http://b")
+    servers = {url: SimpleNamespace(url=url, death="", start=int, wait_until_ready=int) for url in urls}
+    client: Any = None  # nothing is watched
+    pool = ServerPool(urls, client)
+
+    async def call(server: str) -> str:
+        if not began_on.done():
+            began_on.set_result(server)
+            await asyncio.Event().wait()
+        return server
+
+    engine = SGLangRollout.__new__(SGLangRollout)
+    vars(engine).update(servers=servers, restarts_left=1, _loop=loop, _pool=pool, _has_no_weights=False)
+    vars(engine).update(_sglang=SimpleNamespace(restarted=str), _updater=SimpleNamespace(has_updated=False))
+    ended = loop.start(pool.run(call))
+    dead = servers[began_on.result(30)]
+    dead.death = "it was killed"
+    engine.restart(EngineDiedError(dead.death))
+    assert ended.result(30) in urls  # the new one may be up already
+    loop.close()
 
 
 def test_a_vllm_actor_that_does_not_close_is_killed() -> None:

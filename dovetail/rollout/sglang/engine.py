@@ -173,8 +173,13 @@ class SGLangRollout(RemoteRollout):
         """Start dead servers again, at the same addresses. They have none of the weights that were sent."""
         self._take_restart(error)
         dead = [server for server in self.servers.values() if server.death]
+
+        async def take_out() -> None:  # in the event loop, whose tasks this cancels
+            for server in dead:
+                self._pool.mark_down(server.url, server.death)
+
+        self._run(take_out())
         for server in dead:
-            self._pool.mark_down(server.url, server.death)
             self._sglang.restarted(server.url)
             server.start()
         for server in dead:
