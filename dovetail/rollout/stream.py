@@ -62,6 +62,7 @@ class EngineStream:
             with self._lock:
                 for name in ids:
                     self._left.pop(name, None)
+                    self._failures.pop(name, None)  # reported here
             raise
 
     def results(self, timeout: float | None = None) -> list[GenerationResult]:

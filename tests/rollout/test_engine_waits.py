@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from dovetail.rollout.remote.client import ServerGoneError
 from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import ServerPool
 from dovetail.rollout.remote.samples import samples_of
+from dovetail.rollout.stream import EngineStream, FailedRequest
 from tests.waiting import wait_in_loop, wait_until
 
 pytestmark = pytest.mark.unit
@@ -142,42 +144,55 @@ def test_a_vllm_actor_that_writes_no_token_is_dead_unless_it_is_paused(
     assert num_looks > 200, "as long as it is paused it owes no token"
 
 
-def test_a_request_that_comes_while_a_dead_vllm_actor_is_replaced_runs_once_on_the_new_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from ray.exceptions import RayActorError
+class FakeActor:
+    """Calls are made when their result is asked for; one that is not alive lets Ray's error out."""
 
+    def __init__(self, *, alive: bool = True, start: Callable[[], Any] = int, refused: str = "") -> None:
+        self.alive, self.start_engine, self.refused = alive, start, refused
+        self.started, self.taken = False, []
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: lambda: self._run(name, *args))
+
+    def _run(self, name: str, *args: Any) -> Any:
+        from ray.exceptions import RayActorError
+
+        if not self.alive:
+            raise RayActorError
+        if name == "start":
+            self.start_engine()
+            self.started = True
+            return
+        assert self.started, "an engine that is starting takes no requests"
+        names = [request.request_id for request in args[0]]
+        if self.refused in names:
+            raise ValueError(f"{self.refused} is refused")
+        self.taken += names
+
+
+def vllm_with_a_dead_actor(monkeypatch: pytest.MonkeyPatch, fresh: FakeActor) -> Any:
     from dovetail.rollout.vllm import ray_engine
 
-    late_done, starting = threading.Event(), threading.Event()
-
-    class Actor:
-        """Calls are made when their result is asked for; one that is not alive lets Ray's error out."""
-
-        def __init__(self, *args: Any, alive: bool) -> None:
-            self.alive, self.started, self.taken = alive, False, []
-
-        def __getattr__(self, name: str) -> Any:
-            return SimpleNamespace(remote=lambda *args: lambda: self._run(name, *args))
-
-        def _run(self, name: str, *args: Any) -> Any:
-            if not self.alive:
-                raise RayActorError
-            if name == "start":
-                starting.set()
-                late_done.wait(0.5)  # a caller that does not wait for the new engine finds it without one
-                self.started = True
-            else:
-                assert self.started, "an engine that is starting takes no requests"
-                self.taken += [request.request_id for request in args[0]]
-
-    fake_ray = SimpleNamespace(get=lambda call, timeout: call(), kill=lambda actor: None)
-    fresh = Actor(alive=True)
+    fake_ray = SimpleNamespace(get=lambda call, timeout: call(), kill=lambda actor: setattr(actor, "alive", False))
     monkeypatch.setattr(ray_engine, "actor_class", lambda: SimpleNamespace(remote=lambda *args: fresh))
     engine = ray_engine.RayVLLMEngine.__new__(ray_engine.RayVLLMEngine)
     vars(engine).update(_ray=fake_ray, settings=SimpleNamespace(load_format="auto"), _bucket_bytes=1, _on_device={})
     vars(engine).update(_version=0, _running={}, restarts_left=1, _replacing=threading.RLock())
-    engine.actor = Actor(alive=False)
+    engine.actor = FakeActor(alive=False)
+    return engine
+
+
+def test_a_request_that_comes_while_a_dead_vllm_actor_is_replaced_runs_once_on_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late_done, starting = threading.Event(), threading.Event()
+
+    def start() -> None:
+        starting.set()
+        late_done.wait(0.5)  # a caller that does not wait for the new engine finds it without one
+
+    fresh = FakeActor(start=start)
+    engine = vllm_with_a_dead_actor(monkeypatch, fresh)
     engine.enqueue([GenerationRequest("early", [5])], print)  # it is sent again with the new engine
     replacing = threading.Thread(target=engine._replace, args=(EngineDiedError("killed"),))
     replacing.start()
@@ -186,6 +201,44 @@ def test_a_request_that_comes_while_a_dead_vllm_actor_is_replaced_runs_once_on_t
     late_done.set()
     replacing.join(30)
     assert fresh.taken == ["early", "late"]
+
+
+def test_a_request_that_a_new_vllm_actor_refuses_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh, failed = FakeActor(refused="bad"), []
+    engine = vllm_with_a_dead_actor(monkeypatch, fresh)
+    engine.enqueue([GenerationRequest(name, [5]) for name in ("a", "bad", "b")], failed.append)
+    engine._replace(EngineDiedError("killed"))
+    assert fresh.taken == list(engine._running) == ["a", "b"]
+    assert [(one.request_id, str(one.error)) for one in failed] == [("bad", "bad is refused")]
+
+
+def test_a_request_that_is_refused_and_reported_failed_is_raised_once() -> None:
+    """Its engine may be replaced between its refusal and the end of `submit`."""
+
+    class Engine:
+        def enqueue(self, requests: Any, deliver: Any) -> None:
+            deliver(FailedRequest("bad", ValueError("refused")))
+            raise ValueError("refused")
+
+        def wait(self, done: Callable[[], bool], timeout: float | None) -> None:
+            assert done()
+
+    engine: Any = Engine()
+    stream = EngineStream(engine)
+    with pytest.raises(ValueError, match="refused"):
+        stream.submit(GenerationRequest("bad", [5]))
+    stream.wait()
+
+
+def test_a_vllm_actor_that_could_not_start_is_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> None:
+        raise RuntimeError("no memory left")
+
+    engine = vllm_with_a_dead_actor(monkeypatch, FakeActor(start=start))
+    with pytest.raises(RuntimeError, match="no memory left"):
+        engine._replace(EngineDiedError("killed"))
+    with pytest.raises(EngineDiedError, match="process of the vLLM engine died"):
+        engine.num_tokens()
 
 
 def test_a_wait_for_sglang_goes_on_when_another_thread_that_waits_starts_the_servers_again() -> None:

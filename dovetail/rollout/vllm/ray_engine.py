@@ -22,6 +22,7 @@ from dovetail.observability.waits import Wait, waiting
 from dovetail.rollout.base import (
     ALL_TAGS,
     STALL_S,
+    Deliver,
     EngineDiedError,
     EngineError,
     EngineHealth,
@@ -33,7 +34,7 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.gate import StepGate
-from dovetail.rollout.stream import check_new_ids
+from dovetail.rollout.stream import FailedRequest, check_new_ids
 from dovetail.rollout.vllm.engine import VLLMEngine
 from dovetail.rollout.vllm.environment import environment
 from dovetail.rollout.vllm.settings import VLLMSettings
@@ -71,7 +72,7 @@ class Progress(NamedTuple):
 @dataclass(slots=True)
 class _Running:
     request: GenerationRequest
-    deliver: Callable[[GenerationResult], None]
+    deliver: Deliver
     delivered: set[int] = field(default_factory=set)
 
 
@@ -219,7 +220,7 @@ class RayVLLMEngine(RolloutEngine):
 
     from_config = VLLMEngine.from_config  # which builds one of these for `mode=async`
 
-    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Callable[[GenerationResult], None]) -> None:
+    def enqueue(self, requests: Sequence[GenerationRequest], deliver: Deliver) -> None:
         added = {request.request_id: _Running(request, deliver) for request in requests}
         with self._replacing:
             check_new_ids(added.keys(), self._running)
@@ -319,7 +320,11 @@ class RayVLLMEngine(RolloutEngine):
 
     def _start(self) -> None:
         self.actor = actor_class(**self._on_device).remote(self.settings, self._bucket_bytes)
-        self._get(self.actor.start.remote(), timeout=START_TIMEOUT_S)
+        try:
+            self._get(self.actor.start.remote(), timeout=START_TIMEOUT_S)
+        except BaseException:
+            self._ray.kill(self.actor)  # from here on it is a dead engine, and not one that fails in every call
+            raise
 
     def _can_read(self, device: torch.device) -> bool:
         """Whether the engine's process reads memory of `device` that this process shares."""
@@ -385,7 +390,14 @@ class RayVLLMEngine(RolloutEngine):
             self.restart(error)
             if self._needs_weights and self.reload_weights is not None:
                 self.reload_weights(self)
-            self._ask("enqueue", [running.request for running in self._running.values()])
+            # One by one: whoever sent a bad request may not have been told before the engine died.
+            sent = [(running, self.actor.enqueue.remote([running.request])) for running in self._running.values()]
+            for running, answer in sent:
+                try:
+                    self._get(answer)
+                except ValueError as refusal:
+                    del self._running[running.request.request_id]
+                    running.deliver(FailedRequest(running.request.request_id, refusal))
 
     def _call(self, method: str, *args: Any) -> Any:
         return self._ask("call", method, *args)
