@@ -19,6 +19,12 @@ from dovetail.workers.offline import IS_PADDING, MESH, OfflineWorker
 
 _OWN_AREAS = ("actor/", "critic/", "memory/")
 """Metrics of an update that are not the loss's."""
+_COUNTED_BY = {
+    f"{area}/{side}": total
+    for area in ("rewards", "logps")
+    for side, total in (("chosen", "desirable"), ("rejected", "undesirable"))
+}
+"""Metrics of KTO that are means over the rows of one label: the total that counts those."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +91,19 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
         if self.val_loader is None:
             return {}
         sums: dict[str, float] = defaultdict(float)
-        total = 0.0
+        weights: dict[str, float] = defaultdict(float)
         for batch in self.val_loader:
             batch = self._prepared(batch, "val")
             answer = self.groups.group.evaluate(self._laid_out(batch)).meta_info
-            # A mean over tokens where the loss is one, else over examples: batches may differ in size.
-            weight = _first(answer["totals"]).get("tokens", len(batch) / self._rows_per_example)
-            total += weight
+            totals = _first(answer["totals"])
             for name, value in _first(answer["metrics"]).items():
+                # A mean over tokens where the loss is one, else over examples: batches may differ in size.
+                weight = totals.get(_COUNTED_BY.get(name, "tokens"), len(batch) / self._rows_per_example)
                 sums[name] += value * weight
-        metrics = {f"val/{name}": value / max(total, 1) for name, value in sums.items()}
+                weights[name] += weight
+        metrics = {f"val/{name}": value / max(weights[name], 1) for name, value in sums.items()}
+        if "val/rewards/margins" in metrics:
+            metrics["val/rewards/margins"] = metrics["val/rewards/chosen"] - metrics["val/rewards/rejected"]
         self.tracker.event("validation", self.global_step, **metrics)
         return metrics
 

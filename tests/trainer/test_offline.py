@@ -38,3 +38,24 @@ def test_tokens_are_counted_by_rank_without_padding(lengths: tuple[int, ...], by
     assert (metrics["global_seqlen/min"], metrics["global_seqlen/max"]) == by_rank
     assert metrics["global_seqlen/minmax_diff"] == by_rank[1] - by_rank[0]
     assert metrics["global_seqlen/mean"] == sum(lengths) / 2
+
+
+def test_validation_of_kto_is_the_mean_over_the_rows_of_each_label() -> None:
+    """Batches of 3 good and 1 bad row, then 1 and 3: each row of a label counts once."""
+    totals = iter([{"desirable": 3.0, "undesirable": 1.0}, {"desirable": 1.0, "undesirable": 3.0}])
+    metrics = iter([(0.5, 4.0, 0.0), (0.7, 0.0, -4.0)])
+
+    def evaluate(rows: DataProto) -> DataProto:
+        loss, chosen, rejected = next(metrics)
+        rewards = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
+        return DataProto(meta_info={"metrics": {"loss": loss, **rewards}, "totals": next(totals)})
+
+    group = SimpleNamespace(dp_size=lambda mesh: 1, evaluate=evaluate)
+    tracker = SimpleNamespace(event=lambda *_, **__: None)
+    loader = [rows_of(*[2] * 8), rows_of(*[2] * 8)]
+    assert trainer_of(group, rows_per_example=2, val_loader=loader, tracker=tracker)._validate() == {
+        "val/loss": pytest.approx(0.6),
+        "val/rewards/chosen": 3.0,
+        "val/rewards/rejected": -3.0,
+        "val/rewards/margins": 6.0,
+    }
