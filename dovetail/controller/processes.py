@@ -114,11 +114,13 @@ class WorkerProcesses:
                 self._kill()
 
     def stop(self) -> None:
-        """End all processes, on purpose."""
+        """End all processes, on purpose. A death of theirs that no call has raised is nobody's concern any more."""
         with self._lock:
             if not self.stopped:
                 self.stopped = True
                 self._kill()
+            if self.failure is not None and self.watchdog is not None:
+                self.watchdog.mark_reported(self.failure)
 
     def _kill(self) -> None:
         import ray

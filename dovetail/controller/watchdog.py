@@ -2,7 +2,8 @@
 
 It asks the cluster for the names of living actors once a second, and every node for workers that are stopped (SIGSTOP,
 also of an engine's process below a worker). A death ends its group at once, a stop after `STOPPED_S`; both are logged.
-The next wait on any group raises it, once, unless the group `dies_alone`. Calls on the dead group raise it always.
+The next wait on any group raises it, once, unless the group `dies_alone` or was shut down. Calls on the dead group
+raise it always.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class Watchdog:
 
     def _note(self, processes: WorkerProcesses, error: WorkerError) -> None:
         with self._lock:
-            # A call may have met the death itself in the meantime, and raised it.
-            if not error.was_raised and not processes.dies_alone:
+            # In the meantime a call may have met the death itself and raised it, or the group was shut down.
+            if not (error.was_raised or processes.stopped or processes.dies_alone):
                 self._unreported.append(error)
 
     def take_unreported(self) -> WorkerError | None:

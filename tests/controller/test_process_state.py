@@ -198,3 +198,19 @@ def test_of_two_nodes_with_the_same_pid_the_one_whose_process_is_stopped_is_name
     watchdog._look_for_stopped([processes])
     assert processes.failure is not None
     assert (processes.failure.rank, processes.failure.node) == (1, "10.0.0.1")
+
+
+def test_a_death_that_no_call_has_raised_ends_with_its_group() -> None:
+    """One event kills two groups; the run raises the first death and shuts both down. The next run must not meet the
+    second one, nor one that the watchdog notes late."""
+    watchdog = watchdog_module.Watchdog()
+    groups = [_Unkillable([role], [], [], failure_grace_s=0.0) for role in ("actor", "engines", "teacher")]
+    errors = [group.report_death(0, "killed") for group in groups]
+    for group, error in zip(groups[:2], errors, strict=False):
+        group.watchdog = watchdog
+        watchdog._note(group, error)
+    assert watchdog.take_unreported() is errors[0]
+    for group in groups:
+        group.stop()
+    watchdog._note(groups[2], errors[2])
+    assert watchdog.take_unreported() is None
