@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.agents.tools.classes import can_restore, closed_on_error
+from dovetail.agents.tools.classes import can_restore, made_by
 from dovetail.agents.tools.functions import problem_of
 from dovetail.agents.tools.threads import call_function
 from dovetail.agents.types import Message, Task, Toolbox, ToolCall, ToolResult
@@ -63,8 +63,7 @@ class Environments(Toolbox):
         self._make = make
 
     async def open(self, task: Task, state: Any = None) -> tuple[OpenEnvironment, list[Message]]:
-        environment = await call_function(self._make)
-        async with closed_on_error(environment):
+        async with made_by(self._make) as environment:
             first = await call_function(environment.reset, task)
             if state is not None:
                 await call_function(environment.restore, state)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from dovetail.agents import Environment, InfrastructureError, Step, Task, ToolResult
-from dovetail.agents.deadlines import within
+from dovetail.agents.deadlines import DeadlineError, within
 from dovetail.agents.environments import Environments
 from dovetail.agents.tools.classes import ClassToolbox
 from dovetail.agents.tools.schema import ToolError
@@ -171,6 +172,30 @@ class Guess(Environment):
 
 def say(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize("kind", [ClassToolbox, Environments])
+def test_an_instance_whose_constructor_outlasts_the_deadline_is_closed(kind: type[Toolbox]) -> None:
+    async def play() -> None:
+        may_end, closed = threading.Event(), asyncio.Event()
+
+        class Slow:
+            def __init__(self) -> None:
+                may_end.wait(30)
+
+            def look(self) -> None:
+                """Look."""
+
+            async def close(self) -> None:
+                closed.set()
+
+        toolbox: Any = kind(Slow)
+        with pytest.raises(DeadlineError):
+            await within(0.01, toolbox.open(TASK))
+        may_end.set()
+        await asyncio.wait_for(closed.wait(), 30)
+
+    asyncio.run(play())
 
 
 def test_an_environment_answers_the_models_text() -> None:

@@ -45,9 +45,8 @@ class ClassToolbox(Toolbox):
             raise ToolError(f"{name} has no tools; each of its public methods but {', '.join(_CONTRACT)} is one.")
 
     async def open(self, task: Task, state: Any = None) -> tuple[OpenInstance, list[Message]]:
-        instance = await call_function(self._cls)
         messages: list[Message] = []
-        async with closed_on_error(instance):
+        async with made_by(self._cls) as instance:
             if (reset := getattr(instance, "reset", None)) is not None:
                 text = await call_function(reset, **_accepted(reset, row_of(task)))
                 messages = [{"role": "user", "content": text}] if text else []
@@ -89,13 +88,17 @@ def can_restore(instance: Any) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def closed_on_error(instance: Any) -> AsyncIterator[None]:
-    """Close an object that could not be made ready: whoever asked for it tries again with another."""
+async def made_by(make: Callable[[], Any]) -> AsyncIterator[Any]:
+    """A new object; closed if it cannot be made ready, since whoever asked for it tries again with another.
+
+    One whose constructor outlasts the deadline is closed when that ends: nobody waits for a call that was cancelled.
+    """
+    making = asyncio.ensure_future(call_function(make))
     try:
-        yield
+        yield await asyncio.shield(making)
     except BaseException:
-        if (close := getattr(instance, "close", None)) is not None:
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            if (close := getattr(await making, "close", None)) is not None:
                 await call_function(close)
         raise
 
