@@ -8,6 +8,7 @@ and the reward model, so weights are never held twice on a device. With `hybrid_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from dovetail.config.root import DovetailConfig
@@ -140,18 +141,19 @@ def create_groups(config: DovetailConfig, *, use_ray: bool, use_gpu: bool, gener
         if not use_ray and is_apart:
             why = f"{key} puts {who} into processes of their own, which needs Ray; drop --local, or leave the key out."
             raise ValueError(why)
-    processes, groups = start_processes(
-        config, role_classes(config, generates=generates), use_ray=use_ray, use_gpu=use_gpu
-    )
-    policy = groups[POLICY]
-    return RoleGroups(
-        processes=processes,
-        actor_rollout=policy,
-        ref=_teacher(config, use_gpu) if config.teacher_devices else policy if config.uses_reference else None,
-        critic=groups.get(CRITIC),
-        reward_model=groups.get(REWARD),
-        engines=_separate_engines(config, policy, use_gpu) if apart else None,
-    )
+    with ExitStack() as started:  # what has started ends where a later group does not start
+        processes, groups = start_processes(
+            config, role_classes(config, generates=generates), use_ray=use_ray, use_gpu=use_gpu
+        )
+        started.callback(processes.release)
+        policy = groups[POLICY]
+        ref = policy if config.uses_reference else None
+        if config.teacher_devices:
+            ref = _teacher(config, use_gpu)
+            started.callback(ref.release)
+        engines = _separate_engines(config, policy, use_gpu) if apart else None
+        started.pop_all()
+    return RoleGroups(processes, policy, ref, groups.get(CRITIC), groups.get(REWARD), engines)
 
 
 def start_processes(
@@ -163,7 +165,7 @@ def start_processes(
         pool = RayResourcePool(
             [config.trainer.n_gpus_per_node] * config.trainer.nnodes, use_gpu=use_gpu, name_prefix="dovetail"
         )
-        processes: WorkerGroup = RayWorkerGroup(pool, together, first_limit_s=config.trainer.worker_timeout_s)
+        processes: WorkerGroup = _start_on(pool, together, config)
     elif config.trainer.world_size == 1:
         processes = LocalWorkerGroup(together)
     else:
@@ -179,7 +181,7 @@ def _teacher(config: DovetailConfig, use_gpu: bool) -> WorkerGroup:
     teacher = config.distill.teacher
     pool = RayResourcePool([teacher.n_gpus_per_node] * teacher.nnodes, use_gpu=use_gpu, name_prefix="dovetail-teacher")
     worker = RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role="ref")
-    return RayWorkerGroup(pool, worker, name_prefix="teacher", first_limit_s=config.trainer.worker_timeout_s)
+    return _start_on(pool, worker, config, "teacher")
 
 
 def _separate_engines(config: DovetailConfig, trainer: WorkerGroup, use_gpu: bool) -> SeparateEngines:
@@ -187,8 +189,17 @@ def _separate_engines(config: DovetailConfig, trainer: WorkerGroup, use_gpu: boo
     pool = RayResourcePool([rollout.n_gpus_per_node] * rollout.nnodes, use_gpu=use_gpu, name_prefix="dovetail-engines")
 
     def start() -> WorkerGroup:
-        engines = RayClassWithInitArgs(RolloutWorker, config=config)
-        limit = config.trainer.worker_timeout_s
-        return RayWorkerGroup(pool, engines, name_prefix=GENERATION, first_limit_s=limit)
+        return _start_on(pool, RayClassWithInitArgs(RolloutWorker, config=config), config, GENERATION)
 
     return SeparateEngines(config, trainer, start)
+
+
+def _start_on(
+    pool: RayResourcePool, worker: RayClassWithInitArgs, config: DovetailConfig, name: str | None = None
+) -> RayWorkerGroup:
+    """A group on a pool of its own. The pool is given back if the group does not start."""
+    try:
+        return RayWorkerGroup(pool, worker, name_prefix=name, first_limit_s=config.trainer.worker_timeout_s)
+    except BaseException:
+        pool.release()
+        raise
