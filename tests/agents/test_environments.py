@@ -14,6 +14,7 @@ from dovetail.agents.environments import Environments
 from dovetail.agents.tools.classes import ClassToolbox
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.types import Toolbox, ToolCall
+from tests.agents.fakes import in_virtual_time
 
 pytestmark = pytest.mark.unit
 
@@ -101,7 +102,7 @@ def test_a_method_that_waits_for_another_loses_no_time_of_its_own() -> None:
     class Slow:
         async def work(self) -> None:
             """Work."""
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(40)
 
         async def say(self) -> str:
             """Say."""
@@ -110,11 +111,11 @@ def test_a_method_that_waits_for_another_loses_no_time_of_its_own() -> None:
     async def play() -> str:
         tools, _ = await ClassToolbox(Slow).open(TASK)
         working = asyncio.ensure_future(tools.call(ToolCall("work", {})))
-        said = await within(0.1, tools.call(ToolCall("say", {})))
+        said = await within(10, tools.call(ToolCall("say", {})))
         await working
         return said.text
 
-    assert asyncio.run(play()) == "said"
+    assert in_virtual_time(play()) == ("said", 40.0)
 
 
 def test_reset_that_asks_for_a_missing_column_names_those_there_are() -> None:
