@@ -14,7 +14,7 @@ from dovetail.agents.tools.python import PythonToolbox
 from dovetail.rewards.rules.gsm8k import compute_score
 
 _BLOCK = re.compile(r"```(?:python|py)\s*\n(.*?)```", re.DOTALL)
-_PYTHON = PythonToolbox(timeout_s=5, memory_limit_mb=512, max_output=1000)
+_PYTHON = PythonToolbox(timeout_s=2, memory_limit_mb=512, max_output=1000)
 
 
 class PythonBlocks(Environment):
