@@ -255,7 +255,7 @@ class RolloutStream:
 
     def _start_lost(self) -> None:
         draws = list(self._running.values())
-        if self._generator.lost() and draws:
+        while self._generator.lost() and draws:  # an engine may also die while it is given them
             self._generator.start(self._request(draws), None)
 
     def _begin(self, draws: Sequence[Draw], snapshot: DataProto | None) -> None:

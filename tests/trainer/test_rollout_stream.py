@@ -37,7 +37,7 @@ class Scripted(Generator):
         self.started: list[list[str]] = []
         self.waiting: list[str] = []
         self.aborted: list[str] = []
-        self.is_lost = self.dies_next = False
+        self.is_lost = self.dies_next = self.dies_in_start = False
         self.version = 0
         self.progress: float | None = None
 
@@ -49,6 +49,8 @@ class Scripted(Generator):
         uids = [str(uid) for uid in request.non_tensor_batch["uid"]]
         assert not set(uids) & set(self.waiting), "an engine refuses what it already generates"
         self.started.append(uids)
+        if self.dies_in_start:
+            self.dies_in_start, self.is_lost, uids = False, True, []
         self.waiting += uids
 
     def advance(self, *, missing: Sequence[int], must_finish: Sequence[str]) -> list[DataProto]:
@@ -156,18 +158,21 @@ def test_what_was_lost_is_started_again_once(toy: Toy, tmp_path: Path, monkeypat
     assert len(uids(batch)) == GROUPS
 
 
+@pytest.mark.parametrize("num_deaths", [1, 2])
 def test_what_was_lost_while_the_trainer_was_busy_is_started_again_before_anything_new(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_deaths: int
 ) -> None:
-    """As when an engine dies and the next weights meet a new one."""
+    """As when an engine dies and the next weights meet a new one, which may die, too."""
     stream, generator = make(toy, tmp_path, monkeypatch)
     stream.begin_step()
     stream.trained(1, uids(stream.next(1)))
     running, before = list(generator.waiting), len(generator.started)
     assert running
-    generator.is_lost, generator.waiting = True, []
+    generator.is_lost, generator.waiting, generator.dies_in_start = True, [], num_deaths == 2
     stream.update(1, 1)
-    again, new = generator.started[before:]
+    *again_each_time, new = generator.started[before:]
+    assert len(again_each_time) == num_deaths
+    again = again_each_time[-1]
     assert sorted(again) == sorted(running)
     assert not set(new) & set(again)
     assert len(uids(stream.next(2))) == GROUPS
