@@ -145,18 +145,16 @@ class ScoringDispatcher:
     def cancel(self, futures: Iterable[Future[Any]]) -> None:
         """Give these calls up, those that run included."""
         wanted = set(futures)
+        for future in wanted:  # a task whose future is done never starts, also where its node is lost
+            _set(future, Failure("cancelled", "the batch was given up before this answer was scored."))
         with self._changed:
-            self._queue = collections.deque(task for task in self._queue if task.future not in wanted)
             running = [
-                (target, {inner: task.future for inner, task in target.running.items() if task.future in wanted})
+                (target.pool, [inner for inner, task in target.running.items() if task.future in wanted])
                 for target in self._targets
             ]
-        for target, calls in running:
+        for pool, calls in running:
             if calls:
-                target.pool.cancel(list(calls))
-                wanted -= set(calls.values())
-        for future in wanted:  # `_start` gives up those that are about to start
-            _set(future, Failure("cancelled", "the batch was given up before this answer was scored."))
+                pool.cancel(calls)
 
     def close(self) -> None:
         """Stop every process; calls that have not ended fail. A second call does nothing."""
@@ -191,6 +189,9 @@ class ScoringDispatcher:
         started: list[tuple[_Target, _Task]] = []
         taken = collections.Counter[int]()
         while self._queue:
+            if self._queue[0].future.done():  # cancelled
+                self._queue.popleft()
+                continue
             pause = self._limiter.wait(time.monotonic())
             if pause != 0.0:
                 return started, 1.0 if pause is None else min(pause, 1.0)

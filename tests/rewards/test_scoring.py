@@ -329,6 +329,28 @@ def test_calls_of_a_node_that_is_lost_are_scored_by_the_others() -> None:
     dispatcher.close()
 
 
+def test_cancelled_calls_of_a_node_that_is_lost_are_not_scored_again() -> None:
+    class Deaf(FakePool):
+        def cancel(self, futures: Any) -> None: ...
+
+    here, there = FakePool(), Deaf()
+    dispatcher = ScoringDispatcher(here, num_workers=1, timeout_seconds=1)
+    dispatcher.add("node b", there, 3)
+    futures = [dispatcher.submit({"row": row}) for row in range(6)]
+    here.wait_for(2)
+    there.wait_for(4)
+    dispatcher.cancel(futures)
+    there.running[0][1].set_exception(ConnectionError("the node is gone"))
+    last = dispatcher.submit({"row": "last"})
+    here.wait_for(3)
+    message, future = here.running[2]
+    assert pickle.loads(message)["row"] == "last"
+    future.set_result({"score": 1})
+    assert last.result(30) == {"score": 1}
+    assert {future.result(30).kind for future in futures} == {"cancelled"}
+    dispatcher.close()
+
+
 def _score_all(pool: FakePool, futures: list[Future[Any]]) -> None:
     for row in range(len(futures)):
         pool.wait_for(row + 1)
