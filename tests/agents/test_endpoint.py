@@ -521,6 +521,31 @@ def test_after_a_start_that_failed_the_next_session_starts_the_server() -> None:
         asyncio.run(run(taken.getsockname()[1]))
 
 
+def test_a_session_that_is_cancelled_as_it_closes_is_closed() -> None:
+    """It waits for its turn to close while others, which came together with it, have theirs to open."""
+
+    async def run() -> None:
+        endpoint, engine, over = Endpoint(), ScriptedEngine(), asyncio.Event()
+
+        async def short() -> None:
+            async with endpoint.open(engine.session()):
+                asyncio.get_running_loop().call_soon(first.cancel)
+
+        async def long() -> None:
+            async with endpoint.open(engine.session()):
+                await over.wait()
+
+        first, second = asyncio.create_task(short()), asyncio.create_task(long())
+        await asyncio.wait({first})
+        assert first.cancelled()
+        assert len(endpoint._sessions) == 1
+        over.set()
+        await second
+        assert endpoint._runner is None, "the server listens on for nobody"
+
+    asyncio.run(run())
+
+
 _PROGRAM = """
 import json, os, sys, urllib.request
 task = json.loads(os.environ["DOVETAIL_TASK"])

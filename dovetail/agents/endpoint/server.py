@@ -130,8 +130,8 @@ class Endpoint:
             opened.ended.cancel()
             for answer in opened.answers.values():
                 answer.work.cancel()
+            del self._sessions[name]
             async with self._lock:
-                del self._sessions[name]
                 if not self._sessions:
                     await self._stop()
 
