@@ -259,6 +259,16 @@ def test_a_wait_for_sglang_goes_on_when_another_thread_that_waits_starts_the_ser
     assert done(), "it returned before it was done"
 
 
+class InItsLoop(ServerPool):
+    def mark_down(self, server: str, reason: str) -> None:
+        asyncio.get_running_loop()  # raises elsewhere
+        super().mark_down(server, reason)
+
+    def mark_up(self, server: str) -> None:
+        asyncio.get_running_loop()
+        super().mark_up(server)
+
+
 def test_requests_of_an_sglang_server_that_is_started_again_move_on_at_once() -> None:
     from dovetail.rollout.sglang import SGLangRollout
 
@@ -266,7 +276,7 @@ def test_requests_of_an_sglang_server_that_is_started_again_move_on_at_once() ->
     urls = ("http://a", "http://b")
     servers = {url: SimpleNamespace(url=url, death="", start=int, wait_until_ready=int) for url in urls}
     client: Any = None  # nothing is watched
-    pool = ServerPool(urls, client)
+    pool = InItsLoop(urls, client)
 
     async def call(server: str) -> str:
         if not began_on.done():
@@ -282,6 +292,7 @@ def test_requests_of_an_sglang_server_that_is_started_again_move_on_at_once() ->
     dead.death = "it was killed"
     engine.restart(EngineDiedError(dead.death))
     assert ended.result(30) in urls  # the new one may be up already
+    assert pool.up() == urls
     loop.close()
 
 

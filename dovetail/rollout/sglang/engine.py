@@ -178,6 +178,10 @@ class SGLangRollout(RemoteRollout):
             for server in dead:
                 self._pool.mark_down(server.url, server.death)
 
+        async def put_back() -> None:
+            for server in dead:
+                self._pool.mark_up(server.url)
+
         self._run(take_out())
         for server in dead:
             self._sglang.restarted(server.url)
@@ -189,8 +193,7 @@ class SGLangRollout(RemoteRollout):
         if self._needs_weights:
             self._updater.partial_update = "it was started again"
         else:
-            for server in dead:
-                self._pool.mark_up(server.url)
+            self._run(put_back())
 
     def close(self) -> None:
         try:
