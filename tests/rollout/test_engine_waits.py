@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +22,7 @@ from dovetail.rollout.gate import StepGate
 from dovetail.rollout.remote import calls as remote_calls
 from dovetail.rollout.remote.client import ServerGoneError
 from dovetail.rollout.remote.loop import LoopThread
-from dovetail.rollout.remote.pool import ServerPool
+from dovetail.rollout.remote.pool import NoServerError, ServerPool
 from dovetail.rollout.remote.samples import samples_of
 from dovetail.rollout.stream import EngineStream, FailedRequest
 from tests.waiting import wait_in_loop, wait_until
@@ -294,6 +296,64 @@ def test_requests_of_an_sglang_server_that_is_started_again_move_on_at_once() ->
     assert ended.result(30) in urls  # the new one may be up already
     assert pool.up() == urls
     loop.close()
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """An SGLang engine with one restart, and its only server, which is alive, silent and down."""
+    from dovetail.rollout.sglang import SGLangRollout
+    from dovetail.rollout.sglang import engine as module
+    from dovetail.rollout.sglang.server import SGLangServer
+
+    monkeypatch.setattr(module, "_EXIT_S", 0.0)
+    loop, client = LoopThread("test"), cast("Any", None)
+    server = SGLangServer.__new__(SGLangServer)
+    vars(server).update(url="http://a", _process=None, _ports=[], _command=["sleep", "600"], _environment=None)
+    vars(server).update(wait_until_ready=int, _killed_for="")
+    server.start()
+    pool = InItsLoop([server.url], client)
+    engine = SGLangRollout.__new__(SGLangRollout)
+    vars(engine).update(servers={server.url: server}, restarts_left=1, _loop=loop, _pool=pool, _has_no_weights=False)
+    vars(engine).update(_sglang=SimpleNamespace(restarted=str), _updater=SimpleNamespace(has_updated=False))
+    vars(engine).update(_calls=SimpleNamespace(is_open=True), _progress=threading.Condition(), _restart_wanted=False)
+    os.kill(server.pid, signal.SIGSTOP)
+
+    async def take_out() -> None:
+        pool.mark_down(server.url, "it is silent.")
+
+    loop.run(take_out())
+    yield engine, server
+    server.close()
+    loop.close()
+
+
+def test_an_sglang_server_that_hangs_is_started_again_like_one_that_died(hanging: tuple[Any, Any]) -> None:
+    engine, server = hanging
+    before = server.pid
+    engine._run(engine._no_server(NoServerError("none is up")))
+    assert engine._restart_wanted
+    engine.restart(EngineDiedError(server.death))
+    assert engine._pool.up() == (server.url,)
+    assert server.pid != before
+    assert not server.death
+
+
+def test_an_sglang_server_that_hangs_with_no_restart_left_is_an_engine_that_died(hanging: tuple[Any, Any]) -> None:
+    engine, _ = hanging
+    engine.restarts_left = 0
+    with pytest.raises(EngineDiedError, match="was killed: it is silent"):
+        engine._run(engine._no_server(NoServerError("none is up")))
+
+
+def test_an_sglang_server_that_is_back_is_asked_again(hanging: tuple[Any, Any]) -> None:
+    engine, server = hanging
+
+    async def comes_back() -> None:
+        engine._pool.mark_up(server.url)
+        await engine._no_server(NoServerError("none is up"))
+
+    engine._run(comes_back())
+    assert not server.death
 
 
 def test_a_vllm_actor_that_does_not_close_is_killed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -230,6 +231,28 @@ def test_a_server_that_is_healthy_and_generates_nothing_is_given_up_until_it_gen
         await wait_in_loop(lambda: server.url in pool.up(), "the server to be back")
 
     _with_servers(2, body)
+
+
+def test_a_stall_from_before_a_server_was_down_is_not_held_against_it() -> None:
+    """Its first prompt may take a while, as long as a stall."""
+
+    async def count(server: str) -> int:
+        return 0
+
+    async def body() -> None:
+        client: Any = None  # nothing is sent
+        pool = ServerPool(["http://a"], client, num_tokens=count)
+        pool._calls["http://a"].add(asyncio.get_running_loop().create_future())
+        pool._progress_at["http://a"] = -math.inf
+        assert not await pool._stalls("http://a"), "it is asked for its count first"
+        pool._progress_at["http://a"] = -math.inf
+        assert await pool._stalls("http://a")
+        pool.mark_down("http://a", "it hangs")
+        pool.mark_up("http://a")
+        pool._calls["http://a"].add(asyncio.get_running_loop().create_future())
+        assert not await pool._stalls("http://a")
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["tokens", "no count"])

@@ -146,6 +146,7 @@ class ServerPool:
         """The server takes requests again."""
         self._down.pop(server, None)
         self._stalled.discard(server)
+        self._progress_at[server] = time.monotonic()
 
     async def health_problem(self, server: str) -> ServerError | None:
         """What a health check says; None is good."""

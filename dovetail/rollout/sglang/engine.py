@@ -21,6 +21,7 @@ from dovetail.models.load import load_config
 from dovetail.rollout.base import EngineDiedError, EngineError, ModelArgs, RolloutEngine
 from dovetail.rollout.engine_settings import runs_on_cpu
 from dovetail.rollout.remote.engine import RemoteRollout
+from dovetail.rollout.remote.pool import NoServerError
 from dovetail.rollout.remote.sglang_dialect import SGLangDialect
 from dovetail.rollout.remote.weights import JoinedChannel
 from dovetail.rollout.sglang.environment import GLOO_INTERFACE, server_python
@@ -214,7 +215,13 @@ class SGLangRollout(RemoteRollout):
         if not self._calls.is_open:
             return  # another sample has asked for the restart, or an update is under way
         if not self.deaths:
-            raise error
+            down = self._pool.down()
+            if not isinstance(error, NoServerError):
+                raise error
+            if len(down) < len(self.servers):
+                return  # one is back
+            for server in self.servers.values():  # they hang
+                server.kill(down[server.url])
         if not self._brings_weights_back:
             raise EngineDiedError("; ".join(self.deaths)) from error
         self._calls.is_open = False

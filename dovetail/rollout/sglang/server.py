@@ -40,6 +40,7 @@ class SGLangServer:
         self._command = [python, "-P", str(Path(__file__).with_name("serve.py")), json.dumps(spec)]
         self._environment = environment(cpu=cpu, raw_logprobs=settings.logprobs == "raw") | dict(os.environ)
         self._process: subprocess.Popen[bytes] | None = None
+        self._killed_for = ""
         self.start()
 
     @property
@@ -53,7 +54,8 @@ class SGLangServer:
         if self._process is None:
             return "it was closed"
         code = self._process.poll()
-        return "" if code is None else f"the SGLang server {self.url} ended with status {code}. {self._last_words()}"
+        end = f"was killed: {self._killed_for}" if self._killed_for else f"ended with status {code}."
+        return "" if code is None else f"the SGLang server {self.url} {end} {self._last_words()}"
 
     def start(self) -> None:
         """Also after its death."""
@@ -89,19 +91,24 @@ class SGLangServer:
                 time.sleep(_POLL_S)
         raise EngineError(f"the SGLang server was not ready after {START_TIMEOUT_S:.0f} s. {self._last_words()}")
 
+    def kill(self, reason: str) -> None:
+        """End it and the processes it has started: it hangs. It is one that died then."""
+        assert self._process is not None, "it was started"
+        self._killed_for = reason
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def close(self) -> None:
         self._end()
         for holder in self._ports:
             holder.close()
 
     def _end(self) -> None:
-        """End the server and the processes it has started."""
-        process, self._process = self._process, None
-        if process is None:
+        if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        self.kill("")
+        process, self._process = self._process, None
         if process.stdin is not None:
             process.stdin.close()
         self.log.unlink(missing_ok=True)
