@@ -23,8 +23,8 @@ _COUNTED_BY = {
     f"{area}/{side}": total
     for area in ("rewards", "logps")
     for side, total in (("chosen", "desirable"), ("rejected", "undesirable"))
-}
-"""Metrics of KTO that are means over the rows of one label: the total that counts those."""
+} | {"nll_loss": "chosen_tokens"}
+"""The total that counts what a metric is a mean over: of KTO the rows of one label, of ORPO's cross-entropy tokens."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,16 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
         for batch in self.val_loader:
             batch = self._prepared(batch, "val")
             answer = self.groups.group.evaluate(self._laid_out(batch)).meta_info
-            totals = _first(answer["totals"])
-            for name, value in _first(answer["metrics"]).items():
+            totals, metrics = _first(answer["totals"]), dict(_first(answer["metrics"]))
+            metrics["loss"] -= metrics.get("nll_loss", 0.0)  # part of it, and counted by itself
+            for name, value in metrics.items():
                 # A mean over tokens where the loss is one, else over examples: batches may differ in size.
                 weight = totals.get(_COUNTED_BY.get(name, "tokens"), len(batch) / self._rows_per_example)
                 sums[name] += value * weight
                 weights[name] += weight
         metrics = {f"val/{name}": value / max(weights[name], 1) for name, value in sums.items()}
+        if "val/nll_loss" in metrics:
+            metrics["val/loss"] += metrics["val/nll_loss"]
         if "val/rewards/margins" in metrics:
             metrics["val/rewards/margins"] = metrics["val/rewards/chosen"] - metrics["val/rewards/rejected"]
         self.tracker.event("validation", self.global_step, **metrics)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.algorithms.offline.registry import preference_loss
 from dovetail.observability.timers import PhaseTimers
 from dovetail.protocol import DataProto
 from dovetail.trainer.offline import OfflineTrainer
@@ -59,3 +60,27 @@ def test_validation_of_kto_is_the_mean_over_the_rows_of_each_label() -> None:
         "val/rewards/rejected": -3.0,
         "val/rewards/margins": 6.0,
     }
+
+
+def test_validation_of_orpo_is_one_pass_over_all_rows_whatever_the_batch() -> None:
+    """Chosen responses of 1 and 5 tokens: their cross-entropy is a mean over tokens, their odds one over pairs."""
+    orpo = preference_loss("orpo", beta=0.1)
+    lengths = torch.tensor([1, 2, 5, 3, 1, 1])
+    mask = (torch.arange(5) < lengths[:, None]).long()
+    log_probs = torch.linspace(-0.1, -3.0, 30).reshape(6, 5)
+    rows = DataProto.from_dict({"attention_mask": mask, "loss_mask": mask, "log_probs": log_probs})
+
+    def evaluate(batch: DataProto) -> DataProto:
+        real = batch.select_idxs([row for row in range(len(batch)) if not batch.tensors["is_padding"][row]]).tensors
+        totals = orpo.count(real)
+        loss, metrics = orpo.share(real["log_probs"], real, totals)
+        values = {name: float(value) for name, value in {"loss": loss, **metrics}.items()}
+        return DataProto(meta_info={"metrics": values, "totals": totals})
+
+    group = SimpleNamespace(dp_size=lambda mesh: 1, evaluate=evaluate)
+    tracker = SimpleNamespace(event=lambda *_, **__: None)
+    once, by_pair = (
+        trainer_of(group, rows_per_example=2, val_loader=loader, tracker=tracker)._validate()
+        for loader in ([rows], rows.split(2))
+    )
+    assert by_pair == pytest.approx(once)
