@@ -128,26 +128,25 @@ class RayResourcePool:
         if self.use_gpu:
             bundle[self.accelerator] = 1
         self._check_cluster(bundle)
-        groups = [
-            placement_group(
-                [bundle] * count,
-                strategy="STRICT_PACK" if self.bin_pack else "PACK",
-                name=f"{self.name_prefix}:{number}",
+        groups: list[PlacementGroup] = []
+        try:
+            for number, count in enumerate(self.store):
+                strategy = "STRICT_PACK" if self.bin_pack else "PACK"
+                groups.append(placement_group([bundle] * count, strategy, name=f"{self.name_prefix}:{number}"))
+            _, waiting = ray.wait(
+                [group.ready() for group in groups], num_returns=len(groups), timeout=self.placement_timeout_s
             )
-            for number, count in enumerate(self.store)
-        ]
-        _, waiting = ray.wait(
-            [group.ready() for group in groups], num_returns=len(groups), timeout=self.placement_timeout_s
-        )
-        if waiting:
+            if waiting:
+                raise TimeoutError(
+                    f"{self.name_prefix}: {len(waiting)} of {len(groups)} nodes' processes {self.store} found no room "
+                    f"of {bundle} each within {self.placement_timeout_s:.0f} s; free now: {ray.available_resources()}. "
+                    "End other jobs, lower process_on_nodes, or raise max_colocate_count and share a pool."
+                )
+            return _sorted_slots(groups)
+        except BaseException:  # also Ctrl-C: the next run in this process would wait for the slots
             for group in groups:
                 ray.util.remove_placement_group(group)
-            raise TimeoutError(
-                f"{self.name_prefix}: {len(waiting)} of {len(groups)} nodes' processes {self.store} found no room of "
-                f"{bundle} each within {self.placement_timeout_s:.0f} s; free now: {ray.available_resources()}. End "
-                "other jobs, lower process_on_nodes, or raise max_colocate_count and share a pool."
-            )
-        return _sorted_slots(groups)
+            raise
 
     def _check_cluster(self, bundle: dict[str, float]) -> None:
         """Fail at once when even the empty cluster is too small; Ray would wait for ever."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 from dovetail.controller import (
     BatchFuture,
@@ -179,6 +182,26 @@ def test_a_released_group_leaves_its_slots_to_another(ray_cluster: None) -> None
     for _ in range(3):  # of four CPUs each, on a Ray that has eight
         pool = RayResourcePool([1], use_gpu=False, cpus_per_slot=4.0, placement_timeout_s=30.0)
         RayWorkerGroup(pool, RayClassWithInitArgs(Calculator, offset=0.25)).release()
+
+
+@pytest.mark.parametrize(("module", "name"), [("ray.util.placement_group", "placement_group"), ("ray", "wait")])
+def test_a_reservation_that_is_interrupted_leaves_no_slots_reserved(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    """While the second of two groups is asked for, or both are waited for."""
+    plain, answers = getattr(sys.modules[module], name), iter([True] if name == "placement_group" else [])
+
+    def interrupt(*args: Any, **options: Any) -> Any:
+        if not next(answers, False):
+            raise KeyboardInterrupt
+        return plain(*args, **options)
+
+    pool = RayResourcePool([1, 1], use_gpu=False, name_prefix=f"interrupted-{name}")
+    monkeypatch.setattr(sys.modules[module], name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pool.slots()
+    groups = ray.util.placement_group_table().values()
+    assert {group["state"] for group in groups if group["name"].startswith(pool.name_prefix)} == {"REMOVED"}
 
 
 def _use_every_method(group: RayWorkerGroup | LocalWorkerGroup) -> list[object]:
