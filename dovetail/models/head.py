@@ -30,9 +30,26 @@ def chunk_rows(num_tokens: int, device: torch.device) -> int:
 
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """`hidden @ weight.T` in float32; the product itself runs in the type of the two."""
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # no rounding of the logits to 8 bits
+    if hidden.dtype in (torch.bfloat16, torch.float16):
+        return _Float32Product.apply(hidden, weight)
     return F.linear(hidden, weight).float()
+
+
+class _Float32Product(torch.autograd.Function):
+    """PyTorch's product of two bfloat16 matrices that is not rounded to 8 bits has no gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return F.linear(hidden, weight).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        gradient, (needs_hidden, needs_weight) = grads[0].to(hidden.dtype), ctx.needs_input_grad
+        return gradient @ weight if needs_hidden else None, gradient.t() @ hidden if needs_weight else None
 
 
 def log_softmax(scores: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from dovetail.models.fp8 import Recipe, multiply, quantize_rows, quantize_transp
 from dovetail.models.head import fused_linear_log_prob, plain_log_prob_entropy
 from dovetail.models.packing import PackedSegments, pack_batch
 from dovetail.models.policy import PolicyModel
+from tests.models.test_head import check_half_precision_logits
 from tests.models.tiny import image_batch, ragged_batch, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +47,11 @@ def test_triton_head_equals_plain_head_in_float32() -> None:
             torch.testing.assert_close(found.entropy, plain.entropy, atol=1e-5, rtol=1e-5)
             for got, expected in zip(torch.autograd.grad(_loss(*found[:2]), (hidden, weight, bias)), want, strict=True):
                 torch.testing.assert_close(got, expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_have_a_gradient(dtype: torch.dtype) -> None:
+    check_half_precision_logits(dtype, "cuda")
 
 
 def test_triton_head_without_entropy_and_with_masked_logits_stays_finite() -> None:

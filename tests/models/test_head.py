@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dovetail.models.head import EntropyMemory, fused_linear_log_prob, plain_log_prob_entropy
+from dovetail.models.head import EntropyMemory, float32_logits, fused_linear_log_prob, plain_log_prob_entropy
 
 pytestmark = pytest.mark.unit
 
@@ -167,3 +167,25 @@ def test_a_large_vocabulary_is_added_up_to_the_last_digits(need_entropy: bool) -
     fused = fused_linear_log_prob(torch.eye(8), logits.t().contiguous(), labels, need_entropy=need_entropy)
     for head in (plain, fused):
         torch.testing.assert_close(head.log_probs.double(), true, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_have_a_gradient(dtype: torch.dtype) -> None:
+    check_half_precision_logits(dtype, "cpu")
+
+
+def check_half_precision_logits(dtype: torch.dtype, device: str) -> None:
+    """Values at least as close to float64 as those of a linear layer, and its gradients; one side frozen or neither."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(33, 64, device=device, dtype=dtype), torch.randn(129, 64, device=device, dtype=dtype)
+    upstream = torch.randn(33, 129, device=device)
+    for frozen in ((), (0,), (1,)):
+        inputs = [x.clone().requires_grad_(place not in frozen) for place, x in enumerate((hidden, weight))]
+        wanted = [x for x in inputs if x.requires_grad]
+        found, rounded = float32_logits(*inputs), torch.nn.functional.linear(*inputs)
+        exact = inputs[0].detach().double() @ inputs[1].detach().double().t()
+        assert found.dtype == torch.float32
+        assert (found.detach() - exact).abs().max() <= (rounded.detach() - exact).abs().max()
+        mine = torch.autograd.grad(found, wanted, upstream)
+        theirs = torch.autograd.grad(rounded, wanted, upstream.to(dtype))
+        torch.testing.assert_close(mine, theirs)
