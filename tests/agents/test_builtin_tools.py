@@ -95,10 +95,12 @@ def test_the_calculator_never_raises(expression: str) -> None:
         ("```python\nprint('fenced')\n```", "fenced"),
         ("None", ""),
         ("for i in range(3):\n    print(i, end='')", "012"),
+        (r"'a\ b'", r"'a\\ b'"),  # Python warns of such escapes, but nobody who reads the run's console wrote this one
     ],
 )
-def test_python_shows_what_is_printed_and_the_last_value(code: str, text: str) -> None:
+def test_python_shows_what_is_printed_and_the_last_value(code: str, text: str, recwarn: Any) -> None:
     assert call(PythonToolbox(), "python", code=code) == text
+    assert not [str(warning.message) for warning in recwarn if "escape" in str(warning.message)]
 
 
 def test_python_keeps_nothing_between_calls_and_a_mistake_is_an_observation() -> None:

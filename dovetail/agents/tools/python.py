@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import re
+import warnings
 
 from dovetail.agents.deadlines import place_in
 from dovetail.agents.tools.functions import FunctionToolbox
@@ -84,7 +85,8 @@ class PythonToolbox(FunctionToolbox):
 def _show_last_value(code: str) -> str:
     """The program, with a line that prints its last expression. Only parsed here, never run."""
     try:
-        last = ast.parse(code[:_MAX_PARSED]).body[-1]
+        with warnings.catch_warnings(action="ignore"):  # of the program's odd escapes, which would be on your console
+            last = ast.parse(code[:_MAX_PARSED]).body[-1]
     except (SyntaxError, ValueError, IndexError, RecursionError, MemoryError):
         return code
     if not isinstance(last, ast.Expr) or len(code) > _MAX_PARSED:
