@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+
+_PLACING_S = 5
+"""A group that Ray has room for is placed within this."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,10 @@ class RayResourcePool:
                 )
             return _sorted_slots(groups)
         except BaseException:  # also Ctrl-C: the next run in this process would wait for the slots
+            give_up = time.monotonic() + _PLACING_S
             for group in groups:
+                # Ray never frees the slots of a group that is removed while it is being placed.
+                group.wait(max(0.0, give_up - time.monotonic()))
                 ray.util.remove_placement_group(group)
             raise
 

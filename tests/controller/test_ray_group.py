@@ -196,12 +196,20 @@ def test_a_reservation_that_is_interrupted_leaves_no_slots_reserved(
             raise KeyboardInterrupt
         return plain(*args, **options)
 
+    remove, states = ray.util.remove_placement_group, list[str]()
+
+    def note(group: Any) -> None:
+        states.append(ray.util.placement_group_table(group)["state"])
+        remove(group)
+
     pool = RayResourcePool([1, 1], use_gpu=False, name_prefix=f"interrupted-{name}")
+    monkeypatch.setattr(ray.util, "remove_placement_group", note)
     monkeypatch.setattr(sys.modules[module], name, interrupt)
     with pytest.raises(KeyboardInterrupt):
         pool.slots()
     groups = ray.util.placement_group_table().values()
     assert {group["state"] for group in groups if group["name"].startswith(pool.name_prefix)} == {"REMOVED"}
+    assert set(states) == {"CREATED"}, "Ray may keep the slots of one that was still being placed"
 
 
 def _use_every_method(group: RayWorkerGroup | LocalWorkerGroup) -> list[object]:
