@@ -1,6 +1,8 @@
 """Settings every test shares: one thread per process, no network, fixed seed."""
 
+import asyncio
 import gc
+import inspect
 import os
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -55,6 +57,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # nanobind, in Triton, reports what Python does not collect at its end
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture

@@ -51,33 +51,27 @@ class Talk(Environment):
         return Step(action[::-1], reward=1.0)
 
 
-def test_calls_go_to_the_toolbox_that_has_the_tool() -> None:
-    async def play() -> None:
-        toolbox = combine([FunctionToolbox([double]), ClassToolbox(Memory)])
-        tools, messages = await toolbox.open(Task([]))
-        assert messages == [{"role": "user", "content": "Remember."}]
-        assert not hasattr(tools, "respond")
-        assert [schema["function"]["name"] for schema in tools.schemas] == ["double", "keep"]
-        assert (await tools.call(ToolCall("double", {"x": 4}))).text == "8"
-        assert (await tools.call(ToolCall("keep", {"x": 4}))).text == "kept"
-        assert "the tools are double, keep" in (await tools.call(ToolCall("lose", {}))).text
-        again, _ = await toolbox.open(Task([]), tools.state())
-        assert (await tools.reward(), await again.reward()) == (4.0, 4.0)
-        await tools.close()
-        await toolbox.close()
-
-    asyncio.run(play())
+async def test_calls_go_to_the_toolbox_that_has_the_tool() -> None:
+    toolbox = combine([FunctionToolbox([double]), ClassToolbox(Memory)])
+    tools, messages = await toolbox.open(Task([]))
+    assert messages == [{"role": "user", "content": "Remember."}]
+    assert not hasattr(tools, "respond")
+    assert [schema["function"]["name"] for schema in tools.schemas] == ["double", "keep"]
+    assert (await tools.call(ToolCall("double", {"x": 4}))).text == "8"
+    assert (await tools.call(ToolCall("keep", {"x": 4}))).text == "kept"
+    assert "the tools are double, keep" in (await tools.call(ToolCall("lose", {}))).text
+    again, _ = await toolbox.open(Task([]), tools.state())
+    assert (await tools.reward(), await again.reward()) == (4.0, 4.0)
+    await tools.close()
+    await toolbox.close()
 
 
-def test_an_environment_among_them_responds() -> None:
-    async def play() -> None:
-        tools: Any
-        tools, _ = await combine([FunctionToolbox([double]), Environments(Talk)]).open(Task([]))
-        assert (await tools.respond([{"role": "assistant", "content": "abc"}])).text == "cba"
-        assert await tools.reward() == 0.0
-        assert tools.state() is None
-
-    asyncio.run(play())
+async def test_an_environment_among_them_responds() -> None:
+    tools: Any
+    tools, _ = await combine([FunctionToolbox([double]), Environments(Talk)]).open(Task([]))
+    assert (await tools.respond([{"role": "assistant", "content": "abc"}])).text == "cba"
+    assert await tools.reward() == 0.0
+    assert tools.state() is None
 
 
 def test_two_tools_of_one_name_are_refused_and_what_was_opened_is_closed() -> None:

@@ -56,46 +56,37 @@ ROW = {"reward_model": {"ground_truth": 7}, "extra_info": {"level": "easy"}, "da
 TASK = Task([{"role": "user", "content": "Count."}], ROW, seed=3)
 
 
-def test_public_methods_are_tools_and_each_trajectory_has_an_instance() -> None:
-    async def play() -> None:
-        toolbox: Toolbox = ClassToolbox(Counter)
-        (first, messages), (second, _) = [await toolbox.open(TASK) for _ in range(2)]
-        assert messages == [{"role": "user", "content": "Count to 7, easy."}]
-        assert [schema["function"]["name"] for schema in first.schemas] == ["add", "finish"]
-        assert (await first.call(ToolCall("add", {"number": 4}))).text == "4"
-        assert (await second.call(ToolCall("add", {"number": 1}))).text == "1"
-        assert (await first.call(ToolCall("add", {"number": 3}))).text == "7"
-        assert await first.call(ToolCall("finish", {})) == ToolResult("bye", reward=0.5, done=True)
-        assert (await first.call(ToolCall("reset", {}))).text.startswith("Error: there is no tool 'reset'")
-        assert (await first.reward(), await second.reward()) == (1.0, 0.0)
-        again, _ = await toolbox.open(TASK, first.state())
-        assert (await again.call(ToolCall("add", {"number": 1}))).text == "8"
-        await first.close()
-
-    asyncio.run(play())
+async def test_public_methods_are_tools_and_each_trajectory_has_an_instance() -> None:
+    toolbox: Toolbox = ClassToolbox(Counter)
+    (first, messages), (second, _) = [await toolbox.open(TASK) for _ in range(2)]
+    assert messages == [{"role": "user", "content": "Count to 7, easy."}]
+    assert [schema["function"]["name"] for schema in first.schemas] == ["add", "finish"]
+    assert (await first.call(ToolCall("add", {"number": 4}))).text == "4"
+    assert (await second.call(ToolCall("add", {"number": 1}))).text == "1"
+    assert (await first.call(ToolCall("add", {"number": 3}))).text == "7"
+    assert await first.call(ToolCall("finish", {})) == ToolResult("bye", reward=0.5, done=True)
+    assert (await first.call(ToolCall("reset", {}))).text.startswith("Error: there is no tool 'reset'")
+    assert (await first.reward(), await second.reward()) == (1.0, 0.0)
+    again, _ = await toolbox.open(TASK, first.state())
+    assert (await again.call(ToolCall("add", {"number": 1}))).text == "8"
+    await first.close()
 
 
-def test_a_static_method_is_a_tool_with_all_its_arguments() -> None:
+async def test_a_static_method_is_a_tool_with_all_its_arguments() -> None:
     class Sums:
         @staticmethod
         def add(first: int, second: int) -> int:
             """Add."""
             return first + second
 
-    async def play() -> str:
-        tools, _ = await ClassToolbox(Sums).open(TASK)
-        return (await tools.call(ToolCall("add", {"first": 2, "second": 3}))).text
-
-    assert asyncio.run(play()) == "5"
+    tools, _ = await ClassToolbox(Sums).open(TASK)
+    assert (await tools.call(ToolCall("add", {"first": 2, "second": 3}))).text == "5"
 
 
-def test_methods_of_one_instance_never_run_side_by_side() -> None:
-    async def play() -> str:
-        tools, _ = await ClassToolbox(Counter).open(TASK)
-        await asyncio.gather(*[tools.call(ToolCall("add", {"number": 1})) for _ in range(50)])
-        return (await tools.call(ToolCall("add", {"number": 0}))).text
-
-    assert asyncio.run(play()) == "50"
+async def test_methods_of_one_instance_never_run_side_by_side() -> None:
+    tools, _ = await ClassToolbox(Counter).open(TASK)
+    await asyncio.gather(*[tools.call(ToolCall("add", {"number": 1})) for _ in range(50)])
+    assert (await tools.call(ToolCall("add", {"number": 0}))).text == "50"
 
 
 def test_a_method_that_waits_for_another_loses_no_time_of_its_own() -> None:
@@ -124,7 +115,7 @@ def test_reset_that_asks_for_a_missing_column_names_those_there_are() -> None:
         asyncio.run(ClassToolbox(Counter).open(task))
 
 
-def test_reset_with_keywords_gets_the_whole_row() -> None:
+async def test_reset_with_keywords_gets_the_whole_row() -> None:
     class Echo:
         def reset(self, **row: Any) -> None:
             self.row = row
@@ -133,15 +124,12 @@ def test_reset_with_keywords_gets_the_whole_row() -> None:
             """Look."""
             return sorted(self.row)
 
-    async def play() -> str:
-        tools, messages = await ClassToolbox(Echo).open(TASK)
-        assert messages == []
-        assert tools.state() is None  # no restore
-        assert await tools.reward() is None
-        return (await tools.call(ToolCall("look", {}))).text
-
     names = '["data_source", "extra_info", "ground_truth", "level", "prompt", "reward_model", "seed"]'
-    assert asyncio.run(play()) == names
+    tools, messages = await ClassToolbox(Echo).open(TASK)
+    assert messages == []
+    assert tools.state() is None  # no restore
+    assert await tools.reward() is None
+    assert (await tools.call(ToolCall("look", {}))).text == names
 
 
 def test_a_class_without_tools_is_refused() -> None:
@@ -176,52 +164,46 @@ def say(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", [ClassToolbox, Environments])
-def test_an_instance_whose_constructor_outlasts_the_deadline_is_closed(kind: type[Toolbox]) -> None:
-    async def play() -> None:
-        may_end, closed = threading.Event(), asyncio.Event()
+async def test_an_instance_whose_constructor_outlasts_the_deadline_is_closed(kind: type[Toolbox]) -> None:
+    may_end, closed = threading.Event(), asyncio.Event()
 
-        class Slow:
-            def __init__(self) -> None:
-                may_end.wait(30)
+    class Slow:
+        def __init__(self) -> None:
+            may_end.wait(30)
 
-            def look(self) -> None:
-                """Look."""
+        def look(self) -> None:
+            """Look."""
 
-            async def close(self) -> None:
-                closed.set()
+        async def close(self) -> None:
+            closed.set()
 
-        toolbox: Any = kind(Slow)
-        with pytest.raises(DeadlineError):
-            await within(0.01, toolbox.open(TASK))
-        may_end.set()
-        await asyncio.wait_for(closed.wait(), 30)
-
-    asyncio.run(play())
+    toolbox: Any = kind(Slow)
+    with pytest.raises(DeadlineError):
+        await within(0.01, toolbox.open(TASK))
+    may_end.set()
+    await asyncio.wait_for(closed.wait(), 30)
 
 
-def test_an_environment_answers_the_models_text() -> None:
-    async def play() -> None:
-        toolbox: Any = Environments(Guess)
-        game, messages = await toolbox.open(Task([], {"secret": 5}))
-        assert messages == [{"role": "user", "content": "Guess a number."}]
-        assert await game.reward() == 0.0  # cut off before the first step: no case for a reward function
-        assert game.schemas == []
-        assert "the tools are none" in (await game.call(ToolCall("guess", {}))).text
-        assert await game.respond(say("3")) == ToolResult("Higher.", 0.0)
-        again, _ = await toolbox.open(Task([], {"secret": 5}), game.state())
-        assert await again.respond(say("5")) == ToolResult("Right.", 1.0, True, {"asked": 2.0})
-        assert await again.reward() == 0.0  # the steps have scored it
-        with pytest.raises(ValueError, match="invalid literal"):
-            await game.respond(say("five"))
-        await game.close()
-
-    asyncio.run(play())
+async def test_an_environment_answers_the_models_text() -> None:
+    toolbox: Any = Environments(Guess)
+    game, messages = await toolbox.open(Task([], {"secret": 5}))
+    assert messages == [{"role": "user", "content": "Guess a number."}]
+    assert await game.reward() == 0.0  # cut off before the first step: no case for a reward function
+    assert game.schemas == []
+    assert "the tools are none" in (await game.call(ToolCall("guess", {}))).text
+    assert await game.respond(say("3")) == ToolResult("Higher.", 0.0)
+    again, _ = await toolbox.open(Task([], {"secret": 5}), game.state())
+    assert await again.respond(say("5")) == ToolResult("Right.", 1.0, True, {"asked": 2.0})
+    assert await again.reward() == 0.0  # the steps have scored it
+    with pytest.raises(ValueError, match="invalid literal"):
+        await game.respond(say("five"))
+    await game.close()
 
 
 @pytest.mark.parametrize(
     "value", [("so", 1, True, {"n": 1}), ("so", 1, False, True, {"n": 1}), Step("so", 1.0, True, {"n": 1})]
 )
-def test_gyms_tuples_are_steps(value: Any) -> None:
+async def test_gyms_tuples_are_steps(value: Any) -> None:
     class Fixed(Environment):
         async def step(self, action: str) -> Any:
             return value
@@ -229,14 +211,11 @@ def test_gyms_tuples_are_steps(value: Any) -> None:
     class Unscored(Fixed):
         scores = False
 
-    async def play() -> ToolResult:
-        environment, messages = await Environments(Fixed).open(TASK)
-        assert await (await Environments(Unscored).open(TASK))[0].reward() is None
-        assert messages == []
-        assert environment.state() is None
-        return await environment.respond(say("go"))
-
-    assert asyncio.run(play()) == ToolResult("so", 1.0, True, {"n": 1.0})
+    environment, messages = await Environments(Fixed).open(TASK)
+    assert await (await Environments(Unscored).open(TASK))[0].reward() is None
+    assert messages == []
+    assert environment.state() is None
+    assert await environment.respond(say("go")) == ToolResult("so", 1.0, True, {"n": 1.0})
 
 
 def test_what_is_no_step_and_infrastructure_errors_reach_the_loop() -> None:

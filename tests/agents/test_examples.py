@@ -30,31 +30,25 @@ def say(text: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("uid", ["a", "b", "c", "d"])
-def test_halving_finds_the_number_and_a_restored_game_goes_on(uid: str) -> None:
-    async def play() -> None:
-        task = Task([], {"extra_info": {"largest": 100}}, uid=uid)
-        game, _ = await opened("number_guessing.py:NumberGuessing", task)
-        low, high, rewards = 1, 100, []
-        while True:
-            game, _ = await opened("number_guessing.py:NumberGuessing", task, game.state())
-            guess = (low + high) // 2
-            result: ToolResult = await game.respond(say(f"I guess {guess}"))
-            rewards.append(result.reward)
-            if result.done:
-                break
-            low, high = (guess + 1, high) if result.text == "Higher." else (low, guess - 1)
-        assert result.text == "Right!"
-        assert sum(rewards) == pytest.approx(1.0 - 0.05 * (len(rewards) - 1))
-
-    asyncio.run(play())
+async def test_halving_finds_the_number_and_a_restored_game_goes_on(uid: str) -> None:
+    task = Task([], {"extra_info": {"largest": 100}}, uid=uid)
+    game, _ = await opened("number_guessing.py:NumberGuessing", task)
+    low, high, rewards = 1, 100, []
+    while True:
+        game, _ = await opened("number_guessing.py:NumberGuessing", task, game.state())
+        guess = (low + high) // 2
+        result: ToolResult = await game.respond(say(f"I guess {guess}"))
+        rewards.append(result.reward)
+        if result.done:
+            break
+        low, high = (guess + 1, high) if result.text == "Higher." else (low, guess - 1)
+    assert result.text == "Right!"
+    assert sum(rewards) == pytest.approx(1.0 - 0.05 * (len(rewards) - 1))
 
 
-def test_guesses_without_number_or_sense_cost_and_end_the_game() -> None:
-    async def play() -> list[ToolResult]:
-        game, _ = await opened("number_guessing.py:NumberGuessing", Task([], uid="a"))
-        return [await game.respond(say(text)) for text in ["hm", *["guess 1000"] * 9]]
-
-    results = asyncio.run(play())
+async def test_guesses_without_number_or_sense_cost_and_end_the_game() -> None:
+    game, _ = await opened("number_guessing.py:NumberGuessing", Task([], uid="a"))
+    results = [await game.respond(say(text)) for text in ["hm", *["guess 1000"] * 9]]
     assert [result.reward for result in results[:3]] == [-0.1, -0.05, -0.05]
     assert [result.done for result in results] == [False] * 9 + [True]
 
@@ -72,22 +66,19 @@ def test_letters_are_coloured_as_often_as_they_are_there(guess: str, word: str, 
     assert load_user_object(str(FOLDER / "wordle.py"), "colour", key="test")(guess, word) == marks
 
 
-def test_wordle_is_won_lost_and_restored() -> None:
-    async def play() -> None:
-        task = Task([], {"extra_info": {"word": "eagle"}})
-        game, _ = await opened("wordle.py:Wordle", task)
-        assert (await game.respond(say("[apple]"))).text == "Y--GG"
-        assert await game.reward() == pytest.approx(0.24)
-        game, _ = await opened("wordle.py:Wordle", task, game.state())
-        assert (await game.respond(say("no idea"))).text == "Write one word of five letters in brackets."
-        won = await game.respond(say("then [eagle]"))
-        assert (won.done, won.metrics["guesses"], await game.reward()) == (True, 3.0, 1.0)
-        lost, _ = await opened("wordle.py:Wordle", task)
-        results = [await lost.respond(say("[apple]")) for _ in range(6)]
-        assert results[-1].text == "Y--GG. It was eagle."
-        assert [result.done for result in results] == [False] * 5 + [True]
-
-    asyncio.run(play())
+async def test_wordle_is_won_lost_and_restored() -> None:
+    task = Task([], {"extra_info": {"word": "eagle"}})
+    game, _ = await opened("wordle.py:Wordle", task)
+    assert (await game.respond(say("[apple]"))).text == "Y--GG"
+    assert await game.reward() == pytest.approx(0.24)
+    game, _ = await opened("wordle.py:Wordle", task, game.state())
+    assert (await game.respond(say("no idea"))).text == "Write one word of five letters in brackets."
+    won = await game.respond(say("then [eagle]"))
+    assert (won.done, won.metrics["guesses"], await game.reward()) == (True, 3.0, 1.0)
+    lost, _ = await opened("wordle.py:Wordle", task)
+    results = [await lost.respond(say("[apple]")) for _ in range(6)]
+    assert results[-1].text == "Y--GG. It was eagle."
+    assert [result.done for result in results] == [False] * 5 + [True]
 
 
 def test_a_word_problem_is_calculated_and_answered() -> None:
@@ -109,47 +100,37 @@ WALK += ["open chest", "go down", "open chest", "go west", "open chest", "go nor
 
 
 @pytest.mark.parametrize("uid", ["a", "b", "c"])
-def test_walking_through_the_house_finds_the_key_and_a_restored_game_goes_on(uid: str) -> None:
-    async def play() -> tuple[list[ToolResult], Any]:
-        task, results = Task([], uid=uid), []
-        game, text = await opened("text_adventure.py:TextAdventure", task)
-        assert "You are in the hall." in text
-        for action in WALK:
-            game, _ = await opened("text_adventure.py:TextAdventure", task, game.state())
-            results.append(await game.respond(say(action)))
-            if results[-1].done:
-                break
-        return results, game
-
-    results, game = asyncio.run(play())
+async def test_walking_through_the_house_finds_the_key_and_a_restored_game_goes_on(uid: str) -> None:
+    task, results = Task([], uid=uid), []
+    game, text = await opened("text_adventure.py:TextAdventure", task)
+    assert "You are in the hall." in text
+    for action in WALK:
+        game, _ = await opened("text_adventure.py:TextAdventure", task, game.state())
+        results.append(await game.respond(say(action)))
+        if results[-1].done:
+            break
     assert sum("You have the key." in result.text for result in results) == 1
     assert results[-1].done
     assert game.state()["moves"] <= 15
 
 
-def test_the_tools_of_the_yaml_are_a_sandboxed_python_and_a_calculator() -> None:
-    async def play() -> list[str]:
-        toolbox = load_toolbox(tool_config_path=str(FOLDER / "python.yaml"))
-        assert toolbox is not None
-        tools, _ = await toolbox.open(Task([]))
-        calls = [ToolCall("python", {"code": "sum(range(5))"}), ToolCall("calculator", {"expression": "2*5"})]
-        return [(await tools.call(call)).text for call in calls]
-
-    assert asyncio.run(play()) == ["10", "10"]
+async def test_the_tools_of_the_yaml_are_a_sandboxed_python_and_a_calculator() -> None:
+    toolbox = load_toolbox(tool_config_path=str(FOLDER / "python.yaml"))
+    assert toolbox is not None
+    tools, _ = await toolbox.open(Task([]))
+    calls = [ToolCall("python", {"code": "sum(range(5))"}), ToolCall("calculator", {"expression": "2*5"})]
+    assert [(await tools.call(call)).text for call in calls] == ["10", "10"]
 
 
-def test_a_program_is_run_and_the_number_after_it_is_the_answer() -> None:
-    async def play() -> list[ToolResult]:
-        toolbox = load_toolbox(environment=f"{FOLDER / 'python_blocks.py'}:PythonBlocks")
-        assert toolbox is not None
-        task = Task([], {"reward_model": {"ground_truth": "1,234"}}, uid="a")
-        tools, messages = await toolbox.open(task)
-        assert messages == []
-        results = [await tools.respond(say("Let me see.\n```python\nx = 617\nprint(2 * x)\n```"))]
-        tools, _ = await toolbox.open(task, tools.state())
-        return [*results, await tools.respond(say("It is 1234."))]
-
-    program, answer = asyncio.run(play())
+async def test_a_program_is_run_and_the_number_after_it_is_the_answer() -> None:
+    toolbox = load_toolbox(environment=f"{FOLDER / 'python_blocks.py'}:PythonBlocks")
+    assert toolbox is not None
+    task = Task([], {"reward_model": {"ground_truth": "1,234"}}, uid="a")
+    tools, messages = await toolbox.open(task)
+    assert messages == []
+    program = await tools.respond(say("Let me see.\n```python\nx = 617\nprint(2 * x)\n```"))
+    tools, _ = await toolbox.open(task, tools.state())
+    answer = await tools.respond(say("It is 1234."))
     assert program.text.startswith("```output\n1234\n```")
     assert (program.done, program.reward) == (False, None)
     assert (answer.done, answer.reward) == (True, 1.0)

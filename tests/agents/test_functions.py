@@ -179,7 +179,7 @@ def test_sync_functions_run_in_a_thread_and_async_ones_in_the_loop() -> None:
     assert run(waiting, {}).text == "true"
 
 
-def test_a_deadline_gives_up_a_call_that_hangs_and_others_go_on() -> None:
+async def test_a_deadline_gives_up_a_call_that_hangs_and_others_go_on() -> None:
     release = threading.Event()
 
     @tool
@@ -189,17 +189,14 @@ def test_a_deadline_gives_up_a_call_that_hangs_and_others_go_on() -> None:
             release.wait()
         return "back"
 
-    async def calls() -> list[Any]:
-        tools, _ = await FunctionToolbox([hang]).open(Task([]))
-        slow = [
-            asyncio.wait_for(tools.call(ToolCall("hang", {"seconds": 9})), timeout=0.01) for _ in range(40)
-        ]  # more than a pool would have
-        results = await asyncio.gather(*slow, return_exceptions=True)
-        return [*results, await tools.call(ToolCall("hang", {"seconds": 0}))]
-
-    *slow, last = asyncio.run(calls())
+    tools, _ = await FunctionToolbox([hang]).open(Task([]))
+    slow = [
+        asyncio.wait_for(tools.call(ToolCall("hang", {"seconds": 9})), timeout=0.01) for _ in range(40)
+    ]  # more than a pool would have
+    errors = await asyncio.gather(*slow, return_exceptions=True)
+    last = await tools.call(ToolCall("hang", {"seconds": 0}))
     release.set()
-    assert all(isinstance(error, TimeoutError) for error in slow)
+    assert all(isinstance(error, TimeoutError) for error in errors)
     assert last.text == "back"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -69,7 +69,9 @@ class Echo:
         return socket
 
 
-async def with_server(work: Callable[[str, Echo], Awaitable[None]]) -> None:
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[tuple[str, Echo]]:
+    """The address of a server, and the server."""
     echo = Echo()
     app = web.Application()
     app.add_routes([web.post("/reset", echo.reset), web.post("/step", echo.step), web.get("/ws", echo.socket)])
@@ -78,62 +80,55 @@ async def with_server(work: Callable[[str, Echo], Awaitable[None]]) -> None:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        await work(f"127.0.0.1:{runner.addresses[0][1]}", echo)
+        yield f"127.0.0.1:{runner.addresses[0][1]}", echo
     finally:
         await runner.cleanup()
 
 
-def play(scheme: str, say: str, timeout_s: float = 60.0) -> tuple[list[ToolResult], list[Any]]:
-    results: list[ToolResult] = []
-    seen: list[Any] = []
-
-    async def work(address: str, echo: Echo) -> None:
+async def play(scheme: str, say: str, timeout_s: float = 60.0) -> tuple[ToolResult, list[Any]]:
+    async with serving() as (address, echo):
         make = lambda: OpenEnv(  # noqa: E731
             f"{scheme}://{address}", action_key="say", observation_key="text", timeout_s=timeout_s, level=2
         )
         environment, messages = await Environments(make).open(Task([], seed=5))
         assert messages == [{"role": "user", "content": "Say it."}]
         try:
-            results.append(await environment.respond([{"role": "assistant", "content": say}]))
+            return await environment.respond([{"role": "assistant", "content": say}]), echo.requests
         finally:
-            seen.extend(echo.requests)
             await environment.close()
-
-    asyncio.run(with_server(work))
-    return results, seen
 
 
 @pytest.mark.parametrize("scheme", ["ws", "http"])
-def test_the_models_text_is_the_action(scheme: str) -> None:
-    results, requests = play(scheme, "hello")
-    assert results == [ToolResult("hello", 1.0, True)]
+async def test_the_models_text_is_the_action(scheme: str) -> None:
+    result, requests = await play(scheme, "hello")
+    assert result == ToolResult("hello", 1.0, True)
     reset, step = [request.get("data", request) for request in requests]
     assert (reset["seed"], reset["level"]) == (5, 2)
     assert step.get("action", step) == {"say": "hello"}
 
 
 @pytest.mark.parametrize("scheme", ["ws", "http"])
-def test_an_action_that_the_server_refuses_is_an_observation(scheme: str) -> None:
-    assert play(scheme, "what")[0][0].text.startswith("Error: the action was refused: ")
+async def test_an_action_that_the_server_refuses_is_an_observation(scheme: str) -> None:
+    assert (await play(scheme, "what"))[0].text.startswith("Error: the action was refused: ")
 
 
 @pytest.mark.parametrize(
     ("scheme", "fault"),
     [("http", "500"), ("http", "bad"), ("http", "list"), ("ws", "gone"), ("ws", "bad"), ("ws", "FACTORY_ERROR")],
 )
-def test_a_server_that_is_out_of_order_is_infrastructure(scheme: str, fault: str) -> None:
+async def test_a_server_that_is_out_of_order_is_infrastructure(scheme: str, fault: str) -> None:
     with pytest.raises(InfrastructureError, match=r"the environment (ws|http)://127\.0\.0\.1"):
-        play(scheme, fault)
+        await play(scheme, fault)
 
 
 @pytest.mark.parametrize("scheme", ["ws", "http"])
-def test_a_server_that_does_not_answer_is_infrastructure(scheme: str) -> None:
+async def test_a_server_that_does_not_answer_is_infrastructure(scheme: str) -> None:
     with pytest.raises(InfrastructureError, match="did not step: TimeoutError"):
-        play(scheme, "hang", timeout_s=2.0)
+        await play(scheme, "hang", timeout_s=2.0)
 
 
-def test_a_step_that_is_sent_again_is_the_same_one_to_the_server() -> None:
-    async def work(address: str, echo: Echo) -> None:
+async def test_a_step_that_is_sent_again_is_the_same_one_to_the_server() -> None:
+    async with serving() as (address, echo):
         make = lambda: OpenEnv(f"http://{address}", action_key="say")  # noqa: E731
         environment, _ = await Environments(make).open(Task([]))
         for say in ("500", "500", "hello", "more"):
@@ -143,11 +138,9 @@ def test_a_step_that_is_sent_again_is_the_same_one_to_the_server() -> None:
         first, again, third, fourth = [request["request_id"] for request in echo.requests[1:]]
         assert first == again == third != fourth
 
-    asyncio.run(with_server(work))
 
-
-def test_a_late_reply_is_not_that_to_the_next_action() -> None:
-    async def work(address: str, echo: Echo) -> None:
+async def test_a_late_reply_is_not_that_to_the_next_action() -> None:
+    async with serving() as (address, _):
         environment = OpenEnv(f"ws://{address}", action_key="say", timeout_s=1.0)
         await environment.reset(Task([]))
         with pytest.raises(InfrastructureError, match="TimeoutError"):
@@ -156,11 +149,9 @@ def test_a_late_reply_is_not_that_to_the_next_action() -> None:
             await environment.step("hello")
         await environment.close()
 
-    asyncio.run(with_server(work))
 
-
-def test_a_lost_session_is_not_begun_anew() -> None:
-    async def work(address: str, echo: Echo) -> None:
+async def test_a_lost_session_is_not_begun_anew() -> None:
+    async with serving() as (address, _):
         make = lambda: OpenEnv(f"ws://{address}", action_key="say")  # noqa: E731
         environment, _ = await Environments(make).open(Task([]))
         for say in ("gone", "hello"):
@@ -168,11 +159,9 @@ def test_a_lost_session_is_not_begun_anew() -> None:
                 await environment.respond([{"role": "assistant", "content": say}])
         await environment.close()
 
-    asyncio.run(with_server(work))
-
 
 @pytest.mark.parametrize("scheme", ["ws", "http"])
-def test_a_server_that_is_not_there_is_infrastructure(scheme: str) -> None:
+async def test_a_server_that_is_not_there_is_infrastructure(scheme: str) -> None:
     toolbox = Environments(lambda: OpenEnv(f"{scheme}://127.0.0.1:1"))
     with pytest.raises(InfrastructureError, match="did not reset"):
-        asyncio.run(toolbox.open(Task([])))
+        await toolbox.open(Task([]))

@@ -201,13 +201,10 @@ def test_an_exception_of_a_tool_is_an_observation(tool_yaml: str) -> None:
     assert "the tools are check" in unknown.text
 
 
-def test_schemas_are_those_of_the_file_and_the_prompt_shows_the_same(tool_yaml: str) -> None:
-    async def schemas() -> Any:
-        toolbox = load_toolbox(tool_config_path=tool_yaml)
-        assert toolbox is not None
-        return (await toolbox.open(Task([], ROW)))[0].schemas
-
-    check, plain, calculator = asyncio.run(schemas())
+async def test_schemas_are_those_of_the_file_and_the_prompt_shows_the_same(tool_yaml: str) -> None:
+    toolbox = load_toolbox(tool_config_path=tool_yaml)
+    assert toolbox is not None
+    check, plain, calculator = (await toolbox.open(Task([], ROW)))[0].schemas
     assert [check] == load_tools(tool_yaml)
     assert check["function"]["parameters"]["properties"]["answer"]["minLength"] == 1
     assert (plain["function"]["name"], calculator["function"]["name"]) == ("plain", "calculator")
@@ -303,25 +300,22 @@ class PatientInteraction(BaseInteraction):
 """
 
 
-def test_an_interaction_is_a_simulated_user(tmp_path: Path) -> None:
+async def test_an_interaction_is_a_simulated_user(tmp_path: Path) -> None:
     file = write(tmp_path, "users.py", INTERACTION)
     entries = f'interaction:\n  - {{class_name: "{file}:PatientInteraction", config: {{}}}}\n'
     entries += f'  - {{name: other, class_name: "{file}:PatientInteraction"}}\n'
     toolbox = load_interactions(write(tmp_path, "users.yaml", entries))
 
-    async def talk() -> None:
-        task = Task([], {"extra_info": {"interaction_kwargs": {"name": "patient", "ground_truth": "7"}}}, uid="u")
-        user: Any
-        user, messages = await toolbox.open(task)
-        assert messages == []
-        say = lambda text: user.respond([{"role": "assistant", "content": text}])  # noqa: E731
-        assert await say("6") == ToolResult("patient: again.", metrics={"turn_score": 0.0})
-        assert await say("7") == ToolResult("Well done.", done=True, metrics={"turn_score": 1.0})
-        await user.close()
-        with pytest.raises(ToolError, match="name=None; the interactions are patient, other"):
-            await toolbox.open(Task([]))
-
-    asyncio.run(talk())
+    task = Task([], {"extra_info": {"interaction_kwargs": {"name": "patient", "ground_truth": "7"}}}, uid="u")
+    user: Any
+    user, messages = await toolbox.open(task)
+    assert messages == []
+    say = lambda text: user.respond([{"role": "assistant", "content": text}])  # noqa: E731
+    assert await say("6") == ToolResult("patient: again.", metrics={"turn_score": 0.0})
+    assert await say("7") == ToolResult("Well done.", done=True, metrics={"turn_score": 1.0})
+    await user.close()
+    with pytest.raises(ToolError, match="name=None; the interactions are patient, other"):
+        await toolbox.open(Task([]))
 
 
 def test_verls_own_examples_for_gsm8k(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_control_that_waits_for_a_step_without_an_end_is_named(monkeypatch: py
     assert gate.paused
 
 
-def test_a_look_that_fails_does_not_end_the_watch_over_the_servers() -> None:
+async def test_a_look_that_fails_does_not_end_the_watch_over_the_servers() -> None:
     class Client:
         num_looks = 0
 
@@ -66,15 +66,12 @@ def test_a_look_that_fails_does_not_end_the_watch_over_the_servers() -> None:
                 raise ValueError("a bug in a health check")
             raise ServerGoneError("nobody is there", url=url)
 
-    async def watch() -> dict[str, str]:
-        client: Any = Client()
-        pool = ServerPool(["http://a"], client, interval_s=0.001)
-        pool.start()
-        await wait_in_loop(pool.down, "a server that is down")
-        await pool.close()
-        return pool.down()
-
-    assert "nobody is there" in asyncio.run(watch())["http://a"]
+    client: Any = Client()
+    pool = ServerPool(["http://a"], client, interval_s=0.001)
+    pool.start()
+    await wait_in_loop(pool.down, "a server that is down")
+    await pool.close()
+    assert "nobody is there" in pool.down()["http://a"]
 
 
 def test_responses_that_do_not_end_after_a_failed_update_are_counted_and_given_up(

@@ -252,7 +252,7 @@ def test_turns_of_an_agent_ask_only_the_server_that_wrote_them_for_its_version(
     other.close()
 
 
-def test_responses_that_end_together_share_one_question_for_the_version() -> None:
+async def test_responses_that_end_together_share_one_question_for_the_version() -> None:
     class Asked:
         count = 0
 
@@ -261,15 +261,12 @@ def test_responses_that_end_together_share_one_question_for_the_version() -> Non
             await asyncio.sleep(0)
             return 3
 
-    async def main() -> None:
-        dialect, unused = Asked(), AsyncMock()
-        calls = SampleCalls(ServerPool(["http://a:1"], HttpClient()), cast(Any, dialect), unused)
-        assert await asyncio.gather(*(calls._version_now("http://a:1") for _ in range(20))) == [3] * 20
-        assert dialect.count <= 2
-        assert await calls._version_now("http://a:1") == 3
-        assert dialect.count <= 3
-
-    asyncio.run(main())
+    dialect, unused = Asked(), AsyncMock()
+    calls = SampleCalls(ServerPool(["http://a:1"], HttpClient()), cast(Any, dialect), unused)
+    assert await asyncio.gather(*(calls._version_now("http://a:1") for _ in range(20))) == [3] * 20
+    assert dialect.count <= 2
+    assert await calls._version_now("http://a:1") == 3
+    assert dialect.count <= 3
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

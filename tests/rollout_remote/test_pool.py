@@ -6,8 +6,8 @@ import asyncio
 import math
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Self
 
 import pytest
@@ -89,27 +89,25 @@ class _Server:
         return web.Response(text="Cache flushed.\n")
 
 
-def _with_servers(
-    count: int, body: Callable[..., Awaitable[None]], *, delay_s: float = 0.0, silence_s: float = 30.0
-) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            servers = [await stack.enter_async_context(_Server(delay_s)) for _ in range(count)]
-            client = HttpClient()
-            pool = ServerPool(
-                [server.url for server in servers],
-                client,
-                num_tokens=lambda url: client.get(f"{url}/tokens"),
-                interval_s=0.05,
-                silence_s=silence_s,
-                check_timeout_s=1.0,
-            )
-            stack.push_async_callback(client.close)
-            stack.push_async_callback(pool.close)
-            pool.start()
-            await asyncio.wait_for(body(pool, *servers), 60)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def _serving(count: int, *, delay_s: float = 0.0, silence_s: float = 30.0) -> AsyncIterator[tuple[Any, ...]]:
+    """The pool and its servers."""
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(_Server(delay_s)) for _ in range(count)]
+        client = HttpClient()
+        pool = ServerPool(
+            [server.url for server in servers],
+            client,
+            num_tokens=lambda url: client.get(f"{url}/tokens"),
+            interval_s=0.05,
+            silence_s=silence_s,
+            check_timeout_s=1.0,
+        )
+        stack.push_async_callback(client.close)
+        stack.push_async_callback(pool.close)
+        pool.start()
+        async with asyncio.timeout(60):
+            yield pool, *servers
 
 
 def loads(pool: ServerPool) -> dict[str, int]:
@@ -120,17 +118,15 @@ def _work(pool: ServerPool, job: str, key: str | None = None) -> Awaitable[Any]:
     return pool.run(lambda url: pool.client.post(f"{url}/work", {"job": job}), key=key)
 
 
-def test_answers_are_json_or_text_or_nothing() -> None:
-    async def body(pool: ServerPool, server: _Server) -> None:
+async def test_answers_are_json_or_text_or_nothing() -> None:
+    async with _serving(1) as (pool, server):
         assert await pool.client.post(f"{server.url}/work", {"job": "a"}) == {"job": "a", "by": server.url}
         assert await pool.client.post(f"{server.url}/text") == "Cache flushed.\n"
         assert await pool.client.get(f"{server.url}/health") is None
 
-    _with_servers(1, body)
 
-
-def test_errors_name_url_status_and_answer() -> None:
-    async def body(pool: ServerPool, server: _Server) -> None:
+async def test_errors_name_url_status_and_answer() -> None:
+    async with _serving(1) as (pool, server):
         server.failing = True
         with pytest.raises(ServerError, match=r"POST http://127\S+/work answered HTTP 500: .*no luck with x") as caught:
             await pool.client.post(f"{server.url}/work", {"job": "x"})
@@ -146,11 +142,9 @@ def test_errors_name_url_status_and_answer() -> None:
         with pytest.raises(ValueError, match="'nonsense' is no URL"):
             await pool.client.get("nonsense")
 
-    _with_servers(1, body)
 
-
-def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
-    async def body(pool: ServerPool, first: _Server, second: _Server) -> None:
+async def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
+    async with _serving(2, delay_s=0.1) as (pool, first, second):
         jobs = [str(number) for number in range(60)]
         first.delay_s = 600.0
         tasks = [asyncio.ensure_future(_work(pool, job, key=f"group {int(job) // 4}")) for job in jobs]
@@ -163,11 +157,9 @@ def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
         assert loads(pool) == {first.url: 0, second.url: 0}
         assert "connection" in pool.down()[first.url]
 
-    _with_servers(2, body, delay_s=0.1)
 
-
-def test_a_server_that_returns_serves_again_when_it_is_admitted() -> None:
-    async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
+async def test_a_server_that_returns_serves_again_when_it_is_admitted() -> None:
+    async with _serving(2, delay_s=0.05) as (pool, server, other):
         admitted: list[str] = []
 
         async def admit(url: str) -> None:
@@ -184,11 +176,9 @@ def test_a_server_that_returns_serves_again_when_it_is_admitted() -> None:
         answers = await asyncio.gather(*(_work(pool, str(number)) for number in range(8)))
         assert {answer["by"] for answer in answers} == {server.url, other.url}
 
-    _with_servers(2, body, delay_s=0.05)
 
-
-def test_others_are_watched_while_a_server_that_is_back_loads_weights() -> None:
-    async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
+async def test_others_are_watched_while_a_server_that_is_back_loads_weights() -> None:
+    async with _serving(2) as (pool, server, other):
         loading = asyncio.Event()
 
         async def admit(url: str) -> None:
@@ -201,24 +191,20 @@ def test_others_are_watched_while_a_server_that_is_back_loads_weights() -> None:
         await other.kill()
         await wait_in_loop(lambda: other.url in pool.down(), "the news of its end", seconds=30)
 
-    _with_servers(2, body)
 
-
-def test_a_server_that_falls_silent_is_given_up_and_its_requests_move_on() -> None:
-    async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
+async def test_a_server_that_falls_silent_is_given_up_and_its_requests_move_on() -> None:
+    async with _serving(2, silence_s=1.0) as (pool, server, other):
         server.silent = True
         answers = await asyncio.gather(*(_work(pool, str(number)) for number in range(8)))
         assert {answer["by"] for answer in answers} == {other.url}
 
-    _with_servers(2, body, silence_s=1.0)
 
-
-def test_a_server_that_is_healthy_and_generates_nothing_is_given_up_until_it_generates_again(
+async def test_a_server_that_is_healthy_and_generates_nothing_is_given_up_until_it_generates_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool_module, "STALL_S", 0.5)
 
-    async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
+    async with _serving(2) as (pool, server, other):
         server.delay_s = 600
         answers = await asyncio.gather(*(_work(pool, str(number)) for number in range(8)))
         assert {answer["by"] for answer in answers} == {other.url}
@@ -229,8 +215,6 @@ def test_a_server_that_is_healthy_and_generates_nothing_is_given_up_until_it_gen
         assert pool.up() == (other.url,)
         server.num_tokens += 1
         await wait_in_loop(lambda: server.url in pool.up(), "the server to be back")
-
-    _with_servers(2, body)
 
 
 def test_a_stall_from_before_a_server_was_down_is_not_held_against_it() -> None:
@@ -256,20 +240,18 @@ def test_a_stall_from_before_a_server_was_down_is_not_held_against_it() -> None:
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["tokens", "no count"])
-def test_a_server_whose_calls_are_long_is_not_given_up(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+async def test_a_server_whose_calls_are_long_is_not_given_up(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
     """It generates, or does not say whether it does."""
     monkeypatch.setattr(pool_module, "STALL_S", 0.3)
 
-    async def body(pool: ServerPool, server: _Server) -> None:
+    async with _serving(1, delay_s=1.5) as (pool, server):
         server.tells, server.writes = tells, True
         assert (await _work(pool, "a"))["by"] == server.url
         assert pool.num_failures == 0
 
-    _with_servers(1, body, delay_s=1.5)
 
-
-def test_a_500_of_a_healthy_server_is_raised_and_one_of_a_dying_server_moves_on() -> None:
-    async def body(pool: ServerPool, server: _Server, other: _Server) -> None:
+async def test_a_500_of_a_healthy_server_is_raised_and_one_of_a_dying_server_moves_on() -> None:
+    async with _serving(2) as (pool, server, other):
         server.failing = other.failing = True
         with pytest.raises(ServerError, match=r"HTTP 500: .*no luck with x"):
             await _work(pool, "x")
@@ -277,11 +259,9 @@ def test_a_500_of_a_healthy_server_is_raised_and_one_of_a_dying_server_moves_on(
         answers = await asyncio.gather(*(_work(pool, str(number)) for number in range(8)))
         assert {answer["by"] for answer in answers} == {other.url}
 
-    _with_servers(2, body)
 
-
-def test_when_the_last_server_is_gone_every_request_fails_and_says_so() -> None:
-    async def body(pool: ServerPool, server: _Server) -> None:
+async def test_when_the_last_server_is_gone_every_request_fails_and_says_so() -> None:
+    async with _serving(1, delay_s=5) as (pool, server):
         tasks = [asyncio.ensure_future(_work(pool, str(number))) for number in range(4)]
         await wait_in_loop(lambda: server.asked, "a request")
         await server.kill()
@@ -289,11 +269,9 @@ def test_when_the_last_server_is_gone_every_request_fails_and_says_so() -> None:
             assert isinstance(outcome, NoServerError)
             assert "none of 1 servers is up" in str(outcome)
 
-    _with_servers(1, body, delay_s=5)
 
-
-def test_cancelling_a_request_frees_its_place() -> None:
-    async def body(pool: ServerPool, server: _Server) -> None:
+async def test_cancelling_a_request_frees_its_place() -> None:
+    async with _serving(1, delay_s=5) as (pool, server):
         task = asyncio.ensure_future(_work(pool, "x"))
         await wait_in_loop(lambda: server.asked, "a request")
         assert loads(pool) == {server.url: 1}
@@ -302,8 +280,6 @@ def test_cancelling_a_request_frees_its_place() -> None:
         assert task.cancelled()
         assert loads(pool) == {server.url: 0}
         assert pool.up() == (server.url,)
-
-    _with_servers(1, body, delay_s=5)
 
 
 def test_the_loop_runs_coroutines_of_other_threads_and_ends_with_what_is_left() -> None:
