@@ -12,8 +12,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.ranks import _CONTEXT
 
@@ -25,13 +27,41 @@ def run_program(
     with tempfile.TemporaryDirectory(prefix="program-") as folder:
         output = Path(folder) / "output"
         process = _CONTEXT.Process(target=_main, args=(list(words), str(cwd), dict(env), str(output)))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
+        code = exit_code(process, timeout, lambda: f"{' '.join(words)}\n{output.read_text()[-3000:]}")
+        return subprocess.CompletedProcess(list(words), code, output.read_text(errors="replace"), "")
+
+
+def exit_code(process: Any, timeout: float, what: Callable[[], str]) -> int:
+    """Of a process that is started here; one that does not end is killed and named."""
+    process.start()
+    process.join(timeout)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise TimeoutError(f"no end after {timeout:.0f} s: {what()}")
+    return process.exitcode
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the folder of a run until its input ends."""
+    command = [sys.executable, "-c", _HOLD, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
             process.kill()
-            process.join()
-            raise TimeoutError(f"{' '.join(words)}: no end after {timeout:.0f} s\n{output.read_text()[-3000:]}")
-        return subprocess.CompletedProcess(list(words), process.exitcode, output.read_text(errors="replace"), "")
+
+
+_HOLD = """
+import sys
+from dovetail.observability.run_lock import RunLock
+with RunLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
 
 def _main(words: list[str], cwd: str, env: dict[str, str], output: str) -> None:

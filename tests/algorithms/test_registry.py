@@ -24,7 +24,6 @@ from dovetail.algorithms import (
     register_policy_loss,
 )
 from dovetail.algorithms import registry as tables
-from dovetail.config import names as config_names
 
 pytestmark = pytest.mark.unit
 
@@ -43,11 +42,6 @@ def test_every_estimator_and_loss_of_the_design_is_there() -> None:
     assert {
         "vanilla", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov",
     } <= set(policy_loss_names())  # fmt: skip
-
-
-def test_config_and_registry_list_the_same_names() -> None:
-    assert set(config_names.ADV_ESTIMATORS) == set(adv_estimator_names())
-    assert set(config_names.POLICY_LOSSES) == set(policy_loss_names())
 
 
 def test_an_unknown_name_suggests_the_nearest_and_lists_all() -> None:

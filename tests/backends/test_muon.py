@@ -18,13 +18,9 @@ from dovetail.models.value import ValueModel
 from tests.backends.tiny import (
     FP32,
     as_numpy,
-    cut,
     largest_difference,
-    my_rows,
-    tiny_batch,
     tiny_policy,
-    total_weight,
-    weighted_nll,
+    train_steps,
 )
 from tests.ranks import run_alone, run_ranks
 
@@ -41,14 +37,6 @@ def make(strategy: str, **changes: Any) -> TorchBackend:
     return build_backend(strategy, tiny_policy(), fsdp=FP32, optim=OPTIM.model_copy(update=changes))
 
 
-def train(backend: TorchBackend, steps: int = STEPS) -> None:
-    batch = tiny_batch()
-    rows = my_rows(batch, backend.rank_info)
-    for _ in range(steps):
-        backend.forward_backward(cut(rows, (1, len(rows) - 1)), weighted_nll(total_weight(batch)))
-        backend.optim_step()
-
-
 def weights(backend: TorchBackend) -> dict[str, np.ndarray]:
     return as_numpy(backend.named_weights())
 
@@ -56,22 +44,22 @@ def weights(backend: TorchBackend) -> dict[str, np.ndarray]:
 def on_one(rank: int, world_size: int) -> dict[str, np.ndarray]:
     optimizer._DTYPE = torch.float32
     backend = make("single")
-    train(backend)
+    train_steps(backend, STEPS)
     return weights(backend)
 
 
 def on_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     backend = make("fsdp2")
-    train(backend, 2)
+    train_steps(backend, 2)
     backend.save_state(folder / "state")
-    train(backend, STEPS - 2)
+    train_steps(backend, STEPS - 2)
     resumed = make("fsdp2")
     resumed.load_state(folder / "state")
-    train(resumed, STEPS - 2)
+    train_steps(resumed, STEPS - 2)
     found: dict[str, Any] = {"straight": weights(backend), "resumed": weights(resumed)}
     optimizer._DTYPE = torch.float32
     in_float32 = make("fsdp2")
-    train(in_float32)
+    train_steps(in_float32, STEPS)
     found["in float32"] = weights(in_float32)
     with pytest.raises(ValueError, match=r"needs whole matrices, and the sharding has flattened .*use strategy=fsdp2"):
         make("fsdp")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.backends.base import LossFn, RankInfo, TokenOutput
+from dovetail.backends.base import LossFn, RankInfo, TokenOutput, TrainBackend
 from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.config.optim import OptimConfig
 from dovetail.models.lora import add_lora
@@ -84,6 +84,15 @@ def cut(batch: DataProto, sizes: Sequence[int]) -> list[DataProto]:
         start += size
     assert start == len(batch), f"{sizes} do not add up to {len(batch)} rows"
     return pieces
+
+
+def train_steps(backend: TrainBackend, count: int) -> None:
+    """On the same rows every time, in two micro-batches of different sizes."""
+    batch = tiny_batch()
+    rows = my_rows(batch, backend.rank_info)
+    for _ in range(count):
+        backend.forward_backward(cut(rows, (1, len(rows) - 1)), weighted_nll(total_weight(batch)))
+        backend.optim_step()
 
 
 def my_rows(batch: DataProto, rank_info: RankInfo) -> DataProto:

@@ -25,13 +25,9 @@ from tests.backends.tiny import (
     FP32,
     OPTIM,
     as_numpy,
-    cut,
     largest_difference,
-    my_rows,
-    tiny_batch,
     tiny_policy,
-    total_weight,
-    weighted_nll,
+    train_steps,
 )
 from tests.ranks import run_alone, run_ranks
 
@@ -151,11 +147,7 @@ def build(strategy: str, fsdp_size: int = -1) -> TorchBackend:
 
 
 def steps(backend: TorchBackend, count: int) -> Weights:
-    batch = tiny_batch()
-    rows = my_rows(batch, backend.rank_info)
-    for _ in range(count):
-        backend.forward_backward(cut(rows, (1, len(rows) - 1)), weighted_nll(total_weight(batch)))
-        backend.optim_step()
+    train_steps(backend, count)
     return as_numpy(backend.named_weights())
 
 

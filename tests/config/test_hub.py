@@ -22,16 +22,6 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub, and no network."""
-    folder = tmp_path / "hub"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    fetch_model.cache_clear()
-    return folder
-
-
 def model_files(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))

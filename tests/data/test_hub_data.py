@@ -19,14 +19,6 @@ pytestmark = pytest.mark.unit
 ROWS = [{"prompt": f"say {i}", "data_source": "toy"} for i in range(5)]
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "hub"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return folder
-
-
 @pytest.mark.parametrize("prefix", ["hf://datasets/org/words", "hf://org/words", "hf://datasets/org/words@main"])
 def test_a_file_of_a_data_set_is_read_from_the_cache(cache: Path, tmp_path: Path, prefix: str) -> None:
     plain = write_rows(ROWS, tmp_path / "words" / "data" / "train.parquet")

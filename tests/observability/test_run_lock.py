@@ -5,38 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from dovetail.observability.run_lock import LOCK, STALE_AFTER_S, RunFolderInUse, RunLock
+from tests.programs import holding
 
 pytestmark = pytest.mark.unit
-
-_HOLD = """
-import sys
-from dovetail.observability.run_lock import RunLock
-with RunLock(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-@contextmanager
-def _owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the folder until its input ends."""
-    command = [sys.executable, "-c", _HOLD, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def _files(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -45,7 +21,7 @@ def _files(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 def test_the_second_run_is_refused_by_name_and_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: 1\n")
-    with _owner(tmp_path) as process:
+    with holding(tmp_path) as process:
         before = _files(tmp_path)
         for enter in (lambda: RunLock(tmp_path).refuse_if_held(), lambda: RunLock(tmp_path).__enter__()):
             with pytest.raises(RunFolderInUse, match=rf"in use by another run .*pid {process.pid} on") as caught:
@@ -66,7 +42,7 @@ def test_the_lock_goes_with_its_run(tmp_path: Path) -> None:
 
 
 def test_a_killed_owner_is_recognised_at_once(tmp_path: Path) -> None:
-    with _owner(tmp_path) as process:
+    with holding(tmp_path) as process:
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
         assert (tmp_path / LOCK).exists()
@@ -75,7 +51,7 @@ def test_a_killed_owner_is_recognised_at_once(tmp_path: Path) -> None:
 
 
 def test_a_dead_owner_that_nobody_has_waited_for_is_recognised(tmp_path: Path) -> None:
-    with _owner(tmp_path) as process:
+    with holding(tmp_path) as process:
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
         with RunLock(tmp_path):
@@ -96,7 +72,7 @@ def test_a_dead_owner_that_nobody_has_waited_for_is_recognised(tmp_path: Path) -
 )
 def test_who_counts_as_alive(changes: dict[str, str], age_s: float, is_held: bool, tmp_path: Path) -> None:
     lock = tmp_path / LOCK
-    with _owner(tmp_path):
+    with holding(tmp_path):
         lock.write_text(json.dumps(json.loads(lock.read_text()) | changes))
         touched = lock.stat().st_mtime - age_s
         os.utime(lock, (touched, touched))

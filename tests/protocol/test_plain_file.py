@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from dovetail.protocol.plain_file import PlainFileError, load_plain, save_plain
+from tests.checkpoint.payload import Payload
 
 pytestmark = pytest.mark.unit
 
@@ -68,14 +69,6 @@ def test_tensors_scalars_and_images_come_back(tmp_path: Path) -> None:
     assert loaded["number"].dtype == np.float32
     assert loaded["lists"].tolist() == [(1, 2), (3, 4)]
     assert np.array_equal(np.asarray(loaded["picture"]), np.asarray(picture))
-
-
-class Payload:
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self._marker}",)
 
 
 @pytest.mark.parametrize("how", ["pickle", "torch", "cut", "garbage", "json"])

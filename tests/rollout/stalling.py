@@ -10,18 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from dovetail.observability.ledger import DrawLedger
 from dovetail.observability.stalls import StalledError
-from dovetail.protocol import DataProto
 from dovetail.rollout.base import RolloutEngine
-from dovetail.trainer.prompt_draws import PromptDraws
 from dovetail.trainer.rollout_stream import RolloutStream
 from dovetail.workers.rollout_worker import RolloutWorker
-from tests.trainer.toy_run import Toy
+from tests.trainer.toy_run import Toy, numbered_prompts
 
 STALL_S = 1.5
 GROUPS = 4
@@ -64,7 +60,8 @@ def check_stalls(engine: RolloutEngine, folder: Path, run: Path, server_pids: li
     worker = RolloutWorker(config)
     worker.engine, worker._has_weights, worker._pad_token_id = engine, True, 0
     groups: Any = type("Groups", (), {"engines": _Alone(worker)})()
-    stream = RolloutStream(config, groups, DrawLedger(run), draw_prompts=_prompts(PromptDraws(0)), total_steps=9)
+    prompts = numbered_prompts(GROUPS, [5, 6])
+    stream = RolloutStream(config, groups, DrawLedger(run), draw_prompts=prompts, total_steps=9)
     began = time.monotonic()
     assert len(stream.next(1)) == GROUPS * config.actor_rollout_ref.rollout.n
     assert time.monotonic() - began > STALL_S, "too quick to show anything"
@@ -75,15 +72,6 @@ def check_stalls(engine: RolloutEngine, folder: Path, run: Path, server_pids: li
     assert time.monotonic() - began < 4 * STALL_S
     assert worker._groups is not None
     worker._groups.close()
-
-
-def _prompts(draws: PromptDraws) -> Any:
-    def draw_prompts() -> DataProto:
-        prompts = np.empty(GROUPS, dtype=object)
-        prompts[:] = [[5, 6]] * GROUPS
-        return draws.number(DataProto.from_dict({"index": torch.arange(GROUPS)}, {"raw_prompt_ids": prompts}))
-
-    return draw_prompts
 
 
 @contextmanager

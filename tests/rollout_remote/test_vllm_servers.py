@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import urllib.request
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 from dovetail.backends.build import build_backend
 from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.models.policy import PolicyModel
-from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
+from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
 from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.weight_sync import weight_checksum
 from tests.models.tiny import save_tiny_model, tiny_model
@@ -26,6 +24,7 @@ from tests.rollout.stalling import check_stalls
 from tests.rollout_remote.conftest import FAMILY
 from tests.rollout_remote.servers import VLLMServer
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+from tests.rollout_vllm.running import Running
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.xdist_group("vllm-servers")]
@@ -46,44 +45,19 @@ def _requests(prompts: list[list[int]], sampling: SamplingParams) -> list[Genera
     return [GenerationRequest(f"r{number}", prompt, sampling) for number, prompt in enumerate(prompts)]
 
 
-def _in_thread(engine: RemoteRollout, requests: list[GenerationRequest]) -> Callable[[float], list[GenerationResult]]:
-    results: list[GenerationResult] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.extend(engine.generate(requests))
-        except (EngineError, ValueError) as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def join(seconds: float) -> list[GenerationResult]:
-        thread.join(seconds)
-        assert not thread.is_alive(), f"still generating after {seconds} s"
-        if errors:
-            raise errors[0]
-        return results
-
-    return join
-
-
 def _tokens_written(server: VLLMServer) -> float:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
 
-def _running(
-    engine: RemoteRollout, requests: list[GenerationRequest], server: VLLMServer, count: int
-) -> Callable[[float], list[GenerationResult]]:
+def _running(engine: RemoteRollout, requests: list[GenerationRequest], server: VLLMServer, count: int) -> Running:
     """Start them on a thread; come back when the server has written `count` tokens. They are counted from before the
     start: on a busy machine most may be there before this thread looks."""
     start = _tokens_written(server)
-    join = _in_thread(engine, requests)
+    running = Running(engine, *requests)
     wait_until(lambda: _tokens_written(server) - start >= count, f"{count} tokens of {server.url}")
-    return join
+    return running
 
 
 def test_greedy_tokens_and_log_probs_equal_those_of_transformers_and_both_servers_work(
@@ -199,14 +173,14 @@ def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights
         for before in range(1, 11, 2):
             engine.update_weights(old.named_parameters(), before)
             start = _tokens_written(servers[0])
-            join = _running(engine, requests, servers[0], 40)
+            running = _running(engine, requests, servers[0], 40)
             if paused_first:
                 engine.pause()
                 health, written = engine.health(), [_tokens_written(servers[0]) - start for _ in range(20)]
             engine.update_weights(new.named_parameters(), before + 1)
             if paused_first:
                 engine.continue_()
-            results = join(120)
+            results = running.result(120)
             num_old = written[0] if paused_first else sum(result.weight_versions.count(before) for result in results)
             if num_old < 0.9 * 2 * 300:  # else it came too late, as on a busy machine, and shows nothing
                 break
@@ -230,7 +204,7 @@ def test_a_pause_alone_changes_no_greedy_token(servers: list[VLLMServer], folder
         engine.update_weights(model.named_parameters(), 1)
         for _ in range(5):
             start = sum(map(_tokens_written, servers))
-            join = _running(engine, _requests([PROMPT, [7], [8, 9]], LONG), servers[0], 10)
+            running = _running(engine, _requests([PROMPT, [7], [8, 9]], LONG), servers[0], 10)
             met: list[tuple[float, int]] = []
             for _ in range(3):
                 engine.pause()
@@ -242,7 +216,7 @@ def test_a_pause_alone_changes_no_greedy_token(servers: list[VLLMServer], folder
                     lambda end=before: sum(map(_tokens_written, servers)) > end or not engine.health().num_running,
                     "another token, or the end",
                 )
-            results = join(120)
+            results = running.result(120)
             num_written, num_waiting = met[0]
             if num_written < 0.9 * 3 * 300:  # else already the first pause came too late and shows nothing
                 break
@@ -258,10 +232,10 @@ def test_abort_ends_one_request_and_keeps_what_it_wrote(servers: list[VLLMServer
             requests = [GenerationRequest("cut", [7], LONG), GenerationRequest("kept", [8], LONG)]
             others = GenerationRequest("others", [9], replace(LONG, n=30))  # keep the server busy; all run at once
             start = _tokens_written(servers[0])
-            join = _running(engine, [*requests, others], servers[0], 40)
+            running = _running(engine, [*requests, others], servers[0], 40)
             num_met = engine.abort(["cut"])
             written = _tokens_written(servers[0]) - start
-            cut, kept, *_ = join(120)
+            cut, kept, *_ = running.result(120)
             if written < 0.9 * 32 * 300:  # else it came too late, as on a busy machine, and shows nothing
                 break
         assert (num_met, cut.finish_reason) == (1, "abort")
@@ -375,10 +349,10 @@ def test_a_server_killed_in_mid_batch_is_reported_and_its_requests_are_finished_
         engine.update_weights(model.named_parameters(), 11)
         requests = [GenerationRequest(f"short {n}", [*PROMPT, 5 + n], GREEDY) for n in range(6)]
         requests += [GenerationRequest(f"long {n}", [*PROMPT, 9 + n], LONG) for n in range(6)]
-        join = _running(engine, requests, servers[1], 60)
+        running = _running(engine, requests, servers[1], 60)
         servers[1].kill()
         wait_until(lambda: servers[1].url in engine.health().reason, "a word of the death")
-        results = join(240)
+        results = running.result(240)
         assert [result.request_id for result in results] == [request.request_id for request in requests]
         wanted = [greedy(model, list(r.prompt_token_ids), r.sampling.max_new_tokens) for r in requests]
         assert [result.token_ids for result in results] == wanted
@@ -390,10 +364,10 @@ def test_a_server_killed_in_mid_batch_is_reported_and_its_requests_are_finished_
         engine.update_weights(fresh.named_parameters(), 12)
         assert engine.generate(_requests([PROMPT], GREEDY))[0].token_ids == greedy(fresh, PROMPT, 12)
         # And when the last one dies, the error names it.
-        join = _running(engine, [GenerationRequest("lost", PROMPT, LONG)], servers[0], 10)
+        running = _running(engine, [GenerationRequest("lost", PROMPT, LONG)], servers[0], 10)
         servers[0].kill()
         with pytest.raises(EngineError, match=f"none of 2 servers is up.*{servers[0].url}"):
-            join(60)
+            running.result(60)
         assert not engine.health().ok
         with pytest.raises(EngineError, match="no server answers"):
             engine.update_weights(model.named_parameters(), 13)

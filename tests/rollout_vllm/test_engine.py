@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, SamplingParams
+from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.vllm import VLLMEngine
 from dovetail.rollout.vllm.requests import Sample
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap, round_sums_as_float32, take_user_output
-from tests.waiting import wait_until
+from tests.rollout_vllm.running import Running, wait_for_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
@@ -36,36 +34,6 @@ def tiny(engines: dict[str, VLLMEngine]) -> tuple[VLLMEngine, Any]:
 
 def _requests(prompts: list[list[int]], sampling: SamplingParams) -> list[GenerationRequest]:
     return [GenerationRequest(f"r{number}", prompt, sampling) for number, prompt in enumerate(prompts)]
-
-
-def _in_thread(engine: VLLMEngine, requests: list[GenerationRequest]) -> Callable[[], list[GenerationResult]]:
-    results: list[GenerationResult] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.extend(engine.generate(requests))
-        except EngineError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def join() -> list[GenerationResult]:
-        thread.join(120)
-        assert not thread.is_alive()
-        if errors:
-            raise errors[0]
-        return results
-
-    return join
-
-
-def _wait_for_tokens(engine: VLLMEngine, count: int) -> None:
-    wait_until(
-        lambda: any(len(sample.token_ids) >= count for sample in engine._samples()),
-        f"{count} tokens of a request",
-    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -234,10 +202,10 @@ def test_prompts_that_do_not_fit_are_refused_by_name(tiny: tuple[VLLMEngine, Any
 def test_abort_ends_one_request_and_keeps_what_it_wrote(tiny: tuple[VLLMEngine, Any]) -> None:
     engine, model = tiny
     long = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
-    join = _in_thread(engine, [GenerationRequest("cut", [7], long), GenerationRequest("kept", [8], GREEDY)])
-    _wait_for_tokens(engine, 15)
+    running = Running(engine, GenerationRequest("cut", [7], long), GenerationRequest("kept", [8], GREEDY))
+    wait_for_tokens(engine, "cut", 15)
     assert engine.abort(["cut"]) == 1
-    cut, kept = join()
+    cut, kept = running.result(120)
     assert cut.finish_reason == "abort"
     assert cut.token_ids == greedy(model, [7], len(cut.token_ids))
     assert kept.token_ids == greedy(model, [8], 12)
@@ -251,14 +219,14 @@ def test_an_update_in_the_middle_of_a_paused_generation_goes_on_under_the_new_we
     engine.update_weights(old.named_parameters(), 0)
     prompt = list(range(3, 203))
     sampling = SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True)
-    join = _in_thread(engine, [GenerationRequest("long", prompt, sampling)])
-    _wait_for_tokens(engine, 20)
+    running = Running(engine, GenerationRequest("long", prompt, sampling))
+    wait_for_tokens(engine, "long", 20)
     engine.pause()
     count = len(engine._samples()[0].token_ids)  # not one more under the old weights: see below
     assert engine.health().paused
     engine.update_weights(new.named_parameters(), 9)
     engine.continue_()
-    (result,) = join()
+    (result,) = running.result(120)
     assert result.weight_versions == [0] * count + [9] * (120 - count)
     assert result.token_ids[:count] == greedy(old, prompt, count)
     assert result.token_ids[count:] == greedy(new, prompt + result.token_ids[:count], 120 - count)

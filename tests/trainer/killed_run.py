@@ -13,6 +13,7 @@ from typing import Literal
 from dovetail.config.root import DovetailConfig
 from dovetail.observability.console import StepConsole
 from dovetail.trainer.run import run_training
+from tests.programs import exit_code
 
 Moment = Literal["generation", "update", "save", "after_save", "any"]
 _PHASES = {"generation": "gen", "update": "update_actor", "save": "save_checkpoint", "after_save": "save_checkpoint"}
@@ -26,13 +27,7 @@ def run_until_killed(config: DovetailConfig, moment: Moment, step: int = 0, *, a
     The moment `any` is `after` seconds from the first phase of the run, whatever it does then.
     """
     process = mp.get_context("forkserver").Process(target=_train, args=(config, moment, step, after))
-    process.start()
-    process.join(timeout=_LIMIT_S)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise TimeoutError(f"the run neither ended nor reached the moment {moment!r} of step {step} in {_LIMIT_S} s")
-    return process.exitcode
+    return exit_code(process, _LIMIT_S, lambda: f"a run that has not reached the moment {moment!r} of step {step}")
 
 
 def _train(config: DovetailConfig, moment: Moment, step: int, after: float) -> None:

@@ -7,21 +7,11 @@ from pathlib import Path
 import pytest
 
 from dovetail.cli.main import main
-from dovetail.config.hub import fetch_model
 from dovetail.models.load import load_tokenizer
 from tests.hub import put_in_cache
 from tests.trainer.toy_run import Toy, repeatable, train
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "hub"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    fetch_model.cache_clear()
-    return folder
 
 
 def test_a_run_from_names_on_the_hub_equals_one_from_folders(toy: Toy, tmp_path: Path, cache: Path) -> None:

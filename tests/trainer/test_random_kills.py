@@ -26,6 +26,7 @@ from dovetail.observability.ledger import read_ledger
 from dovetail.observability.run_folder import DRAWS, RunFolder
 from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.run import run_training
+from tests.programs import exit_code
 from tests.trainer.test_async_engines import APART
 from tests.trainer.toy_run import DAPO, Toy
 
@@ -139,13 +140,7 @@ def kill_file(folder: Path) -> Path:
 def run(toy: Toy, folder: Path, changes: Mapping[str, Any], kill: Kill | None, *, use_ray: bool) -> int:
     """The exit code of a run; -9 when the driver was killed."""
     process = mp.get_context("forkserver").Process(target=_train, args=(toy, folder, changes, kill, use_ray))
-    process.start()
-    process.join(timeout=900)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise TimeoutError(f"the run neither ended nor died in 900 s; {kill}")
-    return process.exitcode
+    return exit_code(process, 900, lambda: f"a run that does not die; {kill}")
 
 
 def killed_again_and_again(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from dovetail.rollout.base import GenerationResult
 from dovetail.trainer import rollout_stream
 from dovetail.trainer.generators import Generator, OnOwnDevices, OnTrainerDevices
 from dovetail.trainer.group_scores import GroupScores
-from dovetail.trainer.prompt_draws import PromptDraws
 from dovetail.trainer.rollout_stream import RolloutStream, within_bound
-from tests.trainer.toy_run import Toy
+from tests.trainer.toy_run import Toy, numbered_prompts
 
 N, GROUPS = 4, 4
 STALL_S = 0.5
@@ -119,22 +118,13 @@ def make(
     keys = {"mode": "fully_async", "max_staleness": 1, **settings}
     config = toy.config(folder, {f"async_training.{name}": value for name, value in keys.items()})
     monkeypatch.setattr(rollout_stream, "OnOwnDevices" if apart else "OnTrainerDevices", Scripted)
-    draw_prompts = prompts_of(PromptDraws(0))
+    draw_prompts = numbered_prompts(GROUPS, [1])
     groups: Any = type("Groups", (), {"engines": object() if apart else None, "actor_rollout": None})()
     stream = RolloutStream(
         config, groups, DrawLedger(folder), draw_prompts=draw_prompts, total_steps=9, scores=GroupScores(scores)
     )
     generator: Any = stream._generator
     return stream, generator
-
-
-def prompts_of(draws: PromptDraws) -> Callable[[], DataProto]:
-    def draw_prompts() -> DataProto:
-        prompts = np.empty(GROUPS, dtype=object)
-        prompts[:] = [[1]] * GROUPS
-        return draws.number(DataProto.from_dict({"index": torch.arange(GROUPS)}, {"raw_prompt_ids": prompts}))
-
-    return draw_prompts
 
 
 def uids(batch: DataProto) -> list[str]:
@@ -384,7 +374,9 @@ def test_engines_that_write_do_not_stall_however_short_the_limit(toy: Toy, tmp_p
     keys = {"mode": "fully_async", "max_staleness": 0, "stall_timeout_s": STALL_S}
     config = toy.config(tmp_path, {f"async_training.{name}": value for name, value in keys.items()})
     groups: Any = type("Groups", (), {"engines": Writing()})()
-    stream = RolloutStream(config, groups, DrawLedger(tmp_path), draw_prompts=prompts_of(PromptDraws(0)), total_steps=9)
+    stream = RolloutStream(
+        config, groups, DrawLedger(tmp_path), draw_prompts=numbered_prompts(GROUPS, [1]), total_steps=9
+    )
     stream.begin_step()
     assert len(uids(stream.next(1))) == GROUPS
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from dovetail.observability.ledger import DrawLedger
 from dovetail.observability.run_folder import RunFolder
@@ -22,7 +21,6 @@ from dovetail.rollout.base import GenerationResult
 from dovetail.trainer import rollout_stream
 from dovetail.trainer.async_plan import RecordsError, make_async_plan
 from dovetail.trainer.generators import Generator, draw_number
-from dovetail.trainer.prompt_draws import PromptDraws
 from dovetail.trainer.rollout_stream import RolloutStream
 from dovetail.trainer.run_speeds import long_tailed_groups, read_records
 from dovetail.trainer.simulate import (
@@ -34,7 +32,7 @@ from dovetail.trainer.simulate import (
     decode_steps,
     predict,
 )
-from tests.trainer.toy_run import Toy
+from tests.trainer.toy_run import Toy, numbered_prompts
 
 pytestmark = pytest.mark.unit
 
@@ -230,15 +228,8 @@ def test_the_simulated_run_takes_the_groups_that_the_stream_takes(
     }
     config = toy.config(tmp_path, keys)
     monkeypatch.setattr(rollout_stream, "OnOwnDevices", OnSimulatedTime)
-    draws = PromptDraws(0)
-
-    def draw_prompts() -> DataProto:
-        prompts = np.empty(4, dtype=object)
-        prompts[:] = [[1]] * 4
-        return draws.number(DataProto.from_dict({"index": torch.arange(4)}, {"raw_prompt_ids": prompts}))
-
     groups: Any = SimpleNamespace(engines=object())
-    stream = RolloutStream(config, groups, DrawLedger(tmp_path), draw_prompts=draw_prompts, total_steps=40)
+    stream = RolloutStream(config, groups, DrawLedger(tmp_path), draw_prompts=numbered_prompts(4, [1]), total_steps=40)
     generator: Any = stream._generator
     simulated = SimulatedRun(Schedule.of(config), SPEEDS, itertools.cycle(LENGTHS), prompt_length=0.0)
     assert config.staleness_bound > 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +21,7 @@ from dovetail.observability.run_folder import read_json_lines
 from dovetail.trainer.method import RunOptions, open_method
 from dovetail.trainer.model_folders import refuse_broken_models
 from dovetail.trainer.shared_folder import with_absolute_folders
+from tests.programs import holding
 from tests.trainer.toy_run import DAPO, Toy
 
 pytestmark = pytest.mark.e2e
@@ -126,15 +125,6 @@ def test_threads_that_read_prompts_ahead_end_with_the_run(toy: Toy, tmp_path: Pa
     assert not readers()
 
 
-_HOLD = """
-import sys
-from dovetail.observability.run_lock import RunLock
-with RunLock(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_a_second_run_in_a_folder_is_refused_and_leaves_every_file_as_it_was(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,16 +132,11 @@ def test_a_second_run_in_a_folder_is_refused_and_leaves_every_file_as_it_was(
     run.mkdir()
     (run / "config.yaml").write_text("of: the first\n")
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "held\n"
+    with holding(run):
         before = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in run.iterdir()}
         assert _train(toy, run, {}) == 2
         assert "in use by another run" in capsys.readouterr().err
         assert {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in run.iterdir()} == before
-        first.kill()
     assert _train(toy, run, {"trainer.total_training_steps": 1}) == 0
     assert (run / "previous_1" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert (run / "previous_1" / "config.yaml").read_text() == "of: the first\n"

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from dovetail.config.root import DovetailConfig
 from dovetail.config.tree import nested
 from dovetail.data.files import prompt_row, write_rows
 from dovetail.observability.run_folder import RunFolder
+from dovetail.protocol import DataProto
+from dovetail.trainer.prompt_draws import PromptDraws
 from dovetail.trainer.replay import NOT_REPEATABLE
 from dovetail.trainer.run import RunResult, run_training
 from tests.docs.glossary import unexplained
@@ -37,6 +41,13 @@ def mostly(data_source, solution_str, ground_truth, extra_info=None):
     share = compute_score(data_source, solution_str, ground_truth)
     return {"score": float(share >= 0.625), "acc": share >= 0.625, "pred": solution_str[:1]}
 '''
+
+
+def numbered_prompts(count: int, token_ids: list[int]) -> Callable[[], DataProto]:
+    """Draws of `count` equal prompts, for a stream."""
+    draws, prompts = PromptDraws(0), np.empty(count, dtype=object)
+    prompts[:] = [token_ids] * count
+    return lambda: draws.number(DataProto.from_dict({"index": torch.arange(count)}, {"raw_prompt_ids": prompts}))
 
 
 def save_toy_model(folder: Path, *, seed: int = 0) -> Path:
