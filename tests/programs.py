@@ -19,9 +19,13 @@ from typing import Any
 
 from tests.ranks import _CONTEXT
 
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = dict(os.environ)
+"""As it was before any test."""
+
 
 def run_program(
-    words: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float = 240.0
+    words: Sequence[str], *, cwd: Path = ROOT, env: Mapping[str, str] = ENVIRONMENT, timeout: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
     """`dovetail` with its arguments, `python FILE ...` or `python -c CODE`; all it wrote is in `stdout`."""
     with tempfile.TemporaryDirectory(prefix="program-") as folder:

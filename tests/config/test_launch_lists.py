@@ -1,4 +1,4 @@
-"""Whole launch lists resolve: the four known ones, and one of each family."""
+"""Launch lists that people really use, one list of each family, and every recipe of the repository."""
 
 from __future__ import annotations
 
@@ -7,22 +7,38 @@ from pathlib import Path
 import pytest
 
 from dovetail.config import load_config
+from dovetail.config.checks import check_config
+from dovetail.config.effects import unsupported_in_runs
+from dovetail.config.plan import make_plan, shape_from_config
+from tests.config.plan import known_models as known
 
 pytestmark = pytest.mark.unit
 
 HERE = Path(__file__).parent
 COMPAT = sorted((HERE / "compat").glob("*.txt"))
 FAMILIES = sorted((HERE / "families").glob("*.txt"))
+RECIPES = sorted((HERE.parents[1] / "recipes").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", COMPAT + FAMILIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.stem)
 def test_the_list_resolves_without_an_unknown_key(path: Path) -> None:
     loaded = load_config(overrides_files=[path])
     assert all(notice.message for notice in loaded.notices)
 
 
+@pytest.mark.parametrize("path", COMPAT, ids=lambda path: path.stem)
+def test_a_published_launch_list_has_no_error_and_a_plan(path: Path) -> None:
+    shape = shape_from_config(known.DEEPSEEK_V3 if "671b" in path.name else known.QWEN2_5_32B)
+    config = load_config(overrides_files=[path]).config
+    assert [finding for finding in check_config(config, shape) if finding.severity == "error"] == []
+    plan = make_plan(config, shape)
+    assert plan.memory is not None
+    assert plan.memory.fits
+
+
 def test_all_lists_are_there() -> None:
     assert (len(COMPAT), len(FAMILIES)) == (4, 14)
+    assert RECIPES
 
 
 def test_the_671b_list_is_a_megatron_run() -> None:
@@ -71,3 +87,19 @@ def test_a_script_with_its_shell_still_around_it_means_the_same() -> None:
     assert (config.trainer.nnodes, config.trainer.project_name) == (2, "my project")
     assert config.trainer.experiment_name == "a name with spaces"
     assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_resolves_and_can_run(recipe: Path) -> None:
+    config = load_config([recipe]).config
+    assert [str(finding) for finding in check_config(config) if finding.severity == "error"] == []
+    assert unsupported_in_runs(config) == []
+
+
+def test_the_recipe_for_eight_gpus_fits_into_80_gib() -> None:
+    config = load_config([next(path for path in RECIPES if "8gpus" in path.stem)]).config
+    plan = make_plan(config, shape_from_config(known.QWEN2_5_7B))
+    assert plan.memory is not None
+    assert plan.memory.device_bytes == 80 * 2**30
+    assert plan.memory.fits, plan.memory.verdict
+    assert plan.batches.sequences == 1024

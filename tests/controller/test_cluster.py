@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 
 from dovetail.controller.cluster import default_object_store_bytes
 from tests.controller.listening import is_loopback
-from tests.programs import run_program
+from tests.programs import ENVIRONMENT, ROOT, run_program
 
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = dict(os.environ)
+# Without Ray's, as in a shell.
+ENV = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("RAY_")}
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +25,8 @@ def local_ray() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short: Ray puts sockets there
         (Path(folder) / "ray").mkdir()
         (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
-        env = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("RAY_")}
         program = ["python", str(ROOT / "tests" / "controller" / "local_ray.py")]
-        done = run_program(program, cwd=ROOT, env=env | {"RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)})
+        done = run_program(program, env=ENV | {"RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -41,8 +39,7 @@ def test_every_socket_of_a_local_ray_and_its_workers_listens_on_loopback(local_r
 
 def test_ray_imported_too_early_is_refused() -> None:
     program = "import ray, dovetail.controller as c; c.start_ray(num_cpus=1)"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = run_program(["python", "-c", program], cwd=ROOT, env=env)
+    done = run_program(["python", "-c", program], env=ENV)
     assert done.returncode != 0
     assert "ray was imported before start_ray()" in done.stdout
 

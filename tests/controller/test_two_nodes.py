@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.controller.listening import is_loopback
-from tests.programs import run_program
+from tests.programs import ROOT, run_program
 from tests.ray_workers import quick_workers
 
 pytestmark = pytest.mark.distributed
-
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = dict(os.environ)
 
 
 @pytest.fixture(scope="module")
 def two_nodes() -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(ROOT / "tests" / "controller" / "two_nodes.py"), json.dumps(quick_workers())]
-    return run_program(words, cwd=ROOT, env=ENVIRONMENT)
+    return run_program(words)
 
 
 def test_a_pool_over_two_nodes_keeps_the_ranks_of_a_node_together(two_nodes: subprocess.CompletedProcess[str]) -> None:

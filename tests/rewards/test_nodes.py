@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program
+from tests.programs import ROOT, run_program
 from tests.ray_workers import quick_workers
 
 pytestmark = pytest.mark.distributed
-
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = dict(os.environ)
 
 
 def test_two_nodes_share_a_batch_and_one_takes_over_when_the_other_is_lost(tmp_path: Path) -> None:
     """Two Ray nodes take 10 s to start; nothing cheaper has actors on another node, or loses one."""
     file = ROOT / "tests" / "rewards" / "two_nodes.py"
     words = [sys.executable, str(file), str(tmp_path), json.dumps(quick_workers())]
-    done = run_program(words, cwd=ROOT, env=ENVIRONMENT)
+    done = run_program(words)
     assert done.returncode == 0, done.stdout
     result = json.loads(done.stdout.splitlines()[-1])
     assert len(result["parents"]) == 2

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dovetail.observability.run_folder import RunFolder
-from tests.models.tiny import save_tiny_model
+from tests.rollout_vllm.test_training_run import VLLM, make_toy
 from tests.trainer.test_megatron_runs import KEYS, MEGATRON, A, assert_same_run
-from tests.trainer.toy_run import Toy, save_toy_data, train_apart
+from tests.trainer.toy_run import train_apart
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.slow]
-
-VLLM: dict[str, Any] = {
-    "actor_rollout_ref.rollout.name": "vllm",
-    "actor_rollout_ref.rollout.enforce_eager": True,
-    "actor_rollout_ref.rollout.engine_kwargs": {"vllm": {"kv_cache_memory_bytes": 64 * 2**20}},
-    "actor_rollout_ref.rollout.max_num_seqs": 16,
-}
-
-
-def toy(folder: Path) -> Toy:
-    return Toy(save_tiny_model("llama_tied", folder / "model"), save_toy_data(folder / "data", count=12))
 
 
 @pytest.fixture(scope="module")
 def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensor_parallel")
     cut = {f"{A}.megatron.tensor_model_parallel_size": 2}
-    return train_apart(folder, {**KEYS, **MEGATRON, **VLLM, **cut}, use_ray=True, make=toy)
+    return train_apart(folder, {**KEYS, **MEGATRON, **VLLM, **cut}, use_ray=True, make=make_toy)
 
 
 @pytest.fixture(scope="module")
 def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fsdp2")
-    return train_apart(folder, {**KEYS, **VLLM}, use_ray=True, make=toy)
+    return train_apart(folder, {**KEYS, **VLLM}, use_ray=True, make=make_toy)
 
 
 def test_vllm_gets_from_megatron_what_it_gets_from_fsdp2(tensor_parallel: Path, fsdp2: Path) -> None:

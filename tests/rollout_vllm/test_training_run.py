@@ -14,11 +14,14 @@ from tests.trainer.toy_run import Toy, save_toy_data, train, train_apart
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
 
-KEYS = {
+VLLM = {
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.rollout.enforce_eager": True,
     "actor_rollout_ref.rollout.engine_kwargs": {"vllm": {"kv_cache_memory_bytes": 64 * 2**20}},
     "actor_rollout_ref.rollout.max_num_seqs": 16,
+}
+KEYS = {
+    **VLLM,
     "actor_rollout_ref.actor.optim.lr": 1e-2,
     "actor_rollout_ref.actor.optim.eps": 1e-3,
 }

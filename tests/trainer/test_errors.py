@@ -9,7 +9,6 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,114 +40,69 @@ def rows_of(count: int, question: str = "say") -> list[dict[str, Any]]:
     ]
 
 
-def no_reward_file(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    return {"custom_reward_function.path": str(tmp_path / "missing.py")}
-
-
-def no_such_function(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    return {"custom_reward_function.name": "compute_scroe"}
-
-
-def no_rule_for_the_source(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    return {"custom_reward_function.path": "null"}
-
-
-def no_data_file(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    return {"data.train_files": str(tmp_path / "missing.parquet")}
-
-
-def no_prompt_column(toy: Toy, tmp_path: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def broken(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of inputs that no run can use."""
+    folder = tmp_path_factory.mktemp("broken")
     rows = [{("question" if name == "prompt" else name): value for name, value in row.items()} for row in rows_of(8)]
-    return {"data.train_files": str(write_rows(rows, tmp_path / "columns.parquet"))}
-
-
-def no_rows(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    file = tmp_path / "empty.jsonl"
-    file.write_text("")
-    return {"data.train_files": str(file)}
-
-
-def too_few_rows(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    return {"data.train_files": str(write_rows(rows_of(3), tmp_path / "few.parquet"))}
-
-
-def no_model(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    return {"actor_rollout_ref.model.path": str(tmp_path / "no-model")}
-
-
-def no_tokenizer(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    folder = tmp_path / "weights-only"
-    folder.mkdir()
+    write_rows(rows, folder / "columns.parquet")
+    write_rows(rows_of(3), folder / "few.parquet")
+    (folder / "empty.jsonl").touch()
+    (folder / "game.py").write_text("class Game: ...\n")
+    (folder / "weights-only").mkdir()
     for name in ("config.json", "model.safetensors"):
-        (folder / name).symlink_to(toy.model / name)
-    return {"actor_rollout_ref.model.path": str(folder)}
+        (folder / "weights-only" / name).symlink_to(toy.model / name)
+    return folder
 
 
-def name_on_the_hub(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    return {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B"}
+ROWS, REWARD = "data.train_files", "custom_reward_function.path"
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no reward file": ({REWARD: "{broken}/missing.py"}, "custom_reward_function.path="),
+    "no such function": ({"custom_reward_function.name": "compute_scroe"}, "compute_scroe"),
+    "no rule for the source": ({REWARD: "null"}, "toy"),
+    "no data file": ({ROWS: "{broken}/missing.parquet"}, "missing.parquet"),
+    "no prompt column": ({ROWS: "{broken}/columns.parquet"}, "has no column 'prompt'"),
+    "no rows": ({ROWS: "{broken}/empty.jsonl"}, "empty.jsonl"),
+    "too few rows": ({ROWS: "{broken}/few.parquet"}, "data.train_batch_size"),
+    "no model": ({f"{MODEL}.path": "{broken}/no-model"}, "no-model"),
+    "no tokenizer": ({f"{MODEL}.path": "{broken}/weights-only"}, "weights-only has no tokenizer"),
+    "a name on the hub": (
+        {f"{MODEL}.path": "Qwen/Qwen2.5-0.5B"},
+        "`hf download Qwen/Qwen2.5-0.5B` where the hub can be reached",
+    ),
+    "no tools": (
+        {f"{ROLLOUT}.multi_turn.enable": True, f"{ROLLOUT}.multi_turn.function_tool_path": "{broken}/no_tools.py"},
+        "no_tools.py; give a Python file",
+    ),
+    "no loops": (
+        {f"{ROLLOUT}.agent.agent_loop_config_path": "{broken}/loops.yaml"},
+        "loops.yaml: there is no such file",
+    ),
+    "no such environment": (
+        {f"{ROLLOUT}.agent.environment": "{broken}/game.py:Gmae"},
+        "it has no 'Gmae'; it defines Game",
+    ),
+    "no such field": (
+        {f"{MODEL}.override_config.rms_norm_esp": 1e-6},
+        "actor_rollout_ref.model.override_config.rms_norm_esp=1e-06 is not a field of Qwen2Config",
+    ),
+}
 
 
-def no_place_for_the_run(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "file").write_text("")
-    return {"trainer.default_local_dir": str(tmp_path / "file" / "run")}
+def keys_of(mistake: str, broken: Path) -> dict[str, Any]:
+    keys = MISTAKES[mistake][0].items()
+    return {key: value.format(broken=broken) if isinstance(value, str) else value for key, value in keys}
 
 
-def no_place_for_the_answers(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "file").write_text("")
-    return {"trainer.rollout_data_dir": str(tmp_path / "file" / "answers")}
-
-
-def no_such_field(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    return {"actor_rollout_ref.model.override_config.rms_norm_esp": 1e-6}
-
-
-def no_such_option(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    return {"reward_model.reward_kwargs": {"nonsense": 1}}
-
-
-def no_tools(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    turns = "actor_rollout_ref.rollout.multi_turn"
-    return {f"{turns}.enable": True, f"{turns}.function_tool_path": str(tmp_path / "no_tools.py")}
-
-
-def no_loops(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    return {"actor_rollout_ref.rollout.agent.agent_loop_config_path": str(tmp_path / "loops.yaml")}
-
-
-def no_such_environment(toy: Toy, tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "game.py").write_text("class Game: ...\n")
-    return {"actor_rollout_ref.rollout.agent.environment": f"{tmp_path}/game.py:Gmae"}
-
-
-Mistake = Callable[[Toy, Path], dict[str, Any]]
-FOUND_BEFORE_THE_RUN: list[tuple[Mistake, str]] = [
-    (no_reward_file, "custom_reward_function.path="),
-    (no_such_function, "compute_scroe"),
-    (no_rule_for_the_source, "toy"),
-    (no_data_file, "missing.parquet"),
-    (no_prompt_column, "has no column 'prompt'"),
-    (no_rows, "empty.jsonl"),
-    (too_few_rows, "data.train_batch_size"),
-    (no_model, "no-model"),
-    (no_tokenizer, "weights-only has no tokenizer"),
-    (name_on_the_hub, "`hf download Qwen/Qwen2.5-0.5B` where the hub can be reached"),
-    (no_place_for_the_run, "file is not a folder; give a folder that you may write to"),
-    (no_place_for_the_answers, "/answers cannot be written: "),
-    (no_tools, "no_tools.py; give a Python file"),
-    (no_loops, "loops.yaml: there is no such file"),
-    (no_such_environment, "it has no 'Gmae'; it defines Game"),
-    (no_such_field, "actor_rollout_ref.model.override_config.rms_norm_esp=1e-06 is not a field of Qwen2Config"),
-]
-
-
-@pytest.mark.parametrize(("mistake", "says"), FOUND_BEFORE_THE_RUN, ids=lambda case: getattr(case, "__name__", ""))
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_exit_with_2_and_a_message_and_leave_no_run_folder(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: Mistake, says: str
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: Path, mistake: str
 ) -> None:
-    arguments = toy.arguments(tmp_path / "run", mistake(toy, tmp_path))
+    arguments = toy.arguments(tmp_path / "run", keys_of(mistake, broken))
     assert main(["train", "--local", *arguments]) == 2
     shown = capsys.readouterr().err
-    assert says in shown
+    assert MISTAKES[mistake][1] in shown
     assert "Traceback" not in shown
     assert not (tmp_path / "run").exists()
 
@@ -156,7 +110,7 @@ def test_mistakes_exit_with_2_and_a_message_and_leave_no_run_folder(
 def test_the_module_entry_point_reports_mistakes_the_same_way(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main_ppo(toy.arguments(tmp_path / "run", no_reward_file(toy, tmp_path))) == 2
+    assert main_ppo(toy.arguments(tmp_path / "run", {REWARD: str(tmp_path / "missing.py")})) == 2
     shown = capsys.readouterr().err
     assert "custom_reward_function.path=" in shown
     assert "Traceback" not in shown
@@ -172,14 +126,12 @@ def test_a_tracker_that_is_not_installed_is_a_message(
     assert "Traceback" not in shown
 
 
-def test_errors_keep_their_class_for_callers(toy: Toy, tmp_path: Path) -> None:
-    for mistake, kind in [
-        (no_such_option, RewardError),
-        (too_few_rows, ConfigError),
-        (no_data_file, ConfigError),
-    ]:
-        with pytest.raises(kind):
-            train(toy.config(tmp_path / "run", mistake(toy, tmp_path)))
+def test_errors_keep_their_class_for_callers(toy: Toy, tmp_path: Path, broken: Path) -> None:
+    with pytest.raises(RewardError):
+        train(toy.config(tmp_path / "run", {"reward_model.reward_kwargs": {"nonsense": 1}}))
+    for mistake in ("too few rows", "no data file"):
+        with pytest.raises(ConfigError):
+            train(toy.config(tmp_path / "run", keys_of(mistake, broken)))
 
 
 def test_a_prompt_longer_than_the_limit_names_the_row_and_the_way_out(toy: Toy, tmp_path: Path) -> None:

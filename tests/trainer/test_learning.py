@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dovetail.observability.run_folder import RunFolder
-from dovetail.trainer.main_ppo import main as main_ppo
-from dovetail.trainer.run import run_training
 from tests.trainer.toy_run import DAPO, Toy, save_toy_model, train
 
 pytestmark = pytest.mark.e2e
@@ -115,15 +111,3 @@ def test_rounds_of_dynamic_sampling_may_return_different_columns(toy: Toy, tmp_p
     assert result.steps == 2
     assert '"even": 1.0' in lines
     assert '"odd": 2.0' in lines
-
-
-def test_the_entry_point_of_ppo_filters_groups_when_the_configuration_says_so(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dovetail.trainer.main_ppo.run_ppo", partial(run_training, use_ray=False))
-    arguments = toy.arguments(tmp_path / "run", {**DAPO, "trainer.total_training_steps": 1})
-    assert main_ppo(arguments) == 0
-    [row] = RunFolder(tmp_path / "run").read_metrics()
-    assert row["train/num_gen_batches"] >= 1
-    answers = (tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines()
-    assert len(answers) == 4 * 4, "data.train_batch_size x rollout.n, whatever data.gen_batch_size is"

@@ -73,70 +73,78 @@ def write_rows(file: Path, *prompts: object, data_source: str = "toy") -> Path:
     return file
 
 
-def refused(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: object) -> list[str]:
+Refused = Callable[[dict[str, object]], list[str]]
+
+
+@pytest.fixture
+def refused(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """What `check` says, after `train` has said the same."""
-    arguments = toy.arguments(tmp_path / "run", {MODEL: str(toy.model), **changes})
-    capsys.readouterr()
-    assert main(["check", "--format", "json", *arguments]) == 2
-    found = [problem["message"] for problem in json.loads(capsys.readouterr().out)["problems"]]
-    assert main(["train", "--local", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert all(message in said for message in found)
-    assert "Traceback" not in said
-    assert not (tmp_path / "run").exists()
-    return found
+
+    def said_by_both(changes: dict[str, object]) -> list[str]:
+        arguments = toy.arguments(tmp_path / "run", {MODEL: str(toy.model), **changes})
+        capsys.readouterr()
+        assert main(["check", "--format", "json", *arguments]) == 2
+        found = [problem["message"] for problem in json.loads(capsys.readouterr().out)["problems"]]
+        assert main(["train", "--local", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert all(message in said for message in found)
+        assert "Traceback" not in said
+        assert not (tmp_path / "run").exists()
+        return found
+
+    return said_by_both
+
+
+@pytest.fixture
+def model(toy: Toy, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return shutil.copytree(toy.model, tmp_path / "model")
 
 
 @pytest.mark.parametrize("words", BROKEN_MODELS)
-def test_a_broken_model(words: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = shutil.copytree(toy.model, tmp_path / "model")
-    BROKEN_MODELS[words](folder)
-    [message] = refused(toy, tmp_path, capsys, **{MODEL: str(folder)})
+def test_a_broken_model(words: str, refused: Refused, model: Path) -> None:
+    BROKEN_MODELS[words](model)
+    [message] = refused({MODEL: str(model)})
     assert words in message
 
 
-def test_prompts_that_are_missing_or_too_long(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_that_are_missing_or_too_long(tmp_path: Path, refused: Refused) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", None, [{"role": "user", "content": "x" * 500}])
-    [message] = refused(toy, tmp_path, capsys, **{ROWS: str(rows)})
+    [message] = refused({ROWS: str(rows)})
     assert "rows.jsonl row 1: the prompt is None" in message
     assert "rows.jsonl row 2: the prompt has" in message
 
 
 @pytest.mark.parametrize("words", BROKEN_REWARDS)
-def test_a_broken_reward_function(words: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_reward_function(words: str, tmp_path: Path, refused: Refused) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(BROKEN_REWARDS[words])
-    [message] = refused(toy, tmp_path, capsys, **{REWARD: str(reward)})
+    [message] = refused({REWARD: str(reward)})
     assert words in message
 
 
 @pytest.mark.parametrize("words", BROKEN_TOOLS)
-def test_broken_tools_of_an_agent(words: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_tools_of_an_agent(words: str, tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "tools.py").write_text(BROKEN_TOOLS[words])
     turns = "actor_rollout_ref.rollout.multi_turn"
     keys = {f"{turns}.enable": True, f"{turns}.function_tool_path": str(tmp_path / "tools.py")}
-    [message] = refused(toy, tmp_path, capsys, **keys, **({f"{turns}.format": "hermse"} if "hermse" in words else {}))
+    [message] = refused(keys | ({f"{turns}.format": "hermse"} if "hermse" in words else {}))
     assert words in message
 
 
-def test_the_folder_of_a_run_is_no_checkpoint_to_resume_from(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_a_run_is_no_checkpoint_to_resume_from(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "earlier" / "global_step_3").mkdir(parents=True)
     keys = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "earlier")}
-    [message] = refused(toy, tmp_path, capsys, **keys)
+    [message] = refused(keys)
     assert f"is the folder of a run; give one of its checkpoints, such as {tmp_path}/earlier/global_step_3." in message
 
 
-def test_model_rows_and_reward_are_refused_at_once(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = shutil.copytree(toy.model, tmp_path / "model")
-    norm(0)(folder)
+def test_model_rows_and_reward_are_refused_at_once(tmp_path: Path, refused: Refused, model: Path) -> None:
+    norm(0)(model)
     (tmp_path / "reward.py").write_text("def compute_score(a): ...\n")
     rows = write_rows(tmp_path / "rows.jsonl", None)
-    inputs = {MODEL: str(folder), ROWS: str(rows), REWARD: str(tmp_path / "reward.py")}
-    assert len(refused(toy, tmp_path, capsys, **inputs)) == 3
+    inputs = {MODEL: str(model), ROWS: str(rows), REWARD: str(tmp_path / "reward.py")}
+    assert len(refused(inputs)) == 3
 
 
 def test_a_good_run_is_valid_and_of_many_rows_some_are_read(
@@ -158,21 +166,18 @@ def test_a_good_run_is_valid_and_of_many_rows_some_are_read(
         ("num_hidden_layers", 3, "cannot build a network of Qwen2Config for a policy: IndexError"),
     ],
 )
-def test_an_override_that_the_weights_do_not_fit(
-    field: str, value: int, words: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    [message] = refused(toy, tmp_path, capsys, **{f"actor_rollout_ref.model.override_config.{field}": value})
+def test_an_override_that_the_weights_do_not_fit(field: str, value: int, words: str, refused: Refused) -> None:
+    [message] = refused({f"actor_rollout_ref.model.override_config.{field}": value})
     assert words in message
 
 
 def test_a_number_of_the_weights_that_is_not_finite(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
-    folder = shutil.copytree(toy.model, tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][3] = math.inf
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    arguments = toy.arguments(tmp_path / "run", {MODEL: str(folder)})
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    arguments = toy.arguments(tmp_path / "run", {MODEL: str(model)})
     assert main(["check", "--format", "json", *arguments]) == 2
     [problem] = json.loads(capsys.readouterr().out)["problems"]
     assert "1 of the 64 numbers of model.norm.weight are NaN or infinite" in problem["message"]
@@ -182,14 +187,13 @@ def test_a_number_of_the_weights_that_is_not_finite(
 
 
 def test_without_a_tokenizer_rows_and_rewards_are_checked_all_the_same(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Refused, model: Path
 ) -> None:
-    folder = shutil.copytree(toy.model, tmp_path / "model")
-    (folder / "tokenizer.json").write_text("{")
+    (model / "tokenizer.json").write_text("{")
     rows = write_rows(tmp_path / "rows.jsonl", None)
     (tmp_path / "reward.py").write_text("def compute_score(a): ...\n")
-    inputs = {MODEL: str(folder), ROWS: str(rows), REWARD: str(tmp_path / "reward.py")}
-    tokenizer, unchecked, row, reward = refused(toy, tmp_path, capsys, **inputs)
+    inputs = {MODEL: str(model), ROWS: str(rows), REWARD: str(tmp_path / "reward.py")}
+    tokenizer, unchecked, row, reward = refused(inputs)
     assert "cannot be read (JSONDecodeError" in tokenizer
     assert "without a tokenizer neither the chat template nor the lengths of prompts" in unchecked
     assert "rows.jsonl row 1: the prompt is None" in row
@@ -211,15 +215,14 @@ def test_without_the_tokenizer_of_a_model_on_the_hub_a_data_source_without_a_rul
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_without_a_tokenizer_the_rows_of_other_methods_are_checked_all_the_same(
-    method: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
-    folder = shutil.copytree(toy.model, tmp_path / "model")
-    (folder / "tokenizer.json").write_text("{")
+    (model / "tokenizer.json").write_text("{")
     pair = {"prompt": "say 1", "response": "1", "chosen": "1", "rejected": "2"}
     rows = [pair, pair | {"response": None, "rejected": None}, pair | {"rejected": "3"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = [
-        f"model={folder}",
+        f"model={model}",
         f"data={tmp_path / 'rows.jsonl'}",
         f"trainer.method={method}",
         f"output={tmp_path / 'run'}",
@@ -232,9 +235,10 @@ def test_without_a_tokenizer_the_rows_of_other_methods_are_checked_all_the_same(
 
 
 @pytest.mark.parametrize("key", ["trainer.default_local_dir", "trainer.rollout_data_dir"])
-def test_a_folder_that_cannot_be_written(
-    key: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written(key: str, tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "file").touch()
-    [message] = refused(toy, tmp_path, capsys, **{key: str(tmp_path / "file" / "x")})
-    assert f"{key}={tmp_path}/file/x cannot be written: {tmp_path}/file is not a folder" in message
+    [message] = refused({key: str(tmp_path / "file" / "x")})
+    assert (
+        f"{key}={tmp_path}/file/x cannot be written: {tmp_path}/file is not a folder; give a folder that you may"
+        in message
+    )

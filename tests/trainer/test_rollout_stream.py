@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -107,39 +107,45 @@ class Scores:
                 future.set_result({"score": 1.0})
 
 
-def make(
-    toy: Toy,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    scores: Scores | None = None,
-    apart: bool = False,
-    **settings: Any,
-) -> tuple[RolloutStream, Scripted]:
-    keys = {"mode": "fully_async", "max_staleness": 1, **settings}
-    config = toy.config(folder, {f"async_training.{name}": value for name, value in keys.items()})
-    monkeypatch.setattr(rollout_stream, "OnOwnDevices" if apart else "OnTrainerDevices", Scripted)
-    draw_prompts = numbered_prompts(GROUPS, [1])
-    groups: Any = type("Groups", (), {"engines": object() if apart else None, "actor_rollout": None})()
-    stream = RolloutStream(
-        config, groups, DrawLedger(folder), draw_prompts=draw_prompts, total_steps=9, scores=GroupScores(scores)
-    )
-    generator: Any = stream._generator
-    return stream, generator
+Make = Callable[..., tuple[RolloutStream, Scripted]]
+
+
+@pytest.fixture
+def make(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A stream over a scripted generator, with its ledger in `tmp_path` or a folder in it."""
+
+    def made(
+        scores: Scores | None = None, *, apart: bool = False, folder: str = "", **settings: Any
+    ) -> tuple[RolloutStream, Scripted]:
+        keys = {"mode": "fully_async", "max_staleness": 1, **settings}
+        config = toy.config(tmp_path / folder, {f"async_training.{name}": value for name, value in keys.items()})
+        monkeypatch.setattr(rollout_stream, "OnOwnDevices" if apart else "OnTrainerDevices", Scripted)
+        groups: Any = type("Groups", (), {"engines": object() if apart else None, "actor_rollout": None})()
+        stream = RolloutStream(
+            *(config, groups, DrawLedger(tmp_path / folder)),
+            draw_prompts=numbered_prompts(GROUPS, [1]),
+            total_steps=9,
+            scores=GroupScores(scores),
+        )
+        generator: Any = stream._generator
+        return stream, generator
+
+    return made
 
 
 def uids(batch: DataProto) -> list[str]:
     return list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))
 
 
-def test_an_engine_that_generates_nothing_is_named(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, generator = make(toy, tmp_path, monkeypatch, stall_timeout_s=0.2)
+def test_an_engine_that_generates_nothing_is_named(make: Make) -> None:
+    stream, generator = make(stall_timeout_s=0.2)
     generator.finishing, generator.progress = 0, 0.0
     with pytest.raises(StalledError, match=r"the trainer waits for draws? 0.*waits for engine 0"):
         stream.next(1)
 
 
-def test_what_was_lost_is_started_again_once(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, generator = make(toy, tmp_path, monkeypatch)
+def test_what_was_lost_is_started_again_once(make: Make) -> None:
+    stream, generator = make()
     generator.dies_next = True
     stream.begin_step()
     batch = stream.next(1)
@@ -150,10 +156,10 @@ def test_what_was_lost_is_started_again_once(toy: Toy, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("num_deaths", [1, 2])
 def test_what_was_lost_while_the_trainer_was_busy_is_started_again_before_anything_new(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_deaths: int
+    make: Make, num_deaths: int
 ) -> None:
     """As when an engine dies and the next weights meet a new one, which may die, too."""
-    stream, generator = make(toy, tmp_path, monkeypatch)
+    stream, generator = make()
     stream.begin_step()
     stream.trained(1, uids(stream.next(1)))
     running, before = list(generator.waiting), len(generator.started)
@@ -169,11 +175,9 @@ def test_what_was_lost_while_the_trainer_was_busy_is_started_again_before_anythi
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "wait"])
-def test_a_group_that_is_passed_over_is_dropped_or_waited_for(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_stale: str
-) -> None:
+def test_a_group_that_is_passed_over_is_dropped_or_waited_for(make: Make, tmp_path: Path, on_stale: str) -> None:
     """The newest draws finish first, so without a bound the first ones would never be trained on."""
-    stream, generator = make(toy, tmp_path, monkeypatch, on_stale=on_stale)
+    stream, generator = make(on_stale=on_stale)
     for step in range(1, 7):
         stream.begin_step()
         stream.trained(step, uids(stream.next(step)))
@@ -186,10 +190,8 @@ def test_a_group_that_is_passed_over_is_dropped_or_waited_for(
     assert max(record.staleness() or 0 for record in ledger.draws.values()) <= 1
 
 
-def test_groups_that_are_dropped_do_not_slow_the_pace(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, _ = make(toy, tmp_path, monkeypatch, apart=True, on_stale="drop")
+def test_groups_that_are_dropped_do_not_slow_the_pace(make: Make, tmp_path: Path) -> None:
+    stream, _ = make(apart=True, on_stale="drop")
     ahead = []
     for step in range(1, 7):
         stream.begin_step()
@@ -202,10 +204,8 @@ def test_groups_that_are_dropped_do_not_slow_the_pace(
     assert min(ahead) > GROUPS, f"with a bound of 1 two batches may be open, and were not: {ahead}"
 
 
-def test_a_step_that_is_given_up_leaves_its_groups_for_the_next(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, _ = make(toy, tmp_path, monkeypatch)
+def test_a_step_that_is_given_up_leaves_its_groups_for_the_next(make: Make) -> None:
+    stream, _ = make()
     stream.begin_step()
     given = uids(stream.next(1))
     stream.undo_step(0)
@@ -214,11 +214,9 @@ def test_a_step_that_is_given_up_leaves_its_groups_for_the_next(
     assert uids(stream.next(1)) == given
 
 
-def test_groups_are_scored_while_the_trainer_updates_and_the_next_step_need_not_wait(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_are_scored_while_the_trainer_updates_and_the_next_step_need_not_wait(make: Make) -> None:
     scores = Scores(4, 5, 6, 7)
-    stream, generator = make(toy, tmp_path, monkeypatch, scores, apart=True)
+    stream, generator = make(scores, apart=True)
     stream.begin_step()
     assert uids(stream.next(1)) == ["draw-4", "draw-5", "draw-6", "draw-7"], "the newest finish first here"
     generator.finishing = GROUPS
@@ -231,30 +229,24 @@ def test_groups_are_scored_while_the_trainer_updates_and_the_next_step_need_not_
     assert uids(stream.next(2)) == ["draw-0", "draw-1", "draw-2", "draw-3"]
 
 
-def test_a_step_takes_groups_that_are_scored_before_those_that_are_not(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, generator = make(toy, tmp_path, monkeypatch, Scores(0, 2, 4, 6), apart=True)
+def test_a_step_takes_groups_that_are_scored_before_those_that_are_not(make: Make) -> None:
+    stream, generator = make(Scores(0, 2, 4, 6), apart=True)
     generator.finishing = 8
     stream.begin_step()
     assert uids(stream.next(1)) == ["draw-0", "draw-2", "draw-4", "draw-6"]
 
 
-def test_on_the_trainers_devices_the_choice_of_groups_does_not_depend_on_how_fast_they_are_scored(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, generator = make(toy, tmp_path, monkeypatch, Scores(0, 2, 4, 6))
+def test_on_the_trainers_devices_the_choice_of_groups_does_not_depend_on_how_fast_they_are_scored(make: Make) -> None:
+    stream, generator = make(Scores(0, 2, 4, 6))
     generator.finishing = 8
     stream.begin_step()
     assert uids(stream.next(1)) == ["draw-0", "draw-1", "draw-2", "draw-3"]
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["engines apart", "one device"])
-def test_a_score_that_never_comes_is_named(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool
-) -> None:
+def test_a_score_that_never_comes_is_named(make: Make, apart: bool) -> None:
     scores = Scores(*range(1, 8))
-    stream, generator = make(toy, tmp_path, monkeypatch, scores, apart, stall_timeout_s=0.2, max_staleness=0)
+    stream, generator = make(scores, apart=apart, stall_timeout_s=0.2, max_staleness=0)
     generator.finishing = 8
     stream.begin_step()
 
@@ -267,11 +259,9 @@ def test_a_score_that_never_comes_is_named(
         train()
 
 
-def test_a_resumed_stream_scores_nothing_again_that_was_scored(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_stream_scores_nothing_again_that_was_scored(make: Make) -> None:
     scores = Scores(0, 1, 2, 3, 4)
-    stream, generator = make(toy, tmp_path, monkeypatch, scores)
+    stream, generator = make(scores)
     generator.finishing = 8
     stream.begin_step()
     stream.trained(1, uids(stream.next(1)))
@@ -283,33 +273,29 @@ def test_a_resumed_stream_scores_nothing_again_that_was_scored(
     state, carried = stream.state(), stream.carried()
 
     again = Scores()
-    resumed, _ = make(toy, tmp_path / "resumed", monkeypatch, again)
+    resumed, _ = make(again, folder="resumed")
     resumed.load(state, carried, 1)
     assert set(again.futures) == {"draw-6", "draw-7"}
     outcomes = [future.result() for future in resumed.scores.of([4, 5]) or ()]
     assert outcomes == [{"score": 1.0}] * N + [failure] * N
 
 
-def test_a_resumed_stream_says_of_its_weights_what_they_are(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_stream_says_of_its_weights_what_they_are(make: Make) -> None:
     """Between two updates the engines have older weights than the trainer; a checkpoint has the trainer's only."""
     settings = {"apart": True, "trigger_parameter_sync_step": 3, "max_staleness": 3}
-    stream, generator = make(toy, tmp_path, monkeypatch, **settings)
+    stream, generator = make(**settings)
     for step in range(1, 5):
         stream.begin_step()
         stream.trained(step, uids(stream.next(step)))
         stream.update(step, step)
     assert generator.version == 3
-    resumed, engines = make(toy, tmp_path / "resumed", monkeypatch, **settings)
+    resumed, engines = make(folder="resumed", **settings)
     resumed.load(stream.state(), stream.carried(), 4)
     assert engines.version == 4
 
 
-def test_a_stream_that_goes_on_from_a_synchronous_run_drops_nothing(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, generator = make(toy, tmp_path, monkeypatch, on_stale="drop")
+def test_a_stream_that_goes_on_from_a_synchronous_run_drops_nothing(make: Make, tmp_path: Path) -> None:
+    stream, generator = make(on_stale="drop")
     stream.load(None, {}, 5)
     stream.begin_step()
     stream.trained(6, uids(stream.next(6)))
@@ -321,9 +307,9 @@ def test_a_stream_that_goes_on_from_a_synchronous_run_drops_nothing(
     assert not generator.aborted
 
 
-def test_a_step_that_is_given_up_keeps_its_scores(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_given_up_keeps_its_scores(make: Make) -> None:
     scores = Scores(0, 1, 2, 3)
-    stream, generator = make(toy, tmp_path, monkeypatch, scores)
+    stream, generator = make(scores)
     generator.finishing = 8
     for _ in range(2):
         stream.begin_step()
