@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import psutil
 
@@ -29,6 +30,14 @@ async def wait_in_loop(ask: Callable[[], T], what: str, *, seconds: float = 60.0
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         await asyncio.sleep(0.002)
     return answer
+
+
+def on_thread(work: Callable[..., T], *args: Any) -> Future[T]:
+    """`work(*args)` on a thread of its own: `result(seconds)` waits for what it returns or raises."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work, *args)
+    pool.shutdown(wait=False)
+    return future
 
 
 def wait_until_gone(*pids: int, seconds: float = 60.0) -> None:

@@ -17,7 +17,7 @@ from dovetail.rollout.native.engine import NativeEngine
 from tests.agents.exactness import agents_for, check_engine, check_log_probs, rollout_config, task_prompts
 from tests.agents.test_loops import ScriptedTools
 from tests.models.tiny import tiny_model
-from tests.waiting import wait_until
+from tests.waiting import on_thread, wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -162,8 +162,7 @@ def test_what_is_unfinished_goes_on_elsewhere_from_its_tokens(folder: Path, tmp_
     other = NativeEngine(folder)
     stream = AgentStream(other, rollout, agents_for(rollout), pad_token_id=0)
     stream.start(task_prompts(3))
-    thread = threading.Thread(target=stream.run, args=(3,))
-    thread.start()
+    running = on_thread(stream.run, 3)
     other.wait(lambda: other.stats.decode_tokens >= 50, timeout=60)
     other.pause()
     snapshot = stream.snapshot()
@@ -171,7 +170,7 @@ def test_what_is_unfinished_goes_on_elsewhere_from_its_tokens(folder: Path, tmp_
     assert 50 <= int((snapshot.tensors["weight_version"] >= 0).sum()) < int(wanted.tensors["response_mask"].sum())
     snapshot.save_to_disk(str(tmp_path / "snapshot"))
     stream.close()
-    thread.join(60)
+    running.exception(60)
     resumed = AgentStream(NativeEngine(folder), rollout, agents_for(rollout), pad_token_id=0)
     resumed.start(task_prompts(3), DataProto.load_from_disk(str(tmp_path / "snapshot")))
     equal_rows(finished(resumed, 3), wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import pytest
 import torch
 
 from dovetail.models.weights import to_checkpoint_tensors
-from dovetail.rollout import EngineError, GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
+from dovetail.rollout import EngineError, GenerationResult, SamplingParams, WeightUpdateError
 from dovetail.rollout.native.engine import NativeEngine
 from tests.models.tiny import save_tiny_model, tiny_model
 from tests.rollout.test_native_engine import plain_log_probs, prompts, requests, tokens, transformers_greedy
-from tests.waiting import wait_until
+from tests.waiting import on_thread, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -29,20 +28,6 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def greedy_of(model: Any, rows: list[list[int]]) -> list[list[int]]:
     return [transformers_greedy(model, row, 12) for row in rows]
-
-
-class Background:
-    """`generate` in another thread."""
-
-    def __init__(self, engine: NativeEngine, asked: list[GenerationRequest]) -> None:
-        self.results: list[GenerationResult] = []
-        self._thread = threading.Thread(target=lambda: self.results.extend(engine.generate(asked)))
-        self._thread.start()
-
-    def join(self) -> list[GenerationResult]:
-        self._thread.join(timeout=60)
-        assert not self._thread.is_alive(), "generation did not end"
-        return self.results
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3_moe", "mixtral"])
@@ -106,14 +91,14 @@ def test_an_update_during_a_pause_continues_under_the_new_weights(tmp_path: Path
     old, new = tiny_model("qwen3"), tiny_model("qwen3", seed=1)
     rows = prompts(3, seed=1)
     sampling = SamplingParams(temperature=0, n=2, max_new_tokens=100, ignore_eos=True)
-    running = Background(engine, requests(rows, sampling))
+    running = on_thread(engine.generate, requests(rows, sampling))
     wait_until(lambda: engine.stats.decode_steps >= 3, "the first steps")
     engine.pause()
     steps = engine.stats.decode_steps
     assert steps < 100, "the pause came too late to test anything"
     engine.update_weights(weights(new), version=1)
     engine.continue_()
-    results = running.join()
+    results = running.result(60)
     assert {v for r in results for v in r.weight_versions} == {0, 1}
     assert results[0].weight_versions.count(0) == steps
     for r in results:
@@ -134,12 +119,12 @@ def test_abort_returns_what_was_written() -> None:
     engine = NativeEngine(model)
     rows = prompts(2, seed=2)
     asked = requests(rows, SamplingParams(temperature=0, max_new_tokens=150, ignore_eos=True))
-    running = Background(engine, asked)
+    running = on_thread(engine.generate, asked)
     wait_until(lambda: engine.stats.decode_steps >= 3, "the first steps")
     engine.pause()
     assert engine.abort(["r1", "unknown"]) == 1
     engine.continue_()
-    whole, cut = running.join()
+    whole, cut = running.result(60)
     assert (whole.finish_reason, cut.finish_reason) == ("length", "abort")
     assert 3 <= len(cut.token_ids) < len(whole.token_ids)
     assert cut.token_ids == transformers_greedy(model, rows[1], len(cut.token_ids))
@@ -151,8 +136,8 @@ def test_several_threads_share_the_batch() -> None:
     model = tiny_model("llama")
     engine = NativeEngine(model, max_num_seqs=8)
     rows = prompts(12, seed=3)
-    threads = [Background(engine, [request]) for request in requests(rows, GREEDY)]
-    assert [thread.join()[0].token_ids for thread in threads] == greedy_of(model, rows)
+    threads = [on_thread(engine.generate, [request]) for request in requests(rows, GREEDY)]
+    assert [thread.result(60)[0].token_ids for thread in threads] == greedy_of(model, rows)
 
 
 def test_weights_of_the_folder_come_back_into_the_model_that_was_asked_for(tmp_path: Path) -> None:
@@ -199,7 +184,8 @@ def test_sleep_of_the_cache_while_paused_keeps_the_requests() -> None:
     model = tiny_model("llama")
     engine = NativeEngine(model)
     rows = prompts(2, seed=4)
-    running = Background(engine, requests(rows, SamplingParams(temperature=0, max_new_tokens=150, ignore_eos=True)))
+    long = SamplingParams(temperature=0, max_new_tokens=150, ignore_eos=True)
+    running = on_thread(engine.generate, requests(rows, long))
     wait_until(lambda: engine.stats.decode_steps >= 3, "the first steps")
     with pytest.raises(EngineError, match="finish, abort or pause"):
         engine.sleep(["kv_cache"])
@@ -208,7 +194,7 @@ def test_sleep_of_the_cache_while_paused_keeps_the_requests() -> None:
     assert engine.health().kv_cache_bytes == 0
     engine.wake(["kv_cache"])
     engine.continue_()
-    assert tokens(running.join()) == [transformers_greedy(model, row, 150) for row in rows]
+    assert tokens(running.result(60)) == [transformers_greedy(model, row, 150) for row in rows]
 
 
 def test_requests_sleep_while_the_trainer_works_and_go_on_with_exact_log_probs() -> None:
@@ -309,10 +295,10 @@ def test_a_module_that_cannot_be_shared_is_refused() -> None:
 
 def test_a_closed_engine_ends_its_requests_and_says_so() -> None:
     engine = NativeEngine(tiny_model("llama"))
-    running = Background(engine, requests([[5]], SamplingParams(max_new_tokens=500, ignore_eos=True)))
+    running = on_thread(engine.generate, requests([[5]], SamplingParams(max_new_tokens=500, ignore_eos=True)))
     wait_until(lambda: engine.stats.decode_steps >= 2, "the first steps")
     engine.close()
-    assert running.join()[0].finish_reason == "abort"
+    assert running.result(60)[0].finish_reason == "abort"
     engine.close()
     assert engine.health().reason == "the engine is closed"
     with pytest.raises(EngineError, match="closed"):

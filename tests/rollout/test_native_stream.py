@@ -15,6 +15,7 @@ from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.native.engine import NativeEngine
 from tests.models.tiny import tiny_model
 from tests.rollout.test_native_engine import plain_log_probs, prompts
+from tests.waiting import on_thread
 
 pytestmark = pytest.mark.unit
 
@@ -97,21 +98,17 @@ def test_two_streams_share_an_engine_and_each_gets_its_own_results() -> None:
     rows = prompts(6, seed=4)
     requests = [GenerationRequest(str(i), row, LONG) for i, row in enumerate(rows)]
     alone = [engine.generate([request])[0] for request in requests]
-    halves: list[list[GenerationResult]] = [[], []]
 
-    def consume(half: int) -> None:
+    def consume(half: int) -> list[GenerationResult]:
+        results = []
         with engine.open_stream() as stream:
             stream.submit(*requests[half::2])
             while stream.num_running:
-                halves[half] += stream.results(timeout=60)
+                results += stream.results(timeout=60)
+        return results
 
-    threads = [threading.Thread(target=consume, args=(half,)) for half in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for half in (0, 1):
-        seen = sorted(halves[half], key=lambda result: result.request_id)
+    for half, consuming in enumerate([on_thread(consume, half) for half in (0, 1)]):
+        seen = sorted(consuming.result(60), key=lambda result: result.request_id)
         assert [result.token_ids for result in seen] == [result.token_ids for result in alone[half::2]]
 
 

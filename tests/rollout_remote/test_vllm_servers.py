@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import urllib.request
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from dovetail.backends.build import build_backend
 from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.models.policy import PolicyModel
-from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
+from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
 from dovetail.rollout.remote.engine import RemoteRollout
 from dovetail.weight_sync import weight_checksum
 from tests.models.tiny import save_tiny_model, tiny_model
@@ -24,7 +25,7 @@ from tests.rollout.stalling import check_stalls
 from tests.rollout_remote.conftest import FAMILY
 from tests.rollout_remote.servers import VLLMServer
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
-from tests.rollout_vllm.running import Running
+from tests.rollout_vllm.running import generating
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.xdist_group("vllm-servers")]
@@ -51,11 +52,13 @@ def _tokens_written(server: VLLMServer) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
 
-def _running(engine: RemoteRollout, requests: list[GenerationRequest], server: VLLMServer, count: int) -> Running:
+def _running(
+    engine: RemoteRollout, requests: list[GenerationRequest], server: VLLMServer, count: int
+) -> Future[list[GenerationResult]]:
     """Start them on a thread; come back when the server has written `count` tokens. They are counted from before the
     start: on a busy machine most may be there before this thread looks."""
     start = _tokens_written(server)
-    running = Running(engine, *requests)
+    running = generating(engine, *requests)
     wait_until(lambda: _tokens_written(server) - start >= count, f"{count} tokens of {server.url}")
     return running
 

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import Future
 
-from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, RolloutEngine
-from tests.waiting import wait_until
+from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
+from tests.waiting import on_thread, wait_until
 
 
-class Running:
-    def __init__(self, engine: RolloutEngine, *requests: GenerationRequest) -> None:
-        self.results: list[GenerationResult] = []
-        self.error: EngineError | ValueError | None = None
-        self._thread = threading.Thread(target=self._run, args=(engine, requests))
-        self._thread.start()
-
-    def _run(self, engine: RolloutEngine, requests: tuple[GenerationRequest, ...]) -> None:
-        try:
-            self.results = engine.generate(requests)
-        except (EngineError, ValueError) as error:
-            self.error = error
-
-    def join(self, seconds: float) -> None:
-        self._thread.join(seconds)
-        assert not self._thread.is_alive(), f"still generating after {seconds} s"
-
-    def result(self, seconds: float) -> list[GenerationResult]:
-        self.join(seconds)
-        if self.error is not None:
-            raise self.error
-        return self.results
+def generating(engine: RolloutEngine, *requests: GenerationRequest) -> Future[list[GenerationResult]]:
+    return on_thread(engine.generate, requests)
 
 
 def wait_for_tokens(engine: RolloutEngine, name: str, count: int) -> None:

@@ -15,7 +15,7 @@ from dovetail.weight_sync import tensor_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import gpu_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
-from tests.rollout_vllm.running import Running, num_tokens, wait_for_tokens
+from tests.rollout_vllm.running import generating, num_tokens, wait_for_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -61,16 +61,16 @@ def test_shared_device_memory_brings_what_shared_memory_brings(
 
 def test_an_update_in_mid_generation_marks_every_token_with_the_version_that_wrote_it(engine: RayVLLMEngine) -> None:
     engine.update_weights(_on_device(0), 1)
-    running = Running(engine, GenerationRequest("long", PROMPT, LONG))
+    running = generating(engine, GenerationRequest("long", PROMPT, LONG))
     wait_for_tokens(engine, "long", 20)
     engine.update_weights(_on_device(5), 2)
-    running.join(60)
-    _check_two_versions(running.results[0], old=0, new=5)
+    (result,) = running.result(60)
+    _check_two_versions(result, old=0, new=5)
 
 
 def test_a_paused_request_outlives_a_sleep_that_gives_the_memory_back(engine: RayVLLMEngine) -> None:
     engine.update_weights(_on_device(0), 1)
-    running = Running(engine, GenerationRequest("long", PROMPT, LONG))
+    running = generating(engine, GenerationRequest("long", PROMPT, LONG))
     wait_for_tokens(engine, "long", 20)
     engine.pause()
     count = num_tokens(engine, "long")
@@ -83,9 +83,9 @@ def test_a_paused_request_outlives_a_sleep_that_gives_the_memory_back(engine: Ra
     engine.wake(["kv_cache"])
     assert num_tokens(engine, "long") == count, "awake, and still paused"
     engine.continue_()
-    running.join(60)
-    assert running.results[0].weight_versions.count(1) == count
-    _check_two_versions(running.results[0], old=0, new=5)
+    (result,) = running.result(60)
+    assert result.weight_versions.count(1) == count
+    _check_two_versions(result, old=0, new=5)
 
 
 def test_log_probs_under_a_cut_are_those_before_it(engine: RayVLLMEngine) -> None:

@@ -15,7 +15,7 @@ from dovetail.rollout.vllm.requests import Sample
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap, round_sums_as_float32, take_user_output
-from tests.rollout_vllm.running import Running, wait_for_tokens
+from tests.rollout_vllm.running import generating, wait_for_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
@@ -202,7 +202,7 @@ def test_prompts_that_do_not_fit_are_refused_by_name(tiny: tuple[VLLMEngine, Any
 def test_abort_ends_one_request_and_keeps_what_it_wrote(tiny: tuple[VLLMEngine, Any]) -> None:
     engine, model = tiny
     long = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
-    running = Running(engine, GenerationRequest("cut", [7], long), GenerationRequest("kept", [8], GREEDY))
+    running = generating(engine, GenerationRequest("cut", [7], long), GenerationRequest("kept", [8], GREEDY))
     wait_for_tokens(engine, "cut", 15)
     assert engine.abort(["cut"]) == 1
     cut, kept = running.result(120)
@@ -219,7 +219,7 @@ def test_an_update_in_the_middle_of_a_paused_generation_goes_on_under_the_new_we
     engine.update_weights(old.named_parameters(), 0)
     prompt = list(range(3, 203))
     sampling = SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True)
-    running = Running(engine, GenerationRequest("long", prompt, sampling))
+    running = generating(engine, GenerationRequest("long", prompt, sampling))
     wait_for_tokens(engine, "long", 20)
     engine.pause()
     count = len(engine._samples()[0].token_ids)  # not one more under the old weights: see below

@@ -18,7 +18,7 @@ from dovetail.weight_sync import DiskWeights
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import small_settings
 from tests.rollout_vllm.reference import check_versions, greedy, log_probs, mean_gap
-from tests.rollout_vllm.running import Running, num_tokens, wait_for_tokens
+from tests.rollout_vllm.running import generating, num_tokens, wait_for_tokens
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -73,7 +73,7 @@ def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights
 ) -> None:
     old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=5)
     engine.update_weights(old.named_parameters(), 1)
-    running = Running(engine, GenerationRequest("long", PROMPT, LONG))
+    running = generating(engine, GenerationRequest("long", PROMPT, LONG))
     wait_for_tokens(engine, "long", 20)
     if paused_first:
         engine.pause()
@@ -81,8 +81,7 @@ def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights
     engine.update_weights(new.named_parameters(), 2)
     if paused_first:
         engine.continue_()
-    running.join(60)
-    (result,) = running.results
+    (result,) = running.result(60)
     count = result.weight_versions.count(1)
     assert 20 <= count < 300
     assert not paused_first or count == written, "a paused engine writes nothing"
@@ -94,24 +93,24 @@ def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights
 
 
 def test_abort_ends_a_request_with_what_it_wrote(engine: RayVLLMEngine) -> None:
-    running = Running(engine, GenerationRequest("cut", PROMPT, LONG))
+    running = generating(engine, GenerationRequest("cut", PROMPT, LONG))
     wait_for_tokens(engine, "cut", 10)
     assert engine.abort(["cut"]) == 1
-    running.join(30)
-    assert running.results[0].finish_reason == "abort"
-    assert 10 <= len(running.results[0].token_ids) < 300
+    (result,) = running.result(30)
+    assert result.finish_reason == "abort"
+    assert 10 <= len(result.token_ids) < 300
 
 
 def test_a_misfit_is_named_and_requests_that_are_running_go_on_with_the_weights_they_had(engine: RayVLLMEngine) -> None:
     old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=1)
     weights = dict(new.named_parameters())
-    running = Running(engine, GenerationRequest("long", PROMPT, LONG))
+    running = generating(engine, GenerationRequest("long", PROMPT, LONG))
     wait_for_tokens(engine, "long", 5)
     with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.norm\.weight"):
         engine.update_weights([item for item in weights.items() if item[0] != "model.norm.weight"], 7)
-    running.join(60)
-    assert running.results[0].token_ids == greedy(old, PROMPT, 300)
-    assert running.results[0].weight_versions == [0] * 300
+    (result,) = running.result(60)
+    assert result.token_ids == greedy(old, PROMPT, 300)
+    assert result.weight_versions == [0] * 300
     engine.update_weights(weights.items(), 8)
     assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(new, PROMPT, 12)
 
@@ -121,12 +120,12 @@ def test_requests_join_while_others_run_and_weights_are_staged_meanwhile(engine:
     models = {version: tiny_model("llama_tied", seed=version) for version in (1, 2, 3)}
     sampling = SamplingParams(temperature=0.9, max_new_tokens=300, n=2, seed=3, ignore_eos=True)
     engine.update_weights(models[1].named_parameters(), 1)
-    first = Running(engine, GenerationRequest("first", PROMPT, sampling))
+    first = generating(engine, GenerationRequest("first", PROMPT, sampling))
     wait_for_tokens(engine, "first", 20)
     engine.stage_weights(models[2].named_parameters(), 2)
     assert engine.health().weight_version == 1
     engine.pause()
-    second = Running(engine, GenerationRequest("second", PROMPT[:50], sampling), GenerationRequest("cut", [7], LONG))
+    second = generating(engine, GenerationRequest("second", PROMPT[:50], sampling), GenerationRequest("cut", [7], LONG))
     assert engine.commit_weights(2) > 0
     engine.continue_()
     wait_for_tokens(engine, "second", 40)
@@ -134,15 +133,14 @@ def test_requests_join_while_others_run_and_weights_are_staged_meanwhile(engine:
     assert engine.abort(["cut"]) == 1
     engine.update_weights(models[3].named_parameters(), 3)
     engine.continue_()
-    first.join(120)
-    second.join(120)
-    for result in first.results:
+    for result in first.result(120):
         assert set(result.weight_versions) >= {1, 2}
         check_versions(models, PROMPT, result, temperature=0.9)
-    for result in second.results[:2]:
+    *complete, cut = second.result(120)
+    for result in complete:
         assert set(result.weight_versions) == {2, 3}
         check_versions(models, PROMPT[:50], result, temperature=0.9)
-    assert second.results[2].finish_reason == "abort"
+    assert cut.finish_reason == "abort"
     check_versions(models, [7], second.results[2], temperature=1.0)
 
 
@@ -188,25 +186,23 @@ def _finish_the_batch_on_a_new_engine(engine: RayVLLMEngine) -> None:
     requests = [GenerationRequest(f"short {n}", [*PROMPT, 5 + n], GREEDY) for n in range(3)]
     requests += [GenerationRequest(f"long {n}", [*PROMPT, 9 + n], LONG) for n in range(2)]
     pid = _pid(engine)
-    running = Running(engine, *requests)
+    running = generating(engine, *requests)
     wait_for_tokens(engine, "long 1", 40)
     os.kill(pid, signal.SIGKILL)
-    running.join(180)
-    assert running.error is None
-    assert [result.request_id for result in running.results] == [request.request_id for request in requests]
+    results = running.result(180)
+    assert [result.request_id for result in results] == [request.request_id for request in requests]
     wanted = [greedy(model, list(r.prompt_token_ids), r.sampling.max_new_tokens) for r in requests]
-    assert [result.token_ids for result in running.results] == wanted
-    assert {version for result in running.results for version in result.weight_versions} == {6}
+    assert [result.token_ids for result in results] == wanted
+    assert {version for result in results for version in result.weight_versions} == {6}
     assert engine.restarts_left == 0
 
 
 def _say_what_died(engine: RayVLLMEngine) -> None:
     pid = _pid(engine)
-    running = Running(engine, GenerationRequest("lost", PROMPT, LONG))
+    running = generating(engine, GenerationRequest("lost", PROMPT, LONG))
     wait_for_tokens(engine, "lost", 5)
     os.kill(pid, signal.SIGKILL)
-    running.join(60)
-    assert "process of the vLLM engine died" in str(running.error)
+    assert "process of the vLLM engine died" in str(running.exception(60))
     assert not engine.health().ok
     with pytest.raises(EngineError, match="process of the vLLM engine died"):
         engine.generate([GenerationRequest("a", PROMPT, GREEDY)])

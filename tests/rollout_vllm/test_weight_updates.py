@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import check_versions, greedy, log_probs, mean_gap
 from tests.rollout_vllm.running import num_tokens
+from tests.waiting import on_thread
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 
@@ -161,11 +161,10 @@ def test_every_token_has_the_log_prob_of_its_own_weights_whatever_comes_and_goes
     engine.update_weights(models[1].named_parameters(), 1)
     stream.submit(GenerationRequest("first", PROMPT, sampling))
     _write(engine, "first", 20)
-    staging = threading.Thread(target=engine.stage_weights, args=(models[2].named_parameters(), 2))
-    staging.start()
+    staging = on_thread(engine.stage_weights, models[2].named_parameters(), 2)
     stream.submit(*(GenerationRequest(name, prompts[name], sampling) for name in ("second", "cut")))
     _write(engine, "cut", 10)
-    staging.join(60)
+    staging.result(60)
     assert stream.abort(["cut"]) == 2
     assert engine.commit_weights(2) > 0
     _write(engine, "second", 40)

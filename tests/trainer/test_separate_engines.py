@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.controller import WorkerDiedError
 from dovetail.controller.errors import WorkerError, describe_exception
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
@@ -26,7 +24,7 @@ from dovetail.workers.weight_check import SentWeights
 from dovetail.workers.weight_sending import SendResult
 from tests.trainer.test_workers import answers, assert_close
 from tests.trainer.toy_run import Toy, train
-from tests.waiting import wait_until, wait_until_it_works
+from tests.waiting import on_thread, wait_until, wait_until_it_works
 from tests.workers.tiny_run import rollout_batch, run_config, small_model, with_old_log_probs
 
 pytestmark = [
@@ -87,26 +85,6 @@ def prompts(n: int = 2) -> DataProto:
     return DataProto.from_dict(
         {"index": torch.arange(4)}, {"raw_prompt_ids": ids, "sampling_seed": np.arange(4)}, {"n": n}
     )
-
-
-class Generating:
-    """A generation on a thread."""
-
-    def __init__(self, engines: SeparateEngines) -> None:
-        self.result: DataProto | None = None
-        self.error: WorkerDiedError | None = None
-        self._thread = threading.Thread(target=self._run, args=(engines,))
-        self._thread.start()
-
-    def _run(self, engines: SeparateEngines) -> None:
-        try:
-            self.result = engines.generate_sequences(prompts())
-        except WorkerDiedError as error:
-            self.error = error
-
-    def join(self) -> None:
-        self._thread.join(120)
-        assert not self._thread.is_alive(), "still generating, or waiting for the dead, after two minutes"
 
 
 def kill(engines: SeparateEngines) -> int:
@@ -239,22 +217,20 @@ def _survive_a_kill(engines: SeparateEngines) -> None:
     expected = engines.generate_sequences(prompts())
     reasons: list[str] = []
     engines.on_restart = reasons.append
-    running = Generating(engines)
+    running = on_thread(engines.generate_sequences, prompts())
     pid = kill(engines)
     wait_until(lambda: reasons, "a word of the driver")
     assert f"rollout[rank 1] died (pid {pid}" in reasons[0]
     assert "while running 'generate_sequences'" in reasons[0]
-    running.join()
-    assert running.result is not None, running.error
+    result = running.result(120)
     for name in ("responses", "response_mask", "weight_version"):
-        assert torch.equal(running.result.tensors[name], expected.tensors[name]), name
+        assert torch.equal(result.tensors[name], expected.tensors[name]), name
     assert engines.num_restarts == 2
 
 
 def _say_who_died(groups: RoleGroups, engines: SeparateEngines) -> None:
     """No restart is left; the trainer goes on."""
-    running = Generating(engines)
+    running = on_thread(engines.generate_sequences, prompts())
     kill(engines)
-    running.join()
-    assert "rollout[rank 1] died" in str(running.error)
+    assert "rollout[rank 1] died" in str(running.exception(120))
     assert groups.actor_rollout.compute_log_prob(rollout_batch()).tensors["old_log_probs"].isfinite().all()

@@ -10,7 +10,6 @@ import asyncio
 import os
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -41,7 +40,7 @@ from dovetail.weight_sync import broadcast as broadcast_module
 from dovetail.weight_sync import checksum as checksum_module
 from dovetail.weight_sync import group as group_module
 from dovetail.workers.weight_sending import WeightSending
-from tests.waiting import wait_until
+from tests.waiting import on_thread, wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -191,15 +190,9 @@ def test_each_restart_of_the_engines_gives_back_the_group_before(
     assert [is_served(address) for address in addresses] == [False] * 4
 
 
-def receive(address: GroupAddress, into: dict[str, torch.Tensor]) -> threading.Thread:
-    def work() -> None:
-        receiver = WeightReceiver(address, 1)
-        for bucket in receiver.buckets():
-            into.update((name, tensor.clone()) for name, tensor in bucket.tensors())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
+def receive(address: GroupAddress) -> dict[str, torch.Tensor]:
+    buckets = WeightReceiver(address, 1).buckets()
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors()}
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -222,12 +215,11 @@ def test_an_update_hashes_nothing_unless_asked_and_travels_in_the_engines_dtype(
     monkeypatch.setattr(group_module.TransferGroup, "broadcast", counted_broadcast)
     backend: TrainBackend = backend_of(FP32)
     sending = WeightSending(backend, RolloutConfig(dtype="bfloat16"))
-    address, received = sending.open(1, "127.0.0.1"), {}
+    address = sending.open(1, "127.0.0.1")
     assert address is not None
-    receiving = receive(address, received)
+    receiving = on_thread(receive, address)
     result = sending.send(check=check)
-    receiving.join(60)
-    assert not receiving.is_alive()
+    received = receiving.result(60)
     assert result.problem == ""
     assert sum(sent) == 64 * 32 * 2 + 32 * 4
     assert received["model.layers.0.mlp.up_proj.weight"].equal(FP32[0][1].bfloat16())
@@ -254,11 +246,9 @@ def test_what_engines_keep_in_full_precision_and_small_dtypes_travel_as_they_are
 
 def test_an_announcement_of_a_sender_that_closed_says_so() -> None:
     sender = WeightSender(1, timeout_s=60)
-    joining = threading.Thread(target=lambda: receivers.append(WeightReceiver(sender.address, 1)))
-    receivers: list[WeightReceiver] = []
-    joining.start()
+    joining = on_thread(WeightReceiver, sender.address, 1)
     sender.connect()
-    joining.join(60)
+    joining.result(60)
     sender.close()
     with pytest.raises(RuntimeError, match="left the group"):
         next(Announcements(sender.address).update())
@@ -290,19 +280,9 @@ def test_a_group_that_could_not_be_built_is_left_at_once() -> None:
     channel = GroupChannel(dialect, loop, expected, 1024, "gloo", torch.device("cpu"))
     with pytest.raises(EngineError, match="could not be built: the connection broke") as caught:
         channel.deliver({"http://127.0.0.1:1": info, "http://127.0.0.1:2": info}, FP32)
-    words: list[str] = []
-
-    def receive(receiver: WeightReceiver) -> None:
-        with pytest.raises(BroadcastFailedError) as failure:
-            list(receiver.buckets())
-        words.append(str(failure.value))
-
-    threads = [threading.Thread(target=receive, args=(one,), daemon=True) for one in dialect.receivers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert ["it left the group" in said for said in words] == [True, True], caught
+    errors = [on_thread(list, receiver.buckets()).exception(20) for receiver in dialect.receivers]
+    assert [type(error) for error in errors] == [BroadcastFailedError] * 2, caught
+    assert all("it left the group" in str(error) for error in errors)
     loop.close()
 
 
@@ -318,11 +298,10 @@ def test_a_sender_that_was_closed_while_it_connected_leaves_the_group_when_it_is
 
     monkeypatch.setitem(group_module.BUILDERS, "gloo", build)
     sender = WeightSender(1)
-    with ThreadPoolExecutor(1) as pool:
-        connecting = pool.submit(sender.connect)
-        assert building.wait(30)
-        sender.close()
-        may_build.set()
-        with pytest.raises(GroupFailedError, match="closed before every receiver had joined"):
-            connecting.result(30)
+    connecting = on_thread(sender.connect)
+    assert building.wait(30)
+    sender.close()
+    may_build.set()
+    with pytest.raises(GroupFailedError, match="closed before every receiver had joined"):
+        connecting.result(30)
     assert group.num_aborted == 1

@@ -9,6 +9,7 @@ import pytest
 
 from dovetail.rollout.base import EngineDiedError, EngineError, GenerationRequest, GenerationResult, SamplingParams
 from dovetail.workers.restarts import generate_together
+from tests.waiting import on_thread
 
 pytestmark = pytest.mark.unit
 
@@ -45,7 +46,6 @@ def play(engines: list[FakeEngine]) -> list[list[GenerationResult] | EngineError
     """Each engine on a thread of its own, as ranks that hear each other."""
     barrier = threading.Barrier(len(engines), timeout=20)
     words = [""] * len(engines)
-    outcomes: list[list[GenerationResult] | EngineError] = [[] for _ in engines]
 
     def gather_of(rank: int) -> Callable[[str], Sequence[str]]:
         def gather(word: str) -> Sequence[str]:
@@ -57,7 +57,7 @@ def play(engines: list[FakeEngine]) -> list[list[GenerationResult] | EngineError
 
         return gather
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> list[GenerationResult] | EngineError:
         engine = engines[rank]
 
         def reload(mine: bool) -> None:
@@ -65,16 +65,12 @@ def play(engines: list[FakeEngine]) -> list[list[GenerationResult] | EngineError
             engine.has_weights = engine.has_weights or mine
 
         try:
-            outcomes[rank] = generate_together(engine, REQUESTS, reload=reload, gather=gather_of(rank))
+            return generate_together(engine, REQUESTS, reload=reload, gather=gather_of(rank))
         except EngineError as error:
-            outcomes[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(engines))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return outcomes
+    running = [on_thread(run, rank) for rank in range(len(engines))]
+    return [outcome.result(30) for outcome in running]
 
 
 @pytest.mark.parametrize("deaths", [(0, 0), (0, 1), (2, 1), (1, 0, 2)])
