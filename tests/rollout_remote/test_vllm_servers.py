@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.rollout.stalling import check_stalls
 from tests.rollout_remote.conftest import FAMILY
 from tests.rollout_remote.servers import VLLMServer
-from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+from tests.rollout_vllm.reference import check_misfits, greedy, log_probs, mean_gap
 from tests.rollout_vllm.running import generating
 from tests.waiting import wait_until
 
@@ -252,20 +252,8 @@ def test_abort_ends_one_request_and_keeps_what_it_wrote(servers: list[VLLMServer
 def test_misfits_are_named_and_the_engine_waits_for_a_whole_update(
     servers: list[VLLMServer], folder: Path, path: str, tmp_path: Path
 ) -> None:
-    model = tiny_model(FAMILY, seed=2)
-    weights = dict(model.named_parameters())
     with _engine(servers, folder, weights_folder=str(tmp_path) if path == "disk" else None) as engine:
-        short = {name: tensor for name, tensor in weights.items() if name != "model.layers.1.self_attn.k_proj.weight"}
-        with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.layers\.1\.self_attn\.k_proj"):
-            engine.update_weights(short.items(), 5)
-        with pytest.raises(EngineError, match="version 5 did not finish"):
-            engine.generate(_requests([PROMPT], GREEDY))
-        assert not engine.health().ok
-        bent = weights | {"model.norm.weight": weights["model.norm.weight"][:7]}
-        with pytest.raises(WeightUpdateError, match=r"'model\.norm\.weight' has shape \(7,\).*\(128,\)"):
-            engine.update_weights(bent.items(), 5)
-        engine.update_weights(weights.items(), 6)
-        assert engine.generate(_requests([PROMPT], GREEDY))[0].token_ids == greedy(model, PROMPT, 12)
+        check_misfits(engine, tiny_model(FAMILY, seed=2), PROMPT)
 
 
 def test_a_source_that_fails_leaves_the_servers_ready_for_the_next_update(

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 
-from dovetail.rollout.base import GenerationResult
+from dovetail.rollout.base import (
+    EngineError,
+    GenerationRequest,
+    GenerationResult,
+    RolloutEngine,
+    SamplingParams,
+    WeightUpdateError,
+)
 from dovetail.rollout.vllm.requests import Sample
 
 
@@ -75,6 +83,25 @@ def check_versions(
         wanted = log_probs(models[version], prompt, result.token_ids, temperature)
         own = torch.tensor(result.weight_versions) == version
         assert (wanted - torch.tensor(result.log_probs))[own].abs().mean() <= within, version
+
+
+def check_misfits(engine: RolloutEngine, model: Any, prompt: list[int]) -> None:
+    """Missing, misshapen and unknown tensors are named, and the engine waits for a complete update."""
+    weights = dict(model.named_parameters())
+    request = GenerationRequest("a", prompt, SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True))
+    short = {name: tensor for name, tensor in weights.items() if name != "model.layers.1.self_attn.k_proj.weight"}
+    with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.layers\.1\.self_attn\.k_proj\.weight"):
+        engine.update_weights(short.items(), 5)
+    with pytest.raises(EngineError, match="version 5 did not finish"):
+        engine.generate([request])
+    assert not engine.health().ok
+    bent = weights | {"model.norm.weight": weights["model.norm.weight"][:7]}
+    with pytest.raises(WeightUpdateError, match=r"'model\.norm\.weight' has shape \(7,\).*\(128,\)"):
+        engine.update_weights(bent.items(), 5)
+    with pytest.raises(WeightUpdateError, match=r"no tensor 'model\.extra'"):
+        engine.update_weights([*weights.items(), ("model.extra", weights["model.norm.weight"])], 5)
+    engine.update_weights(weights.items(), 6)
+    assert engine.generate([request])[0].token_ids == greedy(model, prompt, 12)
 
 
 def take_user_output(sample: Sample, output: Any) -> None:

@@ -141,7 +141,7 @@ def test_requests_join_while_others_run_and_weights_are_staged_meanwhile(engine:
         assert set(result.weight_versions) == {2, 3}
         check_versions(models, PROMPT[:50], result, temperature=0.9)
     assert cut.finish_reason == "abort"
-    check_versions(models, [7], second.results[2], temperature=1.0)
+    check_versions(models, [7], cut, temperature=1.0)
 
 
 def test_many_requests_at_once_each_get_their_own_answer(engine: RayVLLMEngine) -> None:

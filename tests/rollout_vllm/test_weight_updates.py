@@ -17,7 +17,7 @@ from dovetail.rollout.vllm_worker import extension
 from dovetail.weight_sync import DiskWeights, tensor_checksum, weight_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
-from tests.rollout_vllm.reference import check_versions, greedy, log_probs, mean_gap
+from tests.rollout_vllm.reference import check_misfits, check_versions, greedy, log_probs, mean_gap
 from tests.rollout_vllm.running import num_tokens
 from tests.waiting import on_thread
 
@@ -100,24 +100,8 @@ def test_smollm2_greedy_tokens_follow_an_update(smollm2: tuple[VLLMEngine, Any, 
         engine.update_weights(original.items(), 2)
 
 
-def test_missing_misshapen_and_unknown_tensors_are_named_and_the_engine_waits_for_a_whole_update(
-    engines: dict[str, VLLMEngine],
-) -> None:
-    engine, model = engines["llama"], tiny_model("llama", seed=2)
-    weights = dict(model.named_parameters())
-    short = {name: tensor for name, tensor in weights.items() if name != "model.layers.1.self_attn.k_proj.weight"}
-    with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.layers\.1\.self_attn\.k_proj\.weight"):
-        engine.update_weights(short.items(), 5)
-    with pytest.raises(EngineError, match="version 5 did not finish"):
-        engine.generate([GenerationRequest("a", PROMPT, GREEDY)])
-    assert not engine.health().ok
-    bent = weights | {"model.norm.weight": weights["model.norm.weight"][:7]}
-    with pytest.raises(WeightUpdateError, match=r"'model\.norm\.weight' has shape \(7,\).*\(128,\)"):
-        engine.update_weights(bent.items(), 5)
-    with pytest.raises(WeightUpdateError, match=r"no tensor 'model\.extra'"):
-        engine.update_weights([*weights.items(), ("model.extra", weights["model.norm.weight"])], 5)
-    engine.update_weights(weights.items(), 6)
-    assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(model, PROMPT, 12)
+def test_misfits_are_named_and_the_engine_waits_for_a_whole_update(engines: dict[str, VLLMEngine]) -> None:
+    check_misfits(engines["llama"], tiny_model("llama", seed=2), PROMPT)
 
 
 def test_every_tensor_of_the_source_is_taken_even_after_a_misfit(engines: dict[str, VLLMEngine]) -> None:
