@@ -9,6 +9,7 @@ conversation goes on in a row of its own. Every answer is trained once.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from dovetail.data.encode import Messages, is_message, short, truncate
 from dovetail.data.errors import DataError
 from dovetail.data.examples import ExampleDataset, Renderer, TooLong, pad_rows
 from dovetail.protocol import DataProto
+
+logger = logging.getLogger(__name__)
 
 COMPLETION = "completion"
 """What TRL calls the response; read where there is no column of `sft.response_key`."""
@@ -45,7 +48,7 @@ class ConversationDataset(ExampleDataset[Conversation]):
 
     def __init__(self, *source: Any, sft: SFTConfig, **which: int) -> None:
         """`source` and `which` as for `ExampleDataset`."""
-        self._sft = sft
+        self._sft, self._warned = sft, False
         super().__init__(*source, **which)
 
     def encode(self, row: Mapping[str, Any]) -> Iterator[Conversation]:
@@ -53,8 +56,10 @@ class ConversationDataset(ExampleDataset[Conversation]):
         if self._renderer is None:
             rows = [self._plain_text(messages)]
         else:
+            tools = checked_tools(row.get(self._sft.tools_key))
             try:
-                rows = list(conversation_rows(self._renderer, messages, checked_tools(row.get(self._sft.tools_key))))
+                self._warn_of_hidden_tools(tools)
+                rows = list(conversation_rows(self._renderer, messages, tools))
             except DataError:
                 raise
             except ValueError as error:  # ChatTemplateError: says what the template refuses
@@ -71,6 +76,19 @@ class ConversationDataset(ExampleDataset[Conversation]):
         rows = [row for index in indices for row in self._examples[int(index)]]
         return DataProto.from_dict(pad_rows(rows, self._pad_id))
 
+    def _warn_of_hidden_tools(self, tools: Any) -> None:
+        """Once: some templates leave out the tools without a word."""
+        if self._renderer is None or not tools or self._warned:
+            return
+        probe = [{"role": "user", "content": "hi"}]
+        if self._renderer.start(probe, tools) == self._renderer.start(probe):
+            self._warned = True
+            logger.warning(
+                "rows have %s, but the model's chat template shows no tools: the model is trained without their "
+                "schemas. Set actor_rollout_ref.model.custom_chat_template to one that shows them.",
+                self._sft.tools_key,
+            )
+
     def _messages(self, row: Mapping[str, Any]) -> Messages:
         sft = self._sft
         if row.get(sft.messages_key) is not None:
@@ -80,7 +98,7 @@ class ConversationDataset(ExampleDataset[Conversation]):
         named = COMPLETION if has_other_name else sft.response_key
         response = _inside(row, named, sft.response_dict_keys)
         if response is None or prompt is None:
-            columns = ", ".join(name for name in row if row[name] is not None) or "nothing"
+            columns = ", ".join(name for name in row if row[name] is not None) or "empty columns"
             raise DataError(
                 f"it has neither {sft.messages_key!r} nor both of {self.config.prompt_key!r} and {sft.response_key!r}, "
                 f"only {columns}; name its columns with sft.messages_key, or data.prompt_key and sft.response_key."
@@ -120,7 +138,9 @@ def conversation_rows(renderer: Renderer, messages: Messages, tools: Any = None)
     turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         roles = ", ".join(message["role"] for message in messages)
-        raise DataError(f"it has the messages {roles}; one of the assistant is what is trained.")
+        raise DataError(f"its messages have the roles {roles}; one of the assistant is what is trained.")
+    if turns[0] == 0:
+        raise DataError("it begins with the assistant; put a message of the user or the system before it.")
     ids: list[int] = []
     mask: list[int] = []
     before: int | None = None

@@ -169,8 +169,9 @@ class SplitPair(NamedTuple):
 def split_pair(row: Mapping[str, Any], prompt_key: str = "prompt") -> SplitPair:
     """Prompt and responses; without a prompt, it is what both responses begin with."""
     if row.get("chosen") is None and row.get("rejected") is None:
-        named = ", ".join(name for name in row if row[name] is not None) or "nothing"
-        raise DataError(f"it has neither 'chosen' nor 'rejected', only {named}; both are text or messages.")
+        named = ", ".join(name for name in row if row[name] is not None) or "empty columns"
+        hint = " Rows with completion and label are for dpo.loss_type=kto." if row.get("label") is not None else ""
+        raise DataError(f"it has neither 'chosen' nor 'rejected', only {named}; both are text or messages.{hint}")
     chosen, rejected = (_checked(row.get(name), name) for name in ("chosen", "rejected"))
     if row.get(prompt_key) is not None:
         return SplitPair(_checked(row[prompt_key], prompt_key), chosen, rejected, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,22 @@ def test_tools_are_shown_and_an_answer_of_weight_0_is_only_read() -> None:
     assert trained_text("qwen2.5", row) == "It says 7.<|im_end|>"
 
 
+def test_a_template_that_shows_no_tools_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    row = {"messages": TALK, "tools": [_TOOL]}
+    opened([row, row])
+    assert not caplog.text
+    tokenizer = copy.deepcopy(family_tokenizer("qwen2.5"))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    data = [ListRows("rows", "0", [row, row])]
+    ConversationDataset(data, tokenizer, ChatRenderer(tokenizer), DataConfig(max_length=4096), sft=SFTConfig())
+    assert caplog.text.count("rows have tools, but the model's chat template shows no tools") == 1
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no columns": ({"text": "hi"}, "neither 'messages' nor both of 'prompt' and 'response', only text;"),
     "no answer": ({"messages": TALK[:2]}, "one of the assistant is what is trained"),
+    "no user": ({"messages": TALK[2:]}, "it begins with the assistant; put a message of the user"),
+    "empty": ({"messages": None}, "only empty columns"),
     "a string": ({"messages": "hi"}, "must be a list of messages"),
     "no role": ({"messages": [{"content": "hi"}]}, "must be a list of messages"),
     "tools": ({"messages": TALK, "tools": "{"}, "tools is not JSON"),

@@ -162,6 +162,7 @@ def test_a_batch_has_pairs_in_neighbouring_rows(tmp_path: Path) -> None:
 
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "neither": ({"prompt": "a", "answer": "b"}, "neither 'chosen' nor 'rejected', only prompt, answer;"),
+    "labelled": ({"prompt": "a", "completion": "b", "label": True}, "completion and label are for dpo.loss_type=kto"),
     "no rejected": ({"prompt": "a", "chosen": "b"}, "there is no rejected; it must be text or a list of messages"),
     "empty chosen": ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is ''; it must be text"),
     "a number": ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt is 3; it must be text"),
