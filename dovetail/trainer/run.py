@@ -25,6 +25,7 @@ from dovetail.observability.run_lock import RunLock
 from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
+from dovetail.trainer.choose import gpu_gib
 from dovetail.trainer.devices import ray_runs_here, start_cluster, uses_gpu, warn_of_slow_bfloat16
 from dovetail.trainer.groups import TrainedGroups
 from dovetail.trainer.inputs import missing_inputs
@@ -96,7 +97,7 @@ def run_training(
         folder.path.mkdir(parents=True, exist_ok=True)
         open_things.enter_context(lock)
         folder.write_config(config.model_dump(mode="json"))
-        folder.write_plan(make_plan(config, shapes).to_dict())
+        folder.write_plan(make_plan(config, shapes, device_memory_gib=gpu_gib(config)).to_dict())
         view = console(f"{settings.project_name}/{settings.experiment_name}", method.total_steps)
         stop = StopRequest()
         tracker = open_things.enter_context(

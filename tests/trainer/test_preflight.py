@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.cli.main import main
 from dovetail.data.files import prompt_row
-from dovetail.trainer import preflight
+from dovetail.observability.console import StepConsole
+from dovetail.trainer import choose, preflight
+from dovetail.trainer.run import run_training
 from tests.trainer.toy_run import Toy
 
 pytestmark = pytest.mark.e2e
@@ -157,6 +159,23 @@ def test_a_good_run_is_valid_and_of_many_rows_some_are_read(
     monkeypatch.setattr(preflight, "MOST_ROWS", 1)
     assert main(["check", *arguments, f"{ROWS}={rows}", "data.shuffle=False"]) == 0
     assert main(["check", *arguments, f"{ROWS}={rows}", "data.shuffle=False", "data.train_batch_size=6"]) == 2
+
+
+def test_the_plan_of_a_run_is_for_the_memory_of_this_machines_gpu_as_that_of_check(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "_machine", lambda: choose._Machine(1, 24.0))
+    changes = {"trainer.device": "auto"}
+    main(["check", "--format", "json", *toy.arguments(tmp_path, changes)])
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    with pytest.raises(InterruptedError):
+        run_training(toy.config(tmp_path, changes), use_ray=False, console=_interrupt)
+    assert json.loads((tmp_path / "plan.json").read_text()) == plan
+    assert plan["memory"]["device_bytes"] == 24.0 * 2**30
+
+
+def _interrupt(*_: object) -> StepConsole:
+    raise InterruptedError
 
 
 @pytest.mark.parametrize(
