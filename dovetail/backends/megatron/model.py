@@ -36,7 +36,7 @@ from dovetail.backends.megatron.torch_layers import Replicated
 from dovetail.backends.megatron.vocab_distributions import divergence_from, listed_log_probs, top_tokens
 from dovetail.backends.megatron.vocab_parallel import VocabShard, vocab_parallel_log_prob
 from dovetail.config.megatron import MegatronConfig
-from dovetail.models.head import default_chunk_size
+from dovetail.models.head import LogProbs, default_chunk_size, fused_linear_log_prob
 from dovetail.models.load import Role
 from dovetail.models.vocabulary_divergence import Teacher
 
@@ -50,6 +50,7 @@ class HeadCall:
     temperature: float
     need_entropy: bool
     need_sum_squares: bool = False
+    need_best: bool = False
     top_k: int = 0
     top_vocab_size: int | None = None
     listed_ids: Tensor | None = None
@@ -111,16 +112,17 @@ class RoleModel(GPTModel):
         size = weight.size(0)
         shard = VocabShard(group, group.rank() * size, (group.rank() + 1) * size, self._num_real_tokens)
         states = hidden[call.rows]
-        results = vocab_parallel_log_prob(
-            states,
-            weight,
-            call.labels,
-            shard,
-            temperature=call.temperature,
-            need_entropy=call.need_entropy,
-            need_sum_squares=call.need_sum_squares,
-            chunk_size=default_chunk_size(weight) if self._chunked_head else None,
-        )
+        asked = {
+            "temperature": call.temperature,
+            "need_entropy": call.need_entropy,
+            "need_sum_squares": call.need_sum_squares,
+        }
+        if self._chunked_head and group.size() == 1 and not call.need_best:
+            # On CUDA one kernel in the place of a dozen passes over the logits; the vocabulary has no padding here.
+            results = _four_rows(fused_linear_log_prob(states, weight, call.labels, **asked))
+        else:
+            chunk_size = default_chunk_size(weight) if self._chunked_head else None
+            results = vocab_parallel_log_prob(states, weight, call.labels, shard, chunk_size=chunk_size, **asked)
         more: list[Tensor] = []
         if call.top_k:
             more += top_tokens(states, weight, shard, call.top_k, call.top_vocab_size, temperature=call.temperature)
@@ -131,6 +133,13 @@ class RoleModel(GPTModel):
         if call.teacher is not None:
             more.append(divergence_from(states, weight, shard, call.teacher, temperature=call.temperature))
         return torch.cat([results, *(columns.float().t() for columns in more)]) if more else results
+
+
+def _four_rows(found: LogProbs) -> Tensor:
+    """What `vocab_parallel_log_prob` gives, from the head that has the whole vocabulary."""
+    nothing = torch.zeros_like(found.log_probs)
+    rows = (found.log_probs, found.entropy, found.best, found.sum_squares)
+    return torch.stack([nothing if row is None else row for row in rows])
 
 
 class ScalarHead(Replicated):

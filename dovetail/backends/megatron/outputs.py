@@ -47,6 +47,7 @@ def pipeline_item(model: MegatronModel, micro_batch: DataProto, options: Forward
         options.temperature,
         options.entropy,
         options.sum_squares,
+        options.best,
         top_k=lists.top_k,
         top_vocab_size=lists.vocab_size,
         listed_ids=None if lists.ids is None else of_rows(lists.ids),
