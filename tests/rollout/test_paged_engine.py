@@ -219,6 +219,33 @@ def test_pages_are_added_for_requests_that_come_while_others_run() -> None:
     assert [results[request.request_id] for request in asked] == [transformers_greedy(model, row, 40) for row in rows]
 
 
+def test_prompts_that_come_one_by_one_while_many_rows_decode_go_together() -> None:
+    model = tiny_model("llama")
+    engine = paged_engine(model, max_num_seqs=64)
+    rows = prompts(44, seed=11)
+    asked = requests(rows, replace(GREEDY, max_new_tokens=60))
+    with engine.open_stream() as stream:
+        stream.submit(*asked[:32])
+        engine.wait(lambda: engine.stats.decode_tokens > 0)
+        prefills = engine.stats.prefill_steps
+        waited = []
+        for request in asked[32:]:  # as conversations come back from their tools
+            stream.submit(request)
+            engine._batch.step(0)
+            waited.append(engine._batch.num_waiting)
+        assert engine.stats.prefill_steps - prefills <= 7, "32 rows wait for two newcomers, 48 for three"
+        assert max(waited) <= 2
+        engine.wait(lambda: engine._batch.num_waiting == 0)
+        stream.submit(*requests(rows[:1], GREEDY, first=44))
+        num_steps = 0
+        while engine._batch.num_waiting:
+            engine._batch.step(0)
+            num_steps += 1
+        assert num_steps == 5, "one that is alone is passed over four times"
+        results = {result.request_id: result.token_ids for result in stream.drain()}
+    assert [results[request.request_id] for request in asked] == [transformers_greedy(model, row, 60) for row in rows]
+
+
 def test_after_an_update_short_responses_decode_before_long_ones_are_recomputed() -> None:
     model = tiny_model("llama")
     engine = NativeEngine(model, ops=plain_ops, max_prefill_tokens=16)

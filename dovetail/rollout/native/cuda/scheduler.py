@@ -19,8 +19,10 @@ from dovetail.rollout.native.cuda.slots import TableEntry
 from dovetail.rollout.native.scheduler import Sample
 from dovetail.rollout.response import of_requests
 
-# Newcomers are let in once one slot in so many is free, so that their prompts go together.
-_ADMIT_SHARE = 16
+# Newcomers are let in once there is one for so many rows, so that their prompts go together (a prefill takes as long as
+# several decode steps, however few they are); and when there is a slot for all and they were passed over so often.
+_ROWS_PER_NEWCOMER = 16
+_MOST_DELAYS = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +83,7 @@ class PagedScheduler:
         self.waiting: deque[Sample] = deque()
         self._steps_ahead = steps_ahead
         self._reuse_prefixes = reuse_prefixes
-        self._admit_at = max(1, num_slots // _ADMIT_SHARE)
+        self._num_delays = 0
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._prompts: dict[int, Fill] = {}
         self._waiting_of: Counter[int] = Counter()
@@ -103,8 +105,12 @@ class PagedScheduler:
 
     def admit(self) -> bool:
         """Give slots to waiting samples, as many as slots and pages allow; False if more pages would let more in."""
-        num_free = len(self._free_slots)
-        if not self.waiting or (self.rows and num_free < min(self._admit_at, len(self.waiting))):
+        num_new = min(len(self._free_slots), len(self.waiting))
+        if not num_new:
+            return True
+        all_fit = num_new == len(self.waiting)
+        if num_new < len(self.rows) // _ROWS_PER_NEWCOMER and not (all_fit and self._num_delays >= _MOST_DELAYS):
+            self._num_delays += all_fit
             return True
         self.publish_left()
         promised = self._promised_pages()
@@ -119,6 +125,7 @@ class PagedScheduler:
                 return False
             promised += own_pages + self._grows(sample)
             self._enter(sample)
+        self._num_delays = 0
         return True
 
     def fills(self) -> list[Fill]:
