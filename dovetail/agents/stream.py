@@ -11,10 +11,10 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,30 +29,14 @@ from dovetail.agents.types import Message, Task, Toolbox, Trajectory
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine, SamplingParams, derive_seed
+from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.open_groups import OpenGroups
 from dovetail.rollout.request_rules import sampling_params
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _LOOP_S = 120.0
 """How long the event loop may take to answer a call from another thread."""
-
-
-class EventLoopThread:
-    """An event loop in a thread of its own, for all trajectories of a process."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
-        self._thread.start()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=_LOOP_S)
-
-    def soon(self, function: Callable[..., Any], *args: Any) -> None:
-        self.loop.call_soon_threadsafe(function, *args)
 
 
 @dataclass(frozen=True)
@@ -64,12 +48,12 @@ class Agents:
     toolbox: Toolbox
     default_loop: str = "tool_agent"
     trajectory_timeout_s: float = 1800.0
-    thread: EventLoopThread = field(default_factory=EventLoopThread)
+    thread: LoopThread = field(default_factory=lambda: LoopThread("agents"))
 
     def close(self) -> None:
         """The run is over: give back what the tools hold."""
         try:
-            self.thread.call(within(self.calls.tool_timeout_s, self.toolbox.close()))
+            self.thread.run(within(self.calls.tool_timeout_s, self.toolbox.close()), _LOOP_S)
         except Exception as error:  # noqa: BLE001 - nothing is left to be done that it could spoil
             logger.warning("the tools did not close: %s: %s", type(error).__name__, error)
 
@@ -147,7 +131,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
         partial = {result.request_id: result for result in self._stream.partial()}
         with self._changed:
             self._receive()  # the event loop answers them before it takes the snapshot
-        return self._agents.thread.call(self._snapshot(partial))
+        return self._agents.thread.run(self._snapshot(partial), _LOOP_S)
 
     def close(self) -> None:
         """End what is running."""
@@ -157,17 +141,17 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
     # ---- in the thread that generates ----
 
     def _deliver(self, results: Sequence[GenerationResult]) -> None:
-        self._agents.thread.soon(self._answer, results)
+        self._agents.thread.loop.call_soon_threadsafe(self._answer, results)
 
     def _open(self) -> None:
         self._is_open = True
         self._submitter.submit(self._submit_waiting)
-        self._agents.thread.soon(self._each_deadline, Deadline.go)
+        self._agents.thread.loop.call_soon_threadsafe(self._each_deadline, Deadline.go)
 
     def _hold(self) -> None:
         with self._submitting:
             self._is_open = False
-        self._agents.thread.soon(self._each_deadline, Deadline.hold)
+        self._agents.thread.loop.call_soon_threadsafe(self._each_deadline, Deadline.hold)
 
     def _submit_waiting(self) -> None:
         with self._submitting:
@@ -190,7 +174,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
             self._stream.submit(*requests)
         except ValueError as error:
             if len(requests) == 1:
-                self._agents.thread.soon(self._refuse, requests[0].request_id, error)
+                self._agents.thread.loop.call_soon_threadsafe(self._refuse, requests[0].request_id, error)
                 return
             for request in requests:
                 self._submit([request])
@@ -316,7 +300,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
         with self._changed:
             groups = [(self._groups[uid], self._held.pop(uid)) for uid in uids if uid in self._held]
         if groups:
-            self._agents.thread.call(self._begin_groups(groups))
+            self._agents.thread.run(self._begin_groups(groups), _LOOP_S)
 
     def _cancel(self, groups: Sequence[_Group]) -> None:
         async def cancel() -> list[str]:
@@ -331,7 +315,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
 
         if not groups:
             return
-        gone = set(self._agents.thread.call(cancel()))
+        gone = set(self._agents.thread.run(cancel(), _LOOP_S))
         with self._changed:
             self._waiting = [request for request in self._waiting if request.request_id not in gone]
         with self._submitting:  # the engine has what no longer waited

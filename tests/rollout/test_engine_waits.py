@@ -19,9 +19,9 @@ from dovetail.observability.waits import WaitTimeout
 from dovetail.rollout import gate as gate_module
 from dovetail.rollout.base import STALL_S, EngineDiedError, GenerationRequest, SamplingParams
 from dovetail.rollout.gate import StepGate
+from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote import calls as remote_calls
 from dovetail.rollout.remote.client import ServerGoneError
-from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import NoServerError, ServerPool
 from dovetail.rollout.remote.samples import samples_of
 from dovetail.rollout.stream import EngineStream, FailedRequest

@@ -15,11 +15,11 @@ import pytest
 from aiohttp import web
 
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, UnsupportedPromptError
+from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote import pool, sglang_dialect, vllm_dialect
 from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import HttpClient
 from dovetail.rollout.remote.engine import RemoteRollout
-from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import ServerPool
 from tests.models.tiny import save_tiny_model, tiny_model
 from tests.waiting import wait_until

@@ -13,11 +13,11 @@ from typing import Any, Self
 import pytest
 from aiohttp import web
 
+from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote import pool as pool_module
 from dovetail.rollout.remote.client import HttpClient, ServerError, ServerGoneError, ServerTimeoutError
-from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import NoServerError, ServerPool
-from tests.waiting import wait_in_loop
+from tests.waiting import wait_in_loop, wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -280,6 +280,18 @@ async def test_cancelling_a_request_frees_its_place() -> None:
         assert task.cancelled()
         assert loads(pool) == {server.url: 0}
         assert pool.up() == (server.url,)
+
+
+def test_a_wait_for_the_loop_that_is_too_long_ends_what_it_waited_for() -> None:
+    thread = LoopThread("test")
+
+    async def num_others() -> int:
+        return len(asyncio.all_tasks()) - 1
+
+    with pytest.raises(TimeoutError):
+        thread.run(asyncio.sleep(600), timeout_s=0.05)
+    wait_until(lambda: not thread.run(num_others()), "it to end")
+    thread.close()
 
 
 def test_the_loop_runs_coroutines_of_other_threads_and_ends_with_what_is_left() -> None:

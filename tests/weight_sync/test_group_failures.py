@@ -22,9 +22,9 @@ from dovetail.backends.base import TrainBackend
 from dovetail.config.rollout import RolloutConfig
 from dovetail.observability import waits as waits_module
 from dovetail.rollout.base import EngineError
+from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote.client import ServerGoneError
 from dovetail.rollout.remote.dialect import ServerInfo
-from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.weights import GroupChannel
 from dovetail.weight_sync import (
     Announcements,

@@ -39,10 +39,10 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.engine_settings import logprobs_of
 from dovetail.rollout.expected import expected_weights, model_shape, stop_token_ids
+from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import HttpClient, ServerError
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo, require_same_shape
-from dovetail.rollout.remote.loop import LoopThread
 from dovetail.rollout.remote.pool import SILENCE_S, ServerPool
 from dovetail.rollout.remote.samples import RemoteSample, samples_of
 from dovetail.rollout.remote.sglang_dialect import SGLangDialect

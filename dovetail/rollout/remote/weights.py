@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import torch
 
 from dovetail.rollout.base import EngineError, WeightUpdateError
+from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote.client import ServerError
 from dovetail.rollout.remote.dialect import Dialect, ServerInfo
-from dovetail.rollout.remote.loop import LoopThread
 from dovetail.weight_sync import (
     BroadcastFailedError,
     Bucket,

@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for an engine whose calls block and have much to wait for at once."""
+"""An event loop on a thread of its own, for callers that block and have much to wait for at once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class LoopThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result, or its exception. An interrupted wait (Ctrl-C) cancels it."""
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Its result, or its exception. A wait that is interrupted (Ctrl-C), or too long, cancels it."""
         future = self.start(coroutine)
         try:
             with waiting("the engine's caller", getattr(coroutine, "__qualname__", "a call"), limit_s=LONG_CALL_S):
-                return future.result()
+                return future.result(timeout_s)
         except BaseException:
             future.cancel()
             raise
