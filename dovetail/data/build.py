@@ -124,7 +124,7 @@ class PromptLoader:
         if read.epoch != epoch or read.count > position:
             read = _Read(epoch)
         # Only what was read since the last time: a checkpoint must not cost a pass over the epoch.
-        rows = self.sampler.epoch_order(epoch)[read.count : position]
+        rows = self.sampler.order_of(epoch)[read.count : position]
         self._read = _Read(epoch, position, (read.total + dataset.content_digest(rows)) % 2**64)
         return _hex(self._read.total)
 

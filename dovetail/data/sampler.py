@@ -89,7 +89,7 @@ class PromptSampler:
         """The next batch, from the next epoch when this one is over."""
         if self._is_over():
             self._begin(self._epoch + 1)
-        batch = self._current_order()[self._position : self._position + self._batch_size]
+        batch = self.order_of(self._epoch)[self._position : self._position + self._batch_size]
         self._position += len(batch)
         return batch
 
@@ -111,12 +111,20 @@ class PromptSampler:
         places = np.concatenate([(np.arange(quota) + 0.5) / max(quota, 1) for quota in self._quotas])
         return rows[np.argsort(places, kind="stable")]
 
+    def order_of(self, epoch: int) -> np.ndarray:
+        """`epoch_order`, which is kept of the epoch under way: it sorts all rows."""
+        if epoch != self._epoch:
+            return self.epoch_order(epoch)
+        if self._order is None:
+            self._order = self.epoch_order(epoch)
+        return self._order
+
     def state_dict(self) -> dict[str, Any]:
         """Small and plain; goes into the checkpoint."""
         state = {"epoch": self._epoch, "position": self._position, **self._identity()}
         if self._row_ids is None:
             return state
-        last = self._row_ids[self._current_order()[self._position - 1]] if self._position else -1
+        last = self._row_ids[self.order_of(self._epoch)[self._position - 1]] if self._position else -1
         return {**state, "files": self._files, "last_row": int(last)}
 
     def load_state_dict(self, state: dict[str, Any], digest: Callable[[np.ndarray], str] | None = None) -> None:
@@ -166,11 +174,6 @@ class PromptSampler:
             f"{self._identity()[name]!r}; its position in the data (epoch {state['epoch']}, row {state['position']}) "
             f"cannot be continued. {_WAY_OUT[name]}"
         )
-
-    def _current_order(self) -> np.ndarray:
-        if self._order is None:
-            self._order = self.epoch_order(self._epoch)
-        return self._order
 
     def _identity(self) -> dict[str, Any]:
         return {

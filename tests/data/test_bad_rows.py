@@ -106,6 +106,22 @@ def test_a_run_goes_on_when_only_rows_it_has_not_read_have_changed(tmp_path: Pat
         other.load_state_dict(state)
 
 
+def test_the_state_of_a_loader_sorts_no_epoch_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for after every step, and an epoch may have millions of rows."""
+    loader = _loader(dataset(_write(tmp_path / "rows.jsonl", _rows(16))))
+    plain, epochs = PromptSampler.epoch_order, list[int]()
+
+    def noted(self: PromptSampler, epoch: int) -> Any:
+        epochs.append(epoch)
+        return plain(self, epoch)
+
+    monkeypatch.setattr(PromptSampler, "epoch_order", noted)
+    for _ in range(6):
+        loader.next_batch()
+        loader.state_dict()
+    assert epochs == [0, 1]
+
+
 def test_the_digest_of_what_was_read_does_not_depend_on_when_it_was_asked_for(tmp_path: Path) -> None:
     made = dataset(_write(tmp_path / "rows.jsonl", _rows(40)))
     often, once = _loader(made), _loader(made)
