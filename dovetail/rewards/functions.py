@@ -17,7 +17,7 @@ from typing import Any
 from dovetail.config.user_code import load_user_object
 from dovetail.rewards.decoding import DecoderSource
 from dovetail.rewards.errors import RewardError
-from dovetail.rewards.signatures import ARGUMENTS, BATCH_ARGUMENTS, adapt_function
+from dovetail.rewards.signatures import ARGUMENTS, BATCH_ARGUMENTS, MissingColumnError, adapt_function
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ def load_function(
         raise RewardError(f"{spec.name} of {spec.path} is a {type(function).__name__}, not a function.")
     try:
         return adapt_function(function, arguments, spec.kwargs, columns)
+    except MissingColumnError as error:
+        raise RewardError(f"{spec.name} of {spec.path}: {error} All data files need it, validation's too.") from None
     except TypeError as error:
         shown = ", ".join([*arguments, *spec.kwargs])
         raise RewardError(f"{spec.name} of {spec.path} cannot be called with ({shown}): {error}") from None

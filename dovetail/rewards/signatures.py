@@ -23,9 +23,27 @@ _GIVEN = ("data_source", "ground_truth")
 _LISTS = ("completions", "solution_strs")
 
 
+class MissingColumnError(TypeError):
+    """The function asks for a column that the row does not have."""
+
+
 def takes_lists(names: Iterable[str]) -> bool:
     """Whether a function with these parameters scores many responses at once."""
     return not set(_LISTS).isdisjoint(names)
+
+
+def score_list(results: Any, rows: int, name: str) -> list[Any]:
+    """What a function that takes lists returned: one score for each response."""
+    try:
+        scores = list(results) if not isinstance(results, (str, Mapping)) else None
+    except TypeError:
+        scores = None
+    if scores is None:
+        kind = type(results).__name__
+        raise ValueError(f"{name} returned a {kind} for {rows} responses; return a list with one score per response.")
+    if len(scores) != rows:
+        raise ValueError(f"{name} returned {len(scores)} scores for {rows} responses; return one per response.")
+    return scores
 
 
 def adapt_function(
@@ -94,16 +112,13 @@ def _with_lists_of_one(function: Callable[..., Any], signature: inspect.Signatur
         results = batch(**row, **kwargs)
         return _only_when_done(results) if inspect.isawaitable(results) else _only(results)
 
+    def _only(results: Any) -> Any:
+        return score_list(results, 1, getattr(function, "__name__", "the reward function"))[0]
+
+    async def _only_when_done(results: Any) -> Any:
+        return _only(await results)
+
     return score
-
-
-def _only(results: Iterable[Any]) -> Any:
-    (result,) = results
-    return result
-
-
-async def _only_when_done(results: Any) -> Any:
-    return _only(await results)
 
 
 def _completion(text: str, prompt: Any) -> Any:
@@ -130,7 +145,7 @@ def _refuse_missing(signature: inspect.Signature, given: Iterable[str], columns:
         close = difflib.get_close_matches(missing[0], map(str, known), n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         named = ", ".join(sorted(map(str, columns))) or "no other columns"
-        raise TypeError(f"the reward function asks for {', '.join(missing)}; the row has {named}.{hint}")
+        raise MissingColumnError(f"the reward function asks for {', '.join(missing)}; the row has {named}.{hint}")
 
 
 def _names(signature: inspect.Signature) -> list[str]:

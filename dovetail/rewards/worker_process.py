@@ -104,6 +104,8 @@ def _users_part(error: Exception) -> str:
 def _lacking_truth(error: Exception, call: Mapping[str, Any]) -> str:
     """Names the likely cause of `ground_truth.strip()` or `float(ground_truth)` failing on None."""
     truths = call.get("ground_truths", [call.get("ground_truth")])
+    if isinstance(error, signatures.MissingColumnError):
+        return ""  # it names a column of its own
     if not isinstance(error, (TypeError, AttributeError)) or all(truth is not None for truth in truths):
         return ""
     return (
@@ -139,12 +141,8 @@ def _score_batch(
     rows = len(next(iter(call.values())))
     columns: list[list[Any]] = []
     for function, spec in zip(functions, specs, strict=True):
-        results = list(call_function(function, {**call, **spec.kwargs}, loop))
-        if len(results) != rows:
-            raise ValueError(
-                f"{spec.name} returned {len(results)} scores for {rows} responses; return one per response."
-            )
-        columns.append(results)
+        results = call_function(function, {**call, **spec.kwargs}, loop)
+        columns.append(signatures.score_list(results, rows, spec.name))
     return [_read_row(row, specs) for row in zip(*columns, strict=True)]
 
 

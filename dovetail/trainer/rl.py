@@ -104,4 +104,6 @@ def _prompts_of(*loaders: PromptLoader | None) -> list[PromptDataset]:
 
 
 def _reward_columns(datasets: list[PromptDataset]) -> tuple[str, ...] | None:
-    return tuple(dict.fromkeys(name for dataset in datasets for name in dataset.reward_columns())) or None
+    """What all of them have: the function scores rows of each."""
+    columns = [dataset.reward_columns() for dataset in datasets]
+    return tuple(name for name in columns[0] if all(name in others for others in columns)) if columns else None

@@ -37,6 +37,10 @@ def needs_truth(data_source: str, solution_str: str, ground_truth: Any, extra_in
     return float(float(solution_str) == float(ground_truth))
 
 
+def by_column(response: str, level: int) -> float:
+    return float(level)
+
+
 def misbehave(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
     """Does what the answer says."""
     if solution_str == "sleep":

@@ -126,6 +126,13 @@ def test_a_batch_function_must_return_one_score_per_row() -> None:
         reward.score(answers("a", "b"))
 
 
+def test_a_lacking_column_is_not_blamed_on_the_ground_truth() -> None:
+    with runner(functions.spec_of(functions.by_column)) as reward, pytest.raises(RewardError) as error:
+        reward.score(answers("a", "b", truth=None))
+    assert "asks for level; the row has" in str(error.value)
+    assert "ground_truth" not in str(error.value)
+
+
 def test_dapo_punishes_length_in_training_and_leaves_accuracy_alone() -> None:
     manager = DAPORewardManager(max_response_length=12, overlong_buffer_len=4, log_overlong=True)
     batch = answers("a" * 8, "a" * 10, "a" * 12)

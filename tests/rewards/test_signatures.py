@@ -84,6 +84,16 @@ def test_an_async_function_of_lists_is_awaited() -> None:
     assert asyncio.run(adapt_function(judge, ARGUMENTS, {})(**ROW)) == 7.0
 
 
+@pytest.mark.parametrize("returned", [1.0, {"score": 1.0}, "1", None, [1.0, 2.0]])
+def test_a_function_of_lists_must_return_a_score_for_each_response(returned: Any) -> None:
+    def judge(completions: list[str], **columns: Any) -> Any:
+        return returned
+
+    count = "2 scores" if isinstance(returned, list) else f"a {type(returned).__name__}"
+    with pytest.raises(ValueError, match=rf"judge returned {count} for 1 responses; return "):
+        adapt_function(judge, ARGUMENTS, {})(**ROW)
+
+
 def test_a_column_that_the_row_lacks_is_named_with_those_it_has() -> None:
     def score(response: str, solution: str) -> float:
         return 0.0

@@ -125,6 +125,17 @@ def test_a_broken_reward_function(words: str, tmp_path: Path, refused: Refused) 
     assert words in message
 
 
+def test_a_column_that_only_training_rows_have(tmp_path: Path, refused: Refused) -> None:
+    validation = write_rows(tmp_path / "validation.jsonl")
+    rows = [json.loads(line) | {"answer": "1"} for line in validation.read_text().splitlines()]
+    training = tmp_path / "rows.jsonl"
+    training.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text("def compute_score(response, answer): ...\n")
+    keys = {ROWS: str(training), "data.val_files": str(validation), REWARD: str(tmp_path / "reward.py")}
+    [message] = refused(keys)
+    assert "asks for answer; the row has ability, prompt. All data files need it, validation's too." in message
+
+
 @pytest.mark.parametrize("words", BROKEN_TOOLS)
 def test_broken_tools_of_an_agent(words: str, tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "tools.py").write_text(BROKEN_TOOLS[words])
