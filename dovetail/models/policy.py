@@ -122,24 +122,21 @@ class PolicyModel(TransformerBackbone):
                 chunk_size=self.head_chunk_size,
             )  # fmt: skip
 
-        def spread(values: Tensor) -> Tensor:
+        def spread(values: Tensor | None) -> Any:
+            if values is None:
+                return None
             flat = values.new_zeros(labels.size(0), *values.shape[1:]).index_copy(0, rows, values)
             return align_to_tokens(layout.unpack(flat))
 
-        entropy = spread(head.entropy) if head.entropy is not None else None
-        best = spread(head.best) if head.best is not None else None
-        squares = spread(head.sum_squares) if head.sum_squares is not None else None
-        top = None if head.top is None else TopTokens(*map(spread, head.top))
-        listed = spread(head.listed) if head.listed is not None else None
         return PolicyOutput(
             spread(head.log_probs),
-            entropy,
-            best,
-            squares,
-            top,
-            listed,
+            spread(head.entropy),
+            spread(head.best),
+            spread(head.sum_squares),
+            None if head.top is None else TopTokens(*map(spread, head.top)),
+            spread(head.listed),
             spread(states) if need_hidden else None,
-            None if divergence is None else spread(divergence),
+            spread(divergence),
         )
 
     def _plain_layer(self) -> tuple[Tensor, Tensor | None]:

@@ -118,14 +118,31 @@ class TensorBoardSink(Sink):
         self._writer.close()
 
 
-class WandbSink(Sink):
+class _LoggingSink(Sink):
+    """Libraries with W&B's calls: `Table`, and `log` and `finish` of a run or of the library itself."""
+
+    _library: Any
+    _run: Any
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
+        table = self._library.Table(columns=list(COLUMNS), data=table_rows(step, answers))
+        self._run.log({NAME: table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbSink(_LoggingSink):
     """A W&B run; its id is kept in the run folder, so that a resumed run continues the same curves."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._wandb = need("wandb", "wandb", "wandb")
+        self._library = need("wandb", "wandb", "wandb")
         file = facts.folder / "wandb.id"
         run_id = file.read_text().strip() if file.exists() else None
-        self._run = self._wandb.init(
+        self._run = self._library.init(
             project=facts.project,
             name=facts.experiment,
             config=dict(facts.config),
@@ -134,16 +151,6 @@ class WandbSink(Sink):
             resume="allow",
         )
         file.write_text(f"{self._run.id}\n")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
-        table = self._wandb.Table(columns=list(COLUMNS), data=table_rows(step, answers))
-        self._run.log({NAME: table}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MLflowSink(Sink):
@@ -172,45 +179,29 @@ class MLflowSink(Sink):
         self._mlflow.end_run()
 
 
-class TrackioSink(Sink):
+class TrackioSink(_LoggingSink):
     """A local Trackio project. A resumed run of the same name continues its curves."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._trackio = need("trackio", "trackio", "trackio")
-        self._trackio.init(facts.project, facts.experiment, config=dict(facts.config), resume="allow")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._trackio.log(dict(metrics), step=step)
-
-    def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
-        table = self._trackio.Table(columns=list(COLUMNS), data=table_rows(step, answers))
-        self._trackio.log({NAME: table}, step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
+        self._library = self._run = need("trackio", "trackio", "trackio")
+        self._library.init(facts.project, facts.experiment, config=dict(facts.config), resume="allow")
 
 
-class SwanLabSink(Sink):
+class SwanLabSink(_LoggingSink):
     """A SwanLab experiment; `SWANLAB_MODE=local` keeps it on this machine."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._swanlab = need("swanlab", "swanlab", "swanlab")
-        self._swanlab.init(
+        self._library = self._run = need("swanlab", "swanlab", "swanlab")
+        self._library.init(
             project=facts.project,
             experiment_name=facts.experiment,
             config=dict(facts.config),
             logdir=str(facts.folder / "swanlab"),
         )
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._swanlab.log(dict(metrics), step=step)
-
     def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
-        texts = [self._swanlab.Text(answer_text(step, answer)) for answer in answers]
-        self._swanlab.log({NAME: texts}, step=step)
-
-    def close(self) -> None:
-        self._swanlab.finish()
+        texts = [self._library.Text(answer_text(step, answer)) for answer in answers]
+        self._run.log({NAME: texts}, step=step)
 
 
 class ClearMLSink(Sink):

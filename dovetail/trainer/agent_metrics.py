@@ -13,6 +13,7 @@ import numpy as np
 
 from dovetail.protocol import DataProto
 from dovetail.protocol.trajectories import one_row_each
+from dovetail.trainer.step_metrics import spread
 
 Metrics = dict[str, float]
 Event = Mapping[str, Any]
@@ -31,20 +32,22 @@ def agent_metrics(batch: DataProto) -> Metrics:
     outcomes = Counter(map(str, columns["outcome"]))
     metrics = {f"outcome/{name}": count / outcomes.total() for name, count in sorted(outcomes.items())}
     if "num_turns" in columns:
-        metrics |= _spread("num_turns", columns["num_turns"])
+        metrics |= spread("num_turns", np.asarray(columns["num_turns"], dtype=np.float64))
     if "events" not in columns:
         return metrics
     events: list[Sequence[Event]] = [list(row or ()) for row in columns["events"]]
     calls = [[event for event in row if event["kind"] == "tool"] for row in events]
-    metrics |= _spread("tool_call_counts", [len(row) for row in calls])
+    metrics |= spread("tool_call_counts", np.array([len(row) for row in calls]))
     metrics["tool_call_counts/failed_share"] = _share([event for row in calls for event in row])
     metrics["tool_call_counts/retries"] = float(sum(event["kind"] == "retry" for row in events for event in row))
     metrics["trajectory/restarted"] = float(sum(event["kind"] == "restart" for row in events for event in row))
-    generating = [_seconds(row, "generate") for row in events]
-    waiting = [_seconds(row, "tool") for row in events]
-    timing = _spread("generate_sequences", generating) | _spread("tool_calls", waiting)
-    slowest = int(np.argmax(np.add(generating, waiting)))
-    timing |= {"slowest/generate_sequences": generating[slowest], "slowest/tool_calls": waiting[slowest]}
+    generating, waiting = (np.array([_seconds(row, kind) for row in events]) for kind in ("generate", "tool"))
+    timing = spread("generate_sequences", generating) | spread("tool_calls", waiting)
+    slowest = int(np.argmax(generating + waiting))
+    timing |= {
+        "slowest/generate_sequences": float(generating[slowest]),
+        "slowest/tool_calls": float(waiting[slowest]),
+    }
     return metrics | {f"timing_s/agent_loop/{name}": value for name, value in timing.items()}
 
 
@@ -55,12 +58,3 @@ def _seconds(events: Sequence[Event], kind: str) -> float:
 def _share(calls: Sequence[Event]) -> float:
     """Of calls whose result was a failure."""
     return sum(bool(call.get("failure")) for call in calls) / max(len(calls), 1)
-
-
-def _spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
-    numbers = np.asarray(values, dtype=np.float64)
-    return {
-        f"{name}/mean": float(numbers.mean()),
-        f"{name}/max": float(numbers.max()),
-        f"{name}/min": float(numbers.min()),
-    }

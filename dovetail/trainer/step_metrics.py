@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,22 +39,22 @@ def data_metrics(batch: DataProto, *, use_critic: bool, max_response_length: int
     if trajectories is not None:  # each counts once
         scored &= torch.zeros(len(batch), dtype=torch.bool).index_fill_(0, torch.tensor(trajectories.last), True)
     metrics: Metrics = {}
-    metrics |= _spread("critic/score", row_totals(batch, "token_level_scores")[scored])
-    metrics |= _spread("critic/rewards", row_totals(batch, "token_level_rewards")[scored])
-    metrics |= _spread("critic/advantages", columns["advantages"][mask])
-    metrics |= _spread("critic/returns", columns["returns"][mask])
+    metrics |= spread("critic/score", row_totals(batch, "token_level_scores")[scored])
+    metrics |= spread("critic/rewards", row_totals(batch, "token_level_rewards")[scored])
+    metrics |= spread("critic/advantages", columns["advantages"][mask])
+    metrics |= spread("critic/returns", columns["returns"][mask])
     if use_critic:
         values, returns = columns["values"][mask], columns["returns"][mask]
-        metrics |= _spread("critic/values", values)
+        metrics |= spread("critic/values", values)
         variance = returns.var(unbiased=False)
         unexplained = (returns - values).var(unbiased=False)
         metrics["critic/vf_explained_var"] = float(1 - unexplained / (variance + 1e-5)) if len(returns) else 0.0
     response_lengths = attention[:, -width:].sum(dim=1).float()
     prompt_lengths = attention[:, :-width].sum(dim=1).float()
-    metrics |= _spread("response_length", response_lengths)
+    metrics |= spread("response_length", response_lengths)
     metrics["response_length/clip_ratio"] = _share(response_lengths >= max_response_length)
     metrics["response/aborted_ratio"] = _share(response_lengths == 0)
-    metrics |= _spread("prompt_length", prompt_lengths)
+    metrics |= spread("prompt_length", prompt_lengths)
     metrics["prompt_length/clip_ratio"] = _share(prompt_lengths >= attention.shape[1] - width)
     return metrics
 
@@ -103,10 +104,11 @@ def token_counts(batch: DataProto) -> tuple[int, int]:
     return int(attention.sum()), int(attention[:, -width:].sum())
 
 
-def _spread(name: str, values: Tensor) -> Metrics:
+def spread(name: str, values: Tensor | np.ndarray) -> Metrics:
+    """Mean, largest and smallest; nothing of no values."""
     if not len(values):
         return {}
-    values = values.float()
+    values = values.float() if isinstance(values, Tensor) else values
     return {
         f"{name}/mean": float(values.mean()),
         f"{name}/max": float(values.max()),
