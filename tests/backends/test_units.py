@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from dovetail.backends import fsdp2
+from dovetail.backends.device_memory import driver_is_short
 from dovetail.backends.fsdp2 import apply_fsdp2
 from dovetail.backends.sharding import sharding_units
 from dovetail.config.fsdp import FSDPConfig, WrapPolicyConfig
@@ -62,3 +64,12 @@ def test_every_unit_is_sharded_before_the_root_with_the_arguments_given(monkeypa
     modules = [module for module, _ in calls]
     assert modules == [*sharding_units(network, WrapPolicyConfig()), network]
     assert all(options == {"mesh": "m", "reshard_after_forward": False} for _, options in calls)
+
+
+@pytest.mark.parametrize(("free", "is_short"), [(9, True), (11, False)])
+def test_a_tenth_of_the_device_is_left_to_the_driver(
+    monkeypatch: pytest.MonkeyPatch, free: int, is_short: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 100 << 30))
+    assert driver_is_short(torch.device("cuda")) is is_short
+    assert not driver_is_short(torch.device("cpu"))

@@ -1,8 +1,10 @@
-"""A local Ray cannot be reached from the network, and joins no other."""
+"""A local Ray cannot be reached from the network and joins no other; pools stretch over the nodes of a cluster."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from dovetail.controller.cluster import default_object_store_bytes
 from tests.controller.listening import is_loopback
 from tests.programs import ENVIRONMENT, ROOT, run_program
+from tests.ray_workers import quick_workers
 
 pytestmark = pytest.mark.distributed
 
@@ -52,3 +55,30 @@ def test_a_ray_that_somebody_else_started_on_this_machine_is_left_alone(local_ra
 
 def test_the_object_store_is_bounded() -> None:
     assert 256 * 1024**2 <= default_object_store_bytes() <= 64 * 1024**3
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "tests" / "controller" / "two_nodes.py"), json.dumps(quick_workers())]
+    return run_program(words)
+
+
+def test_a_pool_over_two_nodes_keeps_the_ranks_of_a_node_together(two_nodes: subprocess.CompletedProcess[str]) -> None:
+    done = two_nodes
+    assert done.returncode == 0, done.stdout
+    result = json.loads(done.stdout.splitlines()[-1])
+    first, second = result["nodes"][0], result["nodes"][3]
+    assert first != second
+    assert result["nodes"] == result["worker_nodes"] == [first, first, second, second]
+    assert result["local_ranks"] == [0, 1, 0, 1]
+    assert result["local_world_sizes"] == [2, 2, 2, 2]
+    assert result["all_reduce"] == [6.0] * 4
+    assert {address for address in result["listening"] if not is_loopback(address)} == set()
+
+
+def test_a_process_that_joins_a_cluster_again_can_ask_for_the_state_of_processes(
+    two_nodes: subprocess.CompletedProcess[str],
+) -> None:
+    """Actors of its first job, which answered for the other node, are gone."""
+    assert two_nodes.returncode == 0, two_nodes.stdout
+    assert json.loads(two_nodes.stdout.splitlines()[-1])["stopped_in_second_job"] == 0

@@ -1,4 +1,4 @@
-"""vLLM in this process against plain transformers, float32."""
+"""vLLM in this process against plain transformers, float32; conversations over it against the trainer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.vllm import VLLMEngine
 from dovetail.rollout.vllm.requests import Sample
+from tests.agents.exactness import check_engine
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap, round_sums_as_float32, take_user_output
@@ -251,3 +252,17 @@ def test_a_sleeping_engine_refuses_work_and_says_that_the_memory_stays(tiny: tup
     (result,) = engine.generate([GenerationRequest("a", [7], GREEDY)])
     assert result.token_ids == greedy(model, [7], 12)
     assert result.weight_versions == [1] * 12
+
+
+def test_turns_tools_branches_and_an_update(engines: dict[str, VLLMEngine]) -> None:
+    engine = engines["llama_tied"]
+    old, new = tiny_model("llama_tied"), tiny_model("llama_tied", seed=1)
+
+    def update() -> None:
+        engine.update_weights(new.named_parameters(), 1)
+
+    engine.update_weights(old.named_parameters(), 0)
+    try:
+        check_engine(engine, {0: old, 1: new}, update, temperature=0.7, top_p=0.9)
+    finally:
+        engine.update_weights(old.named_parameters(), 0)

@@ -20,33 +20,24 @@ from dovetail.cli.main import main
 from dovetail.config import ConfigError
 from dovetail.config.root import DovetailConfig
 from dovetail.data.errors import DataError
-from dovetail.data.files import prompt_row, write_rows
+from dovetail.data.files import write_rows
 from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
 from dovetail.rewards.errors import RewardError
 from dovetail.trainer.main_ppo import main as main_ppo
 from tests.ranks import run_alone
-from tests.trainer.toy_run import DAPO, Toy, repeatable, train
+from tests.trainer.toy_run import DAPO, Toy, repeatable, toy_rows, train
 
 pytestmark = pytest.mark.e2e
-
-
-def rows_of(count: int, question: str = "say") -> list[dict[str, Any]]:
-    return [
-        prompt_row(
-            data_source="toy", question=f"{question} {i}", ground_truth="", ability="toy", extra_info={"index": i}
-        )
-        for i in range(count)
-    ]
 
 
 @pytest.fixture(scope="module")
 def broken(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of inputs that no run can use."""
     folder = tmp_path_factory.mktemp("broken")
-    rows = [{("question" if name == "prompt" else name): value for name, value in row.items()} for row in rows_of(8)]
+    rows = [{("question" if name == "prompt" else name): value for name, value in row.items()} for row in toy_rows(8)]
     write_rows(rows, folder / "columns.parquet")
-    write_rows(rows_of(3), folder / "few.parquet")
+    write_rows(toy_rows(3), folder / "few.parquet")
     (folder / "empty.jsonl").touch()
     (folder / "game.py").write_text("class Game: ...\n")
     (folder / "weights-only").mkdir()
@@ -135,8 +126,8 @@ def test_errors_keep_their_class_for_callers(toy: Toy, tmp_path: Path, broken: P
 
 
 def test_a_prompt_longer_than_the_limit_names_the_row_and_the_way_out(toy: Toy, tmp_path: Path) -> None:
-    rows = rows_of(8)
-    rows[5] = rows_of(1, "x" * 100)[0]
+    rows = toy_rows(8)
+    rows[5] = toy_rows(1, question="x" * 100)[0]
     keys = {"data.train_files": str(write_rows(rows, tmp_path / "long.parquet"))}
     with pytest.raises(DataError, match=r"long\.parquet row 5.*data\.max_prompt_length") as caught:
         train(toy.config(tmp_path / "run", keys))

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.cli.main import main
 from dovetail.config import DovetailConfig
-from dovetail.data.files import prompt_row
+from dovetail.data.files import write_rows
 from dovetail.models.errors import ModelError
 from dovetail.observability.run_folder import read_json_lines
 from dovetail.trainer.method import RunOptions, open_method
 from dovetail.trainer.model_folders import refuse_broken_models
 from dovetail.trainer.shared_folder import with_absolute_folders
 from tests.programs import holding
-from tests.trainer.toy_run import DAPO, Toy
+from tests.trainer.toy_run import DAPO, Toy, toy_rows
 
 pytestmark = pytest.mark.e2e
 
@@ -31,23 +31,11 @@ def _train(toy: Toy, run: Path, changes: dict[str, Any]) -> int:
     return main(["train", "--local", *toy.arguments(run, changes)])
 
 
-def _write(file: Path, rows: list[dict[str, Any]]) -> str:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
-def _rows(count: int) -> list[dict[str, Any]]:
-    return [
-        prompt_row(data_source="toy", question=f"say {row}", ground_truth="", ability="toy", extra_info={"row": row})
-        for row in range(count)
-    ]
-
-
 def test_bad_rows_stop_a_run_before_it_begins_and_a_resume_goes_on_without_them(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = _rows(24)
-    files = {"data.train_files": _write(tmp_path / "rows.jsonl", rows), "trainer.save_freq": 1}
+    rows = toy_rows(24)
+    files = {"data.train_files": str(write_rows(rows, tmp_path / "rows.jsonl")), "trainer.save_freq": 1}
     run = tmp_path / "run"
     assert _train(toy, run, {**files, "trainer.total_training_steps": 2}) == 0
     capsys.readouterr()
@@ -57,7 +45,7 @@ def test_bad_rows_stop_a_run_before_it_begins_and_a_resume_goes_on_without_them(
     assert len(read) == 8
     rows[unread[0]]["prompt"] = None
     rows[unread[1]]["prompt"] = [{"role": "user", "content": "x" * 500}]
-    _write(tmp_path / "rows.jsonl", rows)
+    write_rows(rows, tmp_path / "rows.jsonl")
     assert _train(toy, run, {**files, "trainer.total_training_steps": 4}) == 2
     shown = capsys.readouterr().err
     assert f"rows.jsonl row {unread[0]}: the prompt is None" in shown
@@ -74,8 +62,8 @@ def test_bad_rows_stop_a_run_before_it_begins_and_a_resume_goes_on_without_them(
 
 
 def test_a_data_column_called_uid_does_not_clash(toy: Toy, tmp_path: Path) -> None:
-    rows = [{**row, "uid": "mine", "index": 7} for row in _rows(8)]
-    files = {"data.train_files": _write(tmp_path / "rows.jsonl", rows), "trainer.total_training_steps": 1}
+    rows = [{**row, "uid": "mine", "index": 7} for row in toy_rows(8)]
+    files = {"data.train_files": str(write_rows(rows, tmp_path / "rows.jsonl")), "trainer.total_training_steps": 1}
     assert _train(toy, tmp_path / "run", files) == 0
 
 

@@ -55,18 +55,17 @@ def save_toy_model(folder: Path, *, seed: int = 0) -> Path:
     return save_tiny_model("qwen2", folder, seed=seed, hidden_size=64, intermediate_size=96)
 
 
+def toy_rows(count: int, first: int = 0, question: str = "say") -> list[dict[str, Any]]:
+    facts = {"data_source": "toy", "ground_truth": "", "ability": "toy"}
+    return [prompt_row(question=f"{question} {first + i}", extra_info={"index": i}, **facts) for i in range(count)]
+
+
 def save_toy_data(folder: Path, count: int = 32) -> Path:
     """`train.parquet`, `val.parquet` and the reward file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
     for name, first, number in (("train", 0, count), ("val", 1000, 4)):
-        rows = [
-            prompt_row(
-                data_source="toy", question=f"say {first + i}", ground_truth="", ability="toy", extra_info={"index": i}
-            )
-            for i in range(number)
-        ]
-        write_rows(rows, folder / f"{name}.parquet")
+        write_rows(toy_rows(number, first), folder / f"{name}.parquet")
     return folder
 
 

@@ -1,12 +1,26 @@
-"""Buckets carry every tensor unchanged and stay within their size."""
+"""Buckets and versions in a folder arrive whole or not at all; what does not fit or differs is named."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from dovetail.weight_sync import iter_buckets
+from dovetail.weight_sync import (
+    DiskWeights,
+    ExpectedWeights,
+    WeightAccount,
+    WeightMismatchError,
+    iter_buckets,
+    require_equal,
+    tensor_checksum,
+    weight_checksum,
+)
 from dovetail.weight_sync.buckets import Bucket, entries_of
+from tests.models.tiny import tiny_config, tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -70,3 +84,112 @@ def test_the_runs_of_a_bucket_hold_its_tensors_back_to_back() -> None:
 def test_a_bucket_size_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="bucket_bytes=0"):
         list(iter_buckets(_weights(), 0))
+
+
+def test_what_was_written_is_read_with_its_version(tmp_path: Path) -> None:
+    weights = [("a", torch.randn(3, 4)), ("b", torch.randn(2).bfloat16()), ("c", torch.randn(50))]
+    disk = DiskWeights(tmp_path / "weights", bucket_bytes=64)
+    assert disk.latest() is None
+    disk.write(weights, 7)
+    found = DiskWeights(tmp_path / "weights").latest()
+    assert found is not None
+    assert found.version == 7
+    assert len(list(found.folder.glob("*.safetensors"))) > 1
+    assert weight_checksum(found.named_weights()) == weight_checksum(weights)
+
+
+def test_a_source_that_fails_leaves_the_older_version_in_place(tmp_path: Path) -> None:
+    disk = DiskWeights(tmp_path)
+    disk.write([("a", torch.ones(2))], 1)
+
+    def broken() -> object:
+        yield "a", torch.zeros(2)
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        disk.write(broken(), 2)
+    found = disk.latest()
+    assert found is not None
+    assert found.version == 1
+    assert dict(found.named_weights())["a"].tolist() == [1, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["VERSION", "v00000001"]
+
+
+def test_only_the_newest_versions_stay(tmp_path: Path) -> None:
+    disk = DiskWeights(tmp_path, keep=2)
+    for version in (1, 2, 3, 3):
+        disk.write([("a", torch.full((2,), float(version)))], version)
+    assert sorted(path.name for path in tmp_path.glob("v*")) == ["v00000002", "v00000003"]
+
+
+def test_transformers_reads_a_version(tmp_path: Path) -> None:
+    model = tiny_model("llama_tied")
+    found = DiskWeights(tmp_path, bucket_bytes=1 << 16).write(model.named_parameters(), 1)
+    (found.folder / "config.json").write_text(json.dumps(tiny_config("llama_tied").to_dict()))
+    loaded = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.float32)
+    assert weight_checksum(loaded.named_parameters()) == weight_checksum(model.named_parameters())
+
+
+EXPECTED = ExpectedWeights({"embed": (4, 2), "norm": (2,), "head": (4, 2)}, ties={"head": "embed"})
+
+
+def test_an_unknown_and_a_misshapen_tensor_are_named() -> None:
+    account = WeightAccount(EXPECTED)
+    assert "'other'" in str(account.problem_with("other", (1,)))
+    problem = account.problem_with("norm", (3,))
+    assert "'norm'" in str(problem)
+    assert "(3,)" in str(problem)
+    assert "(2,)" in str(problem)
+
+
+def test_what_never_arrived_is_named_and_a_tied_name_stands_for_both() -> None:
+    account = WeightAccount(EXPECTED)
+    assert account.problem_with("head", (4, 2)) is None
+    assert account.missing() == "no tensor was given for norm."
+    account.problem_with("norm", (2,))
+    assert account.missing() is None
+
+
+def test_a_checksum_sees_one_changed_value_and_nothing_else() -> None:
+    tensor = torch.randn(5, 3)
+    changed = tensor.clone()
+    changed[4, 2] = torch.nextafter(changed[4, 2], torch.tensor(9.0))
+    assert tensor_checksum(tensor) == tensor_checksum(tensor.t().contiguous().t())
+    assert tensor_checksum(tensor) != tensor_checksum(changed)
+    assert tensor_checksum(tensor) != tensor_checksum(tensor.bfloat16())
+    assert tensor_checksum(tensor, torch.bfloat16) == tensor_checksum(tensor.bfloat16())
+
+
+def test_a_checksum_sees_values_that_changed_places_also_across_blocks() -> None:
+    tensor = torch.randn(70_000, 2)
+    for one, other in ((0, 1), (5, 69_000), (100, 32_868)):  # the last two are a block apart
+        swapped = tensor.clone()
+        swapped[[one, other]] = tensor[[other, one]]
+        assert tensor_checksum(tensor) != tensor_checksum(swapped)
+    assert tensor_checksum(tensor) == tensor_checksum(tensor.clone())
+    assert tensor_checksum(torch.zeros(3)) != tensor_checksum(torch.zeros(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_a_device_computes_the_same_checksum(dtype: torch.dtype) -> None:
+    tensor = torch.randn(300_000).mul(100).to(dtype)
+    assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)
+
+
+def test_minus_zero_is_zero() -> None:
+    assert tensor_checksum(torch.tensor([0.0])) == tensor_checksum(torch.tensor([-0.0]))
+
+
+def test_checksums_cover_only_the_sample() -> None:
+    names = [f"layer.{number}" for number in range(50)]
+    weights = [(name, torch.zeros(1)) for name in names]
+    assert sorted(weight_checksum(weights, names[:5])) == names[:5]
+    assert len(weight_checksum(weights)) == 50
+
+
+def test_a_difference_names_the_tensor_and_an_empty_comparison_proves_nothing() -> None:
+    with pytest.raises(WeightMismatchError, match="1 of 2 compared tensors differ in the engine: b"):
+        require_equal({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "9"}, where="the engine")
+    with pytest.raises(WeightMismatchError, match="no tensor could be compared"):
+        require_equal({"a": "1"}, {}, where="the engine")
