@@ -1,13 +1,20 @@
-"""Packing: tokens in order, round trip exact, and packed models equal to padded ones."""
+"""Packing: tokens in order, round trip exact, packed models equal to padded ones, with shared prefixes, too."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from dovetail.models import attention
+from dovetail.models.activations import enable_gradient_checkpointing
 from dovetail.models.packing import pack_batch
 from dovetail.models.policy import PolicyModel
-from tests.models.tiny import FAMILIES, image_batch, ragged_batch, tiny_model
+from dovetail.models.value import ValueModel
+from tests.models.tiny import FAMILIES, TEXT_FAMILIES, image_batch, ragged_batch, tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -112,3 +119,160 @@ def test_packed_attention_refuses_what_it_cannot_compute() -> None:
     q = torch.randn(1, 4, 7, 32)
     with pytest.raises(NotImplementedError, match="softcap=30"):
         packed_attention(torch.nn.Identity(), q, q, q, None, segments=segments, softcap=30.0)
+
+
+def groups(*prompts: list[int], responses: list[list[int]]) -> dict[str, Tensor]:
+    """One row for each response to each prompt; prompts padded on the left, responses on the right."""
+    longest, width = max(map(len, prompts)), max(map(len, responses))
+    ids, masks = [], []
+    for prompt in prompts:
+        for response in responses:
+            left, right = longest - len(prompt), width - len(response)
+            ids.append([0] * left + prompt + response + [0] * right)
+            masks.append([0] * left + [1] * (len(prompt) + len(response)) + [0] * right)
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(masks)}
+
+
+SYSTEM = [9, 8, 7]
+BATCH = groups(
+    [*SYSTEM, 11, 12, 13, 14, 15],
+    [*SYSTEM, 21, 22, 23, 24, 25, 26],
+    responses=[[31], [41, 42, 43, 44], [41, 42, 53], [61, 62, 63, 64, 65, 66, 67]],
+)
+
+
+def test_a_prompt_stands_in_the_row_once() -> None:
+    packed = pack_batch(**BATCH, share_prefixes=True)
+    shared = packed.segments.shared
+    assert shared is not None
+    # The second group is whole again: its rows share a prompt of 9 tokens, and only 3 with the first group.
+    assert packed.segments.lengths == (9, 4, 3, 7, 10, 4, 3, 7)
+    assert [length for _, length in shared.spans] == [0, 8, 8, 8, 0, 9, 9, 9]
+    assert shared.lengths == tuple(BATCH["attention_mask"].sum(1).tolist())
+    mask = BATCH["attention_mask"].bool()
+    row, places = packed.input_ids[0], packed.places
+    assert places is not None
+    assert torch.equal(row[places], BATCH["input_ids"][mask])
+    positions = (mask.long().cumsum(1) - 1)[mask]
+    assert torch.equal(packed.position_ids[0][places], positions)
+    values = torch.randn(*mask.shape, 2)
+    assert torch.equal(packed.unpack(packed.pack(values)), values * mask.unsqueeze(-1))
+
+
+def test_rows_that_share_nothing_are_packed_as_ever() -> None:
+    batch = groups([5, 6, 7], responses=[[1, 2]])
+    other = groups([6, 5, 7], responses=[[1, 2, 3]])
+    joined = {name: torch.cat([torch.nn.functional.pad(batch[name], (0, 1)), other[name]]) for name in batch}
+    packed = pack_batch(**joined, share_prefixes=True)
+    assert packed.segments.shared is None
+    assert packed.segments.lengths == (5, 6)
+
+
+def test_equal_tokens_at_other_positions_are_not_shared() -> None:
+    batch = groups([5, 6, 7], responses=[[1, 2], [3, 4]])
+    positions = torch.arange(5).repeat(2, 1)
+    assert pack_batch(**batch, position_ids=positions, share_prefixes=True).segments.shared is not None
+    positions[1] += 1
+    assert pack_batch(**batch, position_ids=positions, share_prefixes=True).segments.shared is None
+
+
+def test_a_row_equal_to_another_keeps_a_token_of_its_own() -> None:
+    packed = pack_batch(**groups([5, 6, 7], responses=[[1, 2], [1, 2]]), share_prefixes=True)
+    assert packed.segments.lengths == (5, 1)
+
+
+def _results(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    policy = PolicyModel(model, **options)
+    wanted = torch.zeros_like(batch["input_ids"])
+    wanted[:, -7:] = 1
+    out = policy(**batch, token_mask=wanted, need_entropy=True, temperature=0.8)
+    weights = torch.linspace(0.5, 2, out.log_probs.numel()).view_as(out.log_probs)
+    (out.log_probs * weights - 0.1 * out.entropy).sum().backward()
+    return out, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_log_probs_entropy_and_gradients_are_those_of_whole_sequences(family: str, fused: bool) -> None:
+    whole = _results(tiny_model(family), BATCH, use_fused_kernels=fused)
+    shared = _results(tiny_model(family), BATCH, use_fused_kernels=fused, share_prefixes=True)
+    torch.testing.assert_close(shared[0].log_probs, whole[0].log_probs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(shared[0].entropy, whole[0].entropy, atol=1e-5, rtol=1e-5)
+    assert_same_gradients(shared[1], whole[1])
+
+
+def assert_same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        atol = 1e-5 * want.abs().max().item() + 1e-7
+        torch.testing.assert_close(
+            found[name], want, atol=atol, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_gradient_checkpointing_computes_the_same() -> None:
+    plain = _results(tiny_model("qwen2"), BATCH, share_prefixes=True)
+    model = tiny_model("qwen2").train()
+    enable_gradient_checkpointing(model)
+    again = _results(model, BATCH, share_prefixes=True)
+    torch.testing.assert_close(again[0].log_probs, plain[0].log_probs)
+    assert_same_gradients(again[1], plain[1])
+
+
+def test_fewer_tokens_go_through_the_layers() -> None:
+    counts = []
+    for share in (False, True):
+        policy = PolicyModel(tiny_model("llama"), share_prefixes=share)
+        layer = policy.hf_model.model.layers[0]
+        layer.register_forward_hook(lambda module, args, out: counts.append(args[0].size(1)))
+        policy(**BATCH)
+    assert counts == [4 * 8 + 4 * 9 + 2 * 15, 8 + 9 + 2 * 15]
+
+
+def test_values_of_a_critic_are_those_of_whole_sequences() -> None:
+    values = []
+    for share in (False, True):
+        torch.manual_seed(1)
+        model = ValueModel(tiny_model("llama"))
+        model.share_prefixes = share
+        values.append(model(**BATCH))
+    torch.testing.assert_close(values[1], values[0], atol=1e-5, rtol=1e-5)
+
+
+def test_layers_that_carry_a_state_see_whole_sequences() -> None:
+    model = tiny_model("llama")
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    assert not PolicyModel(model, share_prefixes=True).share_prefixes
+
+
+def test_the_arguments_of_varlen_kernels_say_the_same_as_the_loop_over_sequences() -> None:
+    """The kernels run on GPUs only; what they are given is computed here, with the gradient of keys that are shared."""
+    segments = pack_batch(**BATCH, share_prefixes=True).segments
+    assert segments.shared is not None
+    total = sum(segments.lengths)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, total, 8, generator=generator) for heads in (4, 2, 2))
+    results = []
+    for kernel in (attention._sdpa_by_sequence, _reference_varlen):
+        inputs = [t.clone().requires_grad_() for t in (query, key, value)]
+        out = kernel(*inputs, segments, attention._Options(0.3, 0.0, 6))
+        out.mul(torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        results.append([out, *(t.grad for t in inputs)])
+    for loop, varlen in zip(*results, strict=True):
+        torch.testing.assert_close(varlen, loop, atol=1e-5, rtol=1e-5)
+
+
+def _reference_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: Any) -> Tensor:
+    """Causal attention as varlen kernels define it: the last query sees the last key."""
+    call = attention._varlen(query, key, value, segments)
+    outs = []
+    for number in range(len(call.cu_seq_q) - 1):
+        first, last = (slice(*cu[number : number + 2].tolist()) for cu in (call.cu_seq_q, call.cu_seq_k))
+        q, k, v = call.q[first], call.k[last], call.v[last]
+        assert q.size(0) <= call.max_q
+        assert k.size(0) <= call.max_k
+        mask = attention._causal_mask(q.size(0), k.size(0), options.window, q.device)
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=True)
+        outs.append(out.squeeze(0).transpose(0, 1))
+    return torch.cat(outs).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""FSDP2 on two real processes feeding vLLM, beside it and from afar; vLLM itself on two processes."""
+"""FSDP2 on two processes feeding vLLM, beside it and from afar; vLLM on two processes, and on an exported folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from dovetail.backends.build import build_backend
 from dovetail.backends.torch_backend import TorchBackend
+from dovetail.cli.main import main
 from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.models.policy import PolicyModel
 from dovetail.rollout.base import GenerationRequest, SamplingParams
@@ -21,6 +23,7 @@ from tests.models.tiny import save_tiny_model, tiny_model
 from tests.ranks import run_alone, run_ranks
 from tests.rollout_vllm.conftest import small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
+from tests.trainer.toy_run import Toy, save_toy_data, train
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -131,3 +134,26 @@ def test_a_tensor_parallel_engine_takes_new_weights(folders: dict[str, Path], fa
             assert result.token_ids == greedy(model, PROMPT, 12)
             assert result.weight_versions == [seed] * 12
             assert mean_gap(log_probs(model, PROMPT, result.token_ids), result.log_probs) <= 1e-5
+
+
+def test_vllm_answers_with_an_exported_policy_as_transformers_does(tmp_path: Path) -> None:
+    toy = Toy(save_tiny_model("llama_tied", tmp_path / "model"), save_toy_data(tmp_path / "data", count=12))
+    keys = {"trainer.save_freq": 3, "actor_rollout_ref.actor.optim.lr": 1e-2}
+    train(toy.config(tmp_path / "run", keys))
+    out = tmp_path / "exported"
+    assert main(["export", str(tmp_path / "run"), str(out)]) == 0
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    before = AutoModelForCausalLM.from_pretrained(toy.model, dtype=torch.float32).eval()
+    prompts = [[5, 9, 30, 41], [7, 7, 60, 12, 90, 33]]
+    engine = VLLMEngine(small_settings(out, max_model_len=64))
+    asked = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    try:
+        found = engine.generate([GenerationRequest(str(n), prompt, asked) for n, prompt in enumerate(prompts)])
+    finally:
+        engine.close()
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert answer.token_ids == greedy(model, prompt, 12)
+        scores = torch.tensor(answer.log_probs)
+        torch.testing.assert_close(scores, log_probs(model, prompt, answer.token_ids), atol=1e-4, rtol=0)
+        # The trained model, not the one it began as.
+        assert not torch.allclose(scores, log_probs(before, prompt, answer.token_ids), atol=1e-3)

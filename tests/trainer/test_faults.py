@@ -118,7 +118,7 @@ def running(toy: Toy, folder: Path, changes: dict[str, Any]) -> Iterator[Run]:
             kill_processes(tagged_processes(tag))
 
 
-# `controller/test_hangs` stops a worker; what a run does then is what it does when one was killed.
+# `controller/test_worker_failures` stops a worker; what a run does then is what it does when one was killed.
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["gen", "update_actor"])
 def test_a_stopped_worker_is_named_and_the_run_ends_with_its_checkpoint(toy: Toy, tmp_path: Path, phase: str) -> None:
