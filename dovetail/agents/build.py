@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -12,8 +13,10 @@ from dovetail.agents.loops import agent_loop, find_object, load_loops
 from dovetail.agents.parsers import find_parser, turn_parser
 from dovetail.agents.session import SessionSettings
 from dovetail.agents.stream import Agents
+from dovetail.agents.tools.classes import ClassToolbox
 from dovetail.agents.tools.functions import FunctionToolbox
 from dovetail.agents.tools.load import load_functions, load_toolbox
+from dovetail.agents.tools.schema import ToolError
 from dovetail.config.multi_turn import MultiTurnConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules
@@ -52,7 +55,21 @@ def refuse_broken_tools(config: DovetailConfig) -> None:
     if rollout.multi_turn.function_tool_path:
         load_functions(rollout.multi_turn.function_tool_path)
     if rollout.agent.environment is not None:
-        find_object(rollout.agent.environment, key="agent.environment")
+        found = find_object(rollout.agent.environment, key="agent.environment")
+        if isinstance(found, type):
+            _refuse_class(found, rollout.agent.environment)
+
+
+def _refuse_class(cls: type, address: str) -> None:
+    if not issubclass(cls, Environment):
+        ClassToolbox(cls)
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise ToolError(
+            f"agent.environment={address} is made for each trajectory without arguments, but its __init__ needs some: "
+            f"{error}. Give them defaults; what belongs to a row comes to reset."
+        ) from None
 
 
 def _kinds_of_tools(config: DovetailConfig) -> tuple[bool, bool]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.agents.tools.classes import can_restore, made_by
+from dovetail.agents.tools.classes import can_restore, made_by, reward_of
 from dovetail.agents.tools.functions import problem_of
 from dovetail.agents.tools.threads import call_function
 from dovetail.agents.types import Message, Task, Toolbox, ToolCall, ToolResult
@@ -91,8 +91,7 @@ class OpenEnvironment:
         """What is added to the rewards of the steps; None: the reward function of the run scores."""
         if not self._environment.scores:
             return None
-        get_reward = getattr(self._environment, "get_reward", None)
-        return 0.0 if get_reward is None else float(await call_function(get_reward))
+        return await reward_of(self._environment) or 0.0
 
     def state(self) -> Any:
         """None for an environment without `state` and `restore`: its trajectories begin again after a resume."""

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dovetail.agents.calls import CallSettings, CheckedTools
 from dovetail.agents.deadlines import result_of
 from dovetail.agents.loops import AgentLoop
 from dovetail.agents.session import RewrittenHistoryError, Session, TrajectoryEnd
-from dovetail.agents.types import GRADED, InfrastructureError, Outcome, Task, Toolbox, Trajectory
+from dovetail.agents.types import GRADED, InfrastructureError, Outcome, Task, Toolbox, Trajectory, checked_reward
 from dovetail.rollout.base import EngineError
 
 logger = logging.getLogger(__name__)
 
 FATAL = (EngineError, RewrittenHistoryError)
 """What concerns the whole run, and is not the outcome of a trajectory."""
+_LEADING = (str(Path(__file__).parent), contextlib.__file__, asyncio.__path__[0])
+"""Where the frames are that lead to the user's code."""
+_REPORTED: set[tuple[Any, ...]] = set()
 
 
 class Deadline:
@@ -74,16 +80,17 @@ async def run_trajectory(
 
     try:
         try:
-            reward = await _until(deadline, drive())
+            returned = await _until(deadline, drive())
+            reward = None if returned is None else checked_reward(returned, "the reward that the agent loop returned")
         except TrajectoryEnd as end:
             outcome, reward = end.outcome, end.reward
         except InfrastructureError as failure:
             outcome, error = "infra", str(failure)
         except FATAL:
             raise
-        except Exception as failure:
+        except Exception as failure:  # noqa: BLE001 - it may be the user's code
             outcome, error = "tool_error", f"{type(failure).__name__}: {failure}"
-            logger.warning("trajectory %s ended with an exception", session.name, exc_info=failure)
+            _report(session.name, failure)
         await session.end()
         if outcome in GRADED and reward is None and session.tools is not None:
             try:
@@ -92,6 +99,7 @@ async def run_trajectory(
                 outcome, error = "infra", str(failure)
             except Exception as failure:  # noqa: BLE001 - as above
                 outcome, error = "tool_error", f"{type(failure).__name__}: {failure}"
+                _report(session.name, failure)
     finally:
         deadline.hold()
         await _close(session)
@@ -101,12 +109,25 @@ async def run_trajectory(
         task,
         session.segments(),
         outcome,
-        reward if reward is None else float(reward),
+        reward,
         tuple(session.messages),
         tuple(session.events),
         error,
         _metrics(session),
     )
+
+
+def _report(name: str, failure: Exception) -> None:
+    """Log the part of the traceback that is the user's, once for each place: a batch may fail as a whole."""
+    place = (type(failure), *traceback.extract_tb(failure.__traceback__)[-1][:2])
+    if place in _REPORTED:
+        return
+    _REPORTED.add(place)
+    frame = failure.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(_LEADING):
+        frame = frame.tb_next
+    shown = "".join(traceback.format_exception(type(failure), failure, frame)).strip()
+    logger.warning("trajectory %s ended with an exception (shown once; others are counted):\n%s", name, shown)
 
 
 async def _until(deadline: Deadline, work: Any) -> Any:

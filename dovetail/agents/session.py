@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from dovetail.agents.chat import Rendered
-from dovetail.agents.types import Message, Outcome, Segment, ToolCall, Turn
+from dovetail.agents.types import Message, Outcome, Segment, ToolCall, Turn, checked_reward
 from dovetail.rollout.assemble import Response
 from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams, derive_seed
 
@@ -189,7 +189,7 @@ class Session:
         if not self._nodes:
             raise ValueError("the session has no turn yet that could have a reward; call chat first.")
         node = self._nodes[max(self._nodes) if turn is None else turn.node]
-        node.reward = reward + (node.reward or 0.0)
+        node.reward = checked_reward(reward, "the reward of a turn") + (node.reward or 0.0)
 
     async def end(self) -> None:
         """End the turns that are being written and keep what they have."""

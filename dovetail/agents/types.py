@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
@@ -74,6 +75,17 @@ class ToolResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
     """What kind of error the text reports, for the events: "invalid call" or "exception"."""
+
+
+def checked_reward(value: Any, what: str) -> float:
+    """A reward from the user's code as a number. A NaN would count as no reward further on."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {value!r}; it must be a finite number.")
+    return number
 
 
 class OpenTools(Protocol):

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from dovetail.agents import Environment, Task, tool
+from dovetail.agents import Environment, Step, Task, tool
 from dovetail.agents.calls import CallSettings
 from dovetail.agents.deadlines import DeadlineError, place_in, within
 from dovetail.agents.environments import Environments
 from dovetail.agents.loops import AgentLoop, tool_agent
 from dovetail.agents.openenv import OpenEnv
 from dovetail.agents.runner import Deadline, run_trajectory
+from dovetail.agents.tools.classes import ClassToolbox
 from dovetail.agents.tools.functions import FunctionToolbox
 from dovetail.agents.tools.python import PythonToolbox
 from dovetail.agents.types import Toolbox, Trajectory
@@ -104,6 +105,57 @@ def test_an_environment_that_is_not_there_is_infrastructure_and_one_that_breaks_
 
     result = play(Environments(Broken), "hello")
     assert (result.outcome, result.reward, result.error) == ("tool_error", None, "KeyError: 'hello'")
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "good"])
+def test_a_reward_that_is_no_number_is_an_error_and_not_left_to_the_reward_function(value: Any) -> None:
+    class Note:
+        def write(self, line: str) -> None:
+            """Write."""
+
+        def get_reward(self) -> Any:
+            return value
+
+    class Game(Environment):
+        def step(self, action: str) -> Step:
+            return Step("", reward=value, done=True)
+
+        def get_reward(self) -> Any:
+            return value
+
+    async def loop(task: Task, session: Any) -> Any:
+        await session.chat(task.messages)
+        return value
+
+    note, game = play(ClassToolbox(Note), "done"), play(Environments(Game), "done")
+    assert (note.outcome, game.outcome) == ("tool_error", "tool_error")
+    assert note.error == f"ValueError: the reward of Note.get_reward is {value!r}; it must be a finite number."
+    whose = "Game.get_reward" if value is None else "a turn"
+    assert f"the reward of {whose} is {value!r}; it must be a finite number." in game.error
+    if value is not None:  # which leaves it to the reward function
+        assert "the reward that the agent loop returned is" in play(FunctionToolbox([]), "done", loop=loop).error
+
+
+def test_what_breaks_every_trajectory_is_logged_once_from_the_users_code_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Environment):
+        def step(self, action: str) -> Any:
+            raise KeyError(action)
+
+    class Unscored(Environment):
+        def step(self, action: str) -> Step:
+            return Step("", done=True)
+
+        def get_reward(self) -> float:
+            raise OSError("no judge")
+
+    for action in ("hello", "again"):
+        play(Environments(Broken), action)
+        play(Environments(Unscored), action)
+    first, second = [record.getMessage() for record in caplog.records]
+    for message, words in ((first, "KeyError: 'hello'"), (second, "OSError: no judge")):
+        assert message.endswith(words)
+        assert message.count('  File "') == 1
+        assert f'  File "{__file__}"' in message
 
 
 def test_a_cancellation_that_nobody_asked_for_is_an_error_and_not_the_silent_end_of_a_trajectory() -> None:

@@ -67,6 +67,14 @@ BROKEN_TOOLS = {
     "multi_turn.format=hermse is not known; did you mean hermes?": TOOL,
 }
 
+BROKEN_ENVIRONMENTS = {
+    "its __init__ needs some: missing a required argument: 'size'": (
+        '    def __init__(self, size): ...\n    def move(self, to: str) -> str:\n        """Move."""\n'
+    ),
+    "The tool move has no docstring": "    def move(self, to: str) -> str: ...\n",
+    "Game has no tools": "    def reset(self): ...\n",
+}
+
 
 def write_rows(file: Path, *prompts: object, data_source: str = "toy") -> Path:
     row = prompt_row(data_source=data_source, question="say 1", ground_truth="", ability="toy", extra_info={})
@@ -142,6 +150,13 @@ def test_broken_tools_of_an_agent(words: str, tmp_path: Path, refused: Refused) 
     turns = "actor_rollout_ref.rollout.multi_turn"
     keys = {f"{turns}.enable": True, f"{turns}.function_tool_path": str(tmp_path / "tools.py")}
     [message] = refused(keys | ({f"{turns}.format": "hermse"} if "hermse" in words else {}))
+    assert words in message
+
+
+@pytest.mark.parametrize("words", BROKEN_ENVIRONMENTS)
+def test_a_broken_environment_of_an_agent(words: str, tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "games.py").write_text(f"class Game:\n{BROKEN_ENVIRONMENTS[words]}")
+    [message] = refused({"actor_rollout_ref.rollout.agent.environment": f"{tmp_path}/games.py:Game"})
     assert words in message
 
 

@@ -16,7 +16,7 @@ from dovetail.agents.deadlines import place_in
 from dovetail.agents.tools.functions import Functions, signature_of
 from dovetail.agents.tools.schema import Signature, ToolError
 from dovetail.agents.tools.threads import call_function
-from dovetail.agents.types import Message, Task, Toolbox
+from dovetail.agents.types import Message, Task, Toolbox, checked_reward
 
 _CONTRACT = frozenset({"reset", "get_reward", "state", "restore", "close"})
 
@@ -69,9 +69,7 @@ class OpenInstance(Functions):
             return await call_function(function, **arguments)
 
     async def reward(self) -> float | None:
-        get_reward = getattr(self._instance, "get_reward", None)
-        reward = None if get_reward is None else await call_function(get_reward)
-        return None if reward is None else float(reward)
+        return await reward_of(self._instance)
 
     def state(self) -> Any:
         """None for a class without `state` and `restore`: its trajectories begin again after a resume."""
@@ -80,6 +78,13 @@ class OpenInstance(Functions):
     async def close(self) -> None:
         if (close := getattr(self._instance, "close", None)) is not None:
             await call_function(close)
+
+
+async def reward_of(instance: Any) -> float | None:
+    """What its `get_reward` returns; None where it has none."""
+    if (get_reward := getattr(instance, "get_reward", None)) is None:
+        return None
+    return checked_reward(await call_function(get_reward), f"the reward of {type(instance).__name__}.get_reward")
 
 
 def can_restore(instance: Any) -> bool:
