@@ -1,9 +1,9 @@
-"""Names find functions, users add their own, and mistakes are explained."""
+"""Names find functions, users add their own, mistakes are explained, and the config lists the same names."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -24,6 +24,9 @@ from dovetail.algorithms import (
     register_policy_loss,
 )
 from dovetail.algorithms import registry as tables
+from dovetail.algorithms.kl import KL_PENALTIES
+from dovetail.config import ConfigError, load_config, names
+from dovetail.config.actor import KLEstimator
 
 pytestmark = pytest.mark.unit
 
@@ -118,3 +121,21 @@ def test_the_response_mask_is_the_right_end_of_the_attention_mask() -> None:
     attention_mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
     assert compute_response_mask(torch.zeros(2, 2), attention_mask).tolist() == [[1, 0], [0, 0]]
     assert compute_response_mask(torch.zeros(2, 0), attention_mask).shape == (2, 0)
+
+
+def test_estimators_and_losses_are_those_of_the_registries() -> None:
+    assert set(names.ADV_ESTIMATORS) == set(adv_estimator_names())
+    assert set(names.POLICY_LOSSES) == set(policy_loss_names())
+
+
+def test_kl_estimators_are_those_of_the_algorithms_with_and_without_a_plus() -> None:
+    assert set(get_args(KLEstimator)) == {*KL_PENALTIES, *(f"{name}+" for name in KL_PENALTIES)}
+
+
+def test_an_unknown_tracker_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.logger=consle is not built in; did you mean console\?"):
+        load_config(overrides=["trainer.logger=[wandb,consle]"])
+    with pytest.raises(ConfigError, match=r"did you mean wandb\?"):
+        load_config(overrides=["trainer.logger=vemlp_wandb"])
+    own = load_config(overrides=["trainer.logger=[mine]", "trainer.import_modules=[my.module]"])
+    assert own.config.trainer.loggers == ("mine",)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dovetail.config.load import load_config
@@ -9,41 +11,37 @@ from dovetail.trainer import devices
 
 pytestmark = pytest.mark.unit
 
-FLOAT32 = ("actor_rollout_ref.rollout.dtype=float32",)
+FLOAT32, GRPO, REWARD = (
+    "actor_rollout_ref.rollout.dtype=float32",
+    "algorithm.adv_estimator=grpo",
+    "trainer.method=reward",
+)
 PARAM = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
+CRITIC = "critic.fsdp_config.mixed_precision.param_dtype"
 
 
+@pytest.mark.parametrize(
+    ("slower", "overrides", "asked"),
+    [
+        (400.0, [FLOAT32, GRPO], [PARAM]),
+        (400.0, [FLOAT32, GRPO, f"{PARAM}=float32"], []),
+        # A reward model in training has a dtype of its own.
+        (400.0, [REWARD], [CRITIC]),
+        (400.0, [REWARD, f"{CRITIC}=float32"], []),
+        (0.7, [], []),
+    ],
+)
 def test_a_slow_dtype_is_named_with_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    slower: float,
+    overrides: list[str],
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(devices, "_bfloat16_against_float32", lambda: 400.0)
-    devices.warn_of_slow_bfloat16(load_config(overrides=list(FLOAT32)).config)
-    assert f"400 times slower than float32 on this CPU; set {PARAM}=float32" in caplog.text
-    assert "rollout.dtype" not in caplog.text
-
-
-def test_a_reward_model_in_training_has_its_own_dtype(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(devices, "_bfloat16_against_float32", lambda: 400.0)
-    critic = "critic.fsdp_config.mixed_precision.param_dtype"
-    devices.warn_of_slow_bfloat16(load_config(overrides=["trainer.method=reward"]).config)
-    assert f"set {critic}=float32" in caplog.text
-    assert PARAM not in caplog.text
-    caplog.clear()
-    devices.warn_of_slow_bfloat16(load_config(overrides=["trainer.method=reward", f"{critic}=float32"]).config)
-    assert caplog.text == ""
-
-
-def test_nothing_is_said_where_it_is_fast_or_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(devices, "_bfloat16_against_float32", lambda: 0.7)
-    devices.warn_of_slow_bfloat16(load_config().config)
-    monkeypatch.setattr(devices, "_bfloat16_against_float32", lambda: 400.0)
-    grpo = "algorithm.adv_estimator=grpo"
-    devices.warn_of_slow_bfloat16(load_config(overrides=[*FLOAT32, f"{PARAM}=float32", grpo]).config)
-    assert caplog.text == ""
+    monkeypatch.setattr(devices, "_bfloat16_against_float32", lambda: slower)
+    devices.warn_of_slow_bfloat16(load_config(overrides=overrides).config)
+    assert re.findall(r"([\w.]+)=float32", caplog.text) == asked
+    assert ("400 times slower than float32 on this CPU; set " in caplog.text) == bool(asked)
 
 
 def test_the_ratio_is_a_measurement() -> None:
