@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -32,6 +33,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("dovetail.cli.demo", "train a small pretrained model on this machine, in minutes"),
     "data": ("dovetail.cli.data", "prepare prompts: generate a task, or convert a published data set"),
 }
+# What TRL has commands for is a setting here.
+_METHODS = {
+    "dovetail train: docs/guide/choosing.md has its algorithms": ("grpo", "rloo", "ppo", "dapo", "gspo"),
+    "dovetail dpo with dpo.loss_type=NAME": ("kto", "orpo", "ipo", "simpo"),
+    "dovetail export RUN --list": ("checkpoints", "list", "ls"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and not arguments[0].startswith("-"):
         close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}."
+        hint = next((f"use {command}." for command, names in _METHODS.items() if arguments[0] in names), hint)
         parser.error(f"there is no command {arguments[0]!r}; {hint}")
     parser.parse_args(arguments)
     parser.print_help()
@@ -64,6 +72,10 @@ def _run(command: str, arguments: list[str]) -> int:
     args = parser.parse_intermixed_args(arguments)
     try:
         return module.run(args)
+    except KeyboardInterrupt as error:  # before training, or the second one: `trainer.stopping`
+        number = getattr(error, "signum", signal.SIGINT)
+        sys.stderr.write(f"{signal.Signals(number).name}: stopped.\n")
+        return 128 + number
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:
             # Named on the command line or in the configuration; our own errors of files are sentences.

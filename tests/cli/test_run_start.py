@@ -10,6 +10,7 @@ from dovetail.cli.main import main
 from dovetail.config import ConfigError
 from dovetail.trainer.model_folders import load_readers
 from dovetail.trainer.run import run_training
+from dovetail.trainer.stopping import Interrupted
 from tests.workers.tiny_run import run_config, small_model
 
 pytestmark = pytest.mark.unit
@@ -53,3 +54,29 @@ def test_an_interrupted_run_says_where_it_is_and_leaves_no_traceback(
     ]
     assert main(["train", *overrides]) == 130
     assert f"interrupted; the run is in {tmp_path}/run. The same command goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "code"), [(KeyboardInterrupt(), "SIGINT", 130), (Interrupted(15), "SIGTERM", 143)]
+)
+def test_an_interrupted_command_leaves_no_traceback(
+    error: BaseException, name: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr("dovetail.cli.demo.run", interrupted)
+    assert main(["demo"]) == code
+    assert capsys.readouterr().err == f"{name}: stopped.\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("kto", "use dovetail dpo with dpo.loss_type"), ("grpo", "use dovetail train:"), ("trian", "did you mean train?")],
+)
+def test_what_other_libraries_call_a_command_is_found(
+    given: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([given])
+    assert f"there is no command {given!r}; {hint}" in capsys.readouterr().err
