@@ -24,11 +24,13 @@ class Pace:
     num_taken: int = 0
     num_taken_at_update: int = 0
 
-    def may_start(self, num_open: int, batches_left: int) -> bool:
+    def may_start(self, num_open: int, batches_left: int, *, num_filled: float = 0.0) -> bool:
         """Whether the next chunk may start, beside `num_open` chunks' worth of groups that no step has taken yet and
         none has dropped. `batches_left` is how many batches the run still trains on after that update, so that nothing
-        is generated that no step would use."""
-        return self.num_taken + num_open < self.num_taken_at_update + min(1 + self.max_staleness, batches_left)
+        is generated that no step would use. `num_filled` is how many steps the open groups are expected to fill, with
+        those that dynamic sampling has kept: what is generated for a step that they fill would grow too old."""
+        ahead = min(1 + self.max_staleness, batches_left)
+        return self.num_taken + num_open < self.num_taken_at_update + ahead and num_filled < ahead
 
 
 class Draw(Protocol):

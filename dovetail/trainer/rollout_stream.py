@@ -50,7 +50,7 @@ class RolloutStream:
     ) -> None:
         self._settings = config.async_training
         self._rollout = config.actor_rollout_ref.rollout
-        self._count = config.generation_batch_size
+        self._count, self._num_trained = config.generation_batch_size, config.data.train_batch_size
         self._draw_prompts = draw_prompts
         self._total_steps = total_steps
         self._bound = config.group_staleness_bound
@@ -72,6 +72,7 @@ class RolloutStream:
         self._running: dict[int, Draw] = {}
         self._taken: dict[int, Draw] = {}  # given to the trainer, and not yet trained on or dropped
         self._given_now: list[int] = []  # of those, what the step in progress was given
+        self._num_given = self._num_usable = 0  # all in all; dynamic sampling leaves out groups without signal
         self._given_at = 0.0
         self._chunks_now = 0
         self._dropped_now: list[tuple[int, str]] = []
@@ -145,6 +146,8 @@ class RolloutStream:
         masks_stale = self._settings.on_stale_in_force == "mask"
         self.ledger.trained(sorted(used), step, bound=self._bound, masks_stale=masks_stale)
         later = {draw_number(uid) for uid in kept}
+        self._num_given += len(self._given_now)
+        self._num_usable += len((used | later) & set(self._given_now))
         for number in sorted(self._taken.keys() - used - later):
             draw = self._taken[number]
             too_old = (draw.newest if masks_stale else draw.version) < step - 1 - self._bound
@@ -167,7 +170,8 @@ class RolloutStream:
     # ---- checkpoints ----
 
     def state(self) -> dict[str, Any]:
-        return {"running": [[draw.number, draw.version] for draw in self._running.values()]}
+        running = [[draw.number, draw.version] for draw in self._running.values()]
+        return {"running": running, "usable": [self._num_usable, self._num_given]}
 
     def carried(self) -> dict[str, DataProto]:
         """What belongs to later steps, for the files of a checkpoint."""
@@ -189,6 +193,7 @@ class RolloutStream:
         self._generator.take_weights(version)
         if state is None:
             return
+        self._num_usable, self._num_given = state.get("usable", (0, 0))
         if SCORES in carried:
             self.scores.unpack(carried[SCORES])
         for rows in split_groups(carried[READY]) if READY in carried else ():
@@ -224,8 +229,11 @@ class RolloutStream:
             self._begin(draws, None)
 
     def _may_start(self, more: int) -> bool:
-        num_open = math.ceil((len(self._ready) + len(self._running) + more) / self._count)
-        return self.pace.may_start(num_open, self.num_batches_left)
+        num_open = len(self._ready) + len(self._running) + more
+        num_kept = len(self._taken) - len(self._given_now)
+        usable = num_open * self._num_usable / self._num_given if self._num_given else num_open
+        num_filled = (num_kept + usable) / self._num_trained
+        return self.pace.may_start(math.ceil(num_open / self._count), self.num_batches_left, num_filled=num_filled)
 
     def _has_room(self, more: int) -> bool:
         """Whether engines on the trainer's devices have use for another chunk. What only waited would grow old before

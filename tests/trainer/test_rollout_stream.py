@@ -292,6 +292,7 @@ def test_a_resumed_stream_says_of_its_weights_what_they_are(make: Make) -> None:
     resumed, engines = make(folder="resumed", **settings)
     resumed.load(stream.state(), stream.carried(), 4)
     assert engines.version == 4
+    assert resumed.state() == stream.state()
 
 
 def test_a_stream_that_goes_on_from_a_synchronous_run_drops_nothing(make: Make, tmp_path: Path) -> None:
