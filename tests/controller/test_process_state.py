@@ -1,4 +1,4 @@
-"""Processes seen from outside: stopped ones are found, debugged and busy ones are not, and stacks need no help."""
+"""Processes from outside: stopped ones are found, busy and debugged ones not; a killed driver leaves none behind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from dovetail.controller.process_state import (
     stopped_processes,
 )
 from dovetail.controller.processes import RayCall, WorkerProcesses
+from dovetail.controller.reaper import TAG, tagged_processes
 from tests.waiting import wait_until, wait_until_gone
 
 pytestmark = pytest.mark.unit
@@ -210,3 +212,32 @@ def test_a_death_that_no_call_has_raised_ends_with_its_group() -> None:
         group.stop()
     watchdog._note(groups[2], errors[2])
     assert watchdog.take_unreported() is None
+
+
+ROOT = Path(__file__).parents[2]
+# Starts what Ray starts: a process in a session of its own, which takes no notice of SIGTERM.
+_DRIVER = f"""
+import os, signal, subprocess, sys
+from dovetail.controller.cluster import _start_reaper
+_start_reaper()
+agent = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
+with subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, start_new_session=True) as started:
+    started.stdout.readline()
+    print(os.environ["{TAG}"], flush=True)
+    signal.pause()
+"""
+
+
+def test_what_a_killed_driver_started_ends_also_where_sigterm_is_ignored() -> None:
+    env = {name: value for name, value in os.environ.items() if name != TAG}
+    with subprocess.Popen([sys.executable, "-c", _DRIVER], cwd=ROOT, env=env, stdout=subprocess.PIPE) as driver:
+        assert driver.stdout is not None
+        tag = driver.stdout.readline().decode().strip()
+        try:
+            both = tagged_processes(tag)
+            assert len(both) == 2, "the agent, and the reaper itself"
+            os.kill(driver.pid, signal.SIGKILL)
+            wait_until(lambda: not tagged_processes(tag), "the end of what the driver started, and of the reaper")
+        finally:
+            driver.kill()
+            kill_processes(tagged_processes(tag))
