@@ -105,7 +105,7 @@ test-sglang: setup engines sglang-env  ## the tests of SGLang alone
 	@DOVETAIL_SGLANG_PYTHON=$(SGLANG_PYTHON) $(BIN)/python -m pytest tests/rollout_sglang $(ARGS)
 
 test-unit: setup ## the tests that take seconds and need no more than setup; what more is installed is hidden from them
-	$(BIN)/python $(PYTEST) -p tests.only_setup -m 'unit and not slow' $(ARGS)
+	$(BIN)/python $(PYTEST) -p tests.only_setup -m 'unit and not slow and not gpu' $(ARGS)
 
 test-gpu: setup  ## the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu $(ARGS)
