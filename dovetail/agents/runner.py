@@ -23,6 +23,7 @@ FATAL = (EngineError, RewrittenHistoryError)
 """What concerns the whole run, and is not the outcome of a trajectory."""
 _LEADING = (str(Path(__file__).parent), contextlib.__file__, asyncio.__path__[0])
 """Where the frames are that lead to the user's code."""
+_NO_REQUEST = "the agent ended and has not asked the model for a turn (at OPENAI_BASE_URL, or with session.chat)."
 _REPORTED: set[tuple[Any, ...]] = set()
 
 
@@ -92,6 +93,8 @@ async def run_trajectory(
             outcome, error = "tool_error", f"{type(failure).__name__}: {failure}"
             _report(session.name, failure)
         await session.end()
+        if outcome == "finished" and reward is None and not session.segments():
+            outcome, error = "tool_error", _NO_REQUEST
         if outcome in GRADED and reward is None and session.tools is not None:
             try:
                 reward = await session.tools.reward()

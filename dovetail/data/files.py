@@ -213,8 +213,10 @@ def needed_columns(data: DataConfig, *, scored_by_rules: bool) -> dict[str, str]
 
 
 def needs_ground_truth(config: DovetailConfig) -> bool:
-    """Whether the built-in rules score: a network, a user's function or an environment may do without a truth."""
-    scored_elsewhere = config.reward_model.enable or config.actor_rollout_ref.rollout.agent.environment is not None
+    """Whether the built-in rules score: a network, a user's function, an environment or an agent's own program may do
+    without a truth."""
+    agent = config.actor_rollout_ref.rollout.agent
+    scored_elsewhere = config.reward_model.enable or agent.environment is not None or agent.command is not None
     listed = config.reward_model.reward_kwargs.get("rewards")
     scored_elsewhere |= bool(listed) and all("path" in entry for entry in listed)
     return config.scores_training and config.custom_reward_function.path is None and not scored_elsewhere

@@ -145,7 +145,8 @@ def unknown_source_message(data_source: str) -> str:
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return (
         f"there is no reward rule for data_source {data_source!r}.{hint} Known: {', '.join(known)}. "
-        "Set custom_reward_function.path to score it with a function of your own."
+        "Score it with a function of your own (reward=FILE.py:NAME, in full custom_reward_function.path); an agent's "
+        "environment may score in get_reward."
     )
 
 

@@ -34,7 +34,8 @@ from dovetail.rewards.functions import (
 )
 
 Reply = tuple[str, Any]
-_LEADING = (__file__, functions.__file__, signatures.__file__, decoding.__file__)
+_REGISTRY = os.path.join(os.path.dirname(__file__), "registry.py")  # by name: it imports what few functions need
+_LEADING = (__file__, functions.__file__, signatures.__file__, decoding.__file__, _REGISTRY)
 
 
 def main(fd: int, start_file: int) -> None:

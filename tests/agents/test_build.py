@@ -13,6 +13,7 @@ from dovetail.agents.loops import get_loop
 from dovetail.config import load_config
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import UserCodeError
+from dovetail.data.files import needs_ground_truth
 from tests.agents.tokenizers import family_tokenizer
 from tests.models.tiny import tiny_tokenizer
 
@@ -87,6 +88,12 @@ def test_a_program_is_a_loop() -> None:
     agents = build_agents(config_of(f"{R}.agent.command=python agent.py"), tiny_tokenizer())
     assert agents.default_loop == "command"
     assert callable(get_loop("command"))
+
+
+def test_rows_of_a_program_or_an_environment_need_no_ground_truth() -> None:
+    assert needs_ground_truth(config_of())
+    assert not needs_ground_truth(config_of(f"{R}.agent.command=python agent.py"))
+    assert not needs_ground_truth(config_of(f"{R}.agent.environment=games.py:Game"))
 
 
 ENVIRONMENT = """

@@ -575,7 +575,8 @@ def test_a_program_is_a_loop(tmp_path: Path) -> None:
     # A child that it leaves behind, with its output open, does not keep the trajectory from ending.
     program.write_text("import subprocess\nsubprocess.Popen(['sleep', '600'])\n")
     left = _run(command_agent(f"{sys.executable} -S -E {program}", idle_timeout_s=20.0), ScriptedEngine())
-    assert (left.outcome, left.error) == ("finished", "")
+    assert left.outcome == "tool_error"
+    assert "has not asked the model for a turn" in left.error
     absent = _run(command_agent("/nowhere/agent"), ScriptedEngine())
     assert absent.outcome == "infra"
     assert "does not start" in absent.error

@@ -136,6 +136,14 @@ def test_a_reward_that_is_no_number_is_an_error_and_not_left_to_the_reward_funct
         assert "the reward that the agent loop returned is" in play(FunctionToolbox([]), "done", loop=loop).error
 
 
+def test_an_agent_that_never_asks_the_model_is_an_error_and_no_empty_response_to_score() -> None:
+    async def loop(task: Task, session: Any) -> None: ...
+
+    result = play(FunctionToolbox([]), loop=loop)
+    assert (result.outcome, result.reward) == ("tool_error", None)
+    assert "has not asked the model for a turn" in result.error
+
+
 def test_what_breaks_every_trajectory_is_logged_once_from_the_users_code_on(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Environment):
         def step(self, action: str) -> Any:

@@ -126,6 +126,16 @@ def test_a_batch_function_must_return_one_score_per_row() -> None:
         reward.score(answers("a", "b"))
 
 
+def test_a_source_without_a_rule_is_a_sentence_and_no_traceback() -> None:
+    spec = FunctionSpec("pkg://dovetail.rewards.registry", "default_compute_score", {})
+    with (
+        runner(spec) as reward,
+        pytest.raises(RewardError, match="there is no reward rule for data_source 'toy'") as error,
+    ):
+        reward.score(answers("a", "b"))
+    assert "Traceback" not in str(error.value)
+
+
 def test_a_lacking_column_is_not_blamed_on_the_ground_truth() -> None:
     with runner(functions.spec_of(functions.by_column)) as reward, pytest.raises(RewardError) as error:
         reward.score(answers("a", "b", truth=None))
