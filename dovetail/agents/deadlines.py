@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -28,11 +27,11 @@ class _Queued:
         self._since: float | None = None
 
     def begin(self) -> None:
-        self._since = time.monotonic()
+        self._since = asyncio.get_running_loop().time()
 
     def end(self) -> None:
         if self._since is not None:
-            self._seconds += time.monotonic() - self._since
+            self._seconds += asyncio.get_running_loop().time() - self._since
             self._since = None
 
     def take(self) -> float:

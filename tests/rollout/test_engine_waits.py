@@ -21,7 +21,7 @@ from dovetail.rollout.base import STALL_S, EngineDiedError, GenerationRequest, S
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote import calls as remote_calls
-from dovetail.rollout.remote.client import ServerGoneError
+from dovetail.rollout.remote.client import ServerError, ServerGoneError, ServerTimeoutError
 from dovetail.rollout.remote.pool import NoServerError, ServerPool
 from dovetail.rollout.remote.samples import samples_of
 from dovetail.rollout.stream import EngineStream, FailedRequest
@@ -315,6 +315,11 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     vars(engine).update(_calls=SimpleNamespace(is_open=True), _progress=threading.Condition(), _restart_wanted=False)
     os.kill(server.pid, signal.SIGSTOP)
 
+    async def says_nothing(server: str) -> ServerError:
+        return ServerTimeoutError("no answer", url=server)
+
+    monkeypatch.setattr(pool, "health_problem", says_nothing)
+
     async def take_out() -> None:
         pool.mark_down(server.url, "it is silent.")
 
@@ -340,6 +345,20 @@ def test_an_sglang_server_that_hangs_with_no_restart_left_is_an_engine_that_died
     engine.restarts_left = 0
     with pytest.raises(EngineDiedError, match="was killed: it is silent"):
         engine._run(engine._no_server(NoServerError("none is up")))
+
+
+def test_an_sglang_server_that_waits_for_weights_is_left_alone(
+    hanging: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, server = hanging
+
+    async def is_healthy(server: str) -> None:
+        return None
+
+    monkeypatch.setattr(engine._pool, "health_problem", is_healthy)
+    with pytest.raises(NoServerError):
+        engine._run(engine._no_server(NoServerError("none is up")))
+    assert not server.death
 
 
 def test_an_sglang_server_that_is_back_is_asked_again(hanging: tuple[Any, Any]) -> None:

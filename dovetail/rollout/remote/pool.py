@@ -148,6 +148,10 @@ class ServerPool:
         self._stalled.discard(server)
         self._progress_at[server] = time.monotonic()
 
+    async def hangs(self, server: str) -> bool:
+        """Whether it answers no health check, or those alone. One that is down for want of weights does not hang."""
+        return server in self._stalled or await self.health_problem(server) is not None
+
     async def health_problem(self, server: str) -> ServerError | None:
         """What a health check says; None is good."""
         try:

@@ -215,12 +215,15 @@ class SGLangRollout(RemoteRollout):
         if not self._calls.is_open:
             return  # another sample has asked for the restart, or an update is under way
         if not self.deaths:
-            down = self._pool.down()
             if not isinstance(error, NoServerError):
                 raise error
+            hanging = [server for server in self.servers.values() if await self._pool.hangs(server.url)]
+            down = self._pool.down()
             if len(down) < len(self.servers):
                 return  # one is back
-            for server in self.servers.values():  # they hang
+            if not hanging:
+                raise error  # they wait for weights
+            for server in hanging:
                 server.kill(down[server.url])
         if not self._brings_weights_back:
             raise EngineDiedError("; ".join(self.deaths)) from error
