@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -21,7 +22,7 @@ from dovetail.rollout.base import STALL_S, EngineDiedError, GenerationRequest, S
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote import calls as remote_calls
-from dovetail.rollout.remote.client import ServerError, ServerGoneError, ServerTimeoutError
+from dovetail.rollout.remote.client import ServerGoneError, ServerTimeoutError
 from dovetail.rollout.remote.pool import NoServerError, ServerPool
 from dovetail.rollout.remote.samples import samples_of
 from dovetail.rollout.stream import EngineStream, FailedRequest
@@ -314,11 +315,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     vars(engine).update(_sglang=SimpleNamespace(restarted=str), _updater=SimpleNamespace(has_updated=False))
     vars(engine).update(_calls=SimpleNamespace(is_open=True), _progress=threading.Condition(), _restart_wanted=False)
     os.kill(server.pid, signal.SIGSTOP)
-
-    async def says_nothing(server: str) -> ServerError:
-        return ServerTimeoutError("no answer", url=server)
-
-    monkeypatch.setattr(pool, "health_problem", says_nothing)
+    monkeypatch.setattr(pool, "health_problem", AsyncMock(return_value=ServerTimeoutError("silence", url="http://a")))
 
     async def take_out() -> None:
         pool.mark_down(server.url, "it is silent.")
@@ -351,11 +348,7 @@ def test_an_sglang_server_that_waits_for_weights_is_left_alone(
     hanging: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, server = hanging
-
-    async def is_healthy(server: str) -> None:
-        return None
-
-    monkeypatch.setattr(engine._pool, "health_problem", is_healthy)
+    monkeypatch.setattr(engine._pool, "health_problem", AsyncMock(return_value=None))
     with pytest.raises(NoServerError):
         engine._run(engine._no_server(NoServerError("none is up")))
     assert not server.death
