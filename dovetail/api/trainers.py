@@ -17,8 +17,8 @@ from dovetail.rewards.signatures import takes_lists
 
 logger = logging.getLogger(__name__)
 
-OnStep = Callable[[int, dict[str, float]], Literal["stop"] | None]
-"""`(step, metrics)`, called after every step; the run ends there, with a checkpoint, when it returns `"stop"`."""
+OnStep = Callable[[int, dict[str, float]], Literal["stop"] | bool | None]
+"""`(step, metrics)`, called after every step; the run ends there, with a checkpoint, on `"stop"` or True."""
 
 
 class Trainer:
@@ -36,7 +36,7 @@ class Trainer:
         config: Any other key of docs/configuration.md: sections in sections, dotted keys, or both.
         ray: True: workers are Ray actors, here or on the cluster of `ray_init.address`. False: everything in this
             process, on one device. Default: Ray where there is more than one device.
-        on_step: Called with `(step, metrics)` after every step; return `"stop"` to end the run.
+        on_step: Called with `(step, metrics)` after every step; return `"stop"` or True to end the run.
         **overrides: Dotted keys too, as in `**{"trainer.seed": 1}`.
     """
 

@@ -85,7 +85,7 @@ class TrainerConfig(Section):
     on_step: str | None = key(
         None,
         "`file.py:function` or `pkg://module:function`, called on the driver with `(step, metrics)` after every step. "
-        'The run ends there, with a checkpoint, when it returns "stop".',
+        'The run ends there, with a checkpoint, when it returns "stop" or True.',
     )
     import_modules: list[str] = key(
         [],

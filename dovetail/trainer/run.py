@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from dovetail.config import ConfigError
 from dovetail.config.checks import check_config, refuse_errors
 from dovetail.config.effects import unsupported_in_runs
@@ -39,8 +41,8 @@ from dovetail.trainer.stopping import StopRequest, resume_line
 
 logger = logging.getLogger(__name__)
 
-OnStep = Callable[[int, dict[str, float]], str | None]
-"""`(step, metrics)`; the run ends after this step, with a checkpoint, when it returns "stop"."""
+OnStep = Callable[[int, dict[str, float]], str | bool | None]
+"""`(step, metrics)`; the run ends after this step, with a checkpoint, when it returns "stop" or True."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +193,16 @@ def _refuse_other_arguments(watcher: OnStep) -> None:
 
 
 def _watched(watchers: Sequence[OnStep], stop: StopRequest) -> Callable[[int, dict[str, float]], None]:
+    ignored: set[type] = set()
+
     def call(step: int, metrics: dict[str, float]) -> None:
-        if "stop" in [watcher(step, metrics) for watcher in watchers]:
-            stop.asked_by = "on_step"
+        for answer in [watcher(step, metrics) for watcher in watchers]:
+            says = bool(answer) if isinstance(answer, bool | np.bool_ | None) else answer
+            if says is True or (isinstance(says, str) and says == "stop"):
+                stop.asked_by = "on_step"
+            elif says is not False and type(says) not in ignored:
+                ignored.add(type(says))
+                logger.warning('on_step returned %.60r, which has no effect: "stop" or True ends the run.', says)
 
     return call
 

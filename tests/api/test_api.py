@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dovetail
@@ -84,10 +85,13 @@ def test_a_run_of_rows_and_a_function_learns_and_leaves_everything_behind(model:
     assert {"reward.pkl", "data", "config.yaml"} <= {file.name for file in run.folder.iterdir()}
 
 
-def test_a_callback_stops_the_run_with_a_checkpoint_and_train_continues_it(model: str, tmp_path: Path) -> None:
-    def stop(step: int, metrics: dict[str, float]) -> str | None:
+@pytest.mark.parametrize("word", ["stop", True, np.True_], ids=["stop", "True", "numpy's True"])
+def test_a_callback_stops_the_run_with_a_checkpoint_and_train_continues_it(
+    model: str, tmp_path: Path, word: Any
+) -> None:
+    def stop(step: int, metrics: dict[str, float]) -> Any:
         assert metrics["critic/score/mean"] >= 0
-        return "stop" if step == 1 else None
+        return word if step == 1 else False
 
     def trainer(on_step: Any) -> dovetail.RLOO:
         return dovetail.RLOO(
@@ -101,6 +105,16 @@ def test_a_callback_stops_the_run_with_a_checkpoint_and_train_continues_it(model
     run = trainer(None).train()
     assert [row["step"] for row in run.metrics] == [1, 2]
     assert "reward/has/mean" in run.metrics[-1]
+
+
+def test_what_a_callback_returns_without_effect_is_said_once(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = dovetail.RLOO(
+        model, ROWS, ascii_share, output=tmp_path, steps=2, on_step=lambda *_: "Stop", config=SMALL, ray=False
+    ).train()
+    assert run.steps == 2
+    assert caplog.text.count("on_step returned 'Stop', which has no effect: \"stop\" or True ends the run.") == 1
 
 
 def test_ppo_and_dapo_are_presets_of_the_same_configuration(model: str, tmp_path: Path) -> None:
