@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,6 @@ from dovetail.workers.offline import IS_PADDING, MESH, OfflineWorker
 
 _OWN_AREAS = ("actor/", "critic/", "memory/")
 """Metrics of an update that are not the loss's."""
-_COUNTED_BY = {
-    f"{area}/{side}": total
-    for area in ("rewards", "logps")
-    for side, total in (("chosen", "desirable"), ("rejected", "undesirable"))
-} | {"nll_loss": "chosen_tokens"}
-"""The total that counts what a metric is a mean over: of KTO the rows of one label, of ORPO's cross-entropy tokens."""
 
 
 @dataclass(frozen=True)
@@ -90,25 +85,17 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
         """The loss, and its metrics, of the validation data; empty without `data.val_files`."""
         if self.val_loader is None:
             return {}
-        sums: dict[str, float] = defaultdict(float)
-        weights: dict[str, float] = defaultdict(float)
-        for batch in self.val_loader:
-            batch = self._prepared(batch, "val")
-            answer = self.groups.group.evaluate(self._laid_out(batch)).meta_info
-            totals, metrics = _first(answer["totals"]), dict(_first(answer["metrics"]))
-            metrics["loss"] -= metrics.get("nll_loss", 0.0)  # part of it, and counted by itself
-            for name, value in metrics.items():
-                # A mean over tokens where the loss is one, else over examples: batches may differ in size.
-                weight = totals.get(_COUNTED_BY.get(name, "tokens"), len(batch) / self._rows_per_example)
-                sums[name] += value * weight
-                weights[name] += weight
-        metrics = {f"val/{name}": value / max(weights[name], 1) for name, value in sums.items()}
-        if "val/nll_loss" in metrics:
-            metrics["val/loss"] += metrics["val/nll_loss"]
-        if "val/rewards/margins" in metrics:
-            metrics["val/rewards/margins"] = metrics["val/rewards/chosen"] - metrics["val/rewards/rejected"]
+        # Divided by the totals of all batches, not averaged over them: how rows fall into batches changes nothing.
+        group = self.groups.group
+        totals = _added(update_metrics(group.totals(batch)) for batch in self._validation_batches())
+        shares = _added(update_metrics(group.evaluate(batch, totals)) for batch in self._validation_batches())
+        metrics = {f"val/{name}": value for name, value in shares.items()}
         self.tracker.event("validation", self.global_step, **metrics)
         return metrics
+
+    def _validation_batches(self) -> Iterator[DataProto]:
+        assert self.val_loader is not None, "only called with one"
+        return (self._laid_out(self._prepared(batch, "val")) for batch in self.val_loader)
 
     def _laid_out(self, batch: DataProto) -> DataProto:
         """Rows in the order in which ranks take them: as many examples and nearly as many tokens each."""
@@ -139,6 +126,9 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
         self.train_loader.load_state_dict(state["loader"])
 
 
-def _first(numbers: dict[str, Any]) -> dict[str, float]:
-    """Ranks report equal numbers; several of them make lists."""
-    return {name: value[0] if isinstance(value, list) else value for name, value in numbers.items()}
+def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for part in parts:
+        for name, value in part.items():
+            sums[name] += value
+    return dict(sums)

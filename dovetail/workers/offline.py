@@ -52,18 +52,19 @@ class OfflineLearner:
         self.num_updates += 1
         return log.result()
 
+    def totals(self, data: DataProto) -> dict[str, float]:
+        """What the loss and metrics of a batch are divided by, and its baseline; added up, those of several batches."""
+        return self._totals(self._columns(data))
+
     @torch.no_grad()
-    def evaluate(self, data: DataProto) -> tuple[dict[str, float], dict[str, float]]:
-        """The loss and metrics of a batch without an update, and the totals that they were divided by."""
-        batch = self._columns(data)
-        totals = self._totals(batch)
-        trained = self._trained(batch)
-        micro_batches = self._cut(trained)
+    def evaluate(self, data: DataProto, totals: Mapping[str, float]) -> dict[str, float]:
+        """Shares of the loss and metrics without an update, of all the batches that `totals` are of."""
+        micro_batches = self._cut(self._trained(self._columns(data)))
         share = self._loss_fn(totals)
         outputs = self.backend.forward(micro_batches, self._options)
         pairs = zip(outputs, micro_batches, strict=True)
         parts = [share(output, self.backend.on_device(micro_batch))[1] for output, micro_batch in pairs]
-        return add_shares(parts, self.backend), totals
+        return add_shares(parts, self.backend)
 
     def log_prob_sums(self, data: DataProto, *, adapters: bool = True) -> Tensor:
         """`[rows]` on the CPU: the log-probs of each row's `loss_mask` tokens, added up."""
@@ -155,11 +156,16 @@ class OfflineWorker(CheckpointedRole):
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.mesh(MESH))
-    def evaluate(self, data: DataProto) -> DataProto:
-        """Loss and metrics without an update, in `meta_info`, with the totals they were divided by."""
+    def totals(self, data: DataProto) -> DataProto:
+        """What `evaluate` divides by, in `meta_info["metrics"]`; to be added up over batches."""
         with loaded(self._trained.backend, self._section.offloading):
-            metrics, totals = self._trained.evaluate(data)
-        return DataProto(meta_info={"metrics": metrics, "totals": totals})
+            return DataProto(meta_info={"metrics": self._trained.totals(data)})
+
+    @register(dispatch_mode=Dispatch.mesh(MESH))
+    def evaluate(self, data: DataProto, totals: Mapping[str, float]) -> DataProto:
+        """Shares of loss and metrics without an update, in `meta_info["metrics"]`; to be added up over batches."""
+        with loaded(self._trained.backend, self._section.offloading):
+            return DataProto(meta_info={"metrics": self._trained.evaluate(data, totals)})
 
     @register(dispatch_mode=Dispatch.mesh(MESH, pad=True))
     def compute_log_prob_sums(self, data: DataProto) -> DataProto:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.algorithms.offline.registry import preference_loss
+from dovetail.algorithms.offline.registry import OfflineLoss, preference_loss
 from dovetail.observability.timers import PhaseTimers
 from dovetail.protocol import DataProto
 from dovetail.trainer.offline import OfflineTrainer
@@ -41,46 +41,61 @@ def test_tokens_are_counted_by_rank_without_padding(lengths: tuple[int, ...], by
     assert metrics["global_seqlen/mean"] == sum(lengths) / 2
 
 
-def test_validation_of_kto_is_the_mean_over_the_rows_of_each_label() -> None:
-    """Batches of 3 good and 1 bad row, then 1 and 3: each row of a label counts once."""
-    totals = iter([{"desirable": 3.0, "undesirable": 1.0}, {"desirable": 1.0, "undesirable": 3.0}])
-    metrics = iter([(0.5, 4.0, 0.0), (0.7, 0.0, -4.0)])
+class Scored:
+    """A group whose rows bring their log-probs along."""
 
-    def evaluate(rows: DataProto) -> DataProto:
-        loss, chosen, rejected = next(metrics)
-        rewards = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
-        return DataProto(meta_info={"metrics": {"loss": loss, **rewards}, "totals": next(totals)})
+    def __init__(self, loss: OfflineLoss) -> None:
+        self.loss = loss
 
-    group = SimpleNamespace(dp_size=lambda mesh: 1, evaluate=evaluate)
-    tracker = SimpleNamespace(event=lambda *_, **__: None)
-    loader = [rows_of(*[2] * 8), rows_of(*[2] * 8)]
-    assert trainer_of(group, rows_per_example=2, val_loader=loader, tracker=tracker)._validate() == {
-        "val/loss": pytest.approx(0.6),
-        "val/rewards/chosen": 3.0,
-        "val/rewards/rejected": -3.0,
-        "val/rewards/margins": 6.0,
-    }
+    def dp_size(self, mesh: str) -> int:
+        return 1
+
+    def totals(self, batch: DataProto) -> DataProto:
+        rows = batch.tensors
+        totals = self.loss.count(rows)
+        if self.loss.baseline is not None:
+            others = {name: column[1::2] for name, column in rows.items()}
+            totals |= self.loss.baseline(others["log_probs"], others)
+        return DataProto(meta_info={"metrics": totals})
+
+    def evaluate(self, batch: DataProto, totals: dict[str, float]) -> DataProto:
+        step = 1 if self.loss.baseline is None else self.loss.rows_per_example
+        rows = {name: column[::step] for name, column in batch.tensors.items()}
+        loss, metrics = self.loss.share(rows["log_probs"], rows, totals)
+        return DataProto(
+            meta_info={"metrics": {name: float(value) for name, value in {"loss": loss, **metrics}.items()}}
+        )
 
 
-def test_validation_of_orpo_is_one_pass_over_all_rows_whatever_the_batch() -> None:
-    """Chosen responses of 1 and 5 tokens: their cross-entropy is a mean over tokens, their odds one over pairs."""
-    orpo = preference_loss("orpo", beta=0.1)
+def validated(loss: OfflineLoss, rows: DataProto, batch_size: int) -> dict[str, float]:
+    return trainer_of(
+        Scored(loss),
+        rows_per_example=2,
+        val_loader=rows.split(batch_size),
+        tracker=SimpleNamespace(event=lambda *_, **__: None),
+    )._validate()
+
+
+@pytest.mark.parametrize("loss_type", ["orpo", "kto"])
+def test_validation_is_one_pass_over_all_rows_whatever_the_batch(loss_type: str) -> None:
+    """Chosen responses of 1 and 5 tokens: ORPO's cross-entropy is a mean over tokens, its odds one over pairs. KTO's
+    rewards are means over the rows of a label, and its baseline, held at 0 or above, is one for all rows."""
+    loss = preference_loss(loss_type, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)
     lengths = torch.tensor([1, 2, 5, 3, 1, 1])
     mask = (torch.arange(5) < lengths[:, None]).long()
-    log_probs = torch.linspace(-0.1, -3.0, 30).reshape(6, 5)
-    rows = DataProto.from_dict({"attention_mask": mask, "loss_mask": mask, "log_probs": log_probs})
-
-    def evaluate(batch: DataProto) -> DataProto:
-        real = batch.select_idxs([row for row in range(len(batch)) if not batch.tensors["is_padding"][row]]).tensors
-        totals = orpo.count(real)
-        loss, metrics = orpo.share(real["log_probs"], real, totals)
-        values = {name: float(value) for name, value in {"loss": loss, **metrics}.items()}
-        return DataProto(meta_info={"metrics": values, "totals": totals})
-
-    group = SimpleNamespace(dp_size=lambda mesh: 1, evaluate=evaluate)
-    tracker = SimpleNamespace(event=lambda *_, **__: None)
-    once, by_pair = (
-        trainer_of(group, rows_per_example=2, val_loader=loader, tracker=tracker)._validate()
-        for loader in ([rows], rows.split(2))
-    )
-    assert by_pair == pytest.approx(once)
+    columns = {
+        "attention_mask": mask,
+        "loss_mask": mask,
+        "log_probs": torch.linspace(-0.1, -3.0, 30).reshape(6, 5),
+        "ref_log_prob_sum": torch.tensor([-1.0, -3.0, -9.0, -9.0, -2.0, -1.0]),
+        "desirable": torch.tensor([1, 1, 1, 1, 0, 0]),
+    }
+    rows = DataProto.from_dict(columns)
+    once = validated(loss, rows, 6)
+    assert validated(loss, rows, 2) == pytest.approx(once)
+    assert validated(loss, rows, 4) == pytest.approx(once)
+    if loss_type == "kto":
+        mismatched = (mask * columns["log_probs"]).sum(dim=1)[1::2] - columns["ref_log_prob_sum"][1::2]
+        assert once["val/kl"] == pytest.approx(float(mismatched.mean()))
+        assert (mismatched < 0).any()
+        assert once["val/rewards/margins"] == pytest.approx(once["val/rewards/chosen"] - once["val/rewards/rejected"])

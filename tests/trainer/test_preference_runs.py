@@ -87,6 +87,20 @@ def test_every_other_loss_trains_and_only_some_keep_a_reference(
     assert (result.folder / FILE).exists() == (loss_type in ("ipo", "kto"))
 
 
+def test_the_size_of_validation_batches_does_not_change_ktos_validation(toy: Toy, pairs: Path, tmp_path: Path) -> None:
+    """Its KL baseline, held at 0 or above, is one of all validation rows."""
+    rows = [{"prompt": f"say {n}", "completion": str(n) * 2 if n < 18 else "abcd", "label": n < 18} for n in range(20)]
+    write_rows(rows, tmp_path / "rows.jsonl")
+    changes = keys(pairs, trainer__total_training_steps=2, dpo__loss_type="kto")
+    changes |= {"data.train_files": str(tmp_path / "rows.jsonl"), "data.val_files": str(tmp_path / "rows.jsonl")}
+    once, by_three = (
+        train(toy.config(tmp_path / str(size), changes | {"data.val_batch_size": size}))[1][-1] for size in (None, 3)
+    )
+    validation = {name: value for name, value in once.items() if name.startswith("val/")}
+    assert validation["val/kl"] > 0
+    assert {name: by_three[name] for name in validation} == pytest.approx(validation, rel=1e-5)
+
+
 def test_with_lora_the_reference_is_the_model_without_adapters(toy: Toy, pairs: Path, tmp_path: Path) -> None:
     rank = {"actor_rollout_ref.model.lora_rank": 4}
     changes = keys(pairs, trainer__total_training_steps=2)
