@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dovetail.agents.calls import CallSettings, CheckedTools
+from dovetail.agents.environments import Environment, Environments, Step
 from dovetail.agents.loops import agent_loop, get_loop, load_loops, replays, tool_agent
 from dovetail.agents.runner import Deadline, run_trajectory
 from dovetail.agents.session import Session
@@ -219,6 +220,24 @@ def test_the_trajectorys_deadline_is_graded_as_it_is() -> None:
     result, seconds = run("!look a", "!look b", "!look c", "done", tools=tools, seconds=120.0)
     assert (result.outcome, result.reward, tools.num_calls) == ("time_limit", 0.75, 2)
     assert seconds == pytest.approx(120.0)
+
+
+@pytest.mark.parametrize(("slow", "ends"), [("step", ("time_limit", [0.5])), ("reset", ("infra", []))])
+def test_a_slow_step_of_an_environment_is_graded_as_it_is_and_a_slow_reset_is_not(slow: str, ends: Any) -> None:
+    class World(Environment):
+        num_steps = 0
+
+        async def reset(self, task: Task) -> None:
+            await asyncio.sleep(1000 if slow == "reset" else 0)
+
+        async def step(self, action: str) -> Step:
+            self.num_steps += 1
+            await asyncio.sleep(1000 if self.num_steps == 2 else 0)
+            return Step("go on", reward=0.5)
+
+    result, _ = run("one", "two", "three", tools=Environments(World), seconds=600.0, tool_timeout_s=60.0)
+    rewards = [reward for segment in result.segments for _, reward in segment.turn_rewards]
+    assert (result.outcome, rewards) == ends
 
 
 def test_time_in_which_the_engine_is_held_does_not_count() -> None:
