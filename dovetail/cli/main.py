@@ -95,6 +95,8 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: --") and "key=value" in self.format_usage():
             name, _, value = message.removeprefix("unrecognized arguments: --").partition(" ")[0].partition("=")
             hint = f"; settings have no dashes: {name.replace('-', '_')}={value or 'VALUE'}"
+            if name.startswith("config-"):
+                hint = "; name the YAML file by its path: FOLDER/NAME.yaml"
         self.exit(2, f"{self.prog}: {message}{hint}\n`{self.prog} --help` lists the options.\n")
 
 

@@ -16,7 +16,7 @@ from dovetail.config.effects import effect_notices, is_unused
 from dovetail.config.errors import ConfigError, Notice, Problem, name_some
 from dovetail.config.files import read_yaml, resolve_interpolations
 from dovetail.config.keys import catalogue, find_key, sections
-from dovetail.config.overrides import Override, ParsedOverrides, parse_overrides, read_overrides_file
+from dovetail.config.overrides import VERLS_OWN_FILE, Override, ParsedOverrides, parse_overrides, read_overrides_file
 from dovetail.config.root import DovetailConfig
 from dovetail.config.translate import expand, foreign_key, translate
 from dovetail.config.tree import Tree, leaves, merge, nested, prefixes, put, remove
@@ -85,6 +85,10 @@ class _Draft:
         except ValueError as error:
             self.problems.append(Problem(str(path), f"{error}."))
             return
+        for base in loaded.get("defaults") or ():  # Hydra's list; the files of verl itself are the schema's defaults
+            file = path.parent / f"{str(base).removesuffix('.yaml')}.yaml"
+            if file != path and file.is_file() and not VERLS_OWN_FILE.fullmatch(file.stem):
+                self.add_file(file)
         merge(self.tree, {name: value for name, value in loaded.items() if expand(name, value) is None})
         self.sources |= {key: str(path) for key, _ in leaves(loaded)}
         self.add([Override(name, value, str(path)) for name, value in loaded.items() if expand(name, value)])
@@ -102,6 +106,8 @@ class _Draft:
         self.take(parsed)
 
     def take(self, parsed: ParsedOverrides) -> None:
+        for file in parsed.files:
+            self.add_file(file)
         self.add(parsed.overrides)
         self.problems += parsed.problems
         self.notices += parsed.notices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,11 @@ _SET = re.compile(r"(\+\+|\+)?([A-Za-z_][\w\-]*(?:\.[\w\-/@]+)*)\s*=(.*)", re.DO
 _DELETE = re.compile(r"~([A-Za-z_][\w\-]*(?:\.[\w\-/@]+)*)(=.*)?", re.DOTALL)
 # What is left of a launch script around its overrides.
 _SCRIPT_WORDS = ("set ", "export ", "echo ", "cd ", "python", "ray job", "torchrun", "bash ", "sleep ", "#!")
+# Hydra's options for the file of a run, and the files that come with verl: their defaults are in the schema.
+_FILE_OPTIONS = ("--config-path", "--config-name", "--config-dir")
+VERLS_OWN_FILE = re.compile(
+    r"((fully_async|one_step_off|transfer_queue)_)?(ppo|dapo)_(megatron_)?trainer|sft_trainer\w*"
+)
 _ARGUMENTS_OF_CALLER = {"$@", '"$@"', "${@}", '"${@}"', "\\", "&&", "--"}
 
 
@@ -36,6 +41,8 @@ class ParsedOverrides:
     overrides: list[Override]
     problems: list[Problem]
     notices: list[Notice]
+    files: list[Path] = field(default_factory=list)
+    """YAML files that come before the overrides: those of `--config-path` and `--config-name`."""
 
 
 def split_arguments(items: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -44,6 +51,7 @@ def split_arguments(items: Sequence[str]) -> tuple[list[Path], list[str]]:
     `~/a.yaml`, `runs/lr=1/a.yaml` and an existing `lr=1.yaml` are files; `a.b=c`, `+a.b=c`, `~a.b` and `--option` are
     overrides.
     """
+    items = _join_options(items)
     files = [item for item in items if _is_file(item)]
     return [Path(os.path.expanduser(item)) for item in files], [item for item in items if not _is_file(item)]
 
@@ -51,19 +59,37 @@ def split_arguments(items: Sequence[str]) -> tuple[list[Path], list[str]]:
 def parse_overrides(texts: Sequence[str], *, source: str, shell_quotes: bool = False) -> ParsedOverrides:
     """Read one override per text. With `shell_quotes`, quotes around a whole value are a shell's and are taken off."""
     parsed = ParsedOverrides([], [], [])
-    for text in texts:
-        text = text.strip()
+    options: dict[str, str] = {}
+    for text in map(str.strip, _join_options(texts)):
         if text.startswith("--"):
-            parsed.notices.append(Notice(text, f"{text} selects a file of another launcher; it is not read."))
-            if text.startswith("--config-name") and "megatron" in text:
-                # What such a file is chosen for. Laid first, so that any explicit strategy wins.
-                parsed.overrides.insert(0, Override("actor_rollout_ref.actor.strategy", "megatron", source))
+            name, _, value = text.partition("=")
+            options[name] = unquote(value) if is_quoted(value) else value
+            if name not in _FILE_OPTIONS:
+                parsed.notices.append(Notice(text, f"{text} is an option of another launcher; it is not read."))
             continue
         try:
             parsed.overrides.append(_parse(text, source, shell_quotes))
         except ValueError as error:
             parsed.problems.append(Problem(text, f"{text!r} cannot be read as an override: {error}."))
+    if "--config-name" in options:
+        _add_file(parsed, options, source)
     return parsed
+
+
+def _add_file(parsed: ParsedOverrides, options: dict[str, str], source: str) -> None:
+    name = options["--config-name"].removesuffix(".yaml")
+    if "megatron" in name:
+        # What such a file is chosen for. Laid first, so that any explicit strategy wins.
+        parsed.overrides.insert(0, Override("actor_rollout_ref.actor.strategy", "megatron", source))
+    file = Path(os.path.expanduser(options.get("--config-path", options.get("--config-dir", ".")))) / f"{name}.yaml"
+    option = f"--config-name={name}"
+    if VERLS_OWN_FILE.fullmatch(name):
+        parsed.notices.append(Notice(option, f"{option} selects a file of another launcher; it is not read."))
+    elif file.is_file():
+        parsed.files.append(file)
+    else:
+        message = f"{option}: {file} is not a file, and what it sets would be missing; give its folder as --config-path=FOLDER."
+        parsed.problems.append(Problem(option, message))
 
 
 def read_overrides_file(path: Path) -> ParsedOverrides:
@@ -102,7 +128,7 @@ def _overrides_of_line(line: str) -> list[str]:
     if not line or line.startswith("#"):
         return []
     # A quoted word holds a whole override in scripts that protect brackets from the shell: '+a.b=[1,2]'.
-    words = [unquote(word) if is_quoted(word) else word for word in _words(line)]
+    words = _join_options([unquote(word) if is_quoted(word) else word for word in _words(line)])
     texts: list[str] = []
     for word in words:
         if word.startswith("#"):
@@ -117,6 +143,17 @@ def _overrides_of_line(line: str) -> list[str]:
         elif not line.startswith(_SCRIPT_WORDS):
             texts.append(word)
     return [] if line.startswith(("set ", "export ", "echo ")) else texts
+
+
+def _join_options(items: Sequence[str]) -> list[str]:
+    """`--config-path FOLDER` as `--config-path=FOLDER`."""
+    joined: list[str] = []
+    for item in items:
+        if joined and joined[-1] in _FILE_OPTIONS:
+            joined[-1] += f"={item}"
+        else:
+            joined.append(item)
+    return joined
 
 
 def _words(line: str) -> list[str]:

@@ -271,14 +271,20 @@ def test_an_unknown_command_suggests_the_nearest(options: list[str], capsys: pyt
 
 
 def test_a_setting_with_dashes_is_refused_with_the_way_to_write_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["check", "--train-batch-size", "8"], ["eval", "m", "--reward=my.py:f"], ["audit", "r", "--x"]):
+    for arguments in (
+        ["check", "--train-batch-size", "8"],
+        ["eval", "m", "--reward=my.py:f"],
+        ["audit", "r", "--x"],
+        ["train", "--config-name=mine"],
+    ):
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
         assert stopped.value.code == 2
-    check, _, evaluate, _, audit, _ = capsys.readouterr().err.splitlines()
+    check, _, evaluate, _, audit, _, train, _ = capsys.readouterr().err.splitlines()
     assert check.endswith("--train-batch-size; settings have no dashes: train_batch_size=VALUE")
     assert evaluate.endswith("settings have no dashes: reward=my.py:f")
     assert audit.endswith("unrecognized arguments: --x"), "it takes no settings"
+    assert train.endswith("name the YAML file by its path: FOLDER/NAME.yaml")
 
 
 def test_a_launch_list_that_is_given_as_a_file_is_refused_with_its_option(

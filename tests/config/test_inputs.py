@@ -29,6 +29,32 @@ def test_tilde_and_equals_in_a_path_do_not_make_it_an_override(tmp_path: Path, m
     assert load_config(*split_arguments(items[:2])).config.trainer.seed == 7
 
 
+@pytest.mark.parametrize(
+    "spelling", ["--config-path={}\n--config-name='tools'", "--config-path {} --config-name tools.yaml"]
+)
+def test_the_file_of_config_name_is_read_with_its_bases_before_the_overrides(tmp_path: Path, spelling: str) -> None:
+    (tmp_path / "base.yaml").write_text("trainer: {seed: 5, nnodes: 3}\n")
+    turns = "actor_rollout_ref: {rollout: {multi_turn: {enable: true, max_assistant_turns: 5}}}\n"
+    (tmp_path / "tools.yaml").write_text(f"defaults: [ppo_trainer, base, _self_]\ntrainer: {{seed: 6}}\n{turns}")
+    written = spelling.format(tmp_path)
+    (tmp_path / "list.txt").write_text(f"{written} \\\n  trainer.total_epochs=2\n")
+    loaded = load_config(overrides_files=[tmp_path / "list.txt"])
+    words = written.replace("'", "").split()
+    assert load_config(*split_arguments(["trainer.total_epochs=2", *words])).config == loaded.config
+    config = loaded.config
+    assert (config.trainer.seed, config.trainer.nnodes, config.trainer.total_epochs) == (6, 3, 2)
+    assert config.actor_rollout_ref.rollout.multi_turn.max_assistant_turns == 5
+    assert load_config(overrides=["trainer.seed=1", *words]).config.trainer.seed == 1
+
+
+def test_a_file_of_config_name_that_is_not_there_is_refused_unless_it_is_of_verl() -> None:
+    with pytest.raises(ConfigError, match=r"--config-name=mine: config/mine\.yaml is not a file"):
+        load_config(overrides=["--config-path=config", "--config-name=mine"])
+    loaded = load_config(overrides=["--config-path=config", "--config-name=fully_async_ppo_megatron_trainer.yaml"])
+    assert loaded.config.actor_rollout_ref.actor.strategy == "megatron"
+    assert [notice.key for notice in loaded.notices] == ["--config-name=fully_async_ppo_megatron_trainer"]
+
+
 def test_home_is_expanded_in_every_path_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_config(
