@@ -88,7 +88,7 @@ def _add_file(parsed: ParsedOverrides, options: dict[str, str], source: str) -> 
     elif file.is_file():
         parsed.files.append(file)
     else:
-        message = f"{option}: {file} is not a file, and what it sets would be missing; give its folder as --config-path=FOLDER."
+        message = f"{option}: {file} is not a file; give the file's folder as --config-path=FOLDER."
         parsed.problems.append(Problem(option, message))
 
 
