@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import inspect
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ Reward = str | Path | Callable[..., Any] | Sequence[Any]
 """A function, `file.py:function`, the name of a built-in rule, a reward model's path; or several of them, summed."""
 
 
-def data_files(data: Data, folder: Path, name: str) -> str | list[str]:
-    """The paths of `data`. Rows are written to `folder`, one JSON object per line."""
+def data_files(data: Data, folder: Path, name: str, *, own_class: bool = False) -> str | list[str]:
+    """The paths of `data`. Rows are written to `folder`, one JSON object per line. A user's `own_class` of data may
+    give strings any meaning."""
     if isinstance(data, str | Path):
         return str(data)
     to_dict = getattr(data, "to_dict", None)
@@ -29,7 +31,11 @@ def data_files(data: Data, folder: Path, name: str) -> str | list[str]:
         raise _unusable(name, f"it is a {type(data).__name__}")
     entries = list(data)
     if entries and all(isinstance(entry, str | Path) for entry in entries):
-        return [str(entry) for entry in entries]
+        paths = [str(entry) for entry in entries]
+        text = next((path for path in paths if not _names_a_file(path)), None)
+        if text is not None and not own_class:
+            raise _unusable(name, f"it holds the text {text[:60]!r}, and no file has that name")
+        return paths
     wrong = next((entry for entry in entries if not isinstance(entry, Mapping)), None)
     if not entries or wrong is not None:
         shown = "it is empty" if not entries else f"it holds a {type(wrong).__name__}, {str(wrong)[:60]!r}"
@@ -62,6 +68,13 @@ def parameters(reward: Reward) -> list[str]:
         return list(inspect.signature(reward).parameters)
     except ValueError:
         return []
+
+
+def _names_a_file(path: str) -> bool:
+    """One with an ending of data that is not there is a mistyped path."""
+    from dovetail.data.files import ENDINGS
+
+    return "://" in path or path.endswith(ENDINGS) or os.path.exists(os.path.expanduser(path))
 
 
 def _unusable(name: str, shown: str) -> ConfigError:

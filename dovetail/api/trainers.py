@@ -116,9 +116,9 @@ class Trainer:
 
     def _values(self) -> dict[str, Any]:
         """Later entries win."""
-        data: dict[str, Any] = {"data": data_files(self._data, self._folder, "data")}
-        if self._val_data is not None:
-            data["val_data"] = data_files(self._val_data, self._folder, "val_data")
+        given = {"data": self._data} | ({} if self._val_data is None else {"val_data": self._val_data})
+        own_class = "data.custom_cls.path" in self._keys
+        data = {name: data_files(each, self._folder, name, own_class=own_class) for name, each in given.items()}
         return {**self.preset, **self._short, **data, **self._keys, "output": str(self._folder)}
 
     def _uses_ray(self, config: DovetailConfig) -> bool:

@@ -33,7 +33,7 @@ UNNAMED_SOURCE = "custom"
 """The `data_source` of rows that name none."""
 _CHUNK = 1024
 _JSON = (".jsonl", ".json", ".ndjson")
-_ENDINGS = (".parquet", *_JSON)
+ENDINGS = (".parquet", *_JSON)
 
 
 def fetch_data_file(path: str, endings: tuple[str, ...]) -> Path | None:
@@ -148,14 +148,14 @@ class ListRows(Rows):
 def read_rows(path: str) -> Rows:
     """Open one file or folder, here or on the hub (`hf://datasets/...`); the ending says what it is."""
     if path.startswith(DATA_PREFIX):
-        fetched = fetch_data_file(path, _ENDINGS)
+        fetched = fetch_data_file(path, ENDINGS)
         if fetched is None:
             table, digest = read_split(path)
             return TableRows(path, digest, table)
         source = fetched
     else:
         source = Path(path).expanduser()
-    if not source.exists():
+    if not os.path.exists(source):  # Path.exists raises where a name is too long
         raise DataError(
             f"there is no file {path} (looked at {source.absolute()}); `dovetail data` writes prompt files, its --help "
             "says which."

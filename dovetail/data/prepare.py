@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.data.errors import DataError
-from dovetail.data.files import prompt_row, read_rows
+from dovetail.data.files import ENDINGS, prompt_row, read_rows
 
 GSM8K_SOURCE = "openai/gsm8k"
 MATH_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 GSM8K_INSTRUCTION = 'Think step by step, then write the final number after "####".'
 MATH_INSTRUCTION = "Think step by step, then write the final answer in \\boxed{}."
-_ENDINGS = (".jsonl", ".json", ".parquet", ".ndjson")
 
 
 def gsm8k_rows(
@@ -139,7 +138,7 @@ def local_rows(path: str, split: str) -> list[dict[str, Any]]:
     """All rows of a file, or of the file in a folder whose name begins with the split."""
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "state.json").exists():
-        files = sorted(file for file in folder.rglob(f"{split}*") if file.suffix in _ENDINGS)
+        files = sorted(file for file in folder.rglob(f"{split}*") if file.suffix in ENDINGS)
         if not files:
             raise DataError(f"{folder} has no file {split}*.jsonl or {split}*.parquet; give the file itself.")
         return [row for file in files for row in all_rows(str(file))]

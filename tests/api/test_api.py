@@ -159,6 +159,12 @@ def test_rows_of_any_kind_are_written_to_the_run_folder(model: str, tmp_path: Pa
     [
         ([], ascii_share, "data: it is empty"),
         ([1, 2], ascii_share, "data: it holds a int, '1'"),
+        (
+            ["What is 1+1?", "2" * 300],
+            ascii_share,
+            r"data: it holds the text 'What is 1\+1\?', .* rows such as \[{'prompt",
+        ),
+        ([__file__, "2" * 300], ascii_share, "data: it holds the text '222"),
         ({"prompt": ["a"]}, ascii_share, "data: it is a dict; give a path"),
         (5, ascii_share, "data: it is a int; give a path"),
         (ROWS, 5, "reward: it is a int; give a function"),
@@ -171,6 +177,21 @@ def test_what_cannot_be_used_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         dovetail.GRPO(model, data, reward, output=tmp_path).config  # noqa: B018
+
+
+def test_a_list_of_paths_may_name_what_a_users_class_or_the_hub_has_and_files_that_are_missing(
+    model: str, tmp_path: Path
+) -> None:
+    """A missing file is named when the run starts, with where it was looked for."""
+    paths = ("hf://datasets/org/name", str(tmp_path), "missing.jsonl")
+    assert dovetail.GRPO(model, paths, ascii_share, output=tmp_path).config.data.train_paths == paths
+    own = {"data": {"custom_cls": {"path": "mine.py", "name": "Mine"}}}
+    assert dovetail.GRPO(
+        model, ["maze", "sudoku"], ascii_share, output=tmp_path, config=own
+    ).config.data.train_paths == (
+        "maze",
+        "sudoku",
+    )
 
 
 def test_a_callback_that_is_no_function_and_keys_that_are_no_dict_are_refused(model: str) -> None:

@@ -181,6 +181,7 @@ def test_unusable_files_are_clear_errors(tmp_path: Path) -> None:
     (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     cases = {
         "missing.parquet": "there is no file",
+        "What is 1+1? " * 30: "there is no file",
         "bad.jsonl": r"bad\.jsonl:2 is not JSON",
         "list.jsonl": "every line must be a JSON object",
         "empty.jsonl": "there are no rows",
