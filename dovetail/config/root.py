@@ -189,16 +189,18 @@ class DovetailConfig(Section):
         """Whether the batch gets old log-probs before the update.
 
         Not when the whole batch is one optimizer step on fresh responses: the update's own log-probs are the old ones
-        then. Nor when the update interpolates them.
+        then. Nor when the update interpolates them, nor where fresh responses have no advantages that a ratio weighs:
+        those of a divergence from a teacher alone.
         """
         actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
         if self.interpolates_old_log_probs:
             return False
-        fresh = self.staleness_bound == 0
-        one_step = fresh and actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
+        one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
+        unweighted = not self.scores_training and self.distill.kl != "sampled"
+        own_ratio = self.staleness_bound == 0 and (one_step or unweighted)
         reads = algorithm.use_kl_in_reward or algorithm.rollout_correction.active or self.needs_sum_pi_squared
         reads = reads or (self.distills and self.distill.kl == "sampled")
-        return not one_step or reads
+        return not own_ratio or reads
 
     @property
     def needs_sum_pi_squared(self) -> bool:

@@ -122,7 +122,8 @@ class DataParallelPPOActor:
         """PPO epochs over mini-batches, one optimizer step each; metrics over all data-parallel ranks.
 
         Without a column `old_log_probs` the update is on-policy: the ratio is 1 and its gradient that of log-probs, so
-        no second forward is needed. That holds for the first optimizer step only, so it must be the only one.
+        no second forward is needed. That holds for the first optimizer step only, so it must be the only one, unless
+        no advantage is there for the ratio to weigh.
         """
         batch = self._training_columns(data)
         options = self._options(data, entropy=self.config.needs_entropy)
@@ -173,7 +174,9 @@ class DataParallelPPOActor:
             names.append("old_log_probs")
         elif INTERPOLATION in data:
             names += [INTERPOLATION, "rollout_log_probs"]
-        elif self.config.ppo_epochs > 1 or not makes_one_step(data, self._mini_batch_rows):
+        elif (self.config.ppo_epochs > 1 or not makes_one_step(data, self._mini_batch_rows)) and bool(
+            data.tensors["advantages"].any()
+        ):
             raise ValueError(
                 f"update_policy got no column old_log_probs, but {len(data)} rows in mini-batches of "
                 f"{self._mini_batch_rows} and ppo_epochs={self.config.ppo_epochs} make more than one optimizer step; "

@@ -98,6 +98,21 @@ def test_the_whole_vocabulary_is_all_of_its_tokens_listed(toy: Toy, teacher: Pat
     assert values["full"] == pytest.approx(values["top_k"], rel=1e-4)
 
 
+@pytest.mark.parametrize("kl", ["top_k", "full"])
+def test_a_divergence_alone_trains_the_same_without_old_log_probs(
+    toy: Toy, teacher: Path, tmp_path: Path, kl: str
+) -> None:
+    """No advantage is there for a ratio to weigh, so several updates on a batch need no forward before them."""
+    two_updates = keys(teacher, kl=kl) | {f"{A}.ppo_mini_batch_size": 2, "trainer.total_training_steps": 2}
+    _, without = train(toy.config(tmp_path / "without", two_updates))
+    _, given = train(toy.config(tmp_path / "given", two_updates | {f"{A}.calculate_sum_pi_squared": True}))
+    assert [("timing_s/old_log_prob" in row) for row in (*without, *given)] == [False, False, True, True]
+    for left, right in zip(without, given, strict=True):
+        assert left["actor/grad_norm"] > 0
+        for name in ("distill/kl", "actor/grad_norm", "actor/pg_loss"):
+            assert left[name] == right[name], name
+
+
 def test_a_resumed_run_is_the_run_that_was_not_stopped(toy: Toy, teacher: Path, tmp_path: Path) -> None:
     changes = keys(teacher) | {
         "trainer.save_freq": 2,
