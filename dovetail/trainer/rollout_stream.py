@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _SCORE_POLL_S = 0.05
 """How long a step that waits for scores waits for the next one before it looks for finished groups again."""
+_MEMORY = 0.9
+"""What a step before counts for in the share of groups with signal, against this one: it changes as a model learns."""
 
 READY, PROMPTS, PARTIAL, SCORES = "stream_ready", "stream_prompts", "stream_partial", "stream_scores"
 """Files of a checkpoint: groups that wait for a step, prompts of unfinished ones, their responses so far, and the
@@ -51,6 +53,7 @@ class RolloutStream:
         self._settings = config.async_training
         self._rollout = config.actor_rollout_ref.rollout
         self._count, self._num_trained = config.generation_batch_size, config.data.train_batch_size
+        self._is_filtered = config.algorithm.filter_groups.enable
         self._draw_prompts = draw_prompts
         self._total_steps = total_steps
         self._bound = config.group_staleness_bound
@@ -67,12 +70,12 @@ class RolloutStream:
         self.scores = scores or GroupScores(None)
         self.pace = Pace(self._settings.staleness_bound)
         self.waits = Waits()
-        self._version = 0
+        self._version = self._last_step = 0
         self._ready: dict[int, Draw] = {}
         self._running: dict[int, Draw] = {}
         self._taken: dict[int, Draw] = {}  # given to the trainer, and not yet trained on or dropped
         self._given_now: list[int] = []  # of those, what the step in progress was given
-        self._num_given = self._num_usable = 0  # all in all; dynamic sampling leaves out groups without signal
+        self._num_given = self._num_usable = 0.0  # of late; dynamic sampling leaves out groups without signal
         self._given_at = 0.0
         self._chunks_now = 0
         self._dropped_now: list[tuple[int, str]] = []
@@ -94,9 +97,10 @@ class RolloutStream:
                 [*unscored.values(), *self._running.values()],
                 count=self._count,
                 step=step,
-                max_staleness=self.pace.max_staleness,
+                max_staleness=self._bound,
                 order=self._settings.order_in_force,
                 on_stale=self._settings.on_stale_in_force,
+                is_filtered=self._is_filtered,
             )
             self._drop(choice.too_old)
             if choice.chosen is not None:
@@ -146,8 +150,9 @@ class RolloutStream:
         masks_stale = self._settings.on_stale_in_force == "mask"
         self.ledger.trained(sorted(used), step, bound=self._bound, masks_stale=masks_stale)
         later = {draw_number(uid) for uid in kept}
-        self._num_given += len(self._given_now)
-        self._num_usable += len((used | later) & set(self._given_now))
+        self._last_step = step
+        self._num_given = _MEMORY * self._num_given + len(self._given_now)
+        self._num_usable = _MEMORY * self._num_usable + len((used | later) & set(self._given_now))
         for number in sorted(self._taken.keys() - used - later):
             draw = self._taken[number]
             too_old = (draw.newest if masks_stale else draw.version) < step - 1 - self._bound
@@ -189,11 +194,11 @@ class RolloutStream:
         The engines get these weights, also where the run had not sent them yet (`trigger_parameter_sync_step`): older
         ones are not kept.
         """
-        self._version = version
+        self._version = self._last_step = version
         self._generator.take_weights(version)
         if state is None:
             return
-        self._num_usable, self._num_given = state.get("usable", (0, 0))
+        self._num_usable, self._num_given = state.get("usable", (0.0, 0.0))
         if SCORES in carried:
             self.scores.unpack(carried[SCORES])
         for rows in split_groups(carried[READY]) if READY in carried else ():
@@ -230,10 +235,15 @@ class RolloutStream:
 
     def _may_start(self, more: int) -> bool:
         num_open = len(self._ready) + len(self._running) + more
-        num_kept = len(self._taken) - len(self._given_now)
-        usable = num_open * self._num_usable / self._num_given if self._num_given else num_open
-        num_filled = (num_kept + usable) / self._num_trained
+        num_filled = self._num_filled(num_open) if self._is_filtered else None
         return self.pace.may_start(math.ceil(num_open / self._count), self.num_batches_left, num_filled=num_filled)
+
+    def _num_filled(self, num_open: int) -> float:
+        """Batches since the engines' weights that dynamic sampling has filled, or is expected to."""
+        num_kept = len(self._taken) - len(self._given_now)
+        share = self._num_usable / self._num_given if self._num_given else 1.0
+        usable = num_kept + share * (len(self._given_now) + num_open)
+        return self._last_step - self._version + usable / self._num_trained
 
     def _has_room(self, more: int) -> bool:
         """Whether engines on the trainer's devices have use for another chunk. What only waited would grow old before
@@ -355,7 +365,7 @@ class RolloutStream:
         self.pace.num_taken += 1
         batch = DataProto.concat([draw.rows for draw in draws if draw.rows is not None])
         if self._settings.order_in_force == "finish" and self._settings.on_stale_in_force == "mask":
-            batch = mask_older(batch, step - 1 - self.pace.max_staleness)
+            batch = mask_older(batch, step - 1 - self._bound)
         return batch
 
 

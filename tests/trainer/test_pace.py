@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,33 @@ def test_as_many_chunks_start_as_batches_may_be_ahead(staleness: int, chunks: in
 def test_nothing_starts_that_no_step_would_use() -> None:
     pace = Pace(4)
     assert [pace.may_start(num_open, batches_left=2) for num_open in range(4)] == [True, True, False, False]
+
+
+def test_with_dynamic_sampling_as_many_chunks_start_as_fill_the_batches_that_may_be_ahead() -> None:
+    pace = Pace(1)
+    assert pace.may_start(9, 100, num_filled=1.9), "a chunk of which little has a signal fills less than a batch"
+    assert not pace.may_start(0, 100, num_filled=2.0)
+    assert not pace.may_start(9, 1, num_filled=1.0)
+
+
+@pytest.mark.parametrize(("num_open", "num_filled", "starts"), [(0, 0.9, True), (1, 0.3, False), (0, 1.0, False)])
+def test_without_staleness_dynamic_sampling_starts_only_what_the_step_surely_needs(
+    num_open: int, num_filled: float, starts: bool
+) -> None:
+    assert Pace(0).may_start(num_open, 100, num_filled=num_filled) is starts
+
+
+def test_a_step_of_dynamic_sampling_waits_only_for_what_is_due_in_it() -> None:
+    # At step 2 with a bound of 1: three draws of version 0 are due, and a step chooses more than once.
+    def must_finish(step: int, *, is_filtered: bool) -> list[int]:
+        ready, running = numbers((0, 0)), numbers((1, 0), (2, 0), (3, 0))
+        kind = {"order": "finish", "on_stale": "wait", "is_filtered": is_filtered}
+        settings: Any = {"count": 1, "step": step, "max_staleness": 1, **kind}
+        return list(choose(ready, running, **settings).must_finish)
+
+    assert must_finish(1, is_filtered=True) == []
+    assert must_finish(1, is_filtered=False) == [1, 2]
+    assert must_finish(2, is_filtered=True) == must_finish(2, is_filtered=False) == [1, 2, 3]
 
 
 def test_the_order_of_draws_waits_for_exactly_the_next_ones() -> None:

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.observability.ledger import DrawLedger
+from dovetail.config.root import DovetailConfig
+from dovetail.observability.ledger import DrawLedger, read_ledger, violations
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
 from dovetail.rollout.assemble import assemble
 from dovetail.rollout.base import GenerationResult
 from dovetail.trainer import rollout_stream
 from dovetail.trainer.async_plan import RecordsError, make_async_plan
+from dovetail.trainer.dapo import RayDAPOTrainer
 from dovetail.trainer.generators import Generator, draw_number
 from dovetail.trainer.rollout_stream import RolloutStream
 from dovetail.trainer.run_speeds import long_tailed_groups, read_records
@@ -32,7 +34,7 @@ from dovetail.trainer.simulate import (
     decode_steps,
     predict,
 )
-from tests.trainer.toy_run import Toy, numbered_prompts
+from tests.trainer.toy_run import DAPO, Toy, numbered_prompts
 
 pytestmark = pytest.mark.unit
 
@@ -246,6 +248,74 @@ def test_the_simulated_run_takes_the_groups_that_the_stream_takes(
         stream.trained(step, [f"draw-{number}" for number in numbers])
         stream.update(step, step)
         assert generator.now == pytest.approx(simulated.now)
+
+
+class SimulatedDAPO(RayDAPOTrainer):
+    """Its choice of groups, over a stream of groups that have a signal by chance."""
+
+    def __init__(self, config: DovetailConfig, stream: RolloutStream, share: float) -> None:
+        self.config, self.stream, self._share = config, stream, share
+        self._surplus, self._rounds = None, []
+
+    def step(self, step: int) -> None:
+        """Without the training, which takes three times `SPEEDS.train_step_s`."""
+        assert self.stream is not None
+        generator: Any = self.stream._generator
+        count, self.global_step = self.config.data.train_batch_size, step
+        self.stream.begin_step()
+        groups, _ = self._fill_batch(count)
+        self._surplus = DataProto.concat(groups[count:]) if groups[count:] else None
+        used, kept = ([group.non_tensor_batch["uid"][0] for group in some] for some in (groups[:count], groups[count:]))
+        generator.run(generator.now + 3 * SPEEDS.train_step_s)
+        self.stream.collect()
+        self.stream.trained(step, used, kept=kept)
+        self.stream.update(step, step)
+
+    def _scored_batch(self) -> DataProto:
+        self._rounds.append({})
+        assert self.stream is not None
+        return self.stream.next(self.global_step)
+
+    def _has_signal(self, group: DataProto) -> bool:
+        return random.Random(str(group.non_tensor_batch["uid"][0])).random() < self._share
+
+
+@pytest.mark.parametrize(
+    ("share", "round_size", "bound", "on_stale"),
+    [(0.3, 4, 1, "drop"), (0.5, 12, 1, "drop"), (0.7, 12, 2, "drop"), (0.3, 4, 1, "wait"), (0.9, 6, 1, "mask")],
+)
+def test_dynamic_sampling_generates_little_that_grows_too_old_and_waits_for_little(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, round_size: int, bound: int, on_stale: str
+) -> None:
+    steps = 40
+    keys = {
+        **DAPO,
+        "algorithm.filter_groups.max_num_gen_batches": 0,
+        "data.gen_batch_size": round_size,
+        "actor_rollout_ref.hybrid_engine": False,
+        "actor_rollout_ref.rollout.nnodes": 1,
+        "actor_rollout_ref.rollout.n_gpus_per_node": 1,
+        "async_training.mode": "fully_async",
+        "async_training.max_staleness": bound,
+        "async_training.on_stale": on_stale,
+    }
+    config = toy.config(tmp_path, keys)
+    monkeypatch.setattr(rollout_stream, "OnOwnDevices", OnSimulatedTime)
+    groups: Any = SimpleNamespace(engines=object())
+    prompts = numbered_prompts(round_size, [1])
+    stream = RolloutStream(config, groups, DrawLedger(tmp_path), draw_prompts=prompts, total_steps=steps)
+    generator: Any = stream._generator
+    generator.engine = SimulatedEngine(Speeds(0.1, 0.0, 0.0, 0.0), max_num_seqs=64)
+    trainer = SimulatedDAPO(config, stream, share)
+    for step in range(1, steps + 1):
+        trainer.step(step)
+    ledger = read_ledger(tmp_path)
+    assert ledger is not None
+    assert list(violations(ledger, bound=config.group_staleness_bound, masks_stale=on_stale == "mask")) == []
+    assert ledger.counts()["dropped (too old)"] <= 0.05 * len(ledger.draws), ledger.counts()
+    assert len(ledger.draws) <= 1.2 * steps * 4 / share
+    longer = max(generator.engine.busy, steps * 3 * SPEEDS.train_step_s)
+    assert generator.now < 1.4 * longer, "the engine was idle while a step waited, and again while it trained"
 
 
 @pytest.mark.parametrize("seed", range(40))
