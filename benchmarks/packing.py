@@ -59,7 +59,7 @@ def _step(policy: PolicyModel, batch: dict[str, torch.Tensor], micro: int) -> tu
     start = time.perf_counter()
     outs = []
     for i in range(0, batch["input_ids"].size(0), micro):
-        out = policy(**{k: v[i : i + micro] for k, v in batch.items()}).log_probs
+        out = policy(policy.prepare(**{k: v[i : i + micro] for k, v in batch.items()})).log_probs
         out.mean().backward()
         outs.append(out.detach())
     _synchronize()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dovetail.backends.device_memory import memory_in_use
 from dovetail.checkpoint.sharded import CONTENTS
+from dovetail.models.transfer import to_device
 from dovetail.models.vocabulary_divergence import Teacher
 from dovetail.protocol import DataProto
 
@@ -153,7 +154,9 @@ class TrainBackend(ABC):
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, options: ForwardOptions = PLAIN_FORWARD
     ) -> list[dict[str, Tensor]]:
-        """Gradients of one mini-batch (one optimizer step): zeroed, accumulated, synchronised once."""
+        """Gradients of one mini-batch (one optimizer step): zeroed, accumulated, synchronised once.
+
+        Micro-batches are on the host, also where the device is another."""
 
     @abstractmethod
     def forward(self, micro_batches: Sequence[DataProto], options: ForwardOptions = PLAIN_FORWARD) -> list[TokenOutput]:
@@ -228,6 +231,5 @@ class TrainBackend(ABC):
 
     def on_device(self, micro_batch: DataProto) -> DataProto:
         """The micro-batch on this device. The caller's own stays where it is: all of them at once may not fit."""
-        if micro_batch.batch is None:
-            return micro_batch
-        return DataProto(micro_batch.batch.to(self.device), micro_batch.non_tensor_batch, micro_batch.meta_info)
+        tensors = to_device(dict(micro_batch.tensors), self.device)
+        return DataProto.from_dict(tensors, micro_batch.non_tensor_batch, micro_batch.meta_info)

@@ -1,6 +1,7 @@
 """How a backend talks to a network: columns of a micro-batch in, results per token out.
 
-Branches once, on the kind of network, when a backend is built. Knows no sharding.
+Branches once, on the kind of network, when a backend is built. What the network is called with is made from the
+micro-batch on the host, and then sent: the host never waits for the device here. Knows no sharding.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from torch import Tensor, nn
 from dovetail.backends.base import ForwardOptions, TokenOutput
 from dovetail.models.backbone import concat_multi_modal_inputs
 from dovetail.models.head import TokenLists
-from dovetail.models.multimodal import prompt_token_types
+from dovetail.models.multimodal import TOKEN_TYPES, prompt_token_types
 from dovetail.models.policy import PolicyModel
+from dovetail.models.transfer import to_device
 from dovetail.models.value import RewardModel, ValueModel
 from dovetail.models.vocabulary_divergence import Teacher
 from dovetail.protocol import DataProto
 
-NetworkCall = Callable[[nn.Module, DataProto, ForwardOptions], TokenOutput]
-"""``call(module, micro_batch, options)``; ``module`` is the network after sharding, which may be another object."""
+NetworkCall = Callable[[nn.Module, DataProto, DataProto, ForwardOptions], TokenOutput]
+"""``call(module, micro_batch, on_device, options)``: the micro-batch on the host, and its copy on the device.
+``module`` is the network after sharding, which may be another object."""
 
 
 def network_call(network: nn.Module) -> NetworkCall:
@@ -34,17 +37,18 @@ def network_call(network: nn.Module) -> NetworkCall:
     raise TypeError(f"a backend trains {known}, not {type(network).__name__}; wrap the model in one of them")
 
 
-def _call_policy(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
+def _call_policy(
+    module: nn.Module, micro_batch: DataProto, on_device: DataProto, options: ForwardOptions
+) -> TokenOutput:
     out = module(
-        **_inputs(module, micro_batch),
-        token_mask=wanted_tokens(micro_batch, options),
+        **_inputs(module, micro_batch, on_device, wanted_tokens(micro_batch, options)),
         temperature=options.temperature,
         need_entropy=options.entropy,
         need_best=options.best,
         need_sum_squares=options.sum_squares,
-        lists=token_lists(micro_batch, options),
+        lists=token_lists(on_device, options),
         need_hidden=options.hidden,
-        teacher=teacher_of(micro_batch, options),
+        teacher=teacher_of(on_device, options),
     )
     top_ids, top_log_probs = (None, None) if out.top is None else out.top
     return TokenOutput(
@@ -84,12 +88,16 @@ def _at_tokens(micro_batch: DataProto, name: str) -> Tensor:
     return nn.functional.pad(of_responses, (0, 0, prompt, 0))
 
 
-def _call_value(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
-    return TokenOutput(values=module(**_inputs(module, micro_batch)))
+def _call_value(
+    module: nn.Module, micro_batch: DataProto, on_device: DataProto, options: ForwardOptions
+) -> TokenOutput:
+    return TokenOutput(values=module(**_inputs(module, micro_batch, on_device)))
 
 
-def _call_reward(module: nn.Module, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
-    return TokenOutput(scores=module(**_inputs(module, micro_batch)))
+def _call_reward(
+    module: nn.Module, micro_batch: DataProto, on_device: DataProto, options: ForwardOptions
+) -> TokenOutput:
+    return TokenOutput(scores=module(**_inputs(module, micro_batch, on_device)))
 
 
 _CALLS: dict[type[nn.Module], NetworkCall] = {
@@ -99,14 +107,23 @@ _CALLS: dict[type[nn.Module], NetworkCall] = {
 }
 
 
-def _inputs(module: Any, micro_batch: DataProto) -> dict[str, Any]:
-    tensors = micro_batch.tensors
-    inputs: dict[str, Any] = {"input_ids": tensors["input_ids"], "attention_mask": tensors["attention_mask"]}
-    if "position_ids" in tensors:
-        inputs["position_ids"] = tensors["position_ids"]
+def _inputs(
+    module: Any, micro_batch: DataProto, on_device: DataProto, token_mask: Tensor | None = None
+) -> dict[str, Any]:
+    tensors, media = micro_batch.tensors, None
     if "multi_modal_inputs" in micro_batch.non_tensor_batch:
-        inputs["multi_modal_inputs"] = _media(module.hf_model.config, micro_batch)
-    return inputs
+        media = _media(module.hf_model.config, micro_batch)
+    batch = module.prepare(
+        tensors["input_ids"],
+        tensors["attention_mask"],
+        tensors.get("position_ids"),
+        token_mask=token_mask,
+        multi_modal_inputs=media,
+    )
+    if media is not None:
+        media.pop(TOKEN_TYPES, None)  # of the padded shape, and `prepare` has used them
+    device = on_device.tensors["input_ids"].device
+    return {"batch": to_device(batch, device), "multi_modal_inputs": to_device(media, device)}
 
 
 def _media(config: Any, micro_batch: DataProto) -> dict[str, Tensor]:
@@ -123,7 +140,7 @@ def _media(config: Any, micro_batch: DataProto) -> dict[str, Tensor]:
     input_ids = tensors["input_ids"]
     num_written = tensors["responses"].size(1) if "responses" in tensors else 0
     types = prompt_token_types(config, input_ids, rows, num_written=num_written)
-    return {"mm_token_type_ids": types, **{name: tensor.to(input_ids.device) for name, tensor in joined.items()}}
+    return {TOKEN_TYPES: types, **joined}
 
 
 def wanted_tokens(micro_batch: DataProto, options: ForwardOptions) -> Tensor | None:

@@ -97,9 +97,9 @@ class TorchBackend(TrainBackend):
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             with nullcontext() if is_last else self._sharding.accumulating():
-                micro_batch = self.on_device(micro_batch)
+                on_device = self.on_device(micro_batch)
                 with activation_offload() if self._offloads_activations else nullcontext():
-                    loss, loss_metrics = loss_fn(self._run(micro_batch, options), micro_batch)
+                    loss, loss_metrics = loss_fn(self._run(micro_batch, on_device, options), on_device)
                 (loss * self._sharding.reduce_factor).backward()
             metrics.append(loss_metrics)
         return metrics
@@ -109,7 +109,7 @@ class TorchBackend(TrainBackend):
         self.check_equal_count(len(micro_batches))
         self.module.eval()
         with nullcontext() if options.adapters else adapter_disabled(self.module):
-            outputs = [self._run(self.on_device(micro_batch), options) for micro_batch in micro_batches]
+            outputs = [self._run(part, self.on_device(part), options) for part in micro_batches]
         self._sharding.after_forward()
         return outputs
 
@@ -189,10 +189,10 @@ class TorchBackend(TrainBackend):
             self._sharding.state_changed()
         return self._progress.unpack(saved)
 
-    def _run(self, micro_batch: DataProto, options: ForwardOptions) -> TokenOutput:
+    def _run(self, micro_batch: DataProto, on_device: DataProto, options: ForwardOptions) -> TokenOutput:
         self._offloaded.require("params")
         with ulysses_group(self._sp_group), self._sharding.compute_context():
-            return self._call(self.module, micro_batch, options)
+            return self._call(self.module, micro_batch, on_device, options)
 
     def _require_optimizer(self) -> torch.optim.Optimizer:
         if self._optimizer is None:

@@ -1,9 +1,9 @@
 """Packed attention for any transformers model, registered as `attn_implementation="dovetail_packed"`.
 
-The model call takes `segments=PackedSegments(...)`; every layer hands it on as a keyword. Sequences inside the row do
-not see each other, but for a beginning they share (`segments.shared`). With `segments.sp_group` the row is spread over
-ranks and tokens are swapped for heads around the kernel (Ulysses). Without `segments` it is plain SDPA with the usual
-masks: one setting serves packed and padded calls, generation and vision towers.
+The model call takes `segments=PackedSegments(...)` and `attention_mask=no_mask()`; every layer hands both on. Sequences
+inside the row do not see each other, but for a beginning they share (`segments.shared`). With `segments.sp_group` the
+row is spread over ranks and tokens are swapped for heads around the kernel (Ulysses). Without `segments` it is plain
+SDPA with the usual masks: one setting serves packed and padded calls, generation and vision towers.
 
 Kernel, chosen per call: on CUDA in half precision flash-attn's varlen kernel when installed, else PyTorch's own
 (`torch.nn.attention.varlen`); everywhere else one SDPA call per sequence, the fastest of the ways measured on CPU.
@@ -16,8 +16,6 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -35,27 +33,22 @@ from dovetail.parallel.ulysses import gather_heads_scatter_seq, scatter_qkv_head
 PACKED_ATTENTION = "dovetail_packed"
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-_NO_MASKS: ContextVar[bool] = ContextVar("packed_without_masks", default=False)
 
 
 def register_packed_attention() -> str:
     """Make the name known to transformers (idempotent) and return it."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    AttentionMaskInterface.register(PACKED_ATTENTION, _mask)
+    AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
     return PACKED_ATTENTION
 
 
-@contextmanager
-def without_masks() -> Iterator[None]:
-    """Around a packed model call: `segments` say it all, so no `[N, N]` mask is built from the position ids.
+def no_mask() -> Tensor:
+    """The mask of a packed call, whose `segments` say it all; `packed_attention` does not read it.
 
-    Masks are made once per call, in the forward and not in recomputed layers, so a context is enough here.
+    transformers hands a mask of four dimensions on as it is. Given none, it looks for sequences in the position ids,
+    for which the host would wait for the device, and builds an `[N, N]` mask.
     """
-    token = _NO_MASKS.set(True)
-    try:
-        yield
-    finally:
-        _NO_MASKS.reset(token)
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 class _Options(NamedTuple):
@@ -105,12 +98,6 @@ def packed_attention(
     if segments.sp_group is not None:
         out = gather_heads_scatter_seq(out, head_dim=2, seq_dim=1, group=segments.sp_group)
     return out, None
-
-
-def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    if attention_mask is None and _NO_MASKS.get():
-        return None
-    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
 
 def _same_dtype(*tensors: Tensor) -> Iterator[Tensor]:

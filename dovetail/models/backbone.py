@@ -2,76 +2,35 @@
 
 The roles (`policy`, `value`) wrap a transformers model in an `nn.Module` whose forward returns what they need. FSDP is
 applied to that wrapper, so its hooks gather the root's parameters (norm, head) before they are used here directly. For
-the same reason the head must belong to the root's unit: never shard `lm_head` or `score` on their own.
+the same reason the head must belong to the root's unit: never shard `lm_head` or `score` on their own. `prepare` packs
+a padded batch on the host, `forward` takes what it made once that is on the device, and waits for nothing.
 Parameter names are transformers' names behind `hf_model.`. No loss and no sharding is done here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from dovetail.models.attention import PACKED_ATTENTION, register_packed_attention, without_masks
-from dovetail.models.multimodal import as_text, embeds_as_text, multimodal_position_ids, vision_tower_runs
-from dovetail.models.packing import PackedBatch, pack_batch
-from dovetail.parallel.ulysses import gather_outputs, get_ulysses_group, slice_inputs
+from dovetail.models.attention import PACKED_ATTENTION, register_packed_attention
+from dovetail.models.multimodal import (
+    TOKEN_TYPES,
+    as_text,
+    embeds_as_text,
+    multimodal_position_ids,
+    vision_tower_runs,
+)
+from dovetail.models.packing import pack_batch
+from dovetail.models.token_batch import Reads, TokenBatch, packed_tokens, padded_tokens
+from dovetail.parallel.ulysses import get_ulysses_group, slice_inputs
 
 HF_PREFIX = "hf_model."
-
-
-class TokenLayout(Protocol):
-    """How this rank's tokens lie in a flat row, and the way back to `[B, T]`."""
-
-    def pack(self, x: Tensor) -> Tensor:
-        """`[B, T, ...]` to this rank's tokens, end to end."""
-        ...
-
-    def states(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """The rows of `hidden` that belong to `tokens` of what `pack` returns; None: to all of them."""
-        ...
-
-    def unpack(self, values: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class PaddedLayout:
-    shape: tuple[int, int]
-
-    def pack(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1)
-
-    def states(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
-        return hidden if tokens is None else hidden[tokens]
-
-    def unpack(self, values: Tensor) -> Tensor:
-        return values.unflatten(0, self.shape)
-
-
-@dataclass(frozen=True)
-class PackedLayout:
-    batch: PackedBatch
-    group: ProcessGroup | None
-
-    def pack(self, x: Tensor) -> Tensor:
-        row = self.batch.pack(x)
-        return row if self.group is None else slice_inputs(row, 0, self.group)
-
-    def states(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
-        places = self.batch.places
-        if places is None:
-            return hidden if tokens is None else hidden[tokens]
-        return hidden[places if tokens is None else places[tokens]]
-
-    def unpack(self, values: Tensor) -> Tensor:
-        row = values if self.group is None else gather_outputs(values, 0, self.group)
-        return self.batch.unpack(row)
 
 
 class TransformerBackbone(nn.Module):
@@ -88,44 +47,58 @@ class TransformerBackbone(nn.Module):
         if use_remove_padding:
             hf_model.set_attn_implementation(register_packed_attention())
 
-    def hidden_states(
+    def prepare(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
-        position_ids: Tensor | None,
-        multi_modal_inputs: Mapping[str, Tensor] | None,
-    ) -> tuple[Tensor, TokenLayout]:
-        """`[n, H]` for this rank's tokens, and where they belong. `position_ids`: `[B, T]` or `[B, C, T]`.
+        position_ids: Tensor | None = None,
+        *,
+        token_mask: Tensor | None = None,
+        multi_modal_inputs: Mapping[str, Tensor] | None = None,
+    ) -> TokenBatch:
+        """What `forward` takes, on the host, as the columns have to be: all are padded `[B, T]`.
 
-        Where images give tokens several positions, the model is asked for them unless they are there: `[B, T]` is not.
+        `position_ids` may be `[B, C, T]`; where images give tokens several positions, the model is asked for them
+        unless they are there. `token_mask` marks the tokens that a policy's log-probs are wanted of (default: all).
         """
-        extra = dict(multi_modal_inputs or {})
+        media = multi_modal_inputs or {}
         if position_ids is None or position_ids.dim() == 2:
-            from_model = multimodal_position_ids(self.hf_model, input_ids, attention_mask, extra)
+            from_model = multimodal_position_ids(self.hf_model, input_ids, attention_mask, media)
             position_ids = position_ids if from_model is None else from_model
-        types = extra.pop("mm_token_type_ids", None)  # they have the padded shape, and the model has its positions
-        around: AbstractContextManager[None] = nullcontext()
-        if types is not None:
-            input_ids, around = as_text(self.hf_model, input_ids, types == 0), embeds_as_text(self.hf_model)
-        elif multi_modal_inputs is not None and not extra:
-            # An empty mapping says: images are part of this run, and these rows have none.
-            around = vision_tower_runs(self.hf_model)
-        with around:
-            return self._forward(input_ids, attention_mask, position_ids, extra)
+        reads = self._reads(attention_mask, token_mask)
+        labels = input_ids.roll(-1, dims=1)[reads.rows, reads.columns]
+        if TOKEN_TYPES in media:
+            input_ids = as_text(self.hf_model, input_ids, media[TOKEN_TYPES] == 0)
+        group = get_ulysses_group()
+        if not self.use_remove_padding:
+            if group is not None:
+                raise ValueError("Ulysses splits packed rows; set use_remove_padding=True to use sequence parallelism.")
+            return padded_tokens(input_ids, attention_mask, position_ids, reads, labels)
+        if self._attention_name() != PACKED_ATTENTION:
+            raise ValueError(
+                f"{type(self.hf_model).__name__} runs attention {self._attention_name()!r}, which would mix packed "
+                f"sequences; it must be {PACKED_ATTENTION!r}, or set use_remove_padding=False."
+            )
+        share = self.share_prefixes and group is None and not media  # images belong to one sequence each
+        batch = pack_batch(input_ids, attention_mask, position_ids, sp_group=group, share_prefixes=share)
+        # Images are placed by counting their tokens in the whole row, so only what enters the decoder is cut.
+        return packed_tokens(batch, reads, labels, whole_row=self._decoder() is not self.hf_model.base_model)
 
-    def _forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, extra: dict[str, Any]
-    ) -> tuple[Tensor, TokenLayout]:
-        if self.use_remove_padding:
-            return self._packed(input_ids, attention_mask, position_ids, extra)
-        if get_ulysses_group() is not None:
-            raise ValueError("Ulysses splits packed rows; set use_remove_padding=True to use sequence parallelism.")
-        if position_ids is None:
-            position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-        elif position_ids.dim() == 3:
-            position_ids = position_ids.transpose(0, 1)
-        hidden = self._run(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **extra)
-        return hidden.flatten(0, 1), PaddedLayout((input_ids.size(0), input_ids.size(1)))
+    def hidden_states(self, batch: TokenBatch, multi_modal_inputs: Mapping[str, Tensor] | None) -> Tensor:
+        """`[n, H]`: the last ones of all this rank's tokens."""
+        packed = {} if batch.segments is None else {"segments": batch.segments}
+        with ExitStack() as around:
+            for context in self._around(batch, multi_modal_inputs):
+                around.enter_context(context)
+            hidden = self.hf_model.base_model(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                **packed,
+                **(multi_modal_inputs or {}),
+            ).last_hidden_state
+        return hidden.flatten(0, 1)
 
     def output_layer(self, *names: str) -> nn.Module:
         """The layer after the hidden states, checked to be usable here."""
@@ -134,34 +107,23 @@ class TransformerBackbone(nn.Module):
             raise ValueError(f"{type(self.hf_model).__name__} has no output layer called {' or '.join(names)}.")
         return checked_layer(layer)
 
-    def _packed(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, extra: dict[str, Any]
-    ) -> tuple[Tensor, TokenLayout]:
-        if self._attention_name() != PACKED_ATTENTION:
-            raise ValueError(
-                f"{type(self.hf_model).__name__} runs attention {self._attention_name()!r}, which would mix packed "
-                f"sequences; it must be {PACKED_ATTENTION!r}, or set use_remove_padding=False."
-            )
-        group = get_ulysses_group()
-        share = self.share_prefixes and group is None and not extra  # images belong to one sequence each
-        batch = pack_batch(input_ids, attention_mask, position_ids, sp_group=group, share_prefixes=share)
-        ids, positions = batch.input_ids, batch.position_ids
-        base = self.hf_model.base_model
-        decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
-        slicing: AbstractContextManager[None] = nullcontext()
-        if group is not None and decoder is base:
-            ids, positions = slice_inputs(ids, 1, group), slice_inputs(positions, positions.dim() - 1, group)
-        elif group is not None:
-            # Images are placed by counting their tokens in the whole row, so only what enters the decoder is cut.
-            slicing = _decoder_sees_slice(decoder, group)
-        with without_masks(), slicing:
-            hidden = self._run(
-                input_ids=ids, attention_mask=None, position_ids=positions, segments=batch.segments, **extra
-            )
-        return hidden.squeeze(0), PackedLayout(batch, group)
+    def _reads(self, attention_mask: Tensor, token_mask: Tensor | None) -> Reads:
+        """The states that the head of this model reads."""
+        raise NotImplementedError
 
-    def _run(self, **inputs: Any) -> Tensor:
-        return self.hf_model.base_model(**inputs, use_cache=False).last_hidden_state
+    def _around(self, batch: TokenBatch, media: Mapping[str, Tensor] | None) -> Iterator[AbstractContextManager[None]]:
+        if media:
+            yield embeds_as_text(self.hf_model)
+        elif media is not None:
+            # An empty mapping says: images are part of this run, and these rows have none.
+            yield vision_tower_runs(self.hf_model)
+        group = None if batch.segments is None else batch.segments.sp_group
+        if group is not None and self._decoder() is not self.hf_model.base_model:
+            yield _decoder_sees_slice(self._decoder(), group)
+
+    def _decoder(self) -> nn.Module:
+        base = self.hf_model.base_model
+        return base.get_decoder() if hasattr(base, "get_decoder") else base
 
     def _attention_name(self) -> str:
         return self.hf_model.config.get_text_config()._attn_implementation
@@ -176,11 +138,6 @@ def checked_layer(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def align_to_tokens(values: Tensor) -> Tensor:
-    """`[B, T]` made at the state before each token: value `t` moves to `t + 1`, the token it is about."""
-    return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
-
-
 def predicting_positions(attention_mask: Tensor, token_mask: Tensor | None) -> Tensor:
     """`[B, T]`: positions whose hidden state predicts a wanted token (its neighbour to the right)."""
     mask = attention_mask.bool()
@@ -193,7 +150,7 @@ def concat_multi_modal_inputs(rows: Sequence[Mapping[str, Tensor]]) -> dict[str,
 
     A processor's `mm_token_type_ids` have the length of a prompt, not of its images, and are left out.
     """
-    names = {name: None for row in rows for name in row if name != "mm_token_type_ids"}
+    names = {name: None for row in rows for name in row if name != TOKEN_TYPES}
     return {name: torch.cat([row[name] for row in rows if name in row]) for name in names}
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.models.packing import PackedSegments
+from dovetail.models.transfer import to_device
 
 QUERY_BLOCK = 64
 """Tokens of a sequence that a program of `paged_attention` takes, wherever it is used."""
@@ -141,13 +142,13 @@ def _layout_of(lengths: tuple[int, ...], befores: tuple[int, ...], device: torch
     blocks = [(row, first) for row, length in enumerate(lengths) for first in range(0, length, QUERY_BLOCK)]
     starts = list(accumulate(lengths, initial=0))[:-1]
     rows = list(zip(starts, lengths, befores, strict=True))
-    return _PagedLayout(
-        first_pages[-1],
-        torch.cat(targets).to(device),
-        table.to(device),
-        torch.tensor(blocks, dtype=torch.int32, device=device),
-        torch.tensor(rows, dtype=torch.int32, device=device),
+    tensors = (
+        torch.cat(targets),
+        table,
+        torch.tensor(blocks, dtype=torch.int32),
+        torch.tensor(rows, dtype=torch.int32),
     )
+    return _PagedLayout(first_pages[-1], *to_device(tensors, device))
 
 
 def _as_pages(tokens: Tensor, segments: PackedSegments, layout: _PagedLayout) -> Tensor:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+TOKEN_TYPES = "mm_token_type_ids"
+"""The name that processors give to `token_types`."""
+
 
 def multimodal_position_ids(
     hf_model: Any, input_ids: Tensor, attention_mask: Tensor, multi_modal_inputs: Mapping[str, Tensor]
@@ -31,7 +34,7 @@ def multimodal_position_ids(
     }
     if not grids:
         return None
-    types = multi_modal_inputs.get("mm_token_type_ids")
+    types = multi_modal_inputs.get(TOKEN_TYPES)
     if types is None:
         types = token_types(hf_model.config, input_ids)
     positions, _ = base.get_rope_index(
@@ -41,7 +44,7 @@ def multimodal_position_ids(
 
 
 def token_types(config: Any, input_ids: Tensor) -> Tensor:
-    """0 text, 1 image, 2 video, as processors write `mm_token_type_ids`."""
+    """0 text, 1 image, 2 video, as processors write them."""
     types = torch.zeros_like(input_ids, dtype=torch.int)
     for kind, name in ((1, "image_token_id"), (2, "video_token_id")):
         token = getattr(config, name, None)

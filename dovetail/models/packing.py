@@ -1,8 +1,9 @@
-"""Take padding out of a batch and put it back: `[B, T]` with a mask to one row `[1, N]` of sequences end to end.
+"""Take padding out of a batch: `[B, T]` with a mask to one row `[1, N]` of sequences end to end.
 
-Only indices and copies; works on any device, needs no attention library, and is differentiable. What keeps sequences
-apart inside the one row is `PackedSegments`, which packed attention reads. Rows that begin alike, as the responses to
-one prompt do, can share their beginning: it then stands in the row once.
+Works on the host alone, before anything is sent to a device: what lengths and places are depends on values, and a
+device would have to be waited for. What keeps sequences apart inside the one row is `PackedSegments`, which packed
+attention reads. Rows that begin alike, as the responses to one prompt do, can share their beginning: it then stands in
+the row once.
 """
 
 from __future__ import annotations
@@ -65,27 +66,8 @@ class PackedBatch:
     position_ids: Tensor
     """`[1, N]`, or `[C, 1, N]` for models with several position axes."""
     segments: PackedSegments
-    indices: Tensor
-    """`[num_tokens]`: place of each real token in the flattened `[B * T]` batch."""
-    shape: tuple[int, int]
-    places: Tensor | None = None
-    """`[num_tokens]`: place of each real token in the row, where sequences share beginnings; None: in order."""
-
-    @property
-    def num_tokens(self) -> int:
-        return self.indices.numel()
-
-    def pack(self, x: Tensor) -> Tensor:
-        """`[B, T, ...]` to the real tokens, and zeros for the tail."""
-        packed = x.flatten(0, 1)[self.indices]
-        tail = 0 if self.places is not None else self.input_ids.size(1) - self.num_tokens
-        return packed if not tail else torch.cat([packed, packed.new_zeros(tail, *packed.shape[1:])])
-
-    def unpack(self, values: Tensor) -> Tensor:
-        """Values of the real tokens (and the tail) to `[B, T, ...]`, zero where there was padding."""
-        batch, length = self.shape
-        flat = values.new_zeros(batch * length, *values.shape[1:])
-        return flat.index_copy(0, self.indices, values[: self.num_tokens]).unflatten(0, (batch, length))
+    places: Tensor
+    """`[B, T]`: where each token of the batch stands in the row; -1 for padding."""
 
 
 def pack_batch(
@@ -96,41 +78,43 @@ def pack_batch(
     sp_group: dist.ProcessGroup | None = None,
     share_prefixes: bool = False,
 ) -> PackedBatch:
-    """Pack the tokens where `attention_mask` is set; left, right or mixed padding, rows in order.
+    """Pack the tokens where `attention_mask` is set; left, right or mixed padding, rows in order. All on the host.
 
     Positions count from 0 in every sequence unless given: `[B, T]`, or `[B, C, T]` for several axes. With `sp_group`
     the row gets a tail, a sequence of its own, up to a multiple of the group's size. With `share_prefixes` a row that
     begins like one before it has only the rest of its tokens in the row.
     """
-    batch, length = input_ids.shape
     mask = attention_mask.bool()
-    indices = mask.flatten().nonzero().squeeze(1)
     lengths = [n for n in mask.sum(1).tolist() if n]
     if not lengths:
         raise ValueError(f"attention_mask of shape {tuple(mask.shape)} has no token set; a batch needs at least one.")
     if position_ids is None:
         position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)
-    ids = input_ids.flatten()[indices]
-    axes = position_ids.transpose(1, 2) if position_ids.dim() == 3 else position_ids
-    positions = axes.flatten(0, 1)[indices]
+    ids = input_ids[mask]
+    positions = (position_ids.transpose(1, 2) if position_ids.dim() == 3 else position_ids)[mask]
     if share_prefixes:
-        spans = _find_prefixes(ids.cpu().numpy(), positions.cpu().numpy(), lengths)
+        spans = _find_prefixes(ids.numpy(), positions.numpy(), lengths)
         if any(length for _, length in spans):
-            return _pack_shared(ids, positions, lengths, spans, indices, (batch, length))
+            return _pack_shared(ids, positions, lengths, spans, mask)
+    places = _places(mask, torch.arange(len(ids)))
     tail = -sum(lengths) % (dist.get_world_size(sp_group) if sp_group is not None else 1)
     if tail:  # from 0, like any sequence, or transformers would take it for the end of the last one
         ids = torch.cat([ids, ids.new_zeros(tail)])
-        of_tail = torch.arange(tail, device=positions.device, dtype=positions.dtype)
+        of_tail = torch.arange(tail, dtype=positions.dtype)
         positions = torch.cat(
             [positions, of_tail.view(-1, *[1] * (positions.dim() - 1)).expand(-1, *positions.shape[1:])]
         )
         lengths.append(tail)
-    segments = PackedSegments(tuple(lengths), _offsets(lengths, ids.device), sp_group)
-    return PackedBatch(ids.unsqueeze(0), _position_row(positions), segments, indices, (batch, length))
+    segments = PackedSegments(tuple(lengths), _offsets(lengths), sp_group)
+    return PackedBatch(ids.unsqueeze(0), _position_row(positions), segments, places)
 
 
-def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def _places(mask: Tensor, of_tokens: Tensor) -> Tensor:
+    return torch.full(mask.shape, -1).masked_scatter_(mask, of_tokens)
 
 
 def _position_row(positions: Tensor) -> Tensor:
@@ -177,8 +161,7 @@ def _pack_shared(
     positions: Tensor,
     lengths: Sequence[int],
     spans: Sequence[tuple[int, int]],
-    indices: Tensor,
-    shape: tuple[int, int],
+    mask: Tensor,
 ) -> PackedBatch:
     own = [length - shared for length, (_, shared) in zip(lengths, spans, strict=True)]
     starts = [0, *accumulate(own)]
@@ -190,10 +173,8 @@ def _pack_shared(
         places.append(np.arange(starts[whole], starts[whole] + shared))
         places.append(np.arange(starts[number], starts[number + 1]))
         first += length
-    device = ids.device
-    in_row = torch.from_numpy(np.concatenate(kept)).to(device)
-    index = torch.from_numpy(np.concatenate(places)).to(device)
+    in_row, index = (torch.from_numpy(np.concatenate(parts)) for parts in (kept, places))
     of_row = tuple((starts[whole], shared) for whole, shared in spans)
-    prefixes = SharedPrefixes(of_row, index, tuple(lengths), _offsets(lengths, device))
-    segments = PackedSegments(tuple(own), _offsets(own, device), shared=prefixes)
-    return PackedBatch(ids[in_row].unsqueeze(0), _position_row(positions[in_row]), segments, indices, shape, index)
+    prefixes = SharedPrefixes(of_row, index, tuple(lengths), _offsets(lengths))
+    segments = PackedSegments(tuple(own), _offsets(own), shared=prefixes)
+    return PackedBatch(ids[in_row].unsqueeze(0), _position_row(positions[in_row]), segments, _places(mask, index))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.models.backbone import TransformerBackbone, align_to_tokens, checked_layer, predicting_positions
+from dovetail.models.backbone import TransformerBackbone, checked_layer, predicting_positions
 from dovetail.models.exact import ExactLinear, log_probs_with_gradient
 from dovetail.models.head import (
     EntropyMemory,
@@ -26,6 +26,7 @@ from dovetail.models.head import (
     listed_log_probs,
     plain_log_prob_entropy,
 )
+from dovetail.models.token_batch import Reads, TokenBatch
 from dovetail.models.vocabulary_divergence import OutputLayer, Teacher, divergence_from, logit_transform
 
 
@@ -85,11 +86,8 @@ class PolicyModel(TransformerBackbone):
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor | None = None,
+        batch: TokenBatch,
         *,
-        token_mask: Tensor | None = None,
         temperature: float = 1.0,
         need_entropy: bool = False,
         need_best: bool = False,
@@ -99,23 +97,20 @@ class PolicyModel(TransformerBackbone):
         teacher: Teacher | None = None,
         multi_modal_inputs: Mapping[str, Tensor] | None = None,
     ) -> PolicyOutput:
-        """All inputs are padded `[B, T]`; `token_mask` marks the tokens whose log-prob is wanted (default: all).
+        """`batch`: what `prepare` made, on the device.
 
         The ids of `lists` are `[B, T, k]`, and hidden states of a `teacher` `[B, T, H]`, those of token t in place t.
         """
-        hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
-        rows = layout.pack(predicting_positions(attention_mask, token_mask)).nonzero().squeeze(1)
-        labels = layout.pack(input_ids.roll(-1, dims=1))
-        states = layout.states(hidden, rows)
-        head = self._head(states, labels[rows], temperature, need_entropy, need_best, need_sum_squares)
+        states = self.hidden_states(batch, multi_modal_inputs)[batch.states]
+        head = self._head(states, batch.labels, temperature, need_entropy, need_best, need_sum_squares)
         if lists is not None:
-            ids = None if lists.ids is None else layout.pack(lists.ids.roll(-1, dims=1))[rows]
+            ids = None if lists.ids is None else batch.at_targets(lists.ids)
             top, listed = self._lists(states, lists._replace(ids=ids), temperature)
             head = head._replace(top=top, listed=listed)
         divergence = None
         if teacher is not None:
             assert teacher.hidden is not None, "the batch has the teacher's hidden states"
-            of_rows = layout.pack(teacher.hidden.roll(-1, dims=1))[rows]
+            of_rows = batch.at_targets(teacher.hidden)
             own = OutputLayer(*self._plain_layer(), self._logit_scale, self._softcap)
             divergence = divergence_from(
                 states, own, replace(teacher, hidden=of_rows), temperature=temperature,
@@ -123,10 +118,7 @@ class PolicyModel(TransformerBackbone):
             )  # fmt: skip
 
         def spread(values: Tensor | None) -> Any:
-            if values is None:
-                return None
-            flat = values.new_zeros(labels.size(0), *values.shape[1:]).index_copy(0, rows, values)
-            return align_to_tokens(layout.unpack(flat))
+            return None if values is None else batch.spread(values)
 
         return PolicyOutput(
             spread(head.log_probs),
@@ -138,6 +130,10 @@ class PolicyModel(TransformerBackbone):
             spread(states) if need_hidden else None,
             spread(divergence),
         )
+
+    def _reads(self, attention_mask: Tensor, token_mask: Tensor | None) -> Reads:
+        rows, columns = predicting_positions(attention_mask, token_mask).nonzero(as_tuple=True)
+        return Reads(rows, columns, (rows, columns + 1), tuple(attention_mask.shape))
 
     def _plain_layer(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the head."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.models.backbone import TransformerBackbone, align_to_tokens, checked_layer
+from dovetail.models.backbone import TransformerBackbone, checked_layer
+from dovetail.models.token_batch import Reads, TokenBatch
 
 _HEAD_NAMES = ("score", "classifier")
 
@@ -28,43 +29,36 @@ class _ScalarHeadModel(TransformerBackbone):
             size = hf_model.config.get_text_config().hidden_size
             self.score = nn.Linear(size, 1, bias=False, device=reference.device, dtype=reference.dtype)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor | None = None,
-        *,
-        multi_modal_inputs: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """What the subclass reads, in float32, from the head at every token, which is 0 on padding."""
-        hidden, layout = self.hidden_states(input_ids, attention_mask, position_ids, multi_modal_inputs)
+    def forward(self, batch: TokenBatch, *, multi_modal_inputs: Mapping[str, Tensor] | None = None) -> Tensor:
+        """What the head says of the states that the subclass reads, in float32; 0 in other places of the result.
+
+        `batch`: what `prepare` made, on the device.
+        """
+        hidden = self.hidden_states(batch, multi_modal_inputs)
         layer = checked_layer(self.score) if self.score is not None else self.output_layer(*_HEAD_NAMES)
-        scores = layer(layout.states(hidden))
+        scores = layer(hidden)
         if scores.size(-1) != 1:
             raise ValueError(
                 f"{type(self.hf_model).__name__} gives {scores.size(-1)} numbers a token, a scalar head gives one; "
                 "load it with num_labels=1."
             )
-        return self._read(layout.unpack(scores.squeeze(-1).float()) * attention_mask, attention_mask)
-
-    def _read(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
-        raise NotImplementedError
+        return batch.spread(scores.squeeze(-1).float()[batch.states])
 
 
 class ValueModel(_ScalarHeadModel):
-    """State values of a critic."""
+    """State values of a critic: `[B, T]`, the value of the state before token t, so that responses are
+    `values[:, -R:]`."""
 
-    def _read(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[B, T]`: the value of the state before token t, so that responses are `values[:, -R:]`."""
-        return align_to_tokens(scores)
+    def _reads(self, attention_mask: Tensor, token_mask: Tensor | None) -> Reads:
+        rows, columns = attention_mask[:, :-1].nonzero(as_tuple=True)
+        return Reads(rows, columns, (rows, columns + 1), tuple(attention_mask.shape))
 
 
 class RewardModel(_ScalarHeadModel):
-    """Scores of whole sequences, read at their last token."""
+    """Scores of whole sequences, `[B]`, read at their last token."""
 
-    def _read(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[B]`."""
-        positions = torch.arange(attention_mask.size(1), device=attention_mask.device)
-        last = (positions * attention_mask.bool()).argmax(dim=1)
-        # Not a view of `scores`: FSDP2 hangs its backward hook on what is returned.
-        return scores[torch.arange(len(scores), device=scores.device), last]
+    def _reads(self, attention_mask: Tensor, token_mask: Tensor | None) -> Reads:
+        mask = attention_mask.bool()
+        last = (torch.arange(mask.size(1)) * mask).argmax(dim=1)
+        (rows,) = mask.any(dim=1).nonzero(as_tuple=True)
+        return Reads(rows, last[rows], (rows,), (mask.size(0),))

@@ -22,7 +22,7 @@ from torch import nn
 
 from dovetail.backends.sharding import Precision
 from dovetail.backends.single import SingleProcess
-from dovetail.models.attention import PACKED_ATTENTION, register_packed_attention, without_masks
+from dovetail.models.attention import PACKED_ATTENTION, no_mask, register_packed_attention
 from dovetail.models.compile import compile_layers
 from dovetail.models.packing import PackedSegments
 
@@ -101,11 +101,11 @@ def run_two_layers(model: Any, precision: Precision, device: torch.device, *, tr
     model.train(trains)
     positions = torch.arange(_TOKENS, device=device)[None]
     offsets = torch.tensor([0, _TOKENS], dtype=torch.int32, device=device)
-    with torch.set_grad_enabled(trains), sharding.compute_context(), without_masks():
+    with torch.set_grad_enabled(trains), sharding.compute_context():
         leaf = torch.zeros(1, _TOKENS, model.config.hidden_size, dtype=precision.master, device=device)
         hidden = model(
             inputs_embeds=leaf.requires_grad_(needs_grad) + 0,
-            attention_mask=None,
+            attention_mask=no_mask().to(device),
             position_ids=positions,
             segments=PackedSegments((_TOKENS,), offsets),
             use_cache=False,

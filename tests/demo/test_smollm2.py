@@ -12,6 +12,7 @@ from dovetail.demo.smollm2 import cache_folder, smollm2_folder
 from dovetail.models.load import build_meta_model, load_tokenizer, materialize
 from dovetail.models.policy import PolicyModel
 from dovetail.models.weights import load_weights
+from tests.models.tiny import run_model
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +33,7 @@ def test_log_probs_equal_plain_transformers_to_a_ten_thousandth() -> None:
     batch = _prompts(load_tokenizer(folder))
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     with torch.no_grad():
-        found = policy(**batch, need_entropy=True)
+        found = run_model(policy, **batch, need_entropy=True)
         for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)):
             logits = plain(input_ids=ids[mask][None], use_cache=False).logits[0, :-1]
             log_p = logits.log_softmax(-1)

@@ -7,14 +7,14 @@ import torch
 
 from dovetail.models.activations import activation_offload, enable_gradient_checkpointing
 from dovetail.models.policy import PolicyModel
-from tests.models.tiny import FAMILIES, image_batch, ragged_batch, tiny_model
+from tests.models.tiny import FAMILIES, image_batch, ragged_batch, run_model, tiny_model
 
 pytestmark = pytest.mark.unit
 
 
 def _grads(policy: PolicyModel, family: str) -> dict[str, torch.Tensor]:
     batch = image_batch() if family == "qwen2_5_vl" else ragged_batch([5, 12], side="left")
-    policy(**batch).log_probs.square().sum().backward()
+    run_model(policy, **batch).log_probs.square().sum().backward()
     return {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
 
 

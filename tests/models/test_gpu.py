@@ -12,8 +12,9 @@ from dovetail.models.fp8 import Recipe, multiply, quantize_rows, quantize_transp
 from dovetail.models.head import fused_linear_log_prob, plain_log_prob_entropy
 from dovetail.models.packing import PackedSegments, pack_batch
 from dovetail.models.policy import PolicyModel
+from dovetail.models.transfer import to_device
 from tests.models.test_head import check_half_precision_logits
-from tests.models.tiny import image_batch, ragged_batch, tiny_model
+from tests.models.tiny import image_batch, ragged_batch, run_model, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -98,11 +99,11 @@ def test_varlen_kernel_equals_sdpa_by_sequence_with_grouped_heads_and_windows() 
 
 def test_varlen_kernel_equals_sdpa_by_sequence_where_prefixes_are_shared() -> None:
     prompts = torch.randint(5, 90, (2, 40)).repeat_interleave(4, 0)
-    input_ids = torch.cat([prompts, torch.randint(100, 900, (8, 70))], 1).cuda()
+    input_ids = torch.cat([prompts, torch.randint(100, 900, (8, 70))], 1)
     attention_mask = torch.ones_like(input_ids)
     for row in range(8):
         attention_mask[row, 50 + 7 * row :] = 0
-    segments = pack_batch(input_ids, attention_mask, share_prefixes=True).segments
+    segments = to_device(pack_batch(input_ids, attention_mask, share_prefixes=True).segments, torch.device("cuda"))
     assert segments.shared is not None
     total = sum(segments.lengths)
     assert total == int(attention_mask.sum()) - 6 * 40
@@ -122,15 +123,13 @@ def test_varlen_kernel_equals_sdpa_by_sequence_where_prefixes_are_shared() -> No
 def test_packed_equals_padded_under_autocast_with_recomputation() -> None:
     for family in ("llama", "qwen3_moe", "qwen2_5_vl"):
         batch = image_batch() if family == "qwen2_5_vl" else ragged_batch([33, 100, 7], total=128, side="both")
-        images = {k: v.cuda() for k, v in batch.pop("multi_modal_inputs", {}).items()}
-        batch = {k: v.cuda() for k, v in batch.items()} | {"multi_modal_inputs": images}
-        exact = PolicyModel(tiny_model(family).cuda(), use_remove_padding=False)(**batch).log_probs
+        exact = run_model(PolicyModel(tiny_model(family).cuda(), use_remove_padding=False), **batch).log_probs
         errors = []
         for packed in (False, True):
             policy = PolicyModel(tiny_model(family).cuda(), use_remove_padding=packed, use_fused_kernels=packed)
             enable_gradient_checkpointing(policy.hf_model)
             with torch.autocast("cuda", torch.bfloat16):
-                out = policy(**batch).log_probs
+                out = run_model(policy, **batch).log_probs
             out.sum().backward()
             assert all(p.grad.isfinite().all() for p in policy.parameters() if p.grad is not None)
             errors.append((out - exact).abs().mean().item())
@@ -138,7 +137,7 @@ def test_packed_equals_padded_under_autocast_with_recomputation() -> None:
 
 
 def test_offload_saves_device_memory_and_keeps_gradients() -> None:
-    batch = {k: v.cuda() for k, v in ragged_batch([500, 400, 511]).items()}
+    batch = ragged_batch([500, 400, 511])
     results = []
     for offload in (False, True):
         torch.cuda.empty_cache()
@@ -146,9 +145,9 @@ def test_offload_saves_device_memory_and_keeps_gradients() -> None:
         before = torch.cuda.memory_allocated()
         if offload:
             with activation_offload():
-                loss = policy(**batch).log_probs.sum()
+                loss = run_model(policy, **batch).log_probs.sum()
         else:
-            loss = policy(**batch).log_probs.sum()
+            loss = run_model(policy, **batch).log_probs.sum()
         held = torch.cuda.memory_allocated() - before
         loss.backward()
         results.append((held, [p.grad for p in policy.parameters()]))

@@ -16,7 +16,7 @@ from dovetail.models.policy import PolicyModel
 from dovetail.models.save import publish_folder, save_hf_folder
 from dovetail.models.value import RewardModel, ValueModel
 from dovetail.models.weights import iter_checkpoint_tensors, iter_model_tensors, load_weights, to_checkpoint_tensors
-from tests.models.tiny import FAMILIES, image_batch, ragged_batch, save_tiny_model, tiny_model
+from tests.models.tiny import FAMILIES, image_batch, ragged_batch, run_model, save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -45,7 +45,9 @@ def test_loading_tensor_by_tensor_equals_from_pretrained(family: str, tmp_path: 
     for (name, got), (_, want) in zip(policy.hf_model.named_buffers(), expected.named_buffers(), strict=True):
         torch.testing.assert_close(got, want, atol=0, rtol=0, msg=name)
     batch = _batch(family)
-    torch.testing.assert_close(policy(**batch).log_probs, PolicyModel(expected)(**batch).log_probs, atol=0, rtol=0)
+    torch.testing.assert_close(
+        run_model(policy, **batch).log_probs, run_model(PolicyModel(expected), **batch).log_probs, atol=0, rtol=0
+    )
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "qwen2"])
@@ -74,7 +76,9 @@ def test_saved_folders_have_the_names_and_values_transformers_writes(family: str
         assert torch.equal(tensor.load(), got[name].load()), name
     again = _policy(out)
     batch = _batch(family)
-    torch.testing.assert_close(again(**batch).log_probs, policy(**batch).log_probs, atol=0, rtol=0)
+    torch.testing.assert_close(
+        run_model(again, **batch).log_probs, run_model(policy, **batch).log_probs, atol=0, rtol=0
+    )
     assert load_tokenizer(out).decode(load_tokenizer(out)("hello")["input_ids"]) == "hello"
 
 
@@ -143,7 +147,7 @@ def test_a_trl_value_head_checkpoint_loads_into_the_critic(tmp_path: Path) -> No
     materialize(critic, "cpu")
     load_weights(critic, tmp_path)
     batch = ragged_batch([4, 7], total=8, side="left")
-    values = critic(**batch)
+    values = run_model(critic, **batch)
     alone = batch["input_ids"][1][batch["attention_mask"][1].bool()][None]
     hidden = tiny_model("llama").model(input_ids=alone).last_hidden_state[0]
     want = hidden @ state["v_head.summary.weight"][0] + state["v_head.summary.bias"]
@@ -163,7 +167,7 @@ def test_a_critic_and_a_reward_model_take_text_and_images(
         model = wrapper(build_meta_model(tmp_path, role), use_remove_padding=use_remove_padding).eval()
         materialize(model, "cpu")
         load_weights(model, tmp_path)
-        out = model(**batch)
+        out = run_model(model, **batch)
         out.sum().backward()
         assert out.shape == (batch["input_ids"].shape if role == "value" else batch["input_ids"].shape[:1])
         assert out.abs().sum() > 0
@@ -181,7 +185,7 @@ def test_reward_scores_equal_transformers_sequence_classification(tmp_path: Path
     materialize(model, "cpu")
     load_weights(model, tmp_path)
     batch = ragged_batch([4, 9, 6], total=10, side="right")
-    torch.testing.assert_close(model(**batch), expected(**batch).logits.squeeze(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(run_model(model, **batch), expected(**batch).logits.squeeze(-1), atol=1e-5, rtol=1e-5)
 
 
 def test_override_config_reaches_fields_and_refuses_unknown_ones(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dovetail.models.load import build_meta_model, materialize
 from dovetail.models.lora import adapter_disabled, add_lora, has_lora, is_lora_name, merged_weights
 from dovetail.models.policy import PolicyModel
 from dovetail.models.weights import load_weights
-from tests.models.tiny import ragged_batch, save_tiny_model, tiny_model
+from tests.models.tiny import ragged_batch, run_model, save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -40,18 +40,20 @@ def test_only_adapters_train_and_a_new_adapter_changes_nothing(tmp_path: Path) -
         n for n, _ in policy.named_parameters() if is_lora_name(n)
     }
     plain = PolicyModel(tiny_model("qwen2"))
-    torch.testing.assert_close(policy(**batch).log_probs, plain(**batch).log_probs, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        run_model(policy, **batch).log_probs, run_model(plain, **batch).log_probs, atol=1e-6, rtol=1e-6
+    )
 
 
 def test_with_the_adapter_off_it_is_the_base_model_and_training_goes_on_after(tmp_path: Path) -> None:
     policy = _adapted(tmp_path)
     _randomize(policy)
     batch = ragged_batch([5, 8])
-    base = PolicyModel(tiny_model("qwen2"))(**batch).log_probs
-    assert (policy(**batch).log_probs - base).abs().max() > 1e-3
+    base = run_model(PolicyModel(tiny_model("qwen2")), **batch).log_probs
+    assert (run_model(policy, **batch).log_probs - base).abs().max() > 1e-3
     with adapter_disabled(policy):
-        torch.testing.assert_close(policy(**batch).log_probs, base, atol=1e-6, rtol=1e-6)
-    policy(**batch).log_probs.sum().backward()
+        torch.testing.assert_close(run_model(policy, **batch).log_probs, base, atol=1e-6, rtol=1e-6)
+    run_model(policy, **batch).log_probs.sum().backward()
     assert all((p.grad is not None) == is_lora_name(n) for n, p in policy.named_parameters())
 
 
@@ -66,7 +68,9 @@ def test_merged_weights_in_a_plain_model_give_the_adapted_log_probs(family: str,
     weights = ((n.removeprefix(HF_PREFIX), p.detach()) for n, p in policy.named_parameters())
     assert {n for n, _ in merged_weights(policy.hf_model, weights)} == names
     batch = ragged_batch([5, 8])
-    torch.testing.assert_close(PolicyModel(plain)(**batch).log_probs, policy(**batch).log_probs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        run_model(PolicyModel(plain), **batch).log_probs, run_model(policy, **batch).log_probs, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_a_model_without_adapter_has_none_to_switch_off() -> None:

@@ -16,7 +16,7 @@ from dovetail.models.policy import PolicyModel
 from dovetail.models.value import ValueModel
 from dovetail.models.weights import load_weights
 from dovetail.parallel.ulysses import ulysses_group
-from tests.models.tiny import image_batch, ragged_batch, save_tiny_model, tiny_model
+from tests.models.tiny import image_batch, ragged_batch, run_model, save_tiny_model, tiny_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -28,7 +28,7 @@ def _batch(family: str) -> dict[str, Any]:
 
 
 def _loss_and_grads(policy: PolicyModel, family: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    out = policy(**_batch(family), need_entropy=True)
+    out = run_model(policy, **_batch(family), need_entropy=True)
     weights = torch.linspace(0.5, 2, out.log_probs.numel()).view_as(out.log_probs)
     (out.log_probs * weights + 0.3 * out.entropy).sum().backward()
     return out, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
@@ -74,9 +74,9 @@ def _rank_without_wanted_tokens(rank: int, size: int) -> None:
     wanted[:, 1:5] = 1  # all in the first rank's slice
     policy = PolicyModel(tiny_model("llama"), use_fused_kernels=True)
     with ulysses_group(dist.group.WORLD):
-        policy(**batch, token_mask=wanted).log_probs.sum().backward()
+        run_model(policy, **batch, token_mask=wanted).log_probs.sum().backward()
     reference = PolicyModel(tiny_model("llama"))
-    reference(**batch, token_mask=wanted).log_probs.sum().backward()
+    run_model(reference, **batch, token_mask=wanted).log_probs.sum().backward()
     for (name, p), q in zip(policy.named_parameters(), reference.parameters(), strict=True):
         dist.all_reduce(p.grad)
         torch.testing.assert_close(p.grad, q.grad, atol=1e-5 * q.grad.abs().max().item() + 1e-7, rtol=1e-4, msg=name)
@@ -89,7 +89,7 @@ def test_a_rank_whose_slice_has_no_wanted_token_still_takes_part() -> None:
 def _padded_refused(rank: int, size: int) -> None:
     policy = PolicyModel(tiny_model("llama"), use_remove_padding=False)
     with ulysses_group(dist.group.WORLD), pytest.raises(ValueError, match="use_remove_padding=True"):
-        policy(**ragged_batch([4]))
+        run_model(policy, **ragged_batch([4]))
 
 
 def test_ulysses_refuses_the_padded_path() -> None:
@@ -125,7 +125,7 @@ def _fsdp2(rank: int, size: int, folder: str, family: str, role: str) -> None:
     for _ in range(2):
         reference.zero_grad()
         sharded.zero_grad()
-        expected, found = reference(**batch), sharded(**batch)
+        expected, found = run_model(reference, **batch), run_model(sharded, **batch)
         if role == "policy":
             expected, found = expected.log_probs, found.log_probs
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -158,7 +158,7 @@ def _own_unit(rank: int, size: int) -> None:
     fully_shard(policy.hf_model.lm_head)
     fully_shard(policy)
     with pytest.raises(RuntimeError, match="FSDP unit of its own"):
-        policy(**ragged_batch([4]))
+        run_model(policy, **ragged_batch([4]))
 
 
 def test_a_head_sharded_on_its_own_is_refused() -> None:

@@ -66,7 +66,7 @@ def test_a_written_placeholder_is_read_as_the_engine_read_it(packed: bool) -> No
     reference = tiny_model("qwen2_5_vl")
     policy = PolicyModel(tiny_model("qwen2_5_vl"), use_remove_padding=packed)
     with torch.no_grad():
-        found = network_call(policy)(policy, batch(), ForwardOptions(last_tokens=4)).log_probs
+        found = network_call(policy)(policy, batch(), batch(), ForwardOptions(last_tokens=4)).log_probs
     assert found is not None
     for row, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         wanted = decoded(reference, prompt, answer, images() if row == 0 else {})
@@ -75,7 +75,7 @@ def test_a_written_placeholder_is_read_as_the_engine_read_it(packed: bool) -> No
 
 def test_embeddings_of_written_placeholders_get_gradients() -> None:
     policy = PolicyModel(tiny_model("qwen2_5_vl", tie_word_embeddings=False))
-    found = network_call(policy)(policy, batch(), ForwardOptions(last_tokens=1)).log_probs
+    found = network_call(policy)(policy, batch(), batch(), ForwardOptions(last_tokens=1)).log_probs
     assert found is not None
     found.sum().backward()
     gradient = policy.hf_model.get_input_embeddings().weight.grad
@@ -88,4 +88,4 @@ def test_a_model_of_text_alone_refuses_images() -> None:
     with pytest.raises(
         ValueError, match=r"images \(pixel_values, image_grid_thw\), and model_type=qwen2 reads token ids"
     ):
-        network_call(policy)(policy, batch(), ForwardOptions())
+        network_call(policy)(policy, batch(), batch(), ForwardOptions())

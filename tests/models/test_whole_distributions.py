@@ -13,7 +13,7 @@ from dovetail.algorithms.distillation import vocabulary_divergence
 from dovetail.models.head import TokenLists, listed_log_probs
 from dovetail.models.policy import PolicyModel
 from dovetail.models.vocabulary_divergence import OutputLayer, Teacher, divergence_from, load_output_layer
-from tests.models.tiny import save_tiny_model, tiny_model
+from tests.models.tiny import run_model, save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -75,7 +75,7 @@ def test_lists_of_a_padded_batch_stand_where_their_tokens_do(packed: bool) -> No
     ids, mask, wanted = padded_batch()
     lists = TokenLists(top_k=2, ids=torch.stack([ids, ids + 1], dim=-1))
     with torch.no_grad():
-        out = model(ids, mask, token_mask=wanted, temperature=0.9, need_best=True, lists=lists)
+        out = run_model(model, ids, mask, token_mask=wanted, temperature=0.9, need_best=True, lists=lists)
     # The first listed token is the token itself, and the first of the top ones is the best.
     torch.testing.assert_close(out.listed[..., 0], out.log_probs)
     torch.testing.assert_close(out.top.log_probs[..., 0], out.best)
@@ -119,12 +119,14 @@ def test_packed_and_padded_batches_have_the_same_divergence_and_none_on_unwanted
         student = PolicyModel(tiny_model("qwen2", seed=0), use_remove_padding=packed, head_chunk_size=3)
         teacher = PolicyModel(tiny_model("qwen2", seed=1), use_remove_padding=packed)
         with torch.no_grad():
-            hidden = teacher(ids, mask, token_mask=wanted, need_hidden=True).hidden
+            hidden = run_model(teacher, ids, mask, token_mask=wanted, need_hidden=True).hidden
             frozen = Teacher(OutputLayer(teacher.hf_model.get_output_embeddings().weight), hidden=hidden)
-            values[packed] = student(ids, mask, token_mask=wanted, temperature=0.9, teacher=frozen).divergence
+            values[packed] = run_model(
+                student, ids, mask, token_mask=wanted, temperature=0.9, teacher=frozen
+            ).divergence
             itself = replace(frozen, layer=OutputLayer(student.hf_model.get_output_embeddings().weight))
-            itself = replace(itself, hidden=student(ids, mask, token_mask=wanted, need_hidden=True).hidden)
-            none = student(ids, mask, token_mask=wanted, temperature=0.9, teacher=itself).divergence
+            itself = replace(itself, hidden=run_model(student, ids, mask, token_mask=wanted, need_hidden=True).hidden)
+            none = run_model(student, ids, mask, token_mask=wanted, temperature=0.9, teacher=itself).divergence
         assert none.abs().max() < 1e-6
     torch.testing.assert_close(values[True], values[False], atol=1e-6, rtol=1e-5)
     counted = wanted & mask.bool()
@@ -141,9 +143,9 @@ def test_a_prompt_that_is_computed_once_gives_the_same_divergence() -> None:
     for share in (True, False):
         student, teacher = (PolicyModel(tiny_model("qwen2", seed=seed), share_prefixes=share) for seed in (0, 1))
         with torch.no_grad():
-            hidden = teacher(ids, mask, token_mask=wanted, need_hidden=True).hidden
+            hidden = run_model(teacher, ids, mask, token_mask=wanted, need_hidden=True).hidden
             frozen = Teacher(OutputLayer(teacher.hf_model.get_output_embeddings().weight), hidden=hidden)
-            values.append(student(ids, mask, token_mask=wanted, teacher=frozen).divergence)
+            values.append(run_model(student, ids, mask, token_mask=wanted, teacher=frozen).divergence)
     torch.testing.assert_close(values[0], values[1], atol=1e-6, rtol=1e-5)
     assert (values[0][wanted] > 1e-3).all()
 

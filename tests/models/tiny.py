@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     MistralConfig,
@@ -20,6 +21,9 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from dovetail.models.backbone import TransformerBackbone
+from dovetail.models.transfer import to_device
 
 VOCAB_SIZE = 320
 IMAGE_TOKEN, VISION_START, VISION_END = 300, 301, 302
@@ -142,6 +146,24 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     return tokenizer
+
+
+def run_model(
+    model: TransformerBackbone,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    token_mask: Tensor | None = None,
+    multi_modal_inputs: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> Any:
+    """Call a model on padded columns, as a backend does."""
+    device = next(model.parameters()).device
+    batch = model.prepare(
+        input_ids, attention_mask, position_ids, token_mask=token_mask, multi_modal_inputs=multi_modal_inputs
+    )
+    return model(to_device(batch, device), multi_modal_inputs=to_device(multi_modal_inputs, device), **options)
 
 
 def ragged_batch(lengths: list[int], *, total: int | None = None, side: str = "right", seed: int = 0) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from dovetail.rollout.native.cuda.slots import SlotState
 from dovetail.rollout.native.engine import NativeEngine
 from dovetail.rollout.native.noise import stream_key
 from dovetail.rollout.native.sampler import Filters, SamplingRows, filter_weights, sample
-from tests.models.tiny import tiny_model
+from tests.models.tiny import run_model, tiny_model
 from tests.rollout import plain_ops as plain
 
 pytestmark = pytest.mark.unit
@@ -226,11 +226,11 @@ def test_an_exact_engine_writes_the_log_probs_of_an_exact_trainer(monkeypatch: p
     ]
     engine = NativeEngine(model, exact=True, ops=triton_ops(), max_num_seqs=2, max_prefill_tokens=40)
     results = engine.generate(asked)
-    ids, mask = (torch.zeros(2, 80, dtype=torch.long, device=DEVICE) for _ in range(2))
+    ids, mask = (torch.zeros(2, 80, dtype=torch.long) for _ in range(2))
     for row, (request, result) in enumerate(zip(asked, results, strict=True)):
         sequence = [*request.prompt_token_ids, *result.token_ids]
         ids[row, : len(sequence)], mask[row, : len(sequence)] = torch.tensor(sequence), 1
-    log_probs = PolicyModel(model)(ids, mask, temperature=0.8).log_probs.detach().cpu()
+    log_probs = run_model(PolicyModel(model), ids, mask, temperature=0.8).log_probs.detach().cpu()
     for row, result in enumerate(results):
         first = len(asked[row].prompt_token_ids)
         assert torch.equal(torch.tensor(result.log_probs), log_probs[row, first : first + len(result.log_probs)])

@@ -11,7 +11,7 @@ from dovetail.models.exact import use_exact_modules
 from dovetail.models.policy import PolicyModel
 from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams
 from dovetail.rollout.native.engine import NativeEngine
-from tests.models.tiny import tiny_model
+from tests.models.tiny import run_model, tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -46,7 +46,7 @@ def forward(
         length = len(prompt) + len(response)
         ids[row, :length] = torch.tensor([*prompt, *response])
         mask[row, :length] = 1
-    log_probs = policy(ids, mask, temperature=temperature).log_probs
+    log_probs = run_model(policy, ids, mask, temperature=temperature).log_probs
     return [log_probs[row, len(p) : len(p) + len(r)] for row, (p, r) in enumerate(rows)]
 
 

@@ -15,7 +15,7 @@ from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams
 from dovetail.rollout.native.cuda.decoder import FusedDecoder
 from dovetail.rollout.native.cuda.kernels.ops import triton_ops
 from dovetail.rollout.native.engine import NativeEngine
-from tests.models.tiny import tiny_model
+from tests.models.tiny import run_model, tiny_model
 from tests.rollout.test_native_engine import prompts, requests, tokens
 
 pytestmark = pytest.mark.gpu
@@ -316,7 +316,7 @@ def test_exact_log_probs_are_those_of_an_exact_trainer_to_the_bit(family: str, d
             for row, sequence in enumerate(sequences):
                 ids[row, : len(sequence)], mask[row, : len(sequence)] = torch.tensor(sequence), 1
             with torch.no_grad():
-                log_probs = policy(ids.cuda(), mask.cuda(), temperature=0.8).log_probs.cpu()
+                log_probs = run_model(policy, ids, mask, temperature=0.8).log_probs.cpu()
             for row, (sequence, result) in enumerate(zip(sequences, part, strict=True)):
                 found = log_probs[row, len(sequence) - 100 : len(sequence)]
                 assert torch.equal(torch.tensor(result.log_probs), found)

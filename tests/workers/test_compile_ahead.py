@@ -22,7 +22,7 @@ from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.workers.build import build_actor
 from dovetail.workers.compile_ahead import compile_ahead, run_two_layers
-from tests.models.tiny import tiny_config
+from tests.models.tiny import run_model, tiny_config
 from tests.workers.tiny_run import run_config, small_model
 
 pytestmark = pytest.mark.unit
@@ -52,8 +52,8 @@ def train_and_score(model: Any, length: int) -> None:
     ids = torch.randint(0, 300, mask.shape)
     with sharding.compute_context():
         with torch.no_grad():
-            sharding.module.eval()(ids, mask, need_entropy=True)
-        sharding.module.train()(ids, mask).log_probs.sum().backward()
+            run_model(sharding.module.eval(), ids, mask, need_entropy=True)
+        run_model(sharding.module.train(), ids, mask).log_probs.sum().backward()
 
 
 @pytest.mark.parametrize("build", [on_meta, pytest.param(with_lora, marks=pytest.mark.slow)])

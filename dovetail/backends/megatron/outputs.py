@@ -13,7 +13,7 @@ from dovetail.backends.megatron.packing import pack_thd
 from dovetail.backends.megatron.parts import MegatronModel
 from dovetail.backends.megatron.schedule import PipelineItem
 from dovetail.backends.network import teacher_of, token_lists, wanted_tokens
-from dovetail.models.backbone import align_to_tokens, predicting_positions
+from dovetail.models.backbone import predicting_positions
 from dovetail.models.head import TokenLists
 from dovetail.protocol import DataProto
 
@@ -67,7 +67,7 @@ def token_output(
 
         def spread(values: Tensor) -> Tensor:
             flat = values.new_zeros(num_own, *values.shape[1:]).index_copy(0, rows, values)
-            return align_to_tokens(item.batch.unpack(flat))
+            return _align_to_tokens(item.batch.unpack(flat))
 
         widths = _widths(model, item)
         parts = dict(zip(widths, output.split(list(widths.values())), strict=True))
@@ -79,10 +79,15 @@ def token_output(
     mask = micro_batch.tensors["attention_mask"]
     numbers = item.batch.unpack(output)
     if model.role == "value":
-        return TokenOutput(values=align_to_tokens(numbers * mask))
+        return TokenOutput(values=_align_to_tokens(numbers * mask))
     positions = torch.arange(mask.size(1), device=mask.device)
     last = (positions * mask.bool()).argmax(dim=1, keepdim=True)
     return TokenOutput(scores=numbers.gather(1, last).squeeze(1))
+
+
+def _align_to_tokens(values: Tensor) -> Tensor:
+    """`[B, T]` made at the state before each token: value `t` moves to `t + 1`, the token it is about."""
+    return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
 
 
 def empty_outputs(
