@@ -6,6 +6,7 @@ log(trainer / engine) of each sampled token. Weights carry no gradient: they cha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,24 +39,46 @@ def compute_rollout_rejection_mask(
     Thresholds: one for all rules, or one per rule, comma separated. For k1 a ratio bound: `2.0` means [1/2, 2],
     `"0.5_2.0"` gives both. For k2 and k3 an upper bound of the estimate.
     """
-    rules = rejection_rules(rollout_rs, rollout_rs_threshold)
     kept = response_mask.bool()
-    log_ratio = torch.where(kept, at_least_float32(log_ratio), 0.0).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    passed = torch.ones_like(kept)
     metrics: dict[str, float] = {}
-    for rule in rules:
-        statistic = _statistic(rule, log_ratio, kept)
-        rule_passed = _accepts(rule, statistic).expand_as(kept)
-        passed = passed & rule_passed
-        metrics |= _rule_metrics(rule, statistic, rule_passed, kept)
-    rejected = kept & ~passed
+    for verdict in _verdicts(log_ratio, kept, rollout_rs, rollout_rs_threshold):
+        metrics |= _rule_metrics(verdict, kept)
+    mask = rejection_mask(log_ratio, response_mask, rollout_rs, rollout_rs_threshold)
+    rejected = kept & ~mask.bool()
     metrics["rollout_rs_masked_fraction"] = masked_mean(rejected.float(), kept).item()
     metrics["rollout_rs_seq_masked_fraction"] = masked_mean(rejected.any(-1).float(), kept.any(-1)).item()
-    return response_mask * passed.to(response_mask.dtype), metrics
+    return mask, metrics
+
+
+@torch.no_grad()
+def rejection_mask(
+    log_ratio: torch.Tensor, response_mask: torch.Tensor, rollout_rs: str, rollout_rs_threshold: float | str | None
+) -> torch.Tensor:
+    """The mask of `compute_rollout_rejection_mask` alone: metrics are numbers on the host, which waits for them."""
+    mask = response_mask
+    for verdict in _verdicts(log_ratio, response_mask.bool(), rollout_rs, rollout_rs_threshold):
+        mask = mask * verdict.passed.to(mask.dtype)
+    return mask
+
+
+class _Verdict(NamedTuple):
+    rule: RejectionRule
+    statistic: torch.Tensor
+    """(rows, width) for a token rule, (rows, 1) for a sequence rule."""
+    passed: torch.Tensor
+    """(rows, width) bool."""
+
+
+def _verdicts(
+    log_ratio: torch.Tensor, kept: torch.Tensor, rollout_rs: str, rollout_rs_threshold: float | str | None
+) -> Iterator[_Verdict]:
+    log_ratio = torch.where(kept, at_least_float32(log_ratio), 0.0).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    for rule in rejection_rules(rollout_rs, rollout_rs_threshold):
+        statistic = _statistic(rule, log_ratio, kept)
+        yield _Verdict(rule, statistic, _accepts(rule, statistic).expand_as(kept))
 
 
 def _statistic(rule: RejectionRule, log_ratio: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """(rows, width) for a token rule, (rows, 1) for a sequence rule."""
     if rule.estimator == "k1":
         tokens = -log_ratio
     elif rule.estimator == "k2":
@@ -73,9 +96,8 @@ def _statistic(rule: RejectionRule, log_ratio: torch.Tensor, kept: torch.Tensor)
     return torch.where(kept, tokens, 0.0).amax(dim=-1, keepdim=True)
 
 
-def _rule_metrics(
-    rule: RejectionRule, statistic: torch.Tensor, passed: torch.Tensor, kept: torch.Tensor
-) -> dict[str, float]:
+def _rule_metrics(verdict: _Verdict, kept: torch.Tensor) -> dict[str, float]:
+    rule, statistic, passed = verdict
     prefix = f"rollout_rs_{rule.name}"
     rows = kept.any(dim=-1)
     tokens = statistic.expand_as(kept)

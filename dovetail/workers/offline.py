@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from dovetail.algorithms.offline.registry import LOSS_MASK, REF_LOG_PROB, Offlin
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
+from dovetail.models.transfer import to_device
 from dovetail.protocol import DataProto
 from dovetail.workers.build import build_actor
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
@@ -91,7 +93,11 @@ class OfflineLearner:
         size = self._loss.rows_per_example
         if len(data) % size:
             raise ValueError(f"{len(data)} rows on this rank do not make examples of {size} rows each.")
-        return take_columns(data, [*_INPUTS, *(name for name in self._loss.columns if name not in _INPUTS)])
+        batch = take_columns(data, [*_INPUTS, *(name for name in self._loss.columns if name not in _INPUTS)])
+        tensors = batch.tensors
+        # As a column of objects it stays on the host, where rows are chosen by it.
+        padding = tensors.pop(IS_PADDING).bool().numpy()
+        return DataProto.from_dict(tensors, {**batch.non_tensor_batch, IS_PADDING: padding}, batch.meta_info)
 
     def _trained(self, batch: DataProto) -> DataProto:
         size = self._loss.rows_per_example
@@ -99,7 +105,7 @@ class OfflineLearner:
 
     def _totals(self, batch: DataProto) -> dict[str, float]:
         """What the shares of the whole batch are divided by."""
-        real = _real(batch.tensors)
+        real = _real(batch, torch.device("cpu"))
         own = self._loss.count({name: column[real] for name, column in batch.tensors.items()})
         if self._loss.baseline is not None:
             own |= self._baseline(batch)
@@ -113,16 +119,16 @@ class OfflineLearner:
         plan = plan_micro_batches(others, self._limit, self.backend)
         outputs = self.backend.forward(cut(others, plan), self._options)
         values = restore([_read(output, self._loss.reads) for output in outputs], plan)
-        real = _real(others.tensors)
-        columns = {name: column[real].to(values.device) for name, column in others.tensors.items()}
-        return self._loss.baseline(values[real.to(values.device)], columns)
+        real = _real(others, values.device)
+        columns = {name: column.to(values.device)[real] for name, column in others.tensors.items()}
+        return self._loss.baseline(values[real], columns)
 
     def _loss_fn(self, totals: Mapping[str, float]) -> LossFn:
         def loss_fn(output: TokenOutput, micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
             values = _read(output, self._loss.reads)
-            real = _real(micro_batch.tensors)
+            real = _real(micro_batch, values.device)
             columns = {name: column[real] for name, column in micro_batch.tensors.items()}
-            loss, metrics = self._loss.share(values[real.to(values.device)], columns, totals)
+            loss, metrics = self._loss.share(values[real], columns, totals)
             return loss, {"loss": loss.detach(), **metrics}
 
         return loss_fn
@@ -198,5 +204,7 @@ def _read(output: TokenOutput, name: str) -> Tensor:
     return values
 
 
-def _real(columns: Mapping[str, Tensor]) -> Tensor:
-    return ~columns[IS_PADDING].bool()
+def _real(batch: DataProto, device: torch.device) -> slice | Tensor:
+    """The rows that are no padding, to index columns on the device with."""
+    padding = batch.non_tensor_batch[IS_PADDING]
+    return to_device(torch.from_numpy(np.flatnonzero(~padding)), device) if padding.any() else slice(None)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dovetail.algorithms.rollout_correction import compute_rollout_correction_weights, compute_rollout_rejection_mask
+from dovetail.algorithms.rollout_correction import compute_rollout_correction_weights, rejection_mask
 from dovetail.config.algorithm import RolloutCorrectionConfig
 
 
@@ -29,10 +29,8 @@ def correction_terms(
     """Weights and rejection for one micro-batch; rows do not depend on each other. `log_prob` carries no gradient."""
     log_ratio = log_prob.float() - engine_log_prob.float()
     kept, weights = response_mask, None
-    if settings.rollout_rs is not None and bool(response_mask.any()):
-        kept, _ = compute_rollout_rejection_mask(
-            log_ratio, response_mask, settings.rollout_rs, settings.rollout_rs_threshold
-        )
+    if settings.rollout_rs is not None:
+        kept = rejection_mask(log_ratio, response_mask, settings.rollout_rs, settings.rollout_rs_threshold)
     ratio_is_to_engine = settings.bypass_mode and settings.loss_type != "reinforce"
     if settings.rollout_is is not None and not ratio_is_to_engine:
         weights = compute_rollout_correction_weights(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dovetail.algorithms.masked import masked_sum
+
 
 def kto_kl(mismatched: Tensor, ref_mismatched: Tensor, *, num_rows: float | None = None) -> Tensor:
     """Share of the KL estimate before `kto_loss` clamps it: mean log-ratio of prompts with other prompts' responses.
@@ -33,7 +35,7 @@ def kto_loss(
     desirable = desirable.bool()
     good = num_desirable if num_desirable is not None else int(desirable.sum())
     bad = num_undesirable if num_undesirable is not None else int((~desirable).sum())
-    baseline = torch.as_tensor(kl, device=log_probs.device).clamp(min=0)
+    baseline = kl.clamp(min=0) if isinstance(kl, Tensor) else log_probs.new_full((), max(kl, 0.0))
     ratio = log_probs - ref_log_probs
     sign = torch.where(desirable, 1.0, -1.0)
     weight = torch.where(desirable, desirable_weight, undesirable_weight)
@@ -41,7 +43,7 @@ def kto_loss(
     rewards, log_probs = beta * ratio.detach(), log_probs.detach()
 
     def shares(values: Tensor) -> tuple[Tensor, Tensor]:
-        return values[desirable].sum() / max(good, 1), values[~desirable].sum() / max(bad, 1)
+        return masked_sum(values, desirable) / max(good, 1), masked_sum(values, ~desirable) / max(bad, 1)
 
     chosen, rejected = shares(rewards)
     chosen_log_prob, rejected_log_prob = shares(log_probs)
