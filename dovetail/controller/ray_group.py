@@ -94,8 +94,10 @@ class RayWorkerGroup(WorkerGroup):
         self._processes.stop()
 
     def release(self) -> None:
-        self.shutdown()
-        self._pool.release()
+        try:
+            self.shutdown()
+        finally:  # also when a second Ctrl-C ends the wait for processes
+            self._pool.release()
 
     def take_spans(self) -> list[list[Span]]:
         return self._ask_hosts("take_spans")

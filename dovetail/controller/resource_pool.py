@@ -12,6 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,10 +106,8 @@ class RayResourcePool:
 
     def release(self) -> None:
         """Give the slots back to the cluster. Processes on them end."""
-        import ray
-
-        for group in self.get_placement_groups() if self._slots is not None else []:
-            ray.util.remove_placement_group(group)
+        if self._slots is not None:
+            _give_back(self.get_placement_groups())
         self._slots = None
 
     def _over(self, slots: Sequence[Slot], name: str) -> RayResourcePool:
@@ -148,11 +147,7 @@ class RayResourcePool:
                 )
             return _sorted_slots(groups)
         except BaseException:  # also Ctrl-C: the next run in this process would wait for the slots
-            give_up = time.monotonic() + _PLACING_S
-            for group in groups:
-                # Ray never frees the slots of a group that is removed while it is being placed.
-                group.wait(max(0.0, give_up - time.monotonic()))
-                ray.util.remove_placement_group(group)
+            _give_back(groups, placing_s=_PLACING_S)
             raise
 
     def _check_cluster(self, bundle: dict[str, float]) -> None:
@@ -167,6 +162,24 @@ class RayResourcePool:
                     f"but the cluster has {total.get(resource, 0):g}; use fewer processes, add nodes, or (for CPU) "
                     "start Ray with a larger num_cpus."
                 )
+
+
+def _give_back(groups: Sequence[PlacementGroup], *, placing_s: float = 0.0) -> None:
+    """On a thread, where no further Ctrl-C can interrupt it: what is left of it goes on beside whatever the caller does
+    then, and a process ends after it. `placing_s` is how long the groups may still be in the course of being placed."""
+    import ray
+
+    def give_back() -> None:
+        give_up = time.monotonic() + placing_s
+        for group in groups:
+            if placing_s:  # Ray never frees the slots of a group that is removed while it is being placed
+                group.wait(max(0.0, give_up - time.monotonic()))
+            ray.util.remove_placement_group(group)
+
+    thread = ThreadPoolExecutor(1)
+    given_back = thread.submit(give_back)
+    thread.shutdown(wait=False)
+    given_back.result()
 
 
 def _sorted_slots(groups: Sequence[PlacementGroup]) -> list[Slot]:

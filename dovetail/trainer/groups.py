@@ -112,11 +112,12 @@ class RoleGroups(TrainedGroups):
         (self.actor_rollout if self.engines is None else self.engines.group).close_agents()
 
     def shutdown(self) -> None:
-        if self.engines is not None:
-            self.engines.shutdown()
-        if self.teacher is not None:
-            self.teacher.release()
-        super().shutdown()
+        with ExitStack() as ends:  # each of them, also when a second Ctrl-C interrupts another
+            ends.callback(super().shutdown)
+            if self.teacher is not None:
+                ends.callback(self.teacher.release)
+            if self.engines is not None:
+                ends.callback(self.engines.shutdown)
 
 
 def role_classes(config: DovetailConfig, *, generates: bool = True) -> dict[str, RayClassWithInitArgs]:

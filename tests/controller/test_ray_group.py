@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -207,9 +210,53 @@ def test_a_reservation_that_is_interrupted_leaves_no_slots_reserved(
     monkeypatch.setattr(sys.modules[module], name, interrupt)
     with pytest.raises(KeyboardInterrupt):
         pool.slots()
-    groups = ray.util.placement_group_table().values()
-    assert {group["state"] for group in groups if group["name"].startswith(pool.name_prefix)} == {"REMOVED"}
+    assert states_of(pool) == {"REMOVED"}
     assert set(states) == {"CREATED"}, "Ray may keep the slots of one that was still being placed"
+
+
+@pytest.mark.parametrize("while_reserving", [True, False], ids=["reserved", "released"])
+def test_a_second_interrupt_does_not_keep_slots_from_being_given_back(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, while_reserving: bool
+) -> None:
+    remove, interrupted, main = ray.util.remove_placement_group, threading.Event(), threading.main_thread().ident
+    assert main is not None
+
+    def interrupt_first(group: Any) -> None:
+        if not interrupted.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+            interrupted.wait(30)
+        remove(group)
+
+    pool = RayResourcePool([1, 1], use_gpu=False, name_prefix=f"interrupted-twice-{while_reserving}")
+    if not while_reserving:
+        pool.slots()
+    monkeypatch.setattr(ray.util, "remove_placement_group", interrupt_first)
+    act = pool.slots if while_reserving else pool.release
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "wait", Mock(side_effect=KeyboardInterrupt("the first")))
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            act()
+    interrupted.set()
+
+    wait_until(lambda: states_of(pool) == {"REMOVED"}, "the slots are given back")
+
+
+def test_an_interrupt_while_processes_end_does_not_keep_their_slots(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = RayResourcePool([1], use_gpu=False, name_prefix="interrupted-end")
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Calculator, offset=0.25))
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "shutdown", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            group.release()
+    group.shutdown()
+    assert states_of(pool) == {"REMOVED"}
+
+
+def states_of(pool: RayResourcePool) -> set[str]:
+    groups = ray.util.placement_group_table().values()
+    return {group["state"] for group in groups if group["name"].startswith(pool.name_prefix)}
 
 
 def _use_every_method(group: RayWorkerGroup | LocalWorkerGroup) -> list[object]:
