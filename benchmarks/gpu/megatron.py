@@ -37,7 +37,6 @@ from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import ModelConfig
 from dovetail.config.optim import OptimConfig
-from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.micro_batches import MicroBatchLimit
@@ -119,7 +118,7 @@ def compare(folder: Path, shape: str, device: torch.device) -> dict[str, object]
     strategies: tuple[Strategy, ...] = ("single", "megatron")
     for strategy in strategies:
         backend = build(Variant(strategy), folder, device, trains=False)
-        output = backend.forward([on(batch, device)], ForwardOptions(last_tokens=width))[0].log_probs
+        output = backend.forward([batch], ForwardOptions(last_tokens=width))[0].log_probs
         assert output is not None
         found[strategy] = output[:, -width:].float().cpu()
         del backend
@@ -190,11 +189,6 @@ def build(variant: Variant, folder: Path, device: torch.device, *, trains: bool)
         optim=OptimConfig(lr=1e-6, total_training_steps=100) if trains else None,
         device=device,
     )
-
-
-def on(batch: DataProto, device: torch.device) -> DataProto:
-    assert batch.batch is not None
-    return DataProto(batch.batch.to(device), batch.non_tensor_batch, batch.meta_info)
 
 
 def synchronize(device: torch.device) -> None:

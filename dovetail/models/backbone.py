@@ -61,6 +61,10 @@ class TransformerBackbone(nn.Module):
         `position_ids` may be `[B, C, T]`; where images give tokens several positions, the model is asked for them
         unless they are there. `token_mask` marks the tokens that a policy's log-probs are wanted of (default: all).
         """
+        if input_ids.device.type != "cpu":
+            raise ValueError(
+                f"input_ids is on {input_ids.device}; batches are packed on the host, so pass tensors of the host."
+            )
         media = multi_modal_inputs or {}
         if position_ids is None or position_ids.dim() == 2:
             from_model = multimodal_position_ids(self.hf_model, input_ids, attention_mask, media)

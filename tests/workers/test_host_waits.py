@@ -286,3 +286,10 @@ def test_what_a_model_is_called_with_is_sent_whole() -> None:
     assert len(found) == 5
     assert all(tensor.is_meta for tensor in found)
     assert sent["packed"].segments.lengths == packed.segments.lengths
+
+
+@pytest.mark.unit
+def test_a_batch_that_is_on_a_device_is_refused() -> None:
+    ids = torch.ones(2, 3, dtype=torch.long, device="meta")
+    with pytest.raises(ValueError, match="input_ids is on meta; batches are packed on the host"):
+        PolicyModel(tiny_model("llama")).prepare(ids, ids)
