@@ -19,7 +19,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from dovetail.dashboard.async_view import WAIT_WORDS, is_asynchronous, staleness
-from dovetail.dashboard.charts import ASYNC, OVERVIEW, Chart, headlines, names_of, points
+from dovetail.dashboard.charts import ASYNC, OVERVIEW, Chart, headlines, is_missed, names_of, points
 from dovetail.dashboard.config_view import config_rows
 from dovetail.dashboard.health import RULE_TITLES
 from dovetail.dashboard.responses import Filter, Kind, Order, Wish
@@ -264,7 +264,7 @@ def _lines(run: Run, charts: Iterable[Chart], **cut: Any) -> list[dict[str, Any]
             "share": chart.share,
         }
         for chart in charts
-        if not chart.optional or names_of(chart, table.names)
+        if names_of(chart, table.names) or is_missed(chart, table.names)
     ]
 
 

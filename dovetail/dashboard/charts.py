@@ -73,7 +73,35 @@ class Chart:
     """Of runs of a certain kind only: others do not miss it."""
 
 
-OVERVIEW = (
+# What other methods record: fine-tuning, preferences, reward models, distillation.
+OVERVIEW: tuple[Chart, ...] = (
+    Chart("loss", "Loss", ("train/loss",), ("val/loss",), optional=True),
+    Chart("distill_kl", "Divergence from the teacher (nats per token)", ("distill/kl",), optional=True),
+    Chart(
+        "preferences",
+        "Pairs in order (share)",
+        ("train/rewards/accuracies", "train/accuracy"),
+        ("val/rewards/accuracies", "val/accuracy"),
+        share=True,
+        optional=True,
+    ),
+    Chart(
+        "margins",
+        "Margin between chosen and rejected",
+        ("train/rewards/margins", "train/margin"),
+        ("val/rewards/margins", "val/margin"),
+        optional=True,
+    ),
+    Chart(
+        "logps",
+        "Log-probs of chosen and rejected",
+        ("train/logps/chosen",),
+        ("train/logps/rejected",),
+        optional=True,
+    ),
+)
+
+OVERVIEW += (
     Chart("reward", "Reward", ("critic/score/mean", "reward/score/mean", "critic/rewards/mean")),
     Chart("accuracy", "Accuracy", ("reward/acc/mean",), ("val-core/*/mean@*",), share=True),
     Chart("length", "Response length (tokens)", ("response_length/mean",), ("response_length/max",)),
@@ -142,6 +170,10 @@ ASYNC = (
 
 
 _HEADLINES = (
+    ("loss", ("train/loss",)),
+    ("validation loss", ("val/loss",)),
+    ("pairs in order", ("val/rewards/accuracies", "val/accuracy", "train/rewards/accuracies", "train/accuracy")),
+    ("divergence from the teacher", ("distill/kl",)),
     ("reward", ("critic/score/mean", "reward/score/mean")),
     ("response length", ("response_length/mean",)),
     ("tokens/s per device", ("perf/throughput",)),
@@ -153,7 +185,8 @@ def headlines(table: MetricsTable) -> list[dict[str, Any]]:
     """The numbers at the top of page and report: each at its first step and at its last."""
     validated = [name for name in table.names if name.startswith("val-core/") and "/mean@" in name][:2]
     chosen = [(title, next((name for name in names if name in table.names), "")) for title, names in _HEADLINES]
-    chosen[1:1] = [(f"validation {name.split('/')[-2]}", name) for name in validated]
+    at = len(_HEADLINES) - 3  # after the reward
+    chosen[at:at] = [(f"validation {name.split('/')[-2]}", name) for name in validated]
     numbers = []
     for title, name in chosen:
         steps, values = table.finite(name)
@@ -161,6 +194,12 @@ def headlines(table: MetricsTable) -> list[dict[str, Any]]:
             first, last = float(values[0]), float(values[-1])
             numbers.append({"title": title, "first": first, "last": last, "first_step": int(steps[0])})
     return numbers
+
+
+def is_missed(chart: Chart, known: list[str]) -> bool:
+    """Whether a reader should be told that a run has no numbers for the chart: not of methods that record others, and
+    not before the first step."""
+    return not chart.optional and bool(known) and "train/loss" not in known
 
 
 def names_of(chart: Chart, known: list[str]) -> list[str]:

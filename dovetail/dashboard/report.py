@@ -127,8 +127,7 @@ def _head(run: Run) -> str:
     facts = [
         f"{status['state']}, step {status['step']}" + (f" of {status['total_steps']}" if status["total_steps"] else ""),
         model,
-        str(config.get("algorithm.adv_estimator", "")),
-        str(config.get("actor_rollout_ref.rollout.name", "")),
+        *_method(config),
     ]
     cards = "".join(
         f"<div class=card><small>{escape(one['title'])}</small><b>{one['last']:.4g}</b>"
@@ -137,6 +136,15 @@ def _head(run: Run) -> str:
     )
     line = " · ".join(escape(fact) for fact in facts if fact)
     return f"<h1>{escape(run.name)}</h1><p class=soft>{line}</p><div class=cards>{cards}</div>"
+
+
+def _method(config: dict[str, Any]) -> tuple[str, ...]:
+    """What the run did: the algorithm and the engine of RL, the name of another method."""
+    method = str(config.get("trainer.method", ""))
+    if method in ("sft", "dpo", "reward"):
+        return (method,)
+    first = method if method == "distill" else str(config.get("algorithm.adv_estimator", ""))
+    return first, str(config.get("actor_rollout_ref.rollout.name", ""))
 
 
 def _warnings(run: Run) -> str:

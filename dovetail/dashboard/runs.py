@@ -12,7 +12,7 @@ from dovetail.dashboard.config_view import read_config
 from dovetail.dashboard.health import Facts, check_health
 from dovetail.dashboard.responses import Kind, ResponseFolder, counts
 from dovetail.dashboard.run_files import DashboardError, EventLog, MetricsTable, read_object, run_state
-from dovetail.dashboard.step_times import Timelines, memory_view
+from dovetail.dashboard.step_times import Timelines, memory_view, phase_words
 from dovetail.observability.run_folder import EVENTS, METRICS, NOW, TIMELINE
 
 _MARKS = ("metrics.jsonl", "config.yaml")
@@ -78,7 +78,12 @@ class Run:
         state = run_state(now, last, total, changed)
         status = {"name": self.name, "state": state, "step": last, "total_steps": total, "changed": changed}
         if state == "running" and now.get("phase"):
-            status |= {"phase": now["phase"], "phase_since": now.get("time"), "now_step": now.get("step")}
+            words = phase_words(self.timelines)
+            status |= {
+                "phase": words.get(now["phase"], now["phase"].replace("_", " ")),
+                "phase_since": now.get("time"),
+                "now_step": now.get("step"),
+            }
         status["message"] = self._message(state, last)
         status["views"] = ["async"] if is_asynchronous(self.metrics) else []
         status["bad_lines"] = self.metrics.bad_lines
@@ -88,7 +93,8 @@ class Run:
         """Warnings about this run."""
         status = self.status()
         stopped = None
-        if status["state"] == "stopped" and (status["step"] or 0) < (status["total_steps"] or 0):
+        on_request = read_object(self.folder / NOW).get("stopped") is True
+        if status["state"] == "stopped" and not on_request and (status["step"] or 0) < (status["total_steps"] or 0):
             stopped = f"The last step is {status['step'] or 0} of {status['total_steps']}, and its process is gone."
         return check_health(Facts(self.metrics, self._no_signal(), self.memory(), stopped))
 

@@ -190,6 +190,8 @@ def _spans(value: dict[str, Any]) -> list[dict[str, Any]]:
     for span in value.get("spans", []):
         if isinstance(span, list) and len(span) == 5 and all(isinstance(time, (int, float)) for time in span[2:4]):
             worker, phase, start, end, memory = span
+            if str(phase).startswith("_"):  # our own bookkeeping
+                continue
             memory = memory if isinstance(memory, (int, float)) else None
             spans.append({"worker": str(worker), "phase": str(phase), "start": start, "end": end, "memory": memory})
     return spans

@@ -107,7 +107,7 @@ class BaseTrainer(ABC, Generic[Groups]):
         self._note_saved(self.checkpoints.finish())
         self._close()
         self._phase_changed(None)
-        self._write_now(None, finished=self.stop.name is None)
+        self._write_now(None, finished=self.stop.name is None, stopped=self.stop.name is not None)
         return last_validation
 
     # ---- what a method says ----
@@ -234,10 +234,12 @@ class BaseTrainer(ABC, Generic[Groups]):
         if self._on_phase is not None:
             self._on_phase(name)
 
-    def _write_now(self, phase: str | None, *, finished: bool = False) -> None:
+    def _write_now(self, phase: str | None, *, finished: bool = False, stopped: bool = False) -> None:
         # A run that only validates takes no steps, so it has no total.
         total = None if self.config.trainer.val_only else self.total_steps
-        self.tracker.folder.write_now(step=self.global_step, total_steps=total, phase=phase, finished=finished)
+        self.tracker.folder.write_now(
+            step=self.global_step, total_steps=total, phase=phase, finished=finished, stopped=stopped
+        )
 
     def _take_timeline(self) -> list[TimelineRow]:
         return take_timeline(self.timers, self.groups.processes, self._engine_spans())

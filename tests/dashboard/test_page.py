@@ -454,7 +454,7 @@ def test_the_page_follows_a_run_that_writes(page: Page, tmp_path: Path) -> None:
         show(page, server)
         expect(page.locator("#message")).to_contain_text("No step is finished yet")
         expect(page.locator("#status")).to_contain_text("running")
-        expect(page.locator("#status")).to_contain_text("gen for")
+        expect(page.locator("#status")).to_contain_text("generation for")
         for step in (1, 2):
             folder.log_metrics(step, {k: v for k, v in metrics_row(step, 9).items() if k != "step"})
             folder.write_answers(step, [answer_row(step, row) for row in range(16)])

@@ -145,6 +145,17 @@ def test_idle_time_is_what_no_call_covers(tmp_path: Path) -> None:
     assert timelines.peaks == {"generate_sequences": 1.5, "update_actor": 2.5}
 
 
+def test_calls_that_are_bookkeeping_are_not_on_the_timeline(tmp_path: Path) -> None:
+    row = timeline_row(1)
+    row["spans"].append(["worker 0", "_query_dispatch_collect_info", 2.6, 2.7, None])
+    (tmp_path / "timeline.jsonl").write_text(line(row))
+    timelines = Timelines(tmp_path / "timeline.jsonl")
+    timelines.refresh()
+    shown = timelines.of(1)
+    assert shown is not None
+    assert {span["phase"] for span in shown["spans"]} == {"gen", "update_actor", "generate_sequences"}
+
+
 def test_waiting_is_named_by_what_the_other_side_does(tmp_path: Path) -> None:
     run = Runs([write_async_run(tmp_path / "run")]).get("run")
     several = run.timelines.of(8, count=3)

@@ -139,7 +139,7 @@ def test_a_run_that_is_being_created_says_so_and_then_appears(tmp_path: Path) ->
     (tmp_path / "new").mkdir()
     page = client(tmp_path / "new")
     assert page.get("/api/runs").json()[0]["message"] == "The folder is empty so far: the run is still being created."
-    assert page.get("/api/overview?run=new").json()["charts"][0]["lines"] == {}
+    assert page.get("/api/overview?run=new").json()["charts"] == []  # nothing is missed yet
     assert "no config.yaml" in page.get("/api/config?run=new").json()["error"]
     write_config(tmp_path / "new", {"trainer": {"total_training_steps": 5}})
     assert "No step is finished yet" in page.get("/api/runs").json()[0]["message"]
@@ -162,6 +162,58 @@ def test_a_run_is_finished_when_it_says_so_and_stopped_when_its_process_is_gone_
         (folder.path / "now.json").write_text(line({**gone, **facts}))
         status = page.get("/api/runs").json()[0]
         assert (status["state"], status["step"], status["total_steps"]) == (state, 0, None)
+
+
+def test_a_run_that_was_asked_to_stop_is_stopped_while_its_process_lives_and_nothing_is_wrong(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=4)
+    here = {"step": 4, "total_steps": 9, "phase": None, "host": socket.gethostname(), "pid": os.getpid()}
+    for stopped, state in ((False, "running"), (True, "stopped")):
+        (run / "now.json").write_text(line({**here, "finished": False, "stopped": stopped}))
+        reply = client(run).get("/api/overview?run=run").json()
+        assert reply["status"]["state"] == state
+        assert not any("process is gone" in warning["evidence"] for warning in reply["warnings"])
+
+
+def test_what_a_run_does_now_is_said_in_the_words_of_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=4)
+    here = {"step": 4, "total_steps": 9, "host": socket.gethostname(), "pid": os.getpid(), "time": 1.0}
+    for phase, words in (("gen", "generation"), ("init_models", "init models")):
+        (run / "now.json").write_text(line({**here, "phase": phase}))
+        assert client(run).get("/api/runs").json()[0]["phase"] == words
+
+
+@pytest.mark.parametrize(
+    ("metrics", "cards", "charts"),
+    [
+        ({"train/loss": 2.0, "val/loss": 2.1}, ["loss", "validation loss"], {"loss"}),
+        (
+            {
+                "train/loss": 0.7,
+                "train/rewards/accuracies": 1.0,
+                "train/rewards/margins": 0.1,
+                "train/logps/chosen": -4.0,
+            },
+            ["loss", "pairs in order"],
+            {"loss", "preferences", "margins", "logps"},
+        ),
+        (
+            {"train/loss": 0.7, "train/accuracy": 0.5, "val/accuracy": 0.5},
+            ["loss", "pairs in order"],
+            {"loss", "preferences"},
+        ),
+    ],
+    ids=["sft", "dpo", "reward"],
+)
+def test_a_run_of_another_method_shows_what_it_records_and_misses_nothing_of_rl(
+    metrics: dict[str, float], cards: list[str], charts: set[str], tmp_path: Path
+) -> None:
+    rows = [{"step": step, **metrics} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line(row) for row in rows))
+    write_config(tmp_path, {})
+    reply = client(tmp_path).get(f"/api/overview?run={tmp_path.name}").json()
+    assert [card["title"] for card in reply["cards"]] == cards
+    assert {chart["key"] for chart in reply["charts"]} == charts
+    assert all(chart["lines"] for chart in reply["charts"])
 
 
 def test_broken_and_missing_files_are_messages(run: Path) -> None:

@@ -62,7 +62,7 @@ function drawStatus() {
   if (!run) { $("status").replaceChildren(); return; }
   const steps = run.step === null ? "" : `step ${run.step}${run.total_steps ? ` of ${run.total_steps}` : ""}`;
   let doing = "";
-  if (run.phase) doing = `${run.phase.replaceAll("_", " ")} for ${duration(Math.max(0, Date.now() / 1000 - run.phase_since))}`;
+  if (run.phase) doing = `${run.phase} for ${duration(Math.max(0, Date.now() / 1000 - run.phase_since))}`;
   $("status").replaceChildren(el("span", { class: `pill ${run.state}`, text: run.state }),
     el("span", { text: steps }), doing && el("span", { class: "soft", text: doing }));
 }

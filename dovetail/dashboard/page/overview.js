@@ -54,6 +54,7 @@ export async function overview(box, state) {
 
   function paint() {
     drawCards(cards, overviews[0].cards);
+    warnings.hidden = !overviews[0].names.length; // nothing is checked before the first step
     drawWarnings(warnings, overviews[0].warnings);
     const known = new Set();
     for (const chart of overviews[0].charts) { known.add(chart.key); drawChart(chart); }

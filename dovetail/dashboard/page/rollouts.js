@@ -66,6 +66,12 @@ export async function rollouts(box, state) {
     if (!known.some(([key]) => key === wish.colour)) wish.colour = ""; // an address of another run, or mistyped
     colours.querySelector("select").replaceChildren(...known.map(([key, text, absent]) =>
       el("option", { value: key, selected: key === wish.colour, disabled: absent, text: absent ? `${text} (not recorded)` : text })));
+    if (!steps.length && follow && wish.kind === "rollouts" && (await ask("steps", { run: state.run, kind: "validation" })).steps.length) {
+      // Fine-tuning records no training responses.
+      box.querySelector("#kind").value = "validation";
+      return change({ kind: "validation" }, true);
+    }
+    if (mine !== asked) return;
     if (!steps.length) {
       list.replaceChildren();
       chips.replaceChildren();

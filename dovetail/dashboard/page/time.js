@@ -31,7 +31,7 @@ export async function time(box, state) {
   }
 
   function paint() {
-    const now = reply.status.phase ? `Right now: ${reply.words[reply.status.phase] ?? reply.status.phase}, step ${reply.status.now_step}. ` : "";
+    const now = reply.status.phase ? `Right now: ${reply.status.phase}, step ${reply.status.now_step}. ` : "";
     sentence.replaceChildren(el("p", {}, el("strong", { text: reply.waits.sentence })),
       el("p", { class: "soft", text: `${now}${reply.waits.advice}` }));
     drawBars();
