@@ -30,6 +30,18 @@ def start_cluster(config: DovetailConfig) -> bool:
     if joins_cluster(config):
         start_ray(**arguments)
         return _cluster_has_gpus(config)
+    use_gpu = refuse_missing_devices(config)
+    if use_gpu:
+        arguments.setdefault("num_gpus", _num_local_gpus())
+    # A local Ray counts slots, not cores: every worker process needs one, and two are left for Ray's own helpers.
+    arguments.setdefault("num_cpus", config.num_devices + 2)
+    arguments.setdefault("num_gpus", 0)
+    start_ray(**arguments)
+    return use_gpu
+
+
+def refuse_missing_devices(config: DovetailConfig) -> bool:
+    """Raise for nodes and GPUs that this machine has not, where no cluster is joined; returns `uses_gpu`."""
     nodes = {"trainer": config.trainer.nnodes, "actor_rollout_ref.rollout": config.actor_rollout_ref.rollout.nnodes}
     nodes |= {"distill.teacher": config.distill.teacher.nnodes}
     for section, count in nodes.items():
@@ -44,11 +56,8 @@ def start_cluster(config: DovetailConfig) -> bool:
             )
     use_gpu = uses_gpu(config)
     if use_gpu:
-        _check_enough_gpus(config, arguments.setdefault("num_gpus", _num_local_gpus()), "this machine shows")
-    # A local Ray counts slots, not cores: every worker process needs one, and two are left for Ray's own helpers.
-    arguments.setdefault("num_cpus", config.num_devices + 2)
-    arguments.setdefault("num_gpus", 0)
-    start_ray(**arguments)
+        given = config.ray_init.init_arguments.get("num_gpus")
+        _check_enough_gpus(config, _num_local_gpus() if given is None else given, "this machine shows")
     return use_gpu
 
 

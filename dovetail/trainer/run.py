@@ -28,7 +28,14 @@ from dovetail.observability.stalls import STALLED_EXIT_CODE, StalledError
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.trainer.choose import gpu_gib
-from dovetail.trainer.devices import ray_runs_here, start_cluster, uses_gpu, warn_of_slow_bfloat16
+from dovetail.trainer.devices import (
+    joins_cluster,
+    ray_runs_here,
+    refuse_missing_devices,
+    start_cluster,
+    uses_gpu,
+    warn_of_slow_bfloat16,
+)
 from dovetail.trainer.groups import TrainedGroups
 from dovetail.trainer.inputs import missing_inputs
 from dovetail.trainer.method import Method, RunOptions
@@ -79,6 +86,8 @@ def run_training(
     shapes = read_shapes(config)
     findings = [*check_config(config, shapes.policy), *unsupported_in_runs(config), *missing_inputs(config)]
     refuse_errors(findings)
+    if use_ray and not joins_cluster(config):
+        refuse_missing_devices(config)
     on_checked()
     for finding in findings:
         logger.warning("%s", finding)

@@ -31,6 +31,26 @@ def test_a_run_refuses_what_no_part_of_it_can_do(tmp_path: Path) -> None:
     assert "cannot be run in this version" in str(caught.value)
 
 
+def test_nodes_that_are_not_there_are_refused_before_a_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "hi", "answer": "a"}\n' * 16)
+    (tmp_path / "reward.py").write_text("def compute_score(response):\n    return 0.0\n")
+    keys = {
+        "data.train_files": str(tmp_path / "rows.jsonl"),
+        "custom_reward_function.path": str(tmp_path / "reward.py"),
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 4,
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.default_local_dir": str(tmp_path / "run"),
+    }
+    with pytest.raises(ConfigError, match=r"trainer\.nnodes=2 needs a Ray cluster"):
+        run_training(run_config(small_model(tmp_path), keys), use_ray=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_prompts_are_put_in_the_users_chat_template(tmp_path: Path) -> None:
     template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
     config = run_config(small_model(tmp_path), {"actor_rollout_ref.model.custom_chat_template": template})
