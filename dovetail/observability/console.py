@@ -60,7 +60,8 @@ class PlainConsole:
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.end_step(step, metrics)
-        self._write(plain_line(self._state))
+        if "  " in (line := plain_line(self._state)):  # a validation before the first step may be a line of its own
+            self._write(line)
         if (words := self._state.estimate()) is not None:
             self._write(words)
 

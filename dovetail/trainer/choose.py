@@ -231,7 +231,8 @@ def _choose_batches(choices: _Choices, prompts: _Prompts) -> None:
     round_size = parallel // math.gcd(parallel, n)
     if prompts.num_rows:
         size = 2 ** int(math.log2(max(1, min(most, prompts.num_rows // 8))))
-        why = f"{prompts.num_rows:,} prompts make {prompts.num_rows // size:,} steps"
+        steps = prompts.num_rows // size
+        why = f"{prompts.num_rows:,} prompt{'s' * (prompts.num_rows != 1)} make {steps:,} step{'s' * (steps != 1)}"
     else:
         size, why = most, "a usual size"
     size = math.ceil(size / round_size) * round_size

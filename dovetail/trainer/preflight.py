@@ -15,8 +15,8 @@ from dovetail.trainer.shared_folder import with_absolute_folders
 MOST_ROWS = 10_000
 """Of each data set that `dovetail check` reads: some seconds."""
 LOOKED_AT = (
-    "architecture and weights (not of a model on the hub), tokenizer, rows (a sample of more than "
-    f"{MOST_ROWS:,}), your own functions and classes."
+    "architecture and weights (not of a model on the hub), tokenizer, rows (of more than "
+    f"{MOST_ROWS:,} a sample), your own functions and classes."
 )
 
 

@@ -38,7 +38,8 @@ class SFTTrainer(OfflineTrainer):
         """A line for each sample, with the names that the validation of RL has."""
         prompts, answers = zip(*(row.first_answer() for row in self.samples), strict=True)
         batch = self.groups.group.generate_sequences(prompt_batch(prompts, n=1))
-        texts = [self.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (prompts, answers)]
+        # Special tokens of a prompt say where a message begins: the dashboard shows the last one.
+        texts = [self.tokenizer.batch_decode(prompts), self.tokenizer.batch_decode(answers, skip_special_tokens=True)]
         return [
             {
                 "uid": f"val-{number}",

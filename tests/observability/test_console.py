@@ -103,6 +103,15 @@ def test_scores_of_a_validation_are_on_the_line_of_the_step_alone() -> None:
     assert stream.getvalue() == "step 0/100  addition acc mean@1 0.250\nstep 1: validation (val/loss 0.5)\n"
 
 
+def test_a_step_without_a_number_has_no_line() -> None:
+    """Of fine-tuning: the loss before the first step is on the line of the validation."""
+    stream = io.StringIO()
+    console = make_console("p/e", 100, stream=stream)
+    console.event("validation", 0, {"val/loss": 7.0})
+    console.end_step(0, {"val/loss": 7.0})
+    assert stream.getvalue() == "step 0: validation (val/loss 7)\n"
+
+
 def test_a_line_shows_the_validation_of_its_own_step_only() -> None:
     stream = io.StringIO()
     console = make_console("p/e", 3, stream=stream)
