@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.models.save import make_readable
+
 logger = logging.getLogger(__name__)
 
 NAME = "SmolLM2-135M-Instruct"
@@ -66,7 +68,7 @@ def smollm2_folder(dtype: torch.dtype = torch.bfloat16, cache: str | Path | None
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         _convert(_gguf_file(), work, dtype)
-        work.chmod(0o755)
+        make_readable(work)
         os.rename(work, out)
         logger.info("converted %s to %s", _GGUF, out)
     except OSError:

@@ -67,7 +67,7 @@ def _copy_unchanged(source: Path, work: Path) -> None:
 
 def publish_folder(work: Path, out: Path) -> None:
     """Give the finished folder `work` the name `out`; an older `out` is replaced by two renames."""
-    work.chmod(0o755)
+    make_readable(work)
     if out.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
         os.rename(out, old / out.name)
@@ -80,6 +80,13 @@ def publish_folder(work: Path, out: Path) -> None:
             shutil.rmtree(old)
     else:
         os.rename(work, out)
+
+
+def make_readable(folder: Path) -> None:
+    """Let others read it: temporary folders and the files of safetensors are private."""
+    folder.chmod(0o755)
+    for file in folder.iterdir():
+        file.chmod(0o644)
 
 
 def _write_shards(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,16 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     materialize(policy, "cpu")
     with pytest.raises(ValueError, match=r"holds no weights for hf_model\.model\.layers\.2"):
         load_weights(policy, tmp_path / "small")
+
+
+def test_a_published_folder_can_be_read_by_others(tmp_path: Path) -> None:
+    """safetensors makes private files, mkdtemp private folders."""
+    work = Path(tempfile.mkdtemp(dir=tmp_path))
+    save_file({"a": torch.zeros(2)}, work / "model.safetensors")
+    publish_folder(work, tmp_path / "out")
+    assert [
+        oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out", tmp_path / "out" / "model.safetensors")
+    ] == [
+        "0o755",
+        "0o644",
+    ]
