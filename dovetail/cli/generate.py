@@ -106,6 +106,8 @@ def _prompts(args: argparse.Namespace, column: str) -> list[Any]:
     elif args.file is not None:
         prompts = _read(args.file, column)
     else:
+        if sys.stdin.isatty():
+            sys.stderr.write("Type prompts, one per line; Ctrl-D generates.\n")
         prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise DataError("there is no prompt; give one on the command line, with --file, or on standard input.")
