@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import threading
@@ -352,6 +353,79 @@ def test_an_sglang_server_that_waits_for_weights_is_left_alone(
     with pytest.raises(NoServerError):
         engine._run(engine._no_server(NoServerError("none is up")))
     assert not server.death
+
+
+@pytest.fixture
+def hanging_beside(hanging: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[str]]:
+    """That engine with a second server, which works, and weights that it has been sent. Whose weights are brought back
+    is in the list."""
+    engine, server = hanging
+    other, brought = SimpleNamespace(url="http://b", death="", kill=None), list[str]()
+    engine.servers[other.url] = other
+    engine._pool = pool = InItsLoop([server.url, other.url], cast("Any", None), num_tokens=AsyncMock(return_value=0))
+    monkeypatch.setattr(pool, "health_problem", AsyncMock(return_value=ServerTimeoutError("silence", url=server.url)))
+
+    def bring_back(engine: Any) -> None:
+        async def mark_up() -> None:
+            for url in engine._pool.down():
+                brought.append(url)
+                engine._pool.mark_up(url)
+
+        engine._run(mark_up())
+
+    async def take_out() -> None:
+        pool.mark_down(server.url, "it is silent.")
+
+    engine._run(take_out())
+    updater = SimpleNamespace(has_updated=True, take_out_forgetful=AsyncMock(), partial_update="")
+    vars(engine).update(_updater=updater, reload_weights=bring_back, _restarting=threading.RLock())
+    return engine, server, brought
+
+
+@pytest.mark.parametrize("sign", ["silent", "stalled"])
+def test_one_sglang_server_that_hangs_beside_others_is_started_again_with_the_weights(
+    hanging_beside: tuple[Any, Any, list[str]], monkeypatch: pytest.MonkeyPatch, sign: str
+) -> None:
+    engine, server, brought = hanging_beside
+    if sign == "silent":
+        engine._pool._heard[server.url] = -math.inf
+    else:
+        monkeypatch.setattr(engine._pool, "health_problem", AsyncMock(return_value=None))
+        engine._pool._stalled.add(server.url)
+    before = server.pid
+    engine._bring_up_to_date()
+    assert server.pid != before
+    assert brought == [server.url]
+    assert engine._pool.up() == (server.url, "http://b")
+    assert engine.restarts_left == 0
+
+
+def test_an_sglang_server_that_hung_waits_for_weights_as_a_new_one(
+    hanging_beside: tuple[Any, Any, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, server, _ = hanging_beside
+    monkeypatch.setattr(engine._pool, "health_problem", AsyncMock(return_value=None))
+    engine._pool._stalled.add(server.url)
+    vars(engine).update(reload_weights=None, restarts_left=2)
+    engine._revive()  # as an update does first
+    before = server.pid
+    assert not engine._revive(), "it is down, and has been silent and without a token only in its life before"
+    assert server.pid == before
+    assert engine._pool.up() == ("http://b",)
+
+
+@pytest.mark.parametrize("is_silent", [False, True], ids=["for want of weights", "busy"])
+def test_one_sglang_server_that_is_down_and_does_not_hang_is_left_alone(
+    hanging_beside: tuple[Any, Any, list[str]], monkeypatch: pytest.MonkeyPatch, is_silent: bool
+) -> None:
+    engine, server, brought = hanging_beside
+    if not is_silent:
+        monkeypatch.setattr(engine._pool, "health_problem", AsyncMock(return_value=None))
+    before = server.pid
+    engine._bring_up_to_date()
+    assert server.pid == before
+    assert not server.death
+    assert brought == []
 
 
 def test_an_sglang_server_that_is_back_is_asked_again(hanging: tuple[Any, Any]) -> None:

@@ -14,10 +14,12 @@ import pytest
 from dovetail.controller.rendezvous import LOOPBACK, hold_port
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.sglang import SGLangRollout
+from dovetail.rollout.sglang import engine as sglang_engine
 from dovetail.rollout.sglang.server import SGLangServer
 from tests.models.tiny import tiny_model
 from tests.rollout_sglang.conftest import Running, needs_sglang
 from tests.rollout_vllm.reference import greedy
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang"), needs_sglang]
 
@@ -142,6 +144,30 @@ def _both_die(engine: SGLangRollout) -> None:
     assert not engine.health().ok
     with pytest.raises(EngineError, match="ended with status -9"):
         engine.generate(_batch(1, GREEDY))
+
+
+@pytest.mark.slow
+@pytest.mark.kills
+def test_one_server_that_hangs_is_started_again_with_the_weights_while_the_other_writes(
+    engine: SGLangRollout, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_engine, "_SILENCE_S", 1.0)
+    monkeypatch.setattr(engine._pool, "_silence_s", 1.0)
+    engine.restarts_left = 1
+    engine.reload_weights = lambda fresh: fresh.update_weights(model.named_parameters(), 6)
+    engine.update_weights(model.named_parameters(), 6)
+    hangs, batch = _servers(engine)[0], _batch(6, GREEDY)
+    before = hangs.pid
+    os.killpg(before, signal.SIGSTOP)
+    results = engine.generate(batch)
+    assert [result.token_ids for result in results] == _wanted(model, batch)
+    wait_until(lambda: hangs.url in engine._pool.down(), "the server to be missed")
+    results = engine.generate(batch)
+    assert [result.token_ids for result in results] == _wanted(model, batch)
+    assert {version for result in results for version in result.weight_versions} == {6}
+    assert hangs.pid != before
+    assert set(engine._pool.up()) == set(engine.servers)
+    assert (engine.restarts_left, engine.deaths) == (0, [])
 
 
 def test_a_server_that_cannot_start_says_why(tiny_folder: Any, tmp_path: Any) -> None:

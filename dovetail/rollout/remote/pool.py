@@ -148,9 +148,19 @@ class ServerPool:
         self._stalled.discard(server)
         self._progress_at[server] = time.monotonic()
 
-    async def hangs(self, server: str) -> bool:
-        """Whether it answers no health check, or those alone. One that is down for want of weights does not hang."""
-        return server in self._stalled or await self.health_problem(server) is not None
+    def forget_stall(self, server: str) -> None:
+        """The server is a new process, and down until it is marked up."""
+        self._stalled.discard(server)
+        self._counts.pop(server, None)
+
+    async def hangs(self, server: str, *, silence_s: float = 0.0) -> bool:
+        """Whether it answers no health check, or those alone; one that is silent may be busy for `silence_s`. One that
+        is down for want of weights does not hang."""
+        if server in self._stalled:
+            return True
+        problem = await self.health_problem(server)
+        may_be_busy = isinstance(problem, ServerTimeoutError) and time.monotonic() - self._heard[server] <= silence_s
+        return problem is not None and not may_be_busy
 
     async def health_problem(self, server: str) -> ServerError | None:
         """What a health check says; None is good."""

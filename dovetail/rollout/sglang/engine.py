@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -143,6 +143,8 @@ class SGLangRollout(RemoteRollout):
 
     def receive_weights(self, version: int) -> None:
         """After an update that does not fit, SGLang is no longer in the group: the sender waits for nobody."""
+        if not self._closed:
+            _kill(self._run(self._hanging(silence_s=_SILENCE_S)))  # they would never take what is sent
         if self.deaths and not self._closed:  # one that is started again would not be in the group
             raise EngineDiedError(self.deaths[0])
         if not all(map(self._sglang.in_group, self.servers)):
@@ -178,6 +180,7 @@ class SGLangRollout(RemoteRollout):
         async def take_out() -> None:  # in the event loop, whose tasks this cancels
             for server in dead:
                 self._pool.mark_down(server.url, server.death)
+                self._pool.forget_stall(server.url)
 
         async def put_back() -> None:
             for server in dead:
@@ -217,14 +220,12 @@ class SGLangRollout(RemoteRollout):
         if not self.deaths:
             if not isinstance(error, NoServerError):
                 raise error
-            hanging = [server for server in self.servers.values() if await self._pool.hangs(server.url)]
-            down = self._pool.down()
-            if len(down) < len(self.servers):
+            hanging = await self._hanging(silence_s=0.0)
+            if self._pool.up():
                 return  # one is back
             if not hanging:
                 raise error  # they wait for weights
-            for server in hanging:
-                server.kill(down[server.url])
+            _kill(hanging)
         if not self._brings_weights_back:
             raise EngineDiedError("; ".join(self.deaths)) from error
         self._calls.is_open = False
@@ -249,10 +250,27 @@ class SGLangRollout(RemoteRollout):
         return self._updater.has_updated or self._has_no_weights
 
     def _revive(self) -> bool:
-        """Start servers again that died while others went on."""
+        """Start servers again that died, or hang, while others went on."""
         with self._restarting:
+            if self._closed or not self.restarts_left:
+                return False
+            _kill(self._run(self._hanging(silence_s=_SILENCE_S)))
             deaths = self.deaths
-            if self._closed or not deaths or not self.restarts_left:
+            if not deaths:
                 return False
             self.restart(EngineDiedError(deaths[0]))
             return True
+
+    async def _hanging(self, *, silence_s: float) -> dict[SGLangServer, str]:
+        """Servers that are down because they hang, and what says so. Others are down for want of weights, or busy."""
+        down = [server for server in self.servers.values() if server.url in self._pool.down() and not server.death]
+        hangs = await asyncio.gather(*(self._pool.hangs(server.url, silence_s=silence_s) for server in down))
+        reasons = self._pool.down()  # asked again: one may be back
+        pairs = zip(down, hangs, strict=True)
+        return {server: reasons[server.url] for server, hung in pairs if hung and server.url in reasons}
+
+
+def _kill(hanging: Mapping[SGLangServer, str]) -> None:
+    """Then they are servers that died."""
+    for server, reason in hanging.items():
+        server.kill(reason)
