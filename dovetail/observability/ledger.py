@@ -30,10 +30,10 @@ class DrawLedger:
         self._file = folder / DRAWS
         self._waiting: list[dict[str, Any]] = []
 
-    def resume(self, step: int, num_drawn: int) -> None:
+    def resume(self, step: int, num_drawn: int, *, was_synchronous: bool) -> None:
         """A checkpoint of another folder, or of a synchronous run, brings draws that this ledger has not seen. What it
         has of later steps does not count: `RunFolder.resume` removes it."""
-        if num_drawn and not any(line["step"] <= step for line in read_json_lines(self._file)):
+        if num_drawn and (was_synchronous or not any(line["step"] <= step for line in read_json_lines(self._file))):
             self._note("resumed", step=step, num_drawn=num_drawn)
             self.flush(step)
 
@@ -110,12 +110,16 @@ class DrawRecord:
 
 @dataclass
 class Ledger:
-    """The draws of a run by number. `first_draw` is above 0 in a run that resumed from another folder."""
+    """The draws of a run by number."""
 
-    draws: dict[int, DrawRecord]
-    first_draw: int
-    num_drawn_at: dict[int, int]
+    draws: dict[int, DrawRecord] = field(default_factory=dict)
+    elsewhere: list[range] = field(default_factory=list)
+    """Draws that were started in another folder, from which the run was resumed, or in synchronous steps."""
+    num_drawn_at: dict[int, int] = field(default_factory=dict)
     """Number of draws that had been started at the end of each step that has lines."""
+
+    def is_elsewhere(self, draw: int) -> bool:
+        return any(draw in draws for draws in self.elsewhere)
 
     def counts(self) -> Counter[str]:
         """Draws by how they ended: `trained`, `open`, `dropped (reason)`."""
@@ -130,12 +134,12 @@ def read_ledger(folder: Path) -> Ledger | None:
     file = folder / DRAWS
     if not file.exists():
         return None
-    ledger = Ledger({}, first_draw=0, num_drawn_at={})
-    num_drawn = 0
+    ledger, num_drawn = Ledger(), 0
     for line in read_json_lines(file):
         event = line["event"]
         if event == "resumed":
-            ledger.first_draw = num_drawn = line["num_drawn"]
+            ledger.elsewhere.append(range(num_drawn, line["num_drawn"]))
+            num_drawn = line["num_drawn"]
         for draw in line["draws"] if "draws" in line else [line["draw"]] if "draw" in line else []:
             record = ledger.draws.setdefault(draw, DrawRecord(draw))
             if event == "started":
@@ -160,21 +164,21 @@ def violations(ledger: Ledger, *, bound: int | None, masks_stale: bool = False) 
     tokens beyond it were masked, so a group only needs one token within it. What a draw says itself goes first.
     """
     started = {draw for draw, record in ledger.draws.items() if record.starts}
-    expected = range(ledger.first_draw, max(started, default=ledger.first_draw - 1) + 1)
-    for draw in expected:
-        if draw not in started:
-            yield f"draw {draw} was skipped: draws up to {expected[-1]} were started, and it was not."
+    last = max(started, default=-1)
+    for draw in range(last):
+        if draw not in started and not ledger.is_elsewhere(draw):
+            yield f"draw {draw} was skipped: draws up to {last} were started, and it was not."
     for draw in sorted(ledger.draws):
-        yield from _broken_promises(ledger.draws[draw], ledger.first_draw, bound, masks_stale)
+        yield from _broken_promises(ledger.draws[draw], ledger.is_elsewhere(draw), bound, masks_stale)
 
 
-def _broken_promises(record: DrawRecord, first_draw: int, bound: int | None, masks_stale: bool) -> Iterator[str]:
+def _broken_promises(record: DrawRecord, is_elsewhere: bool, bound: int | None, masks_stale: bool) -> Iterator[str]:
     name = f"draw {record.draw}"
     ends = [f"trained at step {step}" for step in record.trained] + [f"dropped ({why})" for why in record.dropped]
     if len(ends) > 1:
         yield f"{name} ended {len(ends)} times: {', '.join(ends)}."
     # What was in flight in another run folder started there, and may have finished there.
-    if record.draw < first_draw:
+    if is_elsewhere:
         return
     if (record.finishes or ends) and not record.starts:
         yield f"{name} was {ends[0] if ends else 'finished'} and never started."

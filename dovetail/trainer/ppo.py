@@ -435,8 +435,9 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         if self.stream is None:
             self._warn_of_open_groups()
             return
-        self.stream.load(state.get("stream"), self.checkpoints.carried, self.weight_version)
-        self.stream.ledger.resume(self.global_step, self.draws.num_drawn)
+        before = state.get("stream")
+        self.stream.load(before, self.checkpoints.carried, self.weight_version)
+        self.stream.ledger.resume(self.global_step, self.draws.num_drawn, was_synchronous=before is None)
 
     def _warn_of_open_groups(self) -> None:
         """A checkpoint of an asynchronous run holds groups that no synchronous step would take."""

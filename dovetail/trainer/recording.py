@@ -53,7 +53,7 @@ class Recording:
         steps = [row["step"] for row in RunFolder(folder).read_metrics()]
         if not _file(folder, first_step).parent.is_dir():
             raise RecordError(f"{folder} has no record of its batches; train with async_training.record=True.")
-        if not steps:
+        if max(steps, default=0) < first_step:
             raise RecordError(f"{folder} has no finished step, so there is nothing to replay.")
         self.last_step = max(steps)
         missing = [step for step in range(first_step, self.last_step + 1) if not _file(folder, step).exists()]

@@ -97,7 +97,7 @@ def test_a_resumed_run_that_trained_nothing_twice_is_sound(tmp_path: Path, capsy
     train(ledger, 2, [2, 3], version=1)
     RunFolder(tmp_path).resume(1)
     ledger = DrawLedger(tmp_path)
-    ledger.resume(1, num_drawn=2)
+    ledger.resume(1, num_drawn=2, was_synchronous=False)
     train(ledger, 2, [2, 3], version=1)
     assert audit(tmp_path, capsys)[0] == 0
     RunFolder(tmp_path).resume(1)

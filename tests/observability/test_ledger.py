@@ -80,7 +80,7 @@ def test_a_resume_removes_what_will_happen_again(tmp_path: Path) -> None:
     ledger.flush(3)
     folder.resume(2)
     ledger = DrawLedger(tmp_path)
-    ledger.resume(2, num_drawn=6)
+    ledger.resume(2, num_drawn=6, was_synchronous=False)
     assert (tmp_path / DRAWS).read_bytes() == before
     read = written(tmp_path, ledger, 2)
     assert [draw for draw, record in read.draws.items() if record.state == "open"] == [2, 3]
@@ -98,7 +98,7 @@ def test_a_new_run_in_the_folder_begins_a_new_ledger(tmp_path: Path) -> None:
 
 def test_a_run_that_resumes_from_another_folder_answers_for_its_own_draws(tmp_path: Path) -> None:
     ledger = DrawLedger(tmp_path)
-    ledger.resume(5, num_drawn=40)
+    ledger.resume(5, num_drawn=40, was_synchronous=False)
     ledger.trained([38], step=6)  # was in flight in the other folder
     one_step(ledger, 6, [40, 41])
     assert not list(violations(written(tmp_path, ledger, 6), bound=0))
@@ -150,12 +150,28 @@ def test_masked_tokens_do_not_count_against_the_bound(tmp_path: Path) -> None:
 def test_a_run_that_goes_back_before_its_first_line_begins_its_ledger_anew(tmp_path: Path) -> None:
     """Synchronous steps, an asynchronous one, and then on from a checkpoint of the synchronous part."""
     ledger = DrawLedger(tmp_path)
-    ledger.resume(4, num_drawn=16)
+    ledger.resume(4, num_drawn=16, was_synchronous=False)
     one_step(ledger, 5, [16, 17])
     again = DrawLedger(tmp_path)
-    again.resume(2, num_drawn=8)
+    again.resume(2, num_drawn=8, was_synchronous=False)
     RunFolder(tmp_path).resume(2)
     one_step(again, 3, [8, 9])
     read = written(tmp_path, again)
-    assert read.first_draw == 8
+    assert read.elsewhere == [range(8)]
     assert list(violations(read, bound=0)) == []
+
+
+@pytest.mark.parametrize(("was_synchronous", "num_skipped"), [(True, 0), (False, 2)])
+def test_draws_of_synchronous_steps_between_asynchronous_ones_were_not_skipped(
+    tmp_path: Path, was_synchronous: bool, num_skipped: int
+) -> None:
+    """Draws 2 and 3 have no lines; draws from before are still judged."""
+    ledger = DrawLedger(tmp_path)
+    one_step(ledger, 1, [0, 1])
+    ledger.dropped(0, "too old", step=1)
+    ledger.flush(1)
+    ledger.resume(2, num_drawn=4, was_synchronous=was_synchronous)
+    one_step(ledger, 3, [4, 5])
+    sentences = list(violations(written(tmp_path, ledger, 3), bound=0))
+    assert sum("was skipped" in sentence for sentence in sentences) == num_skipped
+    assert "draw 0 ended 2 times: trained at step 1, dropped (too old)." in sentences

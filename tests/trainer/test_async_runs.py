@@ -143,14 +143,14 @@ def test_a_run_may_change_its_mode_when_it_is_resumed(
     toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it generates from there on has the version of the weights it was resumed with."""
-    for mode, steps in (("off", 2), ("fully_async", 3), ("off", 4)):
+    for mode, steps in (("off", 2), ("fully_async", 3), ("off", 4), ("fully_async", 5)):
         config = toy.config(tmp_path, {**CARRYING, "trainer.save_freq": 1, "async_training.mode": mode})
         result = run_training(
             config, use_ray=False, on_step=lambda step, _, last=steps: "stop" if step == last else None
         )
         assert result.steps == steps
     ledger = checked_ledger(tmp_path, bound=2)
-    assert {record.starts[0] for record in ledger.draws.values()} == {2, 3}
+    assert {record.starts[0] for record in ledger.draws.values()} == {2, 3, 4}
     assert "groups that an asynchronous run had generated ahead" in caplog.text
 
 

@@ -103,6 +103,13 @@ def test_a_recorded_batch_comes_back_as_it_was(run: Path) -> None:
 
 
 @pytest.mark.unit
+def test_a_run_that_went_on_from_a_checkpoint_and_finished_no_step_has_nothing_to_replay(run: Path) -> None:
+    """Metrics of the checkpoint's own step are in its folder, as of every run that went on."""
+    with pytest.raises(RecordError, match="has no finished step, so there is nothing to replay"):
+        Recording(run, first_step=4)
+
+
+@pytest.mark.unit
 def test_what_a_replay_changed_is_named(tmp_path: Path) -> None:
     for name, loss in (("run", 0.5), ("replay", 0.25)):
         for step in (1, 2):
