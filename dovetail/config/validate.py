@@ -13,7 +13,7 @@ from dovetail.config.errors import Problem
 from dovetail.config.keys import Key, catalogue, find_key, nearest_key, sections
 from dovetail.config.names import unknown_names
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate.short import SHORT_NAMES, TRL_NAMES
+from dovetail.config.translate.short import SHORT_NAMES, USUAL_NAMES
 from dovetail.config.tree import Tree, nested, prefixes
 
 
@@ -31,8 +31,8 @@ def unknown_keys(values: Mapping[str, Any]) -> list[Problem]:
 
 def suggestion(key: str) -> str:
     """The end of a sentence about an unknown key."""
-    if (here := TRL_NAMES.get(key.removeprefix("trainer."))) is not None:
-        return f"; what TRL calls so is {here} here (docs/guide/from-trl.md)."
+    if (here := USUAL_NAMES.get(key.removeprefix("trainer."))) is not None:
+        return f"; that is {here} here (docs/guide/from-trl.md has more names)."
     near = nearest_key(DovetailConfig, key) or next(iter(difflib.get_close_matches(key, SHORT_NAMES, n=1)), None)
     if f"{near}.path" in catalogue(DovetailConfig):  # a section that stands for a model or a function
         near = f"{near}.path"

@@ -28,7 +28,7 @@ SHORT_NAMES: dict[str, tuple[str, str]] = {
 """Name -> the key that it sets, and what it takes. `reward` sets other keys when it names no function."""
 
 _ACTOR = "actor_rollout_ref.actor"
-TRL_NAMES: dict[str, str] = {
+USUAL_NAMES: dict[str, str] = {
     "train_dataset": "data",
     "eval_dataset": "val_data",
     "reward_funcs": "reward",
@@ -54,8 +54,11 @@ TRL_NAMES: dict[str, str] = {
     "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
     "peft_config": "actor_rollout_ref.model.lora_rank",
     "use_vllm": "engine",
+    "epochs": "trainer.total_epochs",
+    "batch_size": "data.train_batch_size (prompts per step, on all devices together)",
 }
-"""TRL's names and the ones that mean it here, for messages: docs/guide/from-trl.md says what differs."""
+"""Usual names, most of them TRL's, and the ones that mean it here, for messages: docs/guide/from-trl.md says what
+differs."""
 
 
 def expand(name: str, value: Any) -> dict[str, Any] | None:
