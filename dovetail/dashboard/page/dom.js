@@ -15,6 +15,9 @@ export function el(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** "1 response", "3 responses". */
+export const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
 export function select(label, options, value, change, attributes = {}) {
   const box = el("select", { ...attributes, onchange: () => change(box.value) },
     options.map(([key, text]) => el("option", { value: key, selected: key === value, text })));

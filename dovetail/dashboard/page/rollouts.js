@@ -1,6 +1,6 @@
 // The responses: groups of a step, filters, search, tokens in colour, and two steps side by side.
 
-import { ask, debounce, el, field, select, short } from "./dom.js";
+import { ask, counted, debounce, el, field, select, short } from "./dom.js";
 import { compare } from "./compare.js";
 import { colouredAnswer, colourings, colourLegend } from "./tokens.js";
 import { conversation, trajectoryFacts } from "./trajectory.js";
@@ -97,7 +97,7 @@ export async function rollouts(box, state) {
     if (mine !== asked) return;
     drawChips(reply.counts);
     drawAgents(reply.counts);
-    summary.textContent = [`${reply.num_groups} of ${reply.counts.groups} prompts`, `${reply.counts.all} responses in step ${reply.step}`,
+    summary.textContent = [`${reply.num_groups} of ${counted(reply.counts.groups, "prompt")}`, `${counted(reply.counts.all, "response")} in step ${reply.step}`,
       reply.bad_lines ? `${reply.bad_lines} lines of the file are incomplete and are left out` : ""].filter(Boolean).join(" · ");
     if (!append) list.replaceChildren();
     list.append(...reply.groups.map((group) => drawGroup(group, place)));
@@ -122,7 +122,7 @@ export async function rollouts(box, state) {
       count += reply.matches.length;
       cursor = reply.next;
       list.append(...reply.matches.map((answer) => drawMatch(answer, kind)));
-      summary.textContent = `${count} responses found${cursor === null ? " in all steps" : `, ${reply.left} steps left to read …`}`;
+      summary.textContent = `${counted(count, "response")} found${cursor === null ? " in all steps" : `, ${counted(reply.left, "step")} left to read …`}`;
     }
     if (cursor !== null && count) summary.textContent = `the newest ${count} responses that match`;
     if (!count) list.append(el("p", { class: "empty", text: "No response of any step matches." }));
@@ -151,7 +151,7 @@ export async function rollouts(box, state) {
   function drawGroup(group, place) {
     const head = el("header", {}, el("div", { class: "prompt", text: shortPrompt(group.prompt) }), dots(group.scores),
       el("div", { class: "facts soft" }, group.ground_truth != null && group.ground_truth !== "" && el("span", {}, "expected ", el("b", { text: String(group.ground_truth) })),
-        el("span", { text: `mean reward ${short(group.mean_score)}` }), el("span", { text: `${group.answers.length === group.size ? "" : `${group.answers.length} of `}${group.size} responses${group.num_trajectories && group.num_trajectories !== group.size ? ` of ${group.num_trajectories} trajectories` : ""}` }),
+        el("span", { text: `mean reward ${short(group.mean_score)}` }), el("span", { text: `${group.answers.length === group.size ? "" : `${group.answers.length} of `}${counted(group.size, "response")}${group.num_trajectories && group.num_trajectories !== group.size ? ` of ${group.num_trajectories} trajectories` : ""}` }),
         group.no_signal && el("span", { class: "badge quiet", text: "no signal", data: { tip: "All responses got the same reward: nothing is learned from this group." } }),
         el("button", { class: "link", text: "other steps", onclick: () => openCompare(place, group) })));
     const whole = el("details", { class: "whole" }, el("summary", { text: "full prompt" }), el("div", { class: "text", text: group.prompt }));
@@ -165,7 +165,7 @@ export async function rollouts(box, state) {
   function drawAnswer(answer, place) {
     const text = el("div", { class: "text", text: answer.response || "(empty)" });
     const row = el("div", { class: `answer${answer.wrong ? " wrong" : ""}${answer.truncated ? " truncated" : ""}` }, el("div", { class: "facts" },
-      el("span", { class: `badge ${answer.failed ? "failed" : answer.wrong ? "no" : "yes"}`, text: answer.failed ? "reward failed" : short(answer.score), data: { tip: extraFacts(answer) } }),
+      (answer.failed || answer.score !== null) && el("span", { class: `badge ${answer.failed ? "failed" : answer.wrong ? "no" : "yes"}`, text: answer.failed ? "reward failed" : short(answer.score), data: { tip: extraFacts(answer) } }),
       answer.advantage !== null && el("span", { class: "soft", text: `advantage ${answer.advantage > 0 ? "+" : ""}${short(answer.advantage)}` }),
       el("span", { class: "soft", text: `${answer.length} tokens` }), answer.gap !== null && el("span", { class: "soft", text: `log-prob diff ${short(answer.gap)}` }),
       answer.truncated && el("span", { class: "badge cut", text: "truncated" })), answer.agent && el("div", { class: "facts" }, trajectoryFacts(answer.agent)), text);

@@ -1,6 +1,6 @@
 // A trajectory as a conversation: turns, tool calls with arguments, results, seconds and failures.
 
-import { ask, duration, el, short } from "./dom.js";
+import { ask, counted, duration, el, short } from "./dom.js";
 
 export async function conversation(answer, place) {
   const whole = await ask("answer", { ...place, row: answer.row });
@@ -47,7 +47,7 @@ export function trajectoryFacts(agent) {
   const good = agent.outcome === "finished";
   const { generate, tool } = agent.seconds;
   return [el("span", { class: `badge ${good ? "yes" : "cut"}`, text: agent.outcome }), el("span", { class: "soft", text: `trajectory ${agent.trajectory}${agent.segment ? `, segment ${agent.segment}` : ""}` }),
-    el("span", { class: "soft", text: `${agent.num_turns} turn${agent.num_turns === 1 ? "" : "s"}` }),
-    agent.calls > 0 && el("span", { class: "soft", text: `${agent.calls} tool call${agent.calls === 1 ? "" : "s"}${agent.failures ? `, ${agent.failures} failed` : ""}` }),
+    el("span", { class: "soft", text: counted(agent.num_turns, "turn") }),
+    agent.calls > 0 && el("span", { class: "soft", text: `${counted(agent.calls, "tool call")}${agent.failures ? `, ${agent.failures} failed` : ""}` }),
     generate + tool > 0 && el("span", { class: "split", data: { tip: `engine ${duration(generate)}, tools ${duration(tool)}` } }, el("i", { style: `flex:${short(generate)}` }), el("i", { style: `flex:${short(tool)}` }))];
 }
