@@ -74,7 +74,7 @@ class Chart:
 
 
 # What other methods record: fine-tuning, preferences, reward models, distillation.
-OVERVIEW: tuple[Chart, ...] = (
+_OTHER_METHODS = (
     Chart("loss", "Loss", ("train/loss",), ("val/loss",), optional=True),
     Chart("distill_kl", "Divergence from the teacher (nats per token)", ("distill/kl",), optional=True),
     Chart(
@@ -101,7 +101,8 @@ OVERVIEW: tuple[Chart, ...] = (
     ),
 )
 
-OVERVIEW += (
+OVERVIEW = (
+    *_OTHER_METHODS,
     Chart("reward", "Reward", ("critic/score/mean", "reward/score/mean", "critic/rewards/mean")),
     Chart("accuracy", "Accuracy", ("reward/acc/mean",), ("val-core/*/mean@*",), share=True),
     Chart("length", "Response length (tokens)", ("response_length/mean",), ("response_length/max",)),
@@ -185,7 +186,7 @@ def headlines(table: MetricsTable) -> list[dict[str, Any]]:
     """The numbers at the top of page and report: each at its first step and at its last."""
     validated = [name for name in table.names if name.startswith("val-core/") and "/mean@" in name][:2]
     chosen = [(title, next((name for name in names if name in table.names), "")) for title, names in _HEADLINES]
-    at = len(_HEADLINES) - 3  # after the reward
+    at = [title for title, _ in chosen].index("reward") + 1
     chosen[at:at] = [(f"validation {name.split('/')[-2]}", name) for name in validated]
     numbers = []
     for title, name in chosen:
