@@ -79,9 +79,10 @@ def _split(schedule: AsyncPlan) -> Text:
         devices = f"{schedule.train_devices:,} devices train and generate in turns ({engines})"
     else:
         devices = f"{schedule.train_devices:,} devices train, {schedule.generation_devices:,} generate ({engines})"
+    groups = "groups with a signal" if schedule.is_filtered else "groups"
     hint = "" if schedule.prediction else "\npredict step, idle shares and staleness: --like RUN, a synchronous run"
     return Text(
-        f"{schedule.mode}: {devices}\nat most {schedule.groups_ahead:,} groups are in training, finished or running; "
+        f"{schedule.mode}: {devices}\nat most {schedule.groups_ahead:,} {groups} are in training, finished or running; "
         f"a step takes {schedule.groups_per_step:,}; staleness is at most {schedule.max_staleness}{hint}"
     )
 

@@ -26,9 +26,12 @@ class AsyncPlan:
     num_engines: int
     groups_per_step: int
     groups_ahead: int
-    """At most so many are trained on, finished or running at a time."""
+    """At most so many are trained on, finished or running at a time; of dynamic sampling, so many with a signal, as far
+    as that can be expected."""
     max_staleness: int
     shares_devices: bool
+    is_filtered: bool = False
+    """Dynamic sampling, which predictions do not know."""
     prediction: Prediction | None = None
     taking_turns: Prediction | None = None
 
@@ -51,6 +54,7 @@ def make_async_plan(config: DovetailConfig, records: RunRecords | None = None) -
         groups_ahead=schedule.groups_per_step * (1 + schedule.max_staleness),
         max_staleness=schedule.max_staleness,
         shares_devices=schedule.shares_devices,
+        is_filtered=config.algorithm.filter_groups.enable,
     )
     if records is None:
         return plan

@@ -150,6 +150,9 @@ def test_the_plan_of_an_asynchronous_run_scales_training_with_its_devices(toy: T
     assert (one.train_devices, one.generation_devices, one.num_engines, one.groups_ahead) == (1, 2, 2, 8)
     assert two.prediction.train_s == pytest.approx(one.prediction.train_s / 2, rel=0.05)
     assert one.prediction.step_s < one.taking_turns.step_s
+    assert not one.is_filtered
+    filtered: Any = make_async_plan(toy.config(tmp_path, {**keys, **DAPO}))
+    assert filtered.is_filtered
     assert make_async_plan(toy.config(tmp_path), records) is None
 
 
