@@ -113,7 +113,7 @@ class TransformerBackbone(nn.Module):
 
     def _reads(self, attention_mask: Tensor, token_mask: Tensor | None) -> Reads:
         """The states that the head of this model reads."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say which states its head reads.")
 
     def _around(self, batch: TokenBatch, media: Mapping[str, Tensor] | None) -> Iterator[AbstractContextManager[None]]:
         if media:
