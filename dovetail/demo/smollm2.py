@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.models.save import make_readable
+from dovetail.observability.disk import make_readable
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dovetail.observability.disk import make_readable
+
 # Copied as they are: transformers refuses to write some generation configs that it reads.
 _UNCHANGED = (
     "generation_config.json",
@@ -80,13 +82,6 @@ def publish_folder(work: Path, out: Path) -> None:
             shutil.rmtree(old)
     else:
         os.rename(work, out)
-
-
-def make_readable(folder: Path) -> None:
-    """Let others read it: temporary folders and the files of safetensors are private."""
-    folder.chmod(0o755)
-    for file in folder.iterdir():
-        file.chmod(0o644)
 
 
 def _write_shards(

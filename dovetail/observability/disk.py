@@ -85,6 +85,13 @@ def write_text_atomically(path: Path, text: str) -> None:
     flush_to_disk(path.parent)
 
 
+def make_readable(folder: Path) -> None:
+    """Let others read it: temporary folders and the files of safetensors are private."""
+    folder.chmod(0o755)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)
+
+
 def why_not_writable(path: Path, *, is_folder: bool) -> str | None:
     """What keeps this user from writing `path`, which need not be there, nor the folders above it. Writes nothing."""
     if path.exists() and path.is_dir() != is_folder:

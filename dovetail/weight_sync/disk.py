@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dovetail.observability.disk import flush_to_disk, write_text_atomically
+from dovetail.observability.disk import flush_to_disk, make_readable, write_text_atomically
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, iter_buckets
 from dovetail.weight_sync.stream import NamedTensors
 
@@ -62,7 +62,7 @@ class DiskWeights:
         work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=self.folder))
         try:
             self._write_files(work, weights)
-            work.chmod(0o755)
+            make_readable(work)
             target = self.folder / name
             shutil.rmtree(target, ignore_errors=True)  # the same version once more, after a restart
             os.rename(work, target)

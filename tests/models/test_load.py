@@ -229,10 +229,7 @@ def test_a_published_folder_can_be_read_by_others(tmp_path: Path) -> None:
     """safetensors makes private files, mkdtemp private folders."""
     work = Path(tempfile.mkdtemp(dir=tmp_path))
     save_file({"a": torch.zeros(2)}, work / "model.safetensors")
+    (work / "additional_chat_templates").mkdir(mode=0o755)
     publish_folder(work, tmp_path / "out")
-    assert [
-        oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out", tmp_path / "out" / "model.safetensors")
-    ] == [
-        "0o755",
-        "0o644",
-    ]
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out", *(tmp_path / "out").iterdir())}
+    assert modes == {"out": "0o755", "model.safetensors": "0o644", "additional_chat_templates": "0o755"}

@@ -98,6 +98,15 @@ def test_what_was_written_is_read_with_its_version(tmp_path: Path) -> None:
     assert weight_checksum(found.named_weights()) == weight_checksum(weights)
 
 
+def test_engines_of_another_user_can_read_every_file_of_a_version(tmp_path: Path) -> None:
+    folder = DiskWeights(tmp_path).write([("a", torch.ones(2))], 1).folder
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())} == {
+        "v00000001": "0o755",
+        "model-00000.safetensors": "0o644",
+        "model.safetensors.index.json": "0o644",
+    }
+
+
 def test_a_source_that_fails_leaves_the_older_version_in_place(tmp_path: Path) -> None:
     disk = DiskWeights(tmp_path)
     disk.write([("a", torch.ones(2))], 1)
