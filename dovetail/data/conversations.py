@@ -9,7 +9,6 @@ conversation goes on in a row of its own. Every answer is trained once.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +19,6 @@ from dovetail.data.encode import Messages, is_message, short, truncate
 from dovetail.data.errors import DataError
 from dovetail.data.examples import ExampleDataset, Renderer, TooLong, pad_rows
 from dovetail.protocol import DataProto
-
-logger = logging.getLogger(__name__)
 
 COMPLETION = "completion"
 """What TRL calls the response; read where there is no column of `sft.response_key`."""
@@ -48,7 +45,9 @@ class ConversationDataset(ExampleDataset[Conversation]):
 
     def __init__(self, *source: Any, sft: SFTConfig, **which: int) -> None:
         """`source` and `which` as for `ExampleDataset`."""
-        self._sft, self._warned = sft, False
+        self._sft = sft
+        self.hides_tools: bool | None = None
+        """Whether the chat template leaves out tools without a word; None without rows that have some."""
         super().__init__(*source, **which)
 
     def encode(self, row: Mapping[str, Any]) -> Iterator[Conversation]:
@@ -58,7 +57,9 @@ class ConversationDataset(ExampleDataset[Conversation]):
         else:
             tools = checked_tools(row.get(self._sft.tools_key))
             try:
-                self._warn_of_hidden_tools(tools)
+                if tools and self.hides_tools is None:
+                    probe = [{"role": "user", "content": "hi"}]
+                    self.hides_tools = self._renderer.start(probe, tools) == self._renderer.start(probe)
                 rows = list(conversation_rows(self._renderer, messages, tools))
             except DataError:
                 raise
@@ -75,19 +76,6 @@ class ConversationDataset(ExampleDataset[Conversation]):
     def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
         rows = [row for index in indices for row in self._examples[int(index)]]
         return DataProto.from_dict(pad_rows(rows, self._pad_id))
-
-    def _warn_of_hidden_tools(self, tools: Any) -> None:
-        """Once: some templates leave out the tools without a word."""
-        if self._renderer is None or not tools or self._warned:
-            return
-        probe = [{"role": "user", "content": "hi"}]
-        if self._renderer.start(probe, tools) == self._renderer.start(probe):
-            self._warned = True
-            logger.warning(
-                "rows have %s, but the model's chat template shows no tools: the model is trained without their "
-                "schemas. Set actor_rollout_ref.model.custom_chat_template to one that shows them.",
-                self._sft.tools_key,
-            )
 
     def _messages(self, row: Mapping[str, Any]) -> Messages:
         sft = self._sft

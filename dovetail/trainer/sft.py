@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -12,9 +14,12 @@ from dovetail.data.conversations import ConversationDataset, TokenRow
 from dovetail.observability.sinks import choose_answers
 from dovetail.trainer.base import Metrics
 from dovetail.trainer.generate import prompt_batch, responses_of
+from dovetail.trainer.method import RunOptions
 from dovetail.trainer.offline import OfflineGroups, OfflineTrainer, create_offline_groups
 from dovetail.trainer.offline_method import OfflineMethod
 from dovetail.workers.sft import SFTWorker
+
+logger = logging.getLogger(__name__)
 
 
 class SFTTrainer(OfflineTrainer):
@@ -62,6 +67,16 @@ class SFTMethod(OfflineMethod):
     """Conversations."""
 
     worker, trainer = SFTWorker, SFTTrainer
+
+    def __init__(self, config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> None:
+        super().__init__(config, options, open_things)
+        datasets = [loader.dataset for loader in (self._train_loader, self._val_loader) if loader is not None]
+        if any(isinstance(dataset, ConversationDataset) and dataset.hides_tools for dataset in datasets):
+            logger.warning(
+                "rows have %s, but the model's chat template shows no tools: the model is trained without their "
+                "schemas. Set actor_rollout_ref.model.custom_chat_template to one that shows them.",
+                config.sft.tools_key,
+            )
 
     def create_groups(self, *, use_gpu: bool) -> OfflineGroups:
         config, use_ray = _with_room_for(self._config, self._samples()), self._options.use_ray

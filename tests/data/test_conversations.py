@@ -116,15 +116,15 @@ def test_tools_are_shown_and_an_answer_of_weight_0_is_only_read() -> None:
     assert trained_text("qwen2.5", row) == "It says 7.<|im_end|>"
 
 
-def test_a_template_that_shows_no_tools_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_shows_no_tools_is_noticed() -> None:
     row = {"messages": TALK, "tools": [_TOOL]}
-    opened([row, row])
-    assert not caplog.text
+    assert opened([row, row]).hides_tools is False
+    assert opened([{"messages": TALK}]).hides_tools is None
     tokenizer = copy.deepcopy(family_tokenizer("qwen2.5"))
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     data = [ListRows("rows", "0", [row, row])]
-    ConversationDataset(data, tokenizer, ChatRenderer(tokenizer), DataConfig(max_length=4096), sft=SFTConfig())
-    assert caplog.text.count("rows have tools, but the model's chat template shows no tools") == 1
+    renderer, sft = ChatRenderer(tokenizer), SFTConfig()
+    assert ConversationDataset(data, tokenizer, renderer, DataConfig(max_length=4096), sft=sft).hides_tools is True
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

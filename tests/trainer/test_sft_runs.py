@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from dovetail.dashboard.report import write_report
 from dovetail.data.files import write_rows
 from dovetail.observability.run_folder import read_json_lines
 from dovetail.trainer import fsdp_sft_trainer, main_ppo
+from dovetail.trainer.examples import example_lengths
+from dovetail.trainer.method import RunOptions, open_method
 from tests.trainer.toy_run import Toy, repeatable, save_toy_model, train, with_quick_workers
 
 ACTOR = "actor_rollout_ref.actor"
@@ -76,6 +79,19 @@ def test_a_run_learns_what_the_assistant_says_and_its_export_is_the_trained_mode
     _assert_samples_are_greedy_answers_of(toy.model, tmp_path / "run", 0)
     write_report(tmp_path / "run", tmp_path / "report.html")
     assert "Responses to held-out prompts" in (tmp_path / "report.html").read_text()
+
+
+def test_a_template_that_hides_the_tools_of_training_and_validation_is_named_once(
+    toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "val")}
+    for file in files.values():
+        write_rows([{**talk, "tools": [{"type": "function", "function": {"name": "f"}}]} for talk in TALKS], file)
+    with_tools = config(toy, tmp_path / "run", **{f"data.{name}_files": file for name, file in files.items()})
+    assert example_lengths(with_tools) is not None
+    with ExitStack() as open_things:
+        open_method(with_tools, RunOptions(use_ray=False), open_things)
+    assert caplog.text.count("the model's chat template shows no tools") == 1
 
 
 def _assert_samples_are_greedy_answers_of(model: Path, run: Path, step: int) -> None:
