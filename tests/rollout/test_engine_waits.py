@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -23,10 +23,12 @@ from dovetail.rollout.base import STALL_S, EngineDiedError, GenerationRequest, S
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote import calls as remote_calls
+from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import ServerGoneError, ServerTimeoutError
 from dovetail.rollout.remote.pool import NoServerError, ServerPool
-from dovetail.rollout.remote.samples import samples_of
+from dovetail.rollout.remote.samples import Part, RemoteSample, samples_of
 from dovetail.rollout.stream import EngineStream, FailedRequest
+from tests.agents.fakes import in_virtual_time
 from tests.waiting import wait_in_loop, wait_until
 
 pytestmark = pytest.mark.unit
@@ -315,6 +317,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     vars(engine).update(servers={server.url: server}, restarts_left=1, _loop=loop, _pool=pool, _has_no_weights=False)
     vars(engine).update(_sglang=SimpleNamespace(restarted=str), _updater=SimpleNamespace(has_updated=False))
     vars(engine).update(_calls=SimpleNamespace(is_open=True), _progress=threading.Condition(), _restart_wanted=False)
+    vars(engine).update(_restarting=threading.RLock())
     os.kill(server.pid, signal.SIGSTOP)
     monkeypatch.setattr(pool, "health_problem", AsyncMock(return_value=ServerTimeoutError("silence", url="http://a")))
 
@@ -378,7 +381,7 @@ def hanging_beside(hanging: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) ->
 
     engine._run(take_out())
     updater = SimpleNamespace(has_updated=True, take_out_forgetful=AsyncMock(), partial_update="")
-    vars(engine).update(_updater=updater, reload_weights=bring_back, _restarting=threading.RLock())
+    vars(engine).update(_updater=updater, reload_weights=bring_back)
     return engine, server, brought
 
 
@@ -426,6 +429,55 @@ def test_one_sglang_server_that_is_down_and_does_not_hang_is_left_alone(
     assert server.pid == before
     assert not server.death
     assert brought == []
+
+
+def test_an_sglang_server_that_another_thread_starts_is_not_killed_when_the_last_one_begins_to_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It refuses connections until it is up. The sample of the one that hangs waits for it."""
+    from dovetail.rollout.sglang import SGLangRollout
+
+    servers = {url: Mock(url=url, death="") for url in ("http://a", "http://b")}
+    engine = SGLangRollout.__new__(SGLangRollout)
+    restarting, started = threading.Event(), threading.Event()
+
+    def restart() -> None:
+        with engine._restarting:
+            restarting.set()
+            assert started.wait(60)
+
+    async def story() -> tuple[RemoteSample, float]:
+        pool = InItsLoop(list(servers), cast("Any", None))
+        problems = {url: ServerGoneError("no connection", url=url) for url in servers}
+        monkeypatch.setattr(pool, "health_problem", AsyncMock(side_effect=problems.get))
+
+        async def complete(url: str, sample: RemoteSample) -> Part:
+            if url == "http://b":
+                await asyncio.Event().wait()
+            return Part([7], [-1.0], "stop")
+
+        calls = SampleCalls(pool, cast("Any", SimpleNamespace(complete=complete)), engine._no_server)
+        vars(engine).update(_pool=pool, _calls=calls, servers=servers, restarts_left=0, _restarting=threading.RLock())
+        thread = threading.Thread(target=restart)
+        thread.start()
+        restarting.wait(60)
+        pool.mark_down("http://a", "it died.")
+        (sample,) = samples_of(GenerationRequest("x", [5], SamplingParams()), eos_ids=frozenset(), max_model_len=9)
+        ended = asyncio.get_running_loop().create_future()
+        await calls.start([sample], lambda _, error: ended.set_result(error))
+        await asyncio.sleep(10)
+        pool.mark_down("http://b", "it is silent.")
+        await asyncio.sleep(100)
+        pool.mark_up("http://a")
+        started.set()
+        thread.join()
+        assert [url for url, server in servers.items() if server.kill.called] == []
+        assert await ended is None
+        return sample, asyncio.get_running_loop().time()
+
+    sample, seconds = in_virtual_time(story())[0]
+    assert sample.token_ids == [7]
+    assert seconds < 115
 
 
 def test_an_sglang_server_that_is_back_is_asked_again(hanging: tuple[Any, Any]) -> None:

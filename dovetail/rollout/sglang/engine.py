@@ -212,8 +212,18 @@ class SGLangRollout(RemoteRollout):
         self._updater.update(weights, version, stay_paused=self._paused)
 
     async def _no_server(self, error: EngineError) -> None:
-        give_up = time.monotonic() + _EXIT_S
-        while self._calls.is_open and not self.deaths and time.monotonic() < give_up:
+        if not self._restarting.acquire(blocking=False):
+            await asyncio.sleep(_EXIT_S)
+            return  # another thread starts servers: until they are up, they fail their health checks as if they hung
+        try:
+            await self._ask_for_restart(error)
+        finally:
+            self._restarting.release()
+
+    async def _ask_for_restart(self, error: EngineError) -> None:
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + _EXIT_S
+        while self._calls.is_open and not self.deaths and clock() < give_up:
             await asyncio.sleep(0.05)
         if not self._calls.is_open:
             return  # another sample has asked for the restart, or an update is under way
