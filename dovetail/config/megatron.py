@@ -39,6 +39,12 @@ class MegatronConfig(Section):
     override_mcore_model_config: dict[str, Any] = key({}, "Extra arguments of Megatron's `GPTModel`.")
 
     @property
+    def has_plain_layers(self) -> bool:
+        """Whether one device computes each layer alone, as Megatron does by default: only then can it be compiled."""
+        overrides = self.override_transformer_config or self.override_mcore_model_config
+        return self.model_parallel_size == 1 and not overrides
+
+    @property
     def expert_tensor_size(self) -> int:
         """Devices that share one expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size

@@ -65,10 +65,12 @@ def build_policy(
     `ahead`: layers that are compiled may be so while weights are loaded (`compile_ahead`).
     """
     _import_external(model.external_lib)
+    # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
+    compiles = use_torch_compile and device.type == "cuda" and not exact
     if strategy == "megatron":
         return _on_megatron(
             model, "policy", megatron, optim=optim, grad_clip=grad_clip, recompute=model.enable_gradient_checkpointing,
-            chunked_head=model.use_fused_kernels, device=device,
+            chunked_head=model.use_fused_kernels, compile_layers=compiles, device=device,
         )  # fmt: skip
     hf_model = build_meta_model(
         model.path,
@@ -85,8 +87,6 @@ def build_policy(
         use_exact_modules(hf_model)
     if fp8_recipe is not None:
         use_fp8_projections(hf_model, fp8_recipe, device)
-    # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
-    compiles = use_torch_compile and device.type == "cuda" and not exact
     # Before gradient checkpointing, which hangs a hook on the embedding that no other process can be sent.
     if compiles and ahead and strategy_for(strategy, world_size, fsdp) == "single" and model.use_remove_padding:
         compile_ahead(hf_model, precision_of(fsdp, trains=True), device)
@@ -233,6 +233,7 @@ def _on_megatron(
     grad_clip: float = 1.0,
     recompute: bool = False,
     chunked_head: bool = False,
+    compile_layers: bool = False,
     device: torch.device,
 ) -> TrainBackend:
     from dovetail.backends.megatron.build import build_megatron_backend
@@ -250,6 +251,7 @@ def _on_megatron(
         max_grad_norm=grad_clip,
         recompute=recompute,
         chunked_head=chunked_head,
+        compile_layers=compile_layers,
         device=device,
     )
 

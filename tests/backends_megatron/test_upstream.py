@@ -44,6 +44,20 @@ PARTS: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("models/gpt/gpt_model.py", "GPTModel.forward"): ("d8110320c09f", "model: RoleModel gets its HeadCall as labels"),
     ("models/gpt/gpt_model.py", "GPTModel._postprocess"): ("bf6e15ce83d2", "model: overridden"),
+    ("models/gpt/gpt_model.py", "GPTModel._preprocess"): ("c107f8e8f17c", "model: rotary_pos_emb of dense layers"),
+    ("transformer/transformer_layer.py", "TransformerLayer._forward_attention"): (
+        "8d34a6cb3a93",
+        "dense_layer: the same in a form that compiles",
+    ),
+    ("transformer/attention.py", "SelfAttention.get_query_key_value_tensors"): (
+        "b8459eb216b6",
+        "dense_layer: the same in a form that compiles",
+    ),
+    ("transformer/mlp.py", "MLP.forward"): ("914db4cfc0dd", "dense_layer: the same in a form that compiles"),
+    ("models/common/embeddings/yarn_rotary_pos_embedding.py", "_yarn_get_concentration_factor_from_config"): (
+        "cd066651ec0b",
+        "dense_layer: called",
+    ),
     ("pipeline_parallel/schedules.py", "forward_step_calc_loss"): (
         "30b0a6fbae0c",
         "schedule: losses are sums, not means",

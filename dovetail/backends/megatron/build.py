@@ -27,13 +27,14 @@ def build_megatron_backend(
     max_grad_norm: float = 1.0,
     recompute: bool = False,
     chunked_head: bool = False,
+    compile_layers: bool = False,
     device: torch.device | str = "cpu",
 ) -> Any:
     """A backend for the model of the Hugging Face folder `weights`. `optim=None` builds one for inference.
 
     The default process group must exist unless this process is alone; every rank calls this alike. `recompute` makes
     layers forget their activations (unless `override_transformer_config` says how); `chunked_head` never holds all
-    logits.
+    logits; `compile_layers` compiles the layers of a model that `dense_layer.layers_compile` allows.
     """
     check_version()
     device = torch.device(device)
@@ -45,7 +46,9 @@ def build_megatron_backend(
 
     work_without_transformer_engine()
     with cuda_to_cpu():
-        return _build(hf_config, role, weights, megatron, optim, max_grad_norm, recompute, chunked_head, device)
+        return _build(
+            hf_config, role, weights, megatron, optim, max_grad_norm, recompute, chunked_head, compile_layers, device
+        )
 
 
 def _import_quietly() -> None:
@@ -65,6 +68,7 @@ def _build(
     max_grad_norm: float,
     recompute: bool,
     chunked_head: bool,
+    compile_layers: bool,
     device: torch.device,
 ) -> Any:
     from dovetail.backends.megatron.backend import MegatronBackend
@@ -83,6 +87,7 @@ def _build(
         create_layout(megatron, device),
         recompute=recompute and optim is not None,
         chunked_head=chunked_head,
+        compile_layers=compile_layers,
         device=device,
     )
     if megatron.use_dist_checkpointing:

@@ -6,6 +6,7 @@ one number a token.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +26,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from dovetail.backends.megatron import settings
+from dovetail.backends.megatron.dense_layer import DenseLayer, layers_compile, rotary_table
 from dovetail.backends.megatron.families.base import MegatronFamily
 from dovetail.backends.megatron.layout import MegatronLayout
 from dovetail.backends.megatron.parts import MegatronModel, padded_vocab_size
@@ -39,6 +42,8 @@ from dovetail.config.megatron import MegatronConfig
 from dovetail.models.head import LogProbs, default_chunk_size, fused_linear_log_prob
 from dovetail.models.load import Role
 from dovetail.models.vocabulary_divergence import Teacher
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,30 @@ class RoleModel(GPTModel):
     sums of squares, and what else the call asks for (`HeadCall.widths`); without labels `[t]` of a value or reward
     model. Stages before the last give hidden states."""
 
-    def __init__(self, *args: Any, role: Role, num_real_tokens: int, chunked_head: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        role: Role,
+        num_real_tokens: int,
+        chunked_head: bool,
+        has_dense_layers: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self.role = role
+        self._has_dense_layers = has_dense_layers
         self._num_real_tokens = num_real_tokens
         self._chunked_head = chunked_head
         if self.post_process and role != "policy":
             self.output_layer = ScalarHead(self.config, bias=role == "value")
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> tuple[Any, ...]:
+        embedded, frequencies, *others = super()._preprocess(input_ids, position_ids, **options)
+        if self._has_dense_layers:
+            frequencies = rotary_table(frequencies, position_ids, self.config)
+            # The first layer is given what the others are: no view, or the compiler makes a program for it alone.
+            embedded = embedded.clone(memory_format=torch.contiguous_format)
+        return embedded, frequencies, *others
 
     def _postprocess(self, hidden_states: Tensor, labels: HeadCall | None = None, **_: Any) -> Tensor:
         if not self.post_process:
@@ -164,15 +186,22 @@ def build_model(
     *,
     recompute: bool,
     chunked_head: bool,
+    compile_layers: bool,
     device: torch.device,
 ) -> MegatronModel:
     """The chunks of this rank, their weights undefined, frozen."""
     _seed_random_states()
     mcore = settings.transformer_config(family, hf_config, config, layout, recompute=recompute, device=device)
+    compiled = compile_layers and layers_compile(config, mcore)
+    if compile_layers and not compiled:
+        logger.info("layers are not compiled: docs/megatron.md says which are")
     chunks = [
-        _build_chunk(family, hf_config, role, mcore, config, layout, stage, chunked_head=chunked_head, device=device)
+        _build_chunk(
+            family, hf_config, role, mcore, config, layout, stage,
+            chunked_head=chunked_head, compiled=compiled, device=device,
+        )
         for stage in range(layout.vpp_size)
-    ]
+    ]  # fmt: skip
     wrapped = [Float16Module(mcore, chunk) if mcore.bf16 else chunk for chunk in chunks]
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -204,6 +233,7 @@ def _build_chunk(
     stage: int,
     *,
     chunked_head: bool,
+    compiled: bool,
     device: torch.device,
 ) -> RoleModel:
     vp_stage = stage if layout.vpp_size > 1 else None
@@ -213,7 +243,7 @@ def _build_chunk(
         arguments["share_embeddings_and_output_weights"] = False
     chunk = RoleModel(
         mcore,
-        decoder_block_spec(mcore, vp_stage),
+        decoder_block_spec(mcore, vp_stage, dense_layer=DenseLayer if compiled else TransformerLayer),
         padded_vocab_size(vocab_size, layout.tp_size),
         arguments.pop("max_sequence_length"),
         pre_process=layout.is_first_stage and stage == 0,
@@ -222,9 +252,12 @@ def _build_chunk(
         role=role,
         num_real_tokens=vocab_size,
         chunked_head=chunked_head,
+        has_dense_layers=compiled,
         **arguments,
     ).to(device)
     family.finish(chunk, hf_config)
+    for layer in chunk.decoder.layers if compiled else ():
+        layer.compile_regions()
     if chunk.pre_process and hf_config.pad_token_id is not None:
         _leave_padding_row(chunk.embedding.word_embeddings, hf_config.pad_token_id)
     return chunk

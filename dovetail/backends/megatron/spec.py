@@ -36,11 +36,13 @@ from dovetail.backends.megatron.torch_layers import (
 )
 
 
-def decoder_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (and virtual stage)."""
+def decoder_block_spec(
+    config: Any, vp_stage: int | None = None, *, dense_layer: type[TransformerLayer] = TransformerLayer
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage (and virtual stage); those without experts are of the class `dense_layer`."""
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    dense, moe = _layer_spec(config, num_experts=None), None
+    dense, moe = _layer_spec(config, num_experts=None, layer=dense_layer), None
     if config.num_moe_experts is not None:
         moe = _layer_spec(config, num_experts=config.num_moe_experts)
     layers = [moe if moe is not None and is_moe else dense for is_moe in _moe_pattern(config)]
@@ -103,7 +105,9 @@ def _own_layers(config: Any, vp_stage: int | None) -> list[int]:
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
-def _layer_spec(config: Any, *, num_experts: int | None) -> ModuleSpec:
+def _layer_spec(
+    config: Any, *, num_experts: int | None, layer: type[TransformerLayer] = TransformerLayer
+) -> ModuleSpec:
     provider = TorchSpecProvider()
     mlp = get_mlp_module_spec_for_backend(
         backend=provider, num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm
@@ -111,7 +115,7 @@ def _layer_spec(config: Any, *, num_experts: int | None) -> ModuleSpec:
     # MLA's down projections cannot hold the norm before them; elsewhere it is inside the first linear layer.
     own_norm = {"input_layernorm": TorchRMSNorm} if config.multi_latent_attention else {}
     return ModuleSpec(
-        module=TransformerLayer,
+        module=layer,
         submodules=TransformerLayerSubmodules(
             **own_norm,
             self_attention=_latent_attention(config) if config.multi_latent_attention else _attention(config),

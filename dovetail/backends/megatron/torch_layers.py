@@ -163,6 +163,11 @@ class TorchRowParallelGroupedLinear(_GroupedLinear):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.is_cuda:  # one kernel; in half precision it rounds once, after the scale, where transformers rounds before too
         return F.rms_norm(x, (x.size(-1),), weight, eps)
+    return rms_norm_of_ops(x, weight, eps)
+
+
+def rms_norm_of_ops(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In the operations of transformers, which a compiler fuses with what is around them."""
     hidden = x.float()
     hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
     return weight * hidden.to(x.dtype)
