@@ -22,6 +22,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.gpu.grpo_step import StepClock
@@ -31,11 +32,19 @@ from dovetail.cli.option_types import number, output_file, output_folder, whole_
 PROMPTS, SAMPLES, MINI_BATCH, RESPONSE = 128, 8, 64, 320
 LEARNING_RATE, CLIP_LOW, CLIP_HIGH = 3e-6, 0.2, 0.28
 ENGINE_MEMORY = 0.4
-RECOMPUTED = ["async_training.prox=recompute", "algorithm.rollout_correction.rollout_is=token"]
+UNCORRECTED = ["async_training.prox=recompute"]
+RECOMPUTED = [*UNCORRECTED, "algorithm.rollout_correction.rollout_is=token"]
 
 
 def stale(bound: int, *more: str) -> list[str]:
-    return ["async_training.mode=fully_async", f"async_training.max_staleness={bound}", *more]
+    """As many groups in flight, and sequences decoded at once, as the bound admits: so responses do get that old."""
+    return [
+        "async_training.mode=fully_async",
+        f"async_training.max_staleness={bound}",
+        f"async_training.max_in_flight={(1 + bound) * PROMPTS}",
+        f"actor_rollout_ref.rollout.max_num_seqs={(1 + bound) * PROMPTS * SAMPLES}",
+        *more,
+    ]
 
 
 DOVETAIL: dict[str, list[str]] = {
@@ -43,6 +52,7 @@ DOVETAIL: dict[str, list[str]] = {
     "dovetail-partial": stale(2, "async_training.max_in_flight=160"),
     **{f"dovetail-stale-{bound}": stale(bound) for bound in (1, 4, 8)},
     "dovetail-stale-8-recomputed": stale(8, *RECOMPUTED),
+    "dovetail-stale-8-uncorrected": stale(8, *UNCORRECTED),
     "dovetail-fp8": ["actor_rollout_ref.actor.fp8_recipe=rowwise"],
     "dovetail-vllm": ["actor_rollout_ref.rollout.name=vllm"],
     # With --set distill.teacher.path=FOLDER: on-policy distillation, without a reward.
@@ -52,6 +62,12 @@ SIDES = (*DOVETAIL, "trl")
 NAMES = {"trl": "TRL 1.16 + vLLM 0.26"}
 STARTED = time.perf_counter()
 ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
+SHOWN = (
+    *(f"timing_s/{phase}" for phase in ("gen", "old_log_prob", "update_actor", "weight_sync")),
+    *("async/staleness/mean", "async/staleness/max", "rollout_corr/eff_sample_size", "rollout_corr/kl"),
+    *("critic/score/mean", "response_length/mean", "actor/entropy", "actor/pg_clipfrac"),
+)
+"""Means over the second half of the steps, kept beside a curve."""
 
 
 def main() -> None:
@@ -102,6 +118,8 @@ def main() -> None:
         print(side, f"seed {args.seed}, {curve['step_s']:.2f} s a step (median), start {curve['start_s']:.0f} s")
         for step, minutes, accuracy in curve["points"]:
             print(f"  step {step:3}  {minutes:6.2f} min  {accuracy:6.2%}", flush=True)
+        if "second_half" in curve:
+            print(" ", {name: round(value, 4) for name, value in curve["second_half"].items()}, flush=True)
 
 
 def plot(lines: list[str], file: Path) -> None:
@@ -221,7 +239,9 @@ def run_dovetail(args: argparse.Namespace) -> dict[str, Any]:
         if ACCURACY in metrics:
             points.append((step, minutes, metrics[ACCURACY]))
     start = clock.ends[0] - STARTED  # with the first validation
-    return {"points": points, "step_s": sorted(seconds)[len(seconds) // 2], "steps_s": seconds, "start_s": start}
+    later = clock.metrics[len(clock.metrics) // 2 :]
+    means = {name: sum(row.get(name, 0.0) for row in later) / len(later) for name in SHOWN if name in later[-1]}
+    return {"points": points, "step_s": median(seconds), "steps_s": seconds, "start_s": start, "second_half": means}
 
 
 def run_trl(args: argparse.Namespace) -> dict[str, Any]:
@@ -292,7 +312,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     seconds = [end - start for start, end in zip(ends, ends[updates:], strict=False)][::updates]
     points = [(0, 0.0, str(args.model)), *((step, minutes, f"{args.folder}/trl-{step}") for step, minutes in saved)]
     start = ends[0] - STARTED
-    return {"points": points, "step_s": sorted(seconds)[len(seconds) // 2], "steps_s": seconds, "start_s": start}
+    return {"points": points, "step_s": median(seconds), "steps_s": seconds, "start_s": start}
 
 
 def trl_config(
