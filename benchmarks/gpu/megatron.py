@@ -2,10 +2,12 @@
 
 512 sequences of 120 + 512 tokens (or of 64 to 2048), micro-batches of 20 k tokens, bf16 compute with fp32 masters, no
 Transformer Engine. First the log-probs of both are compared, so that the times are of the same work. Each row says
-time, tokens a second and peak memory; a variant that fails says why, and the others go on.
+time, tokens a second, peak memory and how many graphs were compiled in the warm-up and after it (none, if all is well);
+a variant that fails says why, and the others go on. The first five are layers compiled and not, on both backends, and
+prompts computed once, which only the plain backend does.
 
-    python -m benchmarks.gpu.megatron                     # 0.5B and 1.5B
-    python -m benchmarks.gpu.megatron --shapes 0.5B --rows 128 --repeats 2
+    python -m benchmarks.gpu.megatron                     # all variants, 0.5B and 1.5B
+    python -m benchmarks.gpu.megatron --shapes 1.5B 0.5B --rows 256 --repeats 2 --only 0 1 2 3 4
 
 Needs megatron-core 0.16.1. Where it cannot be installed its `megatron/` folder on PYTHONPATH is enough: it is plain
 Python here (`datasets/helpers_cpp*.so` is never imported), and what it imports is torch, numpy and packaging. psutil is
@@ -45,6 +47,9 @@ from dovetail.workers.micro_batches import MicroBatchLimit
 @dataclass(frozen=True)
 class Variant:
     strategy: Strategy
+    compile: bool = False
+    shared: bool = False
+    """Eight responses to each prompt, which is computed once for them; otherwise every prompt is different."""
     fused: bool = True
     recompute: bool = False
     lengths: str = "fixed"  # fixed | log-uniform
@@ -52,12 +57,19 @@ class Variant:
     @property
     def name(self) -> str:
         head = "chunked head" if self.fused else "plain head"
-        return f"{self.strategy}, {head}{', recomputation' if self.recompute else ''}, lengths {self.lengths}"
+        layers = "compiled" if self.compile else "not compiled"
+        more = f"{', recomputation' if self.recompute else ''}{', prompts once' if self.shared else ''}"
+        return f"{self.strategy}, {layers}, {head}{more}, lengths {self.lengths}"
 
 
 VARIANTS = (
+    Variant("megatron", compile=True),
     Variant("single"),
+    Variant("single", compile=True),
     Variant("megatron"),
+    Variant("single", compile=True, shared=True),
+    Variant("single", compile=True, recompute=True),
+    Variant("megatron", compile=True, recompute=True),
     Variant("single", recompute=True),
     Variant("megatron", recompute=True),
     Variant("single", lengths="log-uniform"),
@@ -115,21 +127,21 @@ def compare(folder: Path, shape: str, device: torch.device) -> dict[str, object]
     batch = make_batch(8, "log-uniform")
     width = batch.tensors["responses"].shape[1]
     found: dict[str, Tensor] = {}
-    strategies: tuple[Strategy, ...] = ("single", "megatron")
-    for strategy in strategies:
-        backend = build(Variant(strategy), folder, device, trains=False)
+    for variant in (Variant("single"), Variant("megatron"), Variant("megatron", compile=True)):
+        backend = build(variant, folder, device, trains=False)
         output = backend.forward([batch], ForwardOptions(last_tokens=width))[0].log_probs
         assert output is not None
-        found[strategy] = output[:, -width:].float().cpu()
+        found[variant.name] = output[:, -width:].float().cpu()
         del backend
         gc.collect()
     mask = batch.tensors["response_mask"].bool()
-    gaps = (found["single"] - found["megatron"]).abs()[mask]
+    plain, *others = (log_probs[mask] for log_probs in found.values())
+    differences = {name: (other - plain).abs() for name, other in zip(list(found)[1:], others, strict=True)}
     return {
         "shape": shape,
-        "log_prob_gap_mean": float(gaps.mean()),
-        "log_prob_gap_max": float(gaps.max()),
-        "log_prob_mean": float(found["single"][mask].mean()),
+        "log_prob_mean": float(plain.mean()),
+        **{f"{name}: log_prob_diff mean": float(difference.mean()) for name, difference in differences.items()},
+        **{f"{name}: log_prob_diff max": float(difference.max()) for name, difference in differences.items()},
     }
 
 
@@ -137,18 +149,18 @@ def measure(
     variant: Variant, folder: Path, shape: str, args: argparse.Namespace, rate: float, device: torch.device
 ) -> dict[str, object]:
     """Median time of an update, and the peak of allocated memory during it."""
+    torch._dynamo.reset()  # no variant may use up the recompilations of another
     before = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     backend = build(variant, folder, device, trains=True)
-    actor = DataParallelPPOActor(
-        ActorConfig(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=args.max_tokens),
-        backend,
-        mini_batch_rows=args.rows,
-        log_prob_limit=MicroBatchLimit(rows=8),
-    )
-    batch = make_batch(args.rows, variant.lengths)
+    actor = actor_of(backend, args, variant, args.rows)
+    batch = make_batch(args.rows, variant.lengths, samples=8 if variant.shared else 1)
     tokens = int(batch.tensors["attention_mask"].sum())
-    metrics = actor.update_policy(batch)  # warm-up: optimizer state, kernels
+    start, graphs = time.perf_counter(), num_graphs()
+    # Optimizer state, kernels: two micro-batches and an odd one show them all.
+    warm_up = batch[: min(args.rows, 72)]
+    metrics = actor_of(backend, args, variant, len(warm_up)).update_policy(warm_up)
     synchronize(device)
+    first, in_warm_up = time.perf_counter() - start, num_graphs() - graphs
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
@@ -168,12 +180,29 @@ def measure(
         "tokens": tokens,
         "seconds": round(seconds, 3),
         "all_seconds": [round(t, 3) for t in times],
+        "warm_up_seconds": round(first, 1),
+        "graphs": [in_warm_up, num_graphs() - graphs - in_warm_up],
         "tokens_per_s": round(tokens / seconds),
         "mfu_of_measured_rate": round(flops / seconds / rate, 3),
         "peak_gib": round(peak, 1),
         "allocated_before_gib": round(before, 1),
         "grad_norm": round(metrics["actor/grad_norm"], 4),
     }
+
+
+def actor_of(
+    backend: TrainBackend, args: argparse.Namespace, variant: Variant, mini_batch_rows: int
+) -> DataParallelPPOActor:
+    config = ActorConfig(
+        use_dynamic_bsz=True, ppo_max_token_len_per_gpu=args.max_tokens, use_prefix_grouper=variant.shared
+    )
+    return DataParallelPPOActor(
+        config, backend, mini_batch_rows=mini_batch_rows, log_prob_limit=MicroBatchLimit(rows=8)
+    )
+
+
+def num_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def build(variant: Variant, folder: Path, device: torch.device, *, trains: bool) -> TrainBackend:
@@ -187,6 +216,8 @@ def build(variant: Variant, folder: Path, device: torch.device, *, trains: bool)
         fsdp=FSDPConfig(),
         megatron=MegatronConfig(),
         optim=OptimConfig(lr=1e-6, total_training_steps=100) if trains else None,
+        use_torch_compile=variant.compile,
+        share_prefixes=variant.shared,
         device=device,
     )
 
