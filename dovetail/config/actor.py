@@ -137,7 +137,11 @@ class ActorConfig(RoleConfig):
         "conversations share. Log-probs and gradients are the same. It acts on packed sequences of the policy and the "
         "reference, and keeps the responses to a prompt in one micro-batch.",
     )
-    use_torch_compile: bool = key(True, "Compile the decoder layers (CUDA only; a CPU run ignores it).")
+    use_torch_compile: bool = key(
+        True,
+        "Compile the decoder layers (CUDA only; a CPU run ignores it). On Megatron: those of dense models with "
+        "TP = PP = CP = 1, without Transformer Engine and without overrides of its transformer's configuration.",
+    )
     fp8_recipe: Literal["rowwise", "rowwise_with_gw_hp"] | None = key(
         None,
         "Products of the layers' projections in fp8, quantised by row: in forward and backward (rowwise), or with the "

@@ -112,7 +112,10 @@ def role_memories(
     if "actor" in layouts and shapes.policy is not None:
         fused, layout = policy.model.use_fused_kernels, layouts["actor"]
         memory = _role_memory(actor, layout, shapes.policy, actor.optim, policy.model)
-        compiled = actor.use_torch_compile and device.is_accelerator and not layout.is_megatron
+        compiled = actor.use_torch_compile and device.is_accelerator
+        if layout.is_megatron:
+            dense = not shapes.policy.is_moe and shapes.policy.latent_cache_width is None
+            compiled = compiled and dense and actor.megatron.has_plain_layers
         roles["actor"] = replace(memory, fused_head=fused, needs_entropy=actor.needs_entropy, compiled=compiled)
         # With LoRA the reference is the actor with its adapters switched off: no second copy.
         reference = shapes.teacher if config.distills else None if policy.model.uses_lora else shapes.policy

@@ -99,6 +99,17 @@ def test_recompute_of_megatron_goes_before_the_models_switch() -> None:
     assert whole.memory.stages[0].items["activations"] > 5 * again.memory.stages[0].items["activations"]
 
 
+def test_layers_keep_less_where_they_are_compiled_which_shared_layers_are_not() -> None:
+    def activations(*overrides: str) -> float:
+        plan = plan_of("trainer.device=cuda", "actor_rollout_ref.model.enable_gradient_checkpointing=False", *overrides)
+        assert plan.memory is not None
+        return plan.memory.stages[0].items["activations"]
+
+    off, shared = f"{A}.use_torch_compile=False", f"{MEGATRON}.tensor_model_parallel_size=2"
+    assert activations() < 0.8 * activations(off)
+    assert activations(shared) == activations(shared, off)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
