@@ -18,6 +18,7 @@ from typing import Any
 
 from dovetail.controller import reaper
 from dovetail.controller.forwarding import merged_runtime_env
+from dovetail.controller.resource_pool import wait_for_slots_given_back
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ def default_object_store_bytes() -> int:
 
 def stop_ray() -> None:
     """Leave Ray; a local one that `start_ray` started ends."""
+    wait_for_slots_given_back()
     ray = sys.modules.get("ray")
     if ray is not None:
         ray.shutdown()

@@ -12,7 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _PLACING_S = 5
 """A group that Ray has room for is placed within this."""
+_GIVING_BACK: set[Future[None]] = set()
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,15 @@ def _give_back(groups: Sequence[PlacementGroup], *, placing_s: float = 0.0) -> N
 
     thread = ThreadPoolExecutor(1)
     given_back = thread.submit(give_back)
+    _GIVING_BACK.add(given_back)
+    given_back.add_done_callback(_GIVING_BACK.discard)
     thread.shutdown(wait=False)
     given_back.result()
+
+
+def wait_for_slots_given_back() -> None:
+    """Also those whose giver was interrupted. A call to Ray that has ended would never return, or start another one."""
+    wait(set(_GIVING_BACK), timeout=2 * _PLACING_S)
 
 
 def _sorted_slots(groups: Sequence[PlacementGroup]) -> list[Slot]:

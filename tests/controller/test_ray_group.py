@@ -20,6 +20,8 @@ from dovetail.controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    cluster,
+    resource_pool,
 )
 from dovetail.protocol import DataProto, DataProtoFuture
 from tests.controller.conftest import Roles
@@ -252,6 +254,27 @@ def test_an_interrupt_while_processes_end_does_not_keep_their_slots(
             group.release()
     group.shutdown()
     assert states_of(pool) == {"REMOVED"}
+
+
+def test_ray_is_left_only_when_slots_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C may have ended the wait for that. A call to Ray after its end would hang, or start another."""
+    done: list[str] = []
+    placed, asked = threading.Event(), threading.Event()
+    group = Mock(wait=lambda seconds: asked.set() or placed.wait(60))
+    monkeypatch.setattr(ray.util, "remove_placement_group", lambda group: done.append("given back"))
+    monkeypatch.setattr(ray, "shutdown", lambda: done.append("left"))
+    monkeypatch.setattr(cluster, "_REAPERS", [])
+    giving = threading.Thread(target=resource_pool._give_back, args=([group],), kwargs={"placing_s": 1.0})
+    giving.start()
+    assert asked.wait(60)
+    leaving = threading.Thread(target=cluster.stop_ray)
+    leaving.start()
+    leaving.join(0.2)
+    assert done == []
+    placed.set()
+    for thread in (giving, leaving):
+        thread.join(60)
+    assert done == ["given back", "left"]
 
 
 def states_of(pool: RayResourcePool) -> set[str]:
