@@ -107,6 +107,7 @@ def attempt(step: Callable[[], dict[str, object]]) -> None:
     except (RuntimeError, ValueError, ImportError, AssertionError, TypeError, AttributeError) as error:
         print(json.dumps({"failed": f"{type(error).__name__}: {error}"[:500]}), flush=True)
         traceback.print_exc()
+    torch._dynamo.reset()  # no variant may use up the recompilations of another
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -149,15 +150,14 @@ def measure(
     variant: Variant, folder: Path, shape: str, args: argparse.Namespace, rate: float, device: torch.device
 ) -> dict[str, object]:
     """Median time of an update, and the peak of allocated memory during it."""
-    torch._dynamo.reset()  # no variant may use up the recompilations of another
     before = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     backend = build(variant, folder, device, trains=True)
     actor = actor_of(backend, args, variant, args.rows)
     batch = make_batch(args.rows, variant.lengths, samples=8 if variant.shared else 1)
     tokens = int(batch.tensors["attention_mask"].sum())
     start, graphs = time.perf_counter(), num_graphs()
-    # Optimizer state, kernels: two micro-batches and an odd one show them all.
-    warm_up = batch[: min(args.rows, 72)]
+    # Optimizer state, kernels, the allocator's memory: two micro-batches of full size need them all.
+    warm_up = batch[: min(args.rows, 64)]
     metrics = actor_of(backend, args, variant, len(warm_up)).update_policy(warm_up)
     synchronize(device)
     first, in_warm_up = time.perf_counter() - start, num_graphs() - graphs
