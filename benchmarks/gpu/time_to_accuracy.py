@@ -52,7 +52,7 @@ DOVETAIL: dict[str, list[str]] = {
     "dovetail-partial": stale(2, "async_training.max_in_flight=160"),
     **{f"dovetail-stale-{bound}": stale(bound) for bound in (1, 4, 8)},
     "dovetail-stale-8-recomputed": stale(8, *RECOMPUTED),
-    "dovetail-stale-8-uncorrected": stale(8, *UNCORRECTED),
+    **{f"dovetail-stale-{bound}-uncorrected": stale(bound, *UNCORRECTED) for bound in (4, 8)},
     "dovetail-fp8": ["actor_rollout_ref.actor.fp8_recipe=rowwise"],
     "dovetail-vllm": ["actor_rollout_ref.rollout.name=vllm"],
     # With --set distill.teacher.path=FOLDER: on-policy distillation, without a reward.
