@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dovetail.algorithms.distillation import vocabulary_divergence
-from dovetail.models.head import TokenLists, listed_log_probs
+from dovetail.models.head import TokenLists, largest, listed_log_probs
 from dovetail.models.policy import PolicyModel
 from dovetail.models.vocabulary_divergence import OutputLayer, Teacher, divergence_from, load_output_layer
 from tests.models.tiny import run_model, save_tiny_model, tiny_model
@@ -58,6 +58,19 @@ def test_values_and_gradients_are_those_of_the_full_softmax(chunk_size: int, sof
     right = torch.autograd.grad((log_p.gather(-1, ids) * upstream).sum(), (hidden, weight, bias))
     for mine, theirs in zip(found, right, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [4 * 3 * 128, 1600, 5000])
+def test_the_largest_of_blocks_are_those_of_all_numbers(size: int) -> None:
+    """In one block, in the tail behind the last block, and anywhere; some are infinite, as hidden tokens are."""
+    scores = torch.rand(0, size), torch.randperm(6 * size, generator=torch.Generator().manual_seed(0)).view(6, size) / 2
+    scores[1][0, :3] += 1e6
+    scores[1][1, -3:] += 1e6
+    scores[1][2, 7:] = -torch.inf
+    for numbers in scores:
+        values, ids = largest(numbers, 3)
+        assert torch.equal(values, numbers.topk(3).values)
+        assert torch.equal(numbers.gather(-1, ids), values)
 
 
 def test_a_smaller_vocabulary_has_no_token_beyond_it_and_probabilities_that_add_up() -> None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dovetail.algorithms.distillation import vocabulary_divergence
 from dovetail.backends.megatron.vocab_parallel import NEVER, VocabShard, hide_padding, own_columns, scaled_logits
-from dovetail.models.head import chunk_logits, default_chunk_size
+from dovetail.models.head import chunk_logits, default_chunk_size, largest
 from dovetail.models.vocabulary_divergence import TENSORS_HELD, OutputLayer, Teacher
 
 
@@ -35,10 +35,10 @@ def top_tokens(
     ids, log_probs = [], []
     for part in hidden.split(default_chunk_size(weight)):
         own = _log_softmax(scaled_logits(part, weight, shard, temperature), shard)
-        best = own.topk(min(top_k, own.size(-1)))
-        candidates = _from_all(best.values, shard.group)
+        values, columns = largest(own, min(top_k, own.size(-1)))
+        candidates = _from_all(values, shard.group)
         top = candidates.topk(min(top_k, shard.num_real))
-        ids.append(_from_all(best.indices + shard.first, shard.group).gather(-1, top.indices))
+        ids.append(_from_all(columns + shard.first, shard.group).gather(-1, top.indices))
         log_probs.append(top.values)
     return torch.cat(ids), torch.cat(log_probs)
 
