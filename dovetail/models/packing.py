@@ -133,7 +133,7 @@ def _find_prefixes(ids: np.ndarray, positions: np.ndarray, lengths: Sequence[int
     def shared_with(first: int, second: int) -> int:
         most = min(lengths[first], lengths[second] - 1)  # a sequence keeps one token of its own at least
         a, b = slice(starts[first], starts[first] + most), slice(starts[second], starts[second] + most)
-        same = (ids[a] == ids[b]) & (positions[a] == positions[b]).reshape(most, -1).all(1)
+        same = (ids[a] == ids[b]) & (positions[a] == positions[b]).all(tuple(range(1, positions.ndim)))
         return most if same.all() else int(same.argmin())
 
     def saves(number: int) -> int:

@@ -173,6 +173,15 @@ def test_equal_tokens_at_other_positions_are_not_shared() -> None:
     assert pack_batch(**batch, position_ids=positions, share_prefixes=True).segments.shared is None
 
 
+@pytest.mark.parametrize("lengths", [[1, 4, 6], [4, 1, 6], [1, 1]])
+def test_a_row_of_one_token_shares_nothing(lengths: list[int]) -> None:
+    batch = ragged_batch(lengths)
+    batch["input_ids"][:, 0] = 7
+    shared = pack_batch(**batch, share_prefixes=True).segments.shared
+    assert (shared is None) == (max(lengths) == 1)
+    assert shared is None or shared.lengths == tuple(lengths)
+
+
 def test_a_row_equal_to_another_keeps_a_token_of_its_own() -> None:
     packed = pack_batch(**groups([5, 6, 7], responses=[[1, 2], [1, 2]]), share_prefixes=True)
     assert packed.segments.lengths == (5, 1)
