@@ -85,7 +85,10 @@ class DataParallelPPOActor:
         self._bypass = correction is not None and correction.bypass_mode
         reinforce = self._bypass and correction is not None and correction.loss_type == "reinforce"
         loss_mode = "reinforce" if reinforce else config.policy_loss.loss_mode
-        self._policy_loss = as_policy_loss(get_policy_loss_fn(loss_mode), ConfigView(config))
+        policy_loss = get_policy_loss_fn(loss_mode)
+        self._policy_loss = as_policy_loss(policy_loss, ConfigView(config))
+        # Ours have no gradient at a ratio of 1 without advantages; a user's may have terms of its own.
+        self._needs_signal = policy_loss.__module__.startswith("dovetail.")
         self._select_tokens = get_policy_loss_selector(loss_mode)
         self._loss_columns = get_policy_loss_columns(loss_mode)
         self._seed = seed
@@ -129,6 +132,7 @@ class DataParallelPPOActor:
         options = self._options(data, entropy=self.config.needs_entropy)
         teacher = self._teacher if "teacher_hidden" in batch else None
         options = replace(options, listed="teacher_top_ids" in batch, teacher=teacher)
+        distills_alone = self._needs_signal and (options.listed or teacher is not None) and not _has_signal(batch)
         log = StepLog("actor")
         steps = optimizer_steps(batch, self._mini_batch_rows, self.config, seed=self._seed + self.num_updates)
         for index, mini_batch in enumerate(steps):
@@ -136,7 +140,7 @@ class DataParallelPPOActor:
             plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
             if self._select_tokens is not None:
                 mini_batch = self._with_selection(mini_batch, plan, options)
-            parts = self.backend.forward_backward(cut(mini_batch, plan), self._loss_fn(counts), options)
+            parts = self.backend.forward_backward(cut(mini_batch, plan), self._loss_fn(counts, distills_alone), options)
             # The schedule counts training steps, as users set it, not the optimizer steps inside one.
             step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
             log.add(add_shares(parts, self.backend), step)
@@ -190,7 +194,7 @@ class DataParallelPPOActor:
         names += [name for name in ("rollout_is_weights", LOSS_WEIGHT, *TEACHER_COLUMNS) if name in data]
         return take_columns(data, [*names, *self._loss_columns])
 
-    def _loss_fn(self, mini_batch_counts: BatchCounts) -> LossFn:
+    def _loss_fn(self, mini_batch_counts: BatchCounts, distills_alone: bool) -> LossFn:
         config = self.config
         mode, scale = config.loss_agg_mode, self._loss_scale_factor
 
@@ -208,7 +212,8 @@ class DataParallelPPOActor:
                 mask, weights = correction_terms(policy, engine, mask, self._correction)
             loss, metrics = self._policy_loss(
                 old_log_prob=old_log_prob,
-                log_prob=log_prob,
+                # Without a gradient to give, the sampled tokens' log-probs need no backward through the output layer.
+                log_prob=log_prob.detach() if distills_alone else log_prob,
                 advantages=columns["advantages"],
                 response_mask=mask,
                 rollout_is_weights=weights,
@@ -290,6 +295,11 @@ def _old_log_prob(columns: Mapping[str, Tensor], log_prob: Tensor) -> Tensor:
         engine = columns["rollout_log_probs"].to(log_prob.device)
         return interpolate_old_log_prob(log_prob, engine, alpha.to(log_prob.device))
     return columns.get("old_log_probs", log_prob).to(log_prob.device)
+
+
+def _has_signal(batch: DataProto) -> bool:
+    """Whether the policy loss may have a gradient: advantages, or old log-probs that are not the update's own."""
+    return "old_log_probs" in batch or INTERPOLATION in batch or bool(batch.tensors["advantages"].any())
 
 
 def _row_keys(input_ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -10,8 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.algorithms import compute_offpolicy_metrics, compute_probs_diff_metrics
+from dovetail.algorithms import (
+    compute_offpolicy_metrics,
+    compute_probs_diff_metrics,
+    get_policy_loss_columns,
+    get_policy_loss_fn,
+    get_policy_loss_selector,
+    policy_loss_names,
+)
 from dovetail.config.algorithm import RolloutCorrectionConfig
+from dovetail.models.vocabulary_divergence import OutputLayer, Teacher
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
@@ -44,6 +52,7 @@ def build(
     mini_batch_rows: int = NUM_ROWS,
     trains: bool = True,
     correction: RolloutCorrectionConfig | None = None,
+    teacher: Teacher | None = None,
     **changes: Any,
 ) -> DataParallelPPOActor:
     """`changes` are keys of `actor`, or of `model` when they start with `model_`."""
@@ -61,7 +70,13 @@ def build(
     )
     limit = limit or MicroBatchLimit(rows=4)
     return DataParallelPPOActor(
-        policy.actor, backend, mini_batch_rows=mini_batch_rows, log_prob_limit=limit, correction=correction
+        policy.actor,
+        backend,
+        mini_batch_rows=mini_batch_rows,
+        log_prob_limit=limit,
+        correction=correction,
+        distill_coef=1.0,
+        teacher=teacher,
     )
 
 
@@ -260,3 +275,61 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(folder: Path) -> None:
     metrics = actor.update_policy(batch)
     assert metrics["actor/skipped_steps"] == 1
     assert largest_difference(as_numpy(actor.backend.named_weights()), before) == 0
+
+
+@pytest.mark.parametrize("name", policy_loss_names())
+def test_a_policy_loss_has_no_gradient_at_a_ratio_of_1_without_advantages(name: str) -> None:
+    batch = rollout_batch(4).tensors
+    log_prob = (-batch["noise"].abs() - 1).requires_grad_()
+    columns = {column: -batch["ref_noise"].abs() for column in get_policy_loss_columns(name)}
+    if get_policy_loss_selector(name) is not None:
+        columns["loss_selection"] = batch["response_mask"].bool()
+    no_advantages = torch.zeros_like(log_prob)
+    loss, _ = get_policy_loss_fn(name)(log_prob.detach(), log_prob, no_advantages, batch["response_mask"], **columns)
+    (gradient,) = torch.autograd.grad(loss, log_prob)
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("kl", ["top_k", "full"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_divergence_alone_needs_no_backward_of_the_sampled_tokens(folder: Path, kl: str, fused: bool) -> None:
+    """The weights after it are the same to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    columns: dict[str, Tensor] = {"advantages": torch.zeros(NUM_ROWS, RESPONSE)}
+    if kl == "top_k":
+        columns["teacher_top_ids"] = torch.randint(259, (NUM_ROWS, RESPONSE, 3), generator=generator)
+        columns["teacher_top_log_probs"] = torch.full((NUM_ROWS, RESPONSE, 3), -2.0)
+    else:
+        columns["teacher_hidden"] = torch.randn(NUM_ROWS, RESPONSE, 64, generator=generator)
+    batch = rollout_batch()
+    batch = DataProto.from_dict({**batch.tensors, **columns}, meta_info=batch.meta_info)
+    teacher = Teacher(OutputLayer(torch.randn(259, 64, generator=generator)))
+    weights, num_backwards = [], []
+    for needs_signal in (True, False):
+        actor, seen = build(folder, teacher=teacher, model_use_fused_kernels=fused), list[Tensor]()
+        call = actor.backend._call
+
+        def watched(*args: Any, call: Any = call, seen: list[Tensor] = seen) -> Any:
+            output = call(*args)
+            output.log_probs.register_hook(seen.append)
+            return output
+
+        actor.backend._call, actor._needs_signal = watched, needs_signal
+        assert actor.update_policy(batch)["actor/grad_norm"] > 0
+        weights.append(as_numpy(actor.backend.named_weights()))
+        num_backwards.append(len(seen))
+    assert num_backwards == [0, 4]
+    assert largest_difference(*weights) == 0
+
+
+def test_a_divergence_beside_advantages_trains_the_sampled_tokens_too(folder: Path) -> None:
+    batch = rollout_batch()
+    columns = {"teacher_top_ids": torch.zeros(NUM_ROWS, RESPONSE, 1, dtype=torch.int64)}
+    columns["teacher_top_log_probs"] = torch.full((NUM_ROWS, RESPONSE, 1), -2.0)
+    without = {"advantages": torch.zeros_like(batch.tensors["advantages"])}
+    weights = []
+    for changes in ({}, without):
+        actor = build(folder)
+        actor.update_policy(DataProto.from_dict({**batch.tensors, **columns, **changes}, meta_info=batch.meta_info))
+        weights.append(as_numpy(actor.backend.named_weights()))
+    assert largest_difference(*weights) > 1e-4
