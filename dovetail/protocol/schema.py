@@ -288,7 +288,8 @@ _STAGES = (
         "update_actor",
         (*_MODEL, "response_mask", "advantages"),
         (),
-        # Without old_log_probs the update is one optimizer step, whose own log-probs are the old ones.
+        # Without old_log_probs the update is one optimizer step, whose own log-probs are the old ones. Of several steps
+        # this may hold for the first: the column has NaN in its rows, and the update returns theirs.
         may_read=(
             "old_log_probs",
             "ref_log_prob",
@@ -299,6 +300,7 @@ _STAGES = (
             "loss_weight",
             *_TEACHER,
         ),
+        may_write=("old_log_probs",),
     ),
 )
 

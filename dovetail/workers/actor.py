@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from dovetail.models.vocabulary_divergence import Teacher
 from dovetail.parallel.micro_batches import MicroBatchPlan
 from dovetail.protocol import DataProto
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
-from dovetail.workers.mini_batches import makes_one_step, optimizer_steps
+from dovetail.workers.mini_batches import OWN_OLD_LOG_PROBS, makes_one_step, optimizer_steps
 from dovetail.workers.response_columns import (
     MODEL_INPUTS,
     at_responses,
@@ -47,6 +47,14 @@ _RATIO, _RATIO_SQUARE = "rollout_corr/ratio_mean", "rollout_corr/ratio_square_me
 TEACHER_COLUMNS = ("teacher_top_ids", "teacher_top_log_probs", "teacher_hidden")
 INTERPOLATION = "interpolation_weights"
 """Column: where each token's old log-prob is between the engine's (0) and the update's (1)."""
+
+
+class PolicyUpdate(NamedTuple):
+    """What an update reports, over all data-parallel ranks."""
+
+    metrics: dict[str, float]
+    old_log_probs: Tensor | None
+    """Of this rank's rows of the first mini-batch, on the CPU, where they came without (`OWN_OLD_LOG_PROBS`)."""
 
 
 class DataParallelPPOActor:
@@ -122,11 +130,15 @@ class DataParallelPPOActor:
         return log_probs.float(), hidden
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
-        """PPO epochs over mini-batches, one optimizer step each; metrics over all data-parallel ranks.
+        """The metrics of `update`."""
+        return self.update(data).metrics
+
+    def update(self, data: DataProto) -> PolicyUpdate:
+        """PPO epochs over mini-batches, one optimizer step each.
 
         Without a column `old_log_probs` the update is on-policy: the ratio is 1 and its gradient that of log-probs, so
         no second forward is needed. That holds for the first optimizer step only, so it must be the only one, unless
-        no advantage is there for the ratio to weigh.
+        no advantage is there for the ratio to weigh. With `OWN_OLD_LOG_PROBS` the column is for all later steps.
         """
         batch = self._training_columns(data)
         options = self._options(data, entropy=self.config.needs_entropy)
@@ -135,15 +147,23 @@ class DataParallelPPOActor:
         distills_alone = self._needs_signal and (options.listed or teacher is not None) and not _has_signal(batch)
         log = StepLog("actor")
         steps = optimizer_steps(batch, self._mini_batch_rows, self.config, seed=self._seed + self.num_updates)
+        own: list[Tensor] = []
+        old_log_probs: Tensor | None = None
         for index, mini_batch in enumerate(steps):
+            is_own = index == 0 and OWN_OLD_LOG_PROBS in data.meta_info
+            if is_own:
+                mini_batch.pop(["old_log_probs"])
             counts = global_counts(mini_batch, self.backend)
             plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
             if self._select_tokens is not None:
                 mini_batch = self._with_selection(mini_batch, plan, options)
-            parts = self.backend.forward_backward(cut(mini_batch, plan), self._loss_fn(counts, distills_alone), options)
+            loss_fn = self._loss_fn(counts, distills_alone, log_probs=own if is_own else None)
+            parts = self.backend.forward_backward(cut(mini_batch, plan), loss_fn, options)
             # The schedule counts training steps, as users set it, not the optimizer steps inside one.
             step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
             log.add(add_shares(parts, self.backend), step)
+            if is_own:
+                old_log_probs = restore(own, plan).float().cpu()
         self.num_updates += 1
         metrics = log.result()
         if _RATIO_SQUARE in metrics:
@@ -151,7 +171,7 @@ class DataParallelPPOActor:
             metrics["rollout_corr/eff_sample_size"] = metrics.pop(_RATIO) ** 2 / square if square else 0.0
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
-        return metrics
+        return PolicyUpdate(metrics, old_log_probs)
 
     def _forward(self, data: DataProto, names: Sequence[str], **asked: Any) -> list[Tensor]:
         """These outputs at the responses, rows in the order given, on the CPU."""
@@ -194,7 +214,10 @@ class DataParallelPPOActor:
         names += [name for name in ("rollout_is_weights", LOSS_WEIGHT, *TEACHER_COLUMNS) if name in data]
         return take_columns(data, [*names, *self._loss_columns])
 
-    def _loss_fn(self, mini_batch_counts: BatchCounts, distills_alone: bool) -> LossFn:
+    def _loss_fn(
+        self, mini_batch_counts: BatchCounts, distills_alone: bool, *, log_probs: list[Tensor] | None = None
+    ) -> LossFn:
+        """The loss of one optimizer step. Adds what each micro-batch has to `log_probs`."""
         config = self.config
         mode, scale = config.loss_agg_mode, self._loss_scale_factor
 
@@ -203,6 +226,8 @@ class DataParallelPPOActor:
             counts = with_row_weights(mini_batch_counts, micro_batch)
             mask, width = columns["response_mask"], response_width(micro_batch)
             log_prob = at_responses(output.log_probs, width)
+            if log_probs is not None:
+                log_probs.append(log_prob.detach())
             weights, full_mask = columns.get("rollout_is_weights"), mask
             old_log_prob = _old_log_prob(columns, log_prob.detach())
             engine = columns["old_log_probs"] if self._bypass else columns.get("rollout_log_probs")

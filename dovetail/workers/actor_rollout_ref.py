@@ -104,14 +104,16 @@ class ActorRolloutRefWorker(CheckpointedRole):
 
     @register(dispatch_mode=Dispatch.mesh("actor"))
     def update_actor(self, data: DataProto) -> DataProto:
-        """One PPO update; metrics in `meta_info["metrics"]`, equal on every rank."""
+        """One PPO update; metrics in `meta_info["metrics"]`, equal on every rank. `old_log_probs` of the first
+        mini-batch, where they are the update's own."""
         actor = self._need(self.actor, "actor")
         with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading, trains=True):
-            metrics = actor.update_policy(data)
+            metrics, old_log_probs = actor.update(data)
             metrics.update(actor.backend.memory())
         if self.hybrid is not None:
             self.hybrid.weights_changed()
-        return DataProto(meta_info={"metrics": metrics})
+        columns = {} if old_log_probs is None else {"old_log_probs": old_log_probs}
+        return DataProto.from_dict(columns, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.mesh("rollout", pad=True))
     def generate_sequences(self, prompts: DataProto) -> DataProto:

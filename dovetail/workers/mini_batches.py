@@ -13,6 +13,8 @@ from dovetail.protocol import DataProto
 
 MINI_BATCH_ROWS = "mini_batch_rows"
 """Key of meta_info: how many rows a rank has of each mini-batch, where trajectories are unequal numbers of rows."""
+OWN_OLD_LOG_PROBS = "own_old_log_probs"
+"""Key of meta_info: the rows of the first mini-batch have no old log-probs but those of their own update."""
 
 
 def mini_batches(data: DataProto, rows: int, *, shuffle_seed: int | None = None) -> Iterator[DataProto]:

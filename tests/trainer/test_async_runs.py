@@ -90,14 +90,14 @@ def test_old_log_probs_are_interpolated_in_place_of_a_pass(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Any, ...]] = []
-    update = DataParallelPPOActor.update_policy
+    update = DataParallelPPOActor.update
 
     def watched(self: DataParallelPPOActor, data: DataProto) -> Any:
         seen.append((len(seen) + 1, data.tensors["interpolation_weights"].unique().tolist()))
         assert "old_log_probs" not in data
         return update(self, data)
 
-    monkeypatch.setattr(DataParallelPPOActor, "update_policy", watched)
+    monkeypatch.setattr(DataParallelPPOActor, "update", watched)
     prox = {"async_training.prox": "loglinear", "algorithm.rollout_correction.rollout_is": "token"}
     _, rows = train(toy.config(tmp_path, {**CARRYING, **prox}))
     for (step, weights), row in zip(seen, rows, strict=True):
