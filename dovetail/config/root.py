@@ -15,7 +15,7 @@ from dovetail.config.data import DataConfig
 from dovetail.config.inherit import filled
 from dovetail.config.methods import DistillConfig, DPOConfig, RewardTrainingConfig, SFTConfig
 from dovetail.config.model import ModelConfig
-from dovetail.config.names import READ_FOR_NAMES, unknown_names
+from dovetail.config.names import ADV_ESTIMATORS, POLICY_LOSSES, READ_FOR_NAMES, unknown_names
 from dovetail.config.profiler import ProfilerConfig
 from dovetail.config.ray_init import RayInitConfig
 from dovetail.config.ref import RefConfig
@@ -192,15 +192,20 @@ class DovetailConfig(Section):
         then. Nor when the update interpolates them, nor where fresh responses have no advantages that a ratio weighs:
         those of a divergence from a teacher alone.
         """
-        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        actor = self.actor_rollout_ref.actor
         if self.interpolates_old_log_probs:
             return False
         one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
         unweighted = not self.scores_training and self.distill.kl != "sampled"
         own_ratio = self.staleness_bound == 0 and (one_step or unweighted)
+        return not own_ratio or self._reads_old_log_probs
+
+    @property
+    def _reads_old_log_probs(self) -> bool:
+        """Whether something reads the old log-probs before the update."""
+        algorithm = self.algorithm
         reads = algorithm.use_kl_in_reward or algorithm.rollout_correction.active or self.needs_sum_pi_squared
-        reads = reads or (self.distills and self.distill.kl == "sampled")
-        return not own_ratio or reads
+        return reads or (self.distills and self.distill.kl == "sampled")
 
     @property
     def needs_sum_pi_squared(self) -> bool:
@@ -212,6 +217,22 @@ class DovetailConfig(Section):
     def has_log_prob_pass(self) -> bool:
         """Whether the actor computes the old log-probs; in bypass mode the engine's stand for them."""
         return self.needs_old_log_probs and not self.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def skips_first_mini_batch(self) -> bool:
+        """Whether the log-prob pass leaves out the first mini-batch: its update has the weights of that pass, so that
+        its own log-probs are the old ones.
+
+        Not where something reads them before the update, which a user's estimator or loss may do. Nor where the first
+        optimizer step takes other rows (shuffle, PF-PPO), comes again (epochs) or never (warm-up of the critic), nor
+        with pipeline stages, of which only the last has the log-probs of an update.
+        """
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        known = actor.policy_loss.loss_mode in POLICY_LOSSES and algorithm.adv_estimator in ADV_ESTIMATORS
+        first_stays = not (actor.shuffle or algorithm.use_pf_ppo or self.trainer.critic_warmup)
+        one_stage = actor.strategy != "megatron" or actor.megatron.pipeline_model_parallel_size == 1
+        skips = known and first_stays and one_stage and actor.ppo_epochs == 1 and self.staleness_bound == 0
+        return skips and self.has_log_prob_pass and not self._reads_old_log_probs
 
     @property
     def staleness_bound(self) -> int:

@@ -39,6 +39,8 @@ class StepUtilisation:
         self._shapes = read_shapes(config)
         self._peaks: dict[str, float | None] = {}
         self._generated = 0.0
+        self.scored_share = 1.0
+        """Of the step's tokens, those that its pass for old log-probs runs on."""
 
     def ask_peaks(self, trains: WorkerGroup, generates: WorkerGroup | None = None) -> None:
         """The peak of all devices together: configured, published for a GPU, measured on a CPU."""
@@ -62,6 +64,7 @@ class StepUtilisation:
         """The metrics of the step that ends; counting starts again."""
         config, shapes = self._config, self._shapes
         generated, self._generated = self._generated, 0.0
+        scored_share, self.scored_share = self.scored_share, 1.0
         metrics: dict[str, float] = {}
         training, generation = self._peaks.get("training"), self._peaks.get("generation")
         # Engines on devices of their own generate all the time; `gen` is then only the wait for groups.
@@ -80,6 +83,7 @@ class StepUtilisation:
                 adapters_only=config.actor_rollout_ref.model.uses_lora,
                 shares_prompts=config.actor_rollout_ref.actor.use_prefix_grouper,
             )
+            flops["old_log_prob"] *= scored_share
             if config.algorithm.rollout_correction.bypass_mode:
                 flops.pop("old_log_prob", None)  # the engine's log-probs are copied
             if config.teacher_devices:

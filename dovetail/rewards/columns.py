@@ -177,7 +177,8 @@ def _from_tensors(batch: DataProto) -> dict[str, Sequence[Any]]:
     if "advantages" in tensors:
         columns["advantage"] = _row_means(tensors["advantages"], mask)
     if "old_log_probs" in tensors and "rollout_log_probs" in tensors:
-        columns["logprob_gap"] = _row_means((tensors["old_log_probs"] - tensors["rollout_log_probs"]).abs(), mask)
+        gaps = _row_means((tensors["old_log_probs"] - tensors["rollout_log_probs"]).abs(), mask)
+        columns["logprob_gap"] = [None if math.isnan(gap) else gap for gap in gaps]  # not known before the update
     return columns
 
 

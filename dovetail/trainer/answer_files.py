@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dovetail.config.trainer import TrainerConfig
 from dovetail.observability.background import Background
 from dovetail.observability.run_folder import RunFolder, write_json_lines
@@ -57,6 +59,7 @@ class AnswerFiles:
         self._work.close()
 
     def _write_training(self, step: int, batch: DataProto) -> None:
+        batch = _scored_first(batch)
         if self._settings.rollout_data_dir is None:
             self._folder.write_answers(step, self._rows.of(batch))
             return
@@ -73,3 +76,11 @@ class AnswerFiles:
     def _write_dump(self, key: str, step: int, rows: list[dict[str, Any]]) -> None:
         file = Path(getattr(self._settings, key)) / f"{step}.jsonl"
         write_json_lines(file, rows, advice=f"free some space, or set trainer.{key} to another disk")
+
+
+def _scored_first(batch: DataProto) -> DataProto:
+    """Rows that get their old log-probs from the update come last: a file's first rows have all numbers of a token,
+    also where there is no room for those of every row."""
+    old = batch.tensors.get("old_log_probs")
+    late = torch.zeros(len(batch)) if old is None else old.isnan().any(dim=1)
+    return batch.select_idxs(late.int().argsort(stable=True)) if late.any() else batch

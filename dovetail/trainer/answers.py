@@ -60,7 +60,9 @@ class RolloutRows:
         if "weight_version" in columns:
             tokens["token_versions"] = columns["weight_version"].numpy()
         self._decode(responses[kept])
-        return [{name: column[row][kept[row]] for name, column in tokens.items()} for row in range(len(batch))]
+        rows = [{name: column[row][kept[row]] for name, column in tokens.items()} for row in range(len(batch))]
+        # Of the first mini-batch's rows old log-probs may not be known yet (`PartialLogProbs`).
+        return [{name: values for name, values in row.items() if not np.isnan(values).any()} for row in rows]
 
     def _with_tokens(self, record: dict[str, Any], tokens: dict[str, np.ndarray]) -> dict[str, Any]:
         ends = token_ends(record["response"], list(map(self._pieces.__getitem__, tokens["response_ids"].tolist())))

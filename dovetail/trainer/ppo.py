@@ -39,6 +39,7 @@ from dovetail.trainer.batch_math import (
 from dovetail.trainer.generators import draw_number
 from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.groups import RoleGroups
+from dovetail.trainer.own_log_probs import PartialLogProbs, first_mini_batch, score_others
 from dovetail.trainer.prompt_draws import PromptDraws, stable_seed
 from dovetail.trainer.recording import Recording, Rollout, write_record
 from dovetail.trainer.requests import engine_request, join_answers, num_restarts, pad_groups
@@ -137,12 +138,13 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         """
         batch, metrics = rollout.batch, dict(rollout.metrics)
         collected = replace(rollout, batch=batch.select())  # without the columns of the phases
+        partial: PartialLogProbs | None = None
         if self.config.interpolates_old_log_probs:
             alpha = interpolation_weights(batch.tensors["weight_version"], self.global_step)
             batch = batch.union(DataProto.from_dict({"interpolation_weights": alpha}))
         elif self.config.needs_old_log_probs:
             with self.timers("old_log_prob"):
-                batch = self._add_old_log_probs(batch, metrics)
+                batch, partial = self._add_old_log_probs(batch, rollout.order, metrics)
         if self.groups.ref is not None:
             with self.timers("ref"):
                 columns = stage_columns(batch, "compute_ref_log_prob")
@@ -158,9 +160,10 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
             batch = self._take_rewards(batch, rewards, metrics)
         with self.timers("adv"):
             batch = self._add_advantages(batch, metrics)
+        known = batch if partial is None else batch.select().union(partial.columns)
         # Before the update, which keeps the devices busy: after it, generation would wait for the host.
-        self._answer_files.write_training(self.global_step, batch)
-        trained, order = self._filtered(batch, rollout.order, metrics)
+        self._answer_files.write_training(self.global_step, known)
+        trained, order = self._filtered(known, rollout.order, metrics)
         if self.groups.critic is not None:
             with self.timers("update_critic"):
                 rows = self._laid_out(trained, order, stage_columns(trained, "update_critic"), "critic")
@@ -171,6 +174,10 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
                 rows = self._laid_out(trained, order, stage_columns(trained, "update_actor", extra), "actor")
                 update = self._call(self.groups.actor_rollout.update_actor, rows)
                 metrics |= update_metrics(update, metrics)
+            if partial is not None:
+                with self.timers("adv"):
+                    batch = batch.union(partial.completed(update))
+                    metrics |= correct_rollout(batch, self.config.algorithm)[1]
         # Also while only the critic trains: how old a response is counts in steps.
         self.weight_version = self.global_step
         self.groups.weights_changed(self.weight_version)
@@ -262,23 +269,28 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
 
         Starts from the order in which rows were sampled: the actor's order depends on its number of ranks.
         """
-        group, section = self.groups.actor_rollout, self.config.actor_rollout_ref.actor
-        if role == "critic":
-            assert self.groups.critic is not None, "only called with a critic"
-            group, section = self.groups.critic, self.config.critic
-        ranks, sampled = group.dp_size(role), inverse_order(order)
-        sizes = self._mini_batch_sizes(batch.non_tensor_batch["uid"][sampled].tolist(), section.ppo_mini_batch_size)
-        # What workers expect unless they are told otherwise.
-        expected = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        is_even = set(sizes) == {expected} and expected % ranks == 0
+        sizes, ranks, is_even = self._mini_batches(batch, order, role)
         if is_even and role == "actor":  # arranged for it
             return columns
+        sampled = inverse_order(order)
         lengths = batch.tensors["attention_mask"].sum(dim=1)[sampled].tolist()
         layout = lay_out(lengths, ranks, sizes, balance=self.config.trainer.balance_batch)
         rows = [row if row == PADDING else sampled[row] for row in layout.rows]
         if not is_even:
             return with_padding(columns, rows, layout.mini_batch_rows)
         return columns if rows == list(range(len(batch))) else columns.select_idxs(rows)
+
+    def _mini_batches(self, batch: DataProto, order: list[int], role: Role) -> tuple[list[int], int, bool]:
+        """Rows of each mini-batch of an arranged batch, a role's number of ranks, and whether each of them gets what
+        workers expect unless they are told otherwise."""
+        group, section = self.groups.actor_rollout, self.config.actor_rollout_ref.actor
+        if role == "critic":
+            assert self.groups.critic is not None, "only called with a critic"
+            group, section = self.groups.critic, self.config.critic
+        ranks, uids = group.dp_size(role), batch.non_tensor_batch["uid"][inverse_order(order)]
+        sizes = self._mini_batch_sizes(uids.tolist(), section.ppo_mini_batch_size)
+        expected = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        return sizes, ranks, set(sizes) == {expected} and expected % ranks == 0
 
     def _mini_batch_sizes(self, uids: Sequence[object], mini_batch_prompts: int) -> list[int]:
         """Rows of each mini-batch, of a batch in the order in which it was sampled: whole groups. What PF-PPO has drawn
@@ -326,13 +338,27 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
             metrics["response/filtered_truncated_share"] = share
         return batch
 
-    def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
+    def _add_old_log_probs(
+        self, batch: DataProto, order: list[int], metrics: Metrics
+    ) -> tuple[DataProto, PartialLogProbs | None]:
+        """Old log-probs of all rows as columns, or apart those of the rows that do not get them from the update."""
         if self.config.algorithm.rollout_correction.bypass_mode:
-            return batch.union(DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()}))
-        scored = self._call(self.groups.actor_rollout.compute_log_prob, stage_columns(batch, "compute_log_prob"))
-        entropies, mask = scored.tensors["entropys"], batch.tensors["response_mask"]
-        metrics["actor/entropy"] = float((entropies * mask).sum() / mask.sum().clamp(min=1))
-        return batch.union(scored)
+            engines = batch.tensors["rollout_log_probs"].clone()
+            return batch.union(DataProto.from_dict({"old_log_probs": engines})), None
+
+        def score(rows: DataProto) -> DataProto:
+            scored = self._call(self.groups.actor_rollout.compute_log_prob, stage_columns(rows, "compute_log_prob"))
+            entropies, mask = scored.tensors["entropys"], rows.tensors["response_mask"]
+            metrics["actor/entropy"] = float((entropies * mask).sum() / mask.sum().clamp(min=1))
+            return scored
+
+        if self.config.skips_first_mini_batch:
+            sizes, ranks, is_even = self._mini_batches(batch, order, "actor")
+            if is_even and len(sizes) > 1:  # else rows are laid out anew for the update, with padding
+                first = first_mini_batch(len(batch), ranks, sizes[0])
+                self.utilisation.scored_share = 1.0 - token_counts(batch.select_idxs(first))[0] / token_counts(batch)[0]
+                return batch, score_others(batch, first, score)
+        return batch.union(score(batch)), None
 
     def _add_advantages(self, batch: DataProto, metrics: Metrics) -> DataProto:
         algorithm = self.config.algorithm

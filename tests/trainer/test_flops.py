@@ -129,6 +129,7 @@ def test_a_run_reports_the_share_of_the_peak_it_reached(toy: Toy, tmp_path: Path
         assert names <= row.keys()
         assert all(0 < row[name] < 1 for name in names)
         assert row["perf/peak_tflops"] == 2.0
-        # An update is three passes, the pass for old log-probs one: the same count, told by two clocks.
+        # An update is three passes, the pass for old log-probs half of one: the second of two mini-batches. The same
+        # count, told by two clocks; 2%: the halves differ in tokens, and the vocabulary's head reads responses alone.
         actor = row["perf/mfu/actor"] * row["timing_s/update_actor"]
-        assert actor == pytest.approx(3 * row["perf/mfu/actor_infer"] * row["timing_s/old_log_prob"])
+        assert actor == pytest.approx(6 * row["perf/mfu/actor_infer"] * row["timing_s/old_log_prob"], rel=0.02)

@@ -24,7 +24,12 @@ from tests.trainer.toy_run import DAPO, Toy, repeatable, train, train_apart
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 3
-GRPO: dict[str, Any] = {**KEYS, "actor_rollout_ref.actor.use_kl_loss": True, "trainer.test_freq": 1}
+GRPO: dict[str, Any] = {
+    **KEYS,
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "actor_rollout_ref.actor.calculate_sum_pi_squared": True,  # then the pass for old log-probs is over all rows
+    "trainer.test_freq": 1,
+}
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import { ask, el, short } from "./dom.js";
 const COLOURINGS = [["", "plain text"], ["token_advantages", "advantage"], ["token_logprob_gaps", "log-prob diff"], ["token_entropies", "entropy"], ["token_mask", "trained or observed"], ["token_versions", "weight version"]];
 const ABSENT = {
   token_advantages: "No advantages per token are recorded for this response.",
-  token_logprob_gaps: "No log-prob differences are recorded: they come with the pass for the old log-probs (more than one optimizer step a batch).",
-  token_entropies: "No entropies are recorded: they come with the pass for the old log-probs (more than one optimizer step a batch).",
+  token_logprob_gaps: "No log-prob differences are recorded: they come with the pass for the old log-probs, which leaves out the first optimizer step of a batch.",
+  token_entropies: "No entropies are recorded: they come with the pass for the old log-probs, which leaves out the first optimizer step of a batch.",
   token_mask: "Which tokens are trained on is not recorded for this response.",
   token_versions: "No weight versions are recorded for this response.",
 };
