@@ -25,6 +25,7 @@ from dovetail.trainer.arrange import arrange_rows
 from dovetail.trainer.devices import ray_runs_here, start_cluster, uses_gpu
 from dovetail.trainer.groups import RoleGroups, create_groups
 from dovetail.trainer.model_folders import fetch_models
+from dovetail.trainer.own_log_probs import first_mini_batch, score_others
 from dovetail.trainer.step_metrics import update_metrics
 
 GIB = 1024**3
@@ -97,7 +98,13 @@ def bench(config: DovetailConfig, groups: RoleGroups, *, steps: int) -> BenchRes
         batch.non_tensor_batch["uid"] = names.astype(str).astype(object)
         batch = with_advantages(config, batch, policy.dp_size("actor"))
         utilisation.count_generation(batch)
-        if config.has_log_prob_pass:
+        share = 1.0
+        if config.skips_first_mini_batch:
+            first = first_mini_batch(len(batch), policy.dp_size("actor"), mini_batch_rows(config))
+            utilisation.scored_share = share = 1 - mini_batch_rows(config) / len(batch)  # rows are equally long
+            with timers("old_log_prob"):
+                batch = batch.union(score_others(batch, first, policy.compute_log_prob).columns)
+        elif config.has_log_prob_pass:
             with timers("old_log_prob"):
                 batch = batch.union(policy.compute_log_prob(batch))
         elif config.needs_old_log_probs:
@@ -109,7 +116,7 @@ def bench(config: DovetailConfig, groups: RoleGroups, *, steps: int) -> BenchRes
         shares.append(utilisation.take(batch, times))
         peak = metrics.get("memory/peak_allocated_gib", peak)
         whole, written = (int(batch.tensors[name].sum()) for name in ("attention_mask", "response_mask"))
-        tokens = {"gen": written, "old_log_prob": whole, "update_actor": whole}
+        tokens = {"gen": written, "old_log_prob": round(share * whole), "update_actor": whole}
     planned = _planned(config)
     measured = seconds[1:]
     phases = tuple(
@@ -150,11 +157,15 @@ def with_advantages(config: DovetailConfig, batch: DataProto, ranks: int) -> Dat
     mask = batch.tensors["response_mask"]
     signs = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -1.0).unsqueeze(-1)
     batch = batch.union(DataProto.from_dict({"advantages": signs * mask}))
-    policy = config.actor_rollout_ref
-    rows = min(policy.actor.ppo_mini_batch_size * policy.rollout.n, len(batch))
+    rows = min(mini_batch_rows(config), len(batch))
     lengths = batch.tensors["attention_mask"].sum(dim=1).tolist()
     batch.reorder(arrange_rows(lengths, ranks, rows, balance=config.trainer.balance_batch))
     return batch
+
+
+def mini_batch_rows(config: DovetailConfig) -> int:
+    """Responses of one mini-batch, over all ranks."""
+    return config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
 
 
 def _planned(config: DovetailConfig) -> dict[str, float]:

@@ -117,11 +117,13 @@ def _passes(config: DovetailConfig, layouts: dict[str, RoleLayout], sequences: i
             continue
         if name == "log-probs" and not config.has_log_prob_pass:
             continue
-        mini, epochs = None, int(updates)
+        rows, mini, epochs = sequences, None, int(updates)
+        if name == "log-probs" and config.skips_first_mini_batch:
+            rows -= config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
         if updates and config.generates:
             section = look_up(config, "", each.section)
             mini, epochs = section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n, section.ppo_epochs
-        passes.append(_pass(name, layouts[each.role], each.cut(config), sequences, length, mini, epochs))
+        passes.append(_pass(name, layouts[each.role], each.cut(config), rows, length, mini, epochs))
     return passes
 
 

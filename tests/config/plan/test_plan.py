@@ -235,6 +235,19 @@ def test_the_pass_for_old_log_probs_is_planned_where_a_step_has_one(more: tuple[
     assert ("log-probs" in [phase.name for phase in plan.memory.phases]) == is_planned
 
 
+@pytest.mark.parametrize(
+    ("more", "prompts"),
+    [((), 512 - 32), ((f"{A}.ppo_epochs=2",), 512), ((f"{A}.calculate_sum_pi_squared=True",), 512)],
+)
+def test_the_pass_for_old_log_probs_is_planned_without_the_first_mini_batch(
+    more: tuple[str, ...], prompts: int
+) -> None:
+    [found] = [
+        found for found in plan_of(DAPO_32B, known.QWEN2_5_32B, *more).batches.passes if found.name == "log-probs"
+    ]
+    assert found.sequences_per_rank == prompts * 16 / 16  # 16 responses each, 128 devices in groups of 8
+
+
 def test_engines_on_their_own_devices_leave_the_trainer_alone() -> None:
     plan = plan_of(
         DAPO_32B, known.QWEN2_5_32B, "actor_rollout_ref.hybrid_engine=False", f"{R}.nnodes=2", f"{R}.n_gpus_per_node=8"
