@@ -357,7 +357,7 @@ def test_a_step_of_a_small_batch_is_as_near_to_float32_as_one_of_the_plain_layer
             locks,
             ops,
         )
-        logits = FusedDecoder(network, ops).logits(rows + 5, where, decode)
+        [(_, logits)] = FusedDecoder(network, ops).logits(rows + 5, where, decode)
         assert not locks.any()
         return logits, torch.stack([*pool.keys, *pool.values])
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dovetail.rollout import EngineError, GenerationRequest, SamplingParams
+from dovetail.rollout.native.cuda import decoder
 from dovetail.rollout.native.cuda.batch import PagedBatch
 from dovetail.rollout.native.cuda.pages import FP8
 from dovetail.rollout.native.engine import NativeEngine
@@ -118,6 +119,50 @@ def test_samples_do_not_depend_on_the_batch() -> None:
     alone = paged_engine(model, max_num_seqs=1)
     one_by_one = [r for i in range(24) for r in alone.generate(requests(rows[i : i + 1], sampling, first=i))]
     assert tokens(together) == tokens(one_by_one) == tokens(NativeEngine(model).generate(requests(rows, sampling)))
+
+
+def test_logits_of_many_rows_are_drawn_from_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen2")
+    asked = requests(prompts(7, seed=3), SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs="raw", top_p=0.9))
+    whole = paged_engine(model, max_num_seqs=7).generate(asked)
+    monkeypatch.setattr(decoder, "_LOGIT_ROWS", 3)
+    engine = paged_engine(model, max_num_seqs=7)
+    rows: list[int] = []
+    engine._model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    parts = engine.generate(asked)
+    assert set(rows) == {3, 1}
+    assert tokens(parts) == tokens(whole)
+    for part, one in zip(parts, whole, strict=True):
+        assert part.log_probs == pytest.approx(one.log_probs, abs=1e-5)
+
+
+def test_the_largest_graph_of_a_kind_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller ones use its memory; captured in a growing order, each would keep memory of its own."""
+    engine = paged_engine(tiny_model("llama"), max_num_seqs=24)
+    steps = engine._batch._steps
+    captured: list[tuple[int, bool, bool]] = []
+
+    class Graph:
+        def __init__(self, *key: Any) -> None:
+            self.key = key
+
+        def replay(self) -> None:
+            steps._step(*self.key)
+
+    def capture(*key: Any) -> None:
+        captured.append(key)
+        steps._graphs[key] = Graph(*key)
+
+    monkeypatch.setattr(steps, "_use_graphs", True)
+    monkeypatch.setattr(steps, "_capture", capture)
+    rows = prompts(6, seed=4)
+    assert tokens(engine.generate(requests(rows[:2], GREEDY))) == [
+        transformers_greedy(tiny_model("llama"), row, 20) for row in rows[:2]
+    ]
+    engine.generate(requests(rows, replace(GREEDY, temperature=1.0, top_p=0.5)))
+    sizes = {filters: [size for size, other, _ in captured if other is filters] for filters in (False, True)}
+    assert sizes[False] == [24, 2]
+    assert sizes[True][:2] == [24, 8]
 
 
 def test_rows_that_run_out_of_pages_go_back_in_line_and_lose_nothing() -> None:

@@ -58,6 +58,7 @@ class DecodeSteps:
         self._log_probs = torch.zeros(max_rows, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
+        self._stream: torch.cuda.Stream | None = None  # captures run on it
         self._processors = described(device).processors if device.type == "cuda" else 1
         # For kernels whose last program does what is left: zeros between them, so one after another may use the same.
         self._locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=device)
@@ -78,6 +79,9 @@ class DecodeSteps:
             self._step(size, filters, raw)
             return
         if (size, filters, raw) not in self._graphs:
+            # The largest first: smaller ones then fit into its memory, where growing ones would each add theirs.
+            if not any(key[1:] == (filters, raw) for key in self._graphs) and size < self._sizes[-1]:
+                self._capture(self._sizes[-1], filters, raw)
             self._capture(size, filters, raw)
         self._graphs[size, filters, raw].replay()
 
@@ -85,14 +89,21 @@ class DecodeSteps:
         state, slots = self._state, self.slots[:size]
         tokens, positions, lengths, targets = self._ops.begin_rows(slots, state, self._pool.shape.page_size)
         step = PagedDecode(self._pool, state.table, slots, lengths, targets, self._splits(size), self._locks, self._ops)
-        logits = self._decoder.logits(tokens, positions, step)
         drawn, log_probs = self._tokens[:size], self._log_probs[:size]
-        self._ops.draw(logits, positions, slots, state, drawn, log_probs, filtered=filters)
-        if raw:
-            unscaled = logits.float().log_softmax(dim=-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
-            log_probs.copy_(torch.where(state.raw[slots.long()] != 0, unscaled, log_probs))
+        for part, logits in self._decoder.logits(tokens, positions, step):
+            self._draw(logits, positions[part], slots[part], drawn[part], log_probs[part], filters=filters, raw=raw)
+            del logits  # before there are the next
         self._ops.end_rows(slots, drawn, log_probs, state, self.counter, self._out_tokens, self._out_log_probs)
         self.counter += 1
+
+    def _draw(
+        self, logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, drawn: torch.Tensor,
+        log_probs: torch.Tensor, *, filters: bool, raw: bool,
+    ) -> None:  # fmt: skip
+        self._ops.draw(logits, positions, slots, self._state, drawn, log_probs, filtered=filters)
+        if raw:
+            unscaled = logits.float().log_softmax(dim=-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+            log_probs.copy_(torch.where(self._state.raw[slots.long()] != 0, unscaled, log_probs))
 
     def _splits(self, size: int) -> int:
         """How many programs share a sequence's keys: with a small batch one for each multiprocessor of the device."""
@@ -105,7 +116,7 @@ class DecodeSteps:
         counter, slots = self.counter.clone(), self.slots.clone()
         # Idle rows change nothing: the run that compiles the kernels leaves no trace.
         self.slots.fill_(self._state.idle_slot)
-        stream = torch.cuda.Stream()
+        stream = self._stream = self._stream or torch.cuda.Stream()  # one: memory freed on another is not taken here
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._step(size, filters, raw)
