@@ -163,7 +163,7 @@ class DataParallelPPOActor:
             step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
             log.add(add_shares(parts, self.backend), step)
             if is_own:
-                old_log_probs = restore(own, plan).float().cpu()
+                old_log_probs = restore(own, plan).float()
         self.num_updates += 1
         metrics = log.result()
         if _RATIO_SQUARE in metrics:
@@ -171,7 +171,7 @@ class DataParallelPPOActor:
             metrics["rollout_corr/eff_sample_size"] = metrics.pop(_RATIO) ** 2 / square if square else 0.0
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
-        return PolicyUpdate(metrics, old_log_probs)
+        return PolicyUpdate(metrics, None if old_log_probs is None else old_log_probs.cpu())
 
     def _forward(self, data: DataProto, names: Sequence[str], **asked: Any) -> list[Tensor]:
         """These outputs at the responses, rows in the order given, on the CPU."""
