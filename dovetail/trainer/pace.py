@@ -124,7 +124,10 @@ def _needed_now(
     A draw of version v must be trained by step v + 1 + bound. The steps from the first to `last` take `count` each; of
     the draws that are due by then, all that the later steps cannot take have to be in the first.
     """
-    for last in steps:
+    # No draw becomes due in other steps, and a bound that is as good as none has millions of them.
+    for last in sorted({max(steps.start, draw.version + 1 + bound) for draw in open_draws}):
+        if last not in steps:
+            break
         oldest = last - 1 - bound
         due = sum(draw.version <= oldest for draw in open_draws)
         missing = due - sum(draw.version <= oldest for draw in chosen) - (last - steps.start) * count

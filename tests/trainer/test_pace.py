@@ -67,6 +67,12 @@ def test_a_step_of_dynamic_sampling_waits_only_for_what_is_due_in_it() -> None:
     assert must_finish(2, is_filtered=True) == must_finish(2, is_filtered=False) == [1, 2, 3]
 
 
+def test_a_bound_that_no_run_reaches_takes_no_longer_than_another() -> None:
+    settings: Any = {"count": 2, "step": 1, "order": "finish", "on_stale": "wait"}
+    choice = choose(numbers((0, 0), (1, 0)), numbers((2, 0), (3, 0)), max_staleness=10**12, **settings)
+    assert choice.chosen == [0, 1]
+
+
 def test_the_order_of_draws_waits_for_exactly_the_next_ones() -> None:
     ready, running = numbers((1, 0), (2, 0), (4, 0)), numbers((0, 0), (3, 0))
     choice = choose(ready, running, count=2, step=1, max_staleness=1, order="draw", on_stale="wait")
