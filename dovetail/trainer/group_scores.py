@@ -16,7 +16,6 @@ import numpy as np
 
 from dovetail.observability.stalls import Waits
 from dovetail.protocol import DataProto
-from dovetail.rewards.errors import Failure
 
 StartScoring = Callable[[DataProto], Sequence[Future[Any]]]
 """One future for each row: columns of the reward, or a `Failure`."""
@@ -72,7 +71,8 @@ class GroupScores:
                 waits.waiting(f"draw {draw}", "its score", since=since)
 
     def packed(self, draws: Iterable[int]) -> DataProto | None:
-        """What a checkpoint keeps. What is unfinished, or cannot be read back as it was, is scored again."""
+        """What a checkpoint keeps. What is unfinished, has failed or cannot be read back as it was is scored again: else
+        a run that ended because a judge was down would end again when the judge is up."""
         texts = {draw: _packed(self._futures[draw]) for draw in draws if draw in self._futures and self.are_done(draw)}
         kept = [(draw, text) for draw, text in texts.items() if text is not None]
         if not kept:
@@ -87,8 +87,10 @@ class GroupScores:
             return
         columns = packed.non_tensor_batch
         for draw, text in zip(columns["draw"].tolist(), columns["scores"], strict=True):
-            self._futures[draw] = [_done(outcome) for outcome in json.loads(text)]
-            self._started_at[draw] = time.monotonic()
+            outcomes = json.loads(text)
+            if all(isinstance(outcome, dict) for outcome in outcomes):  # older checkpoints keep failures, as lists
+                self._futures[draw] = [_done(outcome) for outcome in outcomes]
+                self._started_at[draw] = time.monotonic()
 
     def _note_progress(self, _: Future[Any]) -> None:
         self._progress_at = time.monotonic()
@@ -96,15 +98,14 @@ class GroupScores:
 
 def _packed(futures: Sequence[Future[Any]]) -> str | None:
     outcomes = [future.result() for future in futures]
-    plain = [[outcome.kind, outcome.detail] if isinstance(outcome, Failure) else outcome for outcome in outcomes]
     try:
-        text = json.dumps(plain)
+        text = json.dumps(outcomes)
     except (TypeError, ValueError):
         return None
-    return text if json.loads(text) == plain else None
+    return text if json.loads(text) == outcomes else None
 
 
 def _done(outcome: Any) -> Future[Any]:
     future: Future[Any] = Future()
-    future.set_result(Failure(*outcome) if isinstance(outcome, list) else outcome)
+    future.set_result(outcome)
     return future

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ class RolloutStream:
         self._draw_prompts = draw_prompts
         self._total_steps = total_steps
         self._bound = config.group_staleness_bound
-        self._max_in_flight = self._settings.max_in_flight or self._count + math.ceil(self._count / 8)
+        self._max_in_flight = config.groups_in_flight
         self._generator: Generator = (
             OnTrainerDevices(groups.actor_rollout, self._max_in_flight)
             if groups.engines is None
@@ -303,7 +304,9 @@ class RolloutStream:
         shares = [len(share) for share in np.array_split(np.arange(self._count), self._generator.num_engines)]
         for draw in self._ready.values():
             shares[draw.engine % len(shares)] -= 1
-        missing = [max(0, share) for share in shares] if not must_finish else [0] * len(shares)
+        # An engine that runs less than its share leaves the rest to the others.
+        running = Counter(draw.engine for draw in self._running.values())
+        missing = [0 if must_finish else max(0, min(share, running[engine])) for engine, share in enumerate(shares)]
         if not any(missing) and not must_finish:
             missing = [max(1, self._count - len(self._ready))] * len(shares)
         if self._waits_for_scores and self.scores.wait(_SCORE_POLL_S):
