@@ -63,8 +63,10 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
             if uid not in known:
                 requests[uid] = [request]
                 continue
-            for index, result in known[uid].items():
-                (group.begun if result.finish_reason == "running" else group.results)[index] = result
+            for index, before in known[uid].items():
+                if index < request.sampling.n:  # a run may go on with fewer responses, and with shorter ones
+                    result = _cut(before, request.sampling.max_new_tokens)
+                    (group.begun if result.finish_reason == "running" else group.results)[index] = result
             unfinished = [index for index in range(request.sampling.n) if index not in group.results]
             requests[uid] = [_continued(group, index) for index in unfinished]
         self._add(groups, requests)
@@ -153,6 +155,19 @@ def open_groups(
 def own_rows(prompts: DataProto, engine: int) -> DataProto:
     """The prompts whose column `engine` is this number."""
     return prompts.select_idxs(np.flatnonzero(prompts.non_tensor_batch["engine"] == engine))
+
+
+def _cut(result: GenerationResult, length: int) -> GenerationResult:
+    """The response, ended where it has more tokens than it may have now, or runs and may have no more."""
+    if len(result.token_ids) + (result.finish_reason == "running") <= length:
+        return result
+    return replace(
+        result,
+        token_ids=result.token_ids[:length],
+        log_probs=result.log_probs[:length],
+        weight_versions=result.weight_versions[:length],
+        finish_reason="length",
+    )
 
 
 def _continued(group: _Group, index: int) -> GenerationRequest:

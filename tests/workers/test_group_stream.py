@@ -26,8 +26,8 @@ def _prompts() -> DataProto:
     return DataProto.from_dict(non_tensors=columns, meta_info={"n": 2})
 
 
-def _stream(folder: Path) -> GroupStream:
-    settings = RolloutConfig(name="native", prompt_length=4, response_length=12, ignore_eos=True)
+def _stream(folder: Path, response_length: int = 12) -> GroupStream:
+    settings = RolloutConfig(name="native", prompt_length=4, response_length=response_length, ignore_eos=True)
     return GroupStream(NativeEngine(str(folder), max_num_seqs=2), settings, pad_token_id=0)
 
 
@@ -93,6 +93,24 @@ def test_a_snapshot_holds_what_has_finished_and_was_not_taken(tmp_path: Path) ->
     assert continued is not None, "what was complete needs no engine"
     assert _uids(continued) == _uids(finished)
     assert continued.batch["responses"].tolist() == finished.batch["responses"].tolist()
+
+
+@pytest.mark.parametrize(("n", "reason"), [(1, "length"), (2, "running")])
+def test_a_snapshot_goes_on_with_fewer_or_shorter_responses(tmp_path: Path, n: int, reason: str) -> None:
+    stream = _stream(Path(save_tiny_model("llama", tmp_path, tokenizer=False)))
+    stream.start(_prompts())
+    stream.run(1)
+    everything, prompts = stream.snapshot(), _prompts().slice(0, 1)
+    assert everything is not None
+    snapshot = everything.select_idxs(np.flatnonzero(everything.non_tensor_batch["uid"] == "g0"))
+    snapshot.non_tensor_batch["finish_reason"][:] = reason
+    prompts.meta_info["n"] = n
+    other = _stream(tmp_path, response_length=6)
+    other.start(prompts, snapshot)
+    taken = other.take()
+    assert taken is not None, "what has all its tokens needs no engine"
+    assert taken.tensors["responses"].tolist() == snapshot.tensors["responses"][:n, :6].tolist()
+    assert set(taken.non_tensor_batch["finish_reason"]) == {"length"}
 
 
 def test_a_snapshot_holds_what_the_engine_has_finished_and_nobody_was_given_yet(tmp_path: Path) -> None:
