@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import model_validator
@@ -183,6 +184,16 @@ class DovetailConfig(Section):
     def generation_batch_size(self) -> int:
         """Prompts generated at a time: a batch for training, or a round of dynamic sampling."""
         return self.data.generation_batch_size if self.algorithm.filter_groups.enable else self.data.train_batch_size
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Most prompts whose responses are generated at a time, over all engines."""
+        count, settings = self.generation_batch_size, self.async_training
+        if settings.mode == "off":
+            return count
+        if self.actor_rollout_ref.hybrid_engine:
+            return settings.max_in_flight or count + math.ceil(count / 8)
+        return (1 + self.group_staleness_bound) * count
 
     @property
     def needs_old_log_probs(self) -> bool:

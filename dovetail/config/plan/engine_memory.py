@@ -18,6 +18,8 @@ GRAPHS = 1.0 * GIB
 PAGED_GRAPHS = 0.25 * GIB
 # Tokens in a page of the embedded engine's cache on a GPU.
 PAGE = 64
+# Sequences whose logits it holds at a time.
+LOGIT_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,10 @@ def engine_memory(
     running = min(rollout.max_num_seqs, sequences_per_replica)
     is_paged = rollout.name == "native" and device.is_accelerator
     if is_paged:
-        # A step reads no more prompts than run, and draws from logits as they come.
+        # A step reads no more prompts than run, and draws from logits as they come, some rows at a time.
         prompts = math.ceil(running / rollout.n) * rollout.prompt_length
         workspace = forward_activations(shape, local, min(rollout.max_num_batched_tokens, prompts))
-        workspace += BYTES[full_dtype(rollout.dtype)] * running * shape.vocab_size
+        workspace += BYTES[full_dtype(rollout.dtype)] * min(running, LOGIT_ROWS) * shape.vocab_size
     else:
         # An engine holds one layer's activations of a step and fp32 logits of each running sequence.
         workspace = forward_activations(shape, local, rollout.max_num_batched_tokens)

@@ -133,7 +133,9 @@ class _Memory:
                 layouts["rollout"],
                 self.rollout,
                 device=device,
-                sequences_per_replica=batches.sequences_per_engine / self.rollout.data_parallel_size,
+                sequences_per_replica=batches.sequences_per_engine
+                * (config.groups_in_flight / config.generation_batch_size)
+                / self.rollout.data_parallel_size,
                 shares_weights=_shares_weights(config, layouts),
             )
 

@@ -8,12 +8,14 @@ import pytest
 
 from dovetail.config import load_config
 from dovetail.config.plan import Plan, make_plan, shape_from_config
-from dovetail.config.plan.engine_memory import PAGE
+from dovetail.config.plan.engine_memory import LOGIT_ROWS, PAGE
+from dovetail.rollout.native.cuda import decoder
 from dovetail.rollout.native.cuda.batch import PagedBatch
 
 pytestmark = pytest.mark.unit
 
 GIB = 1 << 30
+ONE_MORE_GPU = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
 QWEN2_5_1_5B = {
     "model_type": "qwen2",
     "vocab_size": 151_936,
@@ -27,8 +29,7 @@ QWEN2_5_1_5B = {
 }
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan_of(*more: str) -> Plan:
     policy = "actor_rollout_ref"
     config = load_config(
         overrides=[
@@ -48,9 +49,20 @@ def plan() -> Plan:
             "algorithm.adv_estimator=grpo",
             "trainer.device=cuda",
             "trainer.n_gpus_per_node=1",
+            *more,
         ]
     ).config
     return make_plan(config, shape_from_config(QWEN2_5_1_5B), device_memory_gib=139.8)
+
+
+def rollout_items(plan: Plan) -> dict[str, float]:
+    assert plan.memory is not None
+    return next(found.items for found in plan.memory.phases if found.name == "rollout")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of()
 
 
 # GiB on the device, the driver's own included. The update's without the 9.62 GiB of the cache, which stayed.
@@ -64,6 +76,25 @@ def test_a_phase_takes_what_was_planned_within_a_tenth(plan: Plan, phase: str, m
 
 def test_the_cache_is_counted_in_the_pages_of_the_engine(plan: Plan) -> None:
     assert inspect.signature(PagedBatch.__init__).parameters["page_size"].default == PAGE
-    assert plan.memory is not None
-    rollout = next(found for found in plan.memory.phases if found.name == "rollout")
-    assert rollout.items["KV cache"] / GIB == pytest.approx(9.62, rel=0.002)
+    assert rollout_items(plan)["KV cache"] / GIB == pytest.approx(9.62, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [
+        (["async_training.mode=fully_async", "async_training.max_staleness=8", "async_training.max_in_flight=192"], 3),
+        (["async_training.mode=fully_async", "async_training.max_staleness=8"], 1.125),
+        (["async_training.mode=one_step_off", "actor_rollout_ref.hybrid_engine=False", *ONE_MORE_GPU], 2),
+    ],
+)
+def test_the_cache_holds_what_asynchronous_training_has_in_flight(plan: Plan, more: list[str], steps: float) -> None:
+    wide = plan_of(*more, "actor_rollout_ref.rollout.max_num_seqs=4096")
+    assert rollout_items(wide)["KV cache"] == pytest.approx(steps * rollout_items(plan)["KV cache"])
+
+
+def test_logits_are_counted_of_as_many_rows_as_the_engine_draws_at_a_time() -> None:
+    assert decoder._LOGIT_ROWS == LOGIT_ROWS
+    rollout = "actor_rollout_ref.rollout"
+    same = ["data.train_batch_size=1024", f"{rollout}.max_num_batched_tokens=4096"]
+    few, many = (rollout_items(plan_of(*same, f"{rollout}.max_num_seqs={count}")) for count in (LOGIT_ROWS, 8192))
+    assert few["engine"] == many["engine"]
