@@ -56,30 +56,33 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.run == "trl":
-        trl = run_trl(
-            args.folder,
-            args.steps,
-            prompts=PROMPTS,
-            response=LONGEST,
-            micro_batch=TRL_MICRO_BATCH,
-            lengths=long_tailed_lengths(),
-        )
-        print(json.dumps(trl), flush=True)
-        return
     if args.run:
-        print(json.dumps(run_side(args.run, args.folder, args.steps)), flush=True)
+        found = run_long_trl(args) if args.run == "trl" else run_side(args.run, args.folder, args.steps)
+        (args.folder / f"{args.run}.json").write_text(json.dumps(found))
         return
     if not (args.folder / "model" / "config.json").exists():
         args.folder.mkdir(parents=True, exist_ok=True)
         write_workload(args.folder, args.shape, steps=2 * args.steps + 4, device=args.device)
     for side in args.sides:
         command = [sys.executable, "-m", "benchmarks.gpu.partial_rollouts", "--run", side, "--folder", str(args.folder)]
-        log = args.folder / f"{side}.log"
+        result, log = args.folder / f"{side}.json", args.folder / f"{side}.log"
+        result.unlink(missing_ok=True)
         with log.open("w") as stream:
-            done = subprocess.run([*command, "--steps", str(args.steps)], stdout=stream, stderr=subprocess.STDOUT)
+            subprocess.run([*command, "--steps", str(args.steps)], stdout=stream, stderr=subprocess.STDOUT)
+        # Not the log's last line: libraries say good-bye.
         lines = log.read_text(errors="replace").splitlines()
-        print(side, lines[-1] if done.returncode == 0 else "\n".join(lines[-30:]), flush=True)
+        print(side, result.read_text() if result.exists() else "\n".join(lines[-30:]), flush=True)
+
+
+def run_long_trl(args: argparse.Namespace) -> dict[str, Any]:
+    return run_trl(
+        args.folder,
+        args.steps,
+        prompts=PROMPTS,
+        response=LONGEST,
+        micro_batch=TRL_MICRO_BATCH,
+        lengths=long_tailed_lengths(),
+    )
 
 
 def run_side(side: str, folder: Path, steps: int) -> dict[str, Any]:

@@ -85,6 +85,24 @@ def test_graphs_change_nothing_and_samples_do_not_depend_on_the_batch(dtype: tor
     assert same == 70 if dtype == torch.float32 else same >= 60
 
 
+def test_graphs_of_many_rows_share_the_memory_of_the_largest() -> None:
+    """Which is that of 1,024 rows' logits; graphs with logits of all rows, or captured in growing order, take more."""
+    model = cuda_model("qwen2", torch.bfloat16, vocab_size=1 << 17)
+    rows = prompts(1600, seed=14)
+    asked = requests(rows, SamplingParams(max_new_tokens=6, ignore_eos=True))
+    found = []
+    for eager in (True, False):
+        engine = NativeEngine(model, max_num_seqs=1600, enforce_eager=eager)
+        engine.generate(asked)  # the pages of all, whose growth would end the graphs
+        steps = engine._batch._steps
+        steps.forget()
+        found.append([engine.generate(asked[:count]) for count in (100, 300, 700, 1100, 1600)])
+    assert found[0] == found[1]
+    assert len(steps._graphs) == 5
+    segments = [part for part in torch.cuda.memory_snapshot() if part["segment_pool_id"] == steps._memory]
+    assert 0 < sum(part["total_size"] for part in segments) < 1.5 * (1024 * 2 << 17)
+
+
 def test_graphs_and_overlap_change_nothing_for_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which program ends last is chance; what it adds up is not."""
     model = cuda_model("qwen2", torch.bfloat16, intermediate_size=256, num_hidden_layers=6)
