@@ -71,8 +71,7 @@ class GroupScores:
                 waits.waiting(f"draw {draw}", "its score", since=since)
 
     def packed(self, draws: Iterable[int]) -> DataProto | None:
-        """What a checkpoint keeps. What is unfinished, has failed or cannot be read back as it was is scored again: else
-        a run that ended because a judge was down would end again when the judge is up."""
+        """What a checkpoint keeps. What is unfinished, has failed or cannot be read back as it was is scored again."""
         texts = {draw: _packed(self._futures[draw]) for draw in draws if draw in self._futures and self.are_done(draw)}
         kept = [(draw, text) for draw, text in texts.items() if text is not None]
         if not kept:
