@@ -50,14 +50,7 @@ def rows_of(
             }
             for name, value in values.items():
                 columns[name].append(value)
-    batch = assemble(
-        prompts,
-        responses,
-        pad_token_id=pad_token_id,
-        prompt_length=rollout.prompt_length,
-        # No wider than the longest response: a batch of short ones need not hold and send what nobody wrote.
-        response_length=min(max(len(response.token_ids) for response in responses), rollout.response_length),
-    )
+    batch = assemble(prompts, responses, pad_token_id=pad_token_id, prompt_length=rollout.prompt_length)
     dtypes: dict[str, Any] = {"trajectory": np.int64, "segment": np.int64, "num_turns": np.int64, "agent_reward": float}
     arrays = {name: _column(values, dtypes.get(name, object)) for name, values in columns.items()}
     return batch.union(DataProto.from_dict(non_tensors=arrays))

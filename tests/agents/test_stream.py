@@ -177,6 +177,7 @@ def test_what_is_unfinished_goes_on_elsewhere_from_its_tokens(folder: Path, tmp_
 
 
 def test_what_has_finished_and_was_not_taken_is_not_sampled_again(folder: Path) -> None:
+    """Also where a run goes on with shorter responses: these stay as they are."""
     engine, rollout = NativeEngine(folder), rollout_config()
     stream = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
     stream.start(task_prompts(2))
@@ -184,7 +185,8 @@ def test_what_has_finished_and_was_not_taken_is_not_sampled_again(folder: Path) 
     snapshot, wanted = stream.snapshot(), stream.take()
     assert snapshot is not None
     assert wanted is not None
-    resumed = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
+    shorter = rollout_config(response_length=4)
+    resumed = AgentStream(engine, shorter, agents_for(shorter), pad_token_id=0)
     generated = engine.stats.decode_tokens
     resumed.start(task_prompts(2), snapshot)
     rows = finished(resumed, 2)
