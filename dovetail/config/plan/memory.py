@@ -134,7 +134,7 @@ class _Memory:
                 self.rollout,
                 device=device,
                 sequences_per_replica=batches.sequences_per_engine
-                * (config.groups_in_flight / config.generation_batch_size)
+                * max(1.0, config.groups_in_flight / config.generation_batch_size)
                 / self.rollout.data_parallel_size,
                 shares_weights=_shares_weights(config, layouts),
             )

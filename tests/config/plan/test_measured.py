@@ -84,6 +84,7 @@ def test_the_cache_is_counted_in_the_pages_of_the_engine(plan: Plan) -> None:
     [
         (["async_training.mode=fully_async", "async_training.max_staleness=8", "async_training.max_in_flight=192"], 3),
         (["async_training.mode=fully_async", "async_training.max_staleness=8"], 1.125),
+        (["async_training.mode=fully_async", "async_training.max_in_flight=16"], 1),  # a step needs its own
         (["async_training.mode=one_step_off", "actor_rollout_ref.hybrid_engine=False", *ONE_MORE_GPU], 2),
     ],
 )
