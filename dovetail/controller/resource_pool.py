@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import threading
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -170,18 +171,23 @@ def _give_back(groups: Sequence[PlacementGroup], *, placing_s: float = 0.0) -> N
     then, and a process ends after it. `placing_s` is how long the groups may still be in the course of being placed."""
     import ray
 
+    given_back: Future[None] = Future()
+
     def give_back() -> None:
         give_up = time.monotonic() + placing_s
-        for group in groups:
-            if placing_s:  # Ray never frees the slots of a group that is removed while it is being placed
-                group.wait(max(0.0, give_up - time.monotonic()))
-            ray.util.remove_placement_group(group)
+        try:
+            for group in groups:
+                if placing_s:  # Ray never frees the slots of a group that is removed while it is being placed
+                    group.wait(max(0.0, give_up - time.monotonic()))
+                ray.util.remove_placement_group(group)
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            given_back.set_exception(error)
+        else:
+            given_back.set_result(None)
 
-    thread = ThreadPoolExecutor(1)
-    given_back = thread.submit(give_back)
-    _GIVING_BACK.add(given_back)
+    _GIVING_BACK.add(given_back)  # before it begins: whoever leaves Ray from now on waits for it
     given_back.add_done_callback(_GIVING_BACK.discard)
-    thread.shutdown(wait=False)
+    threading.Thread(target=give_back, name="slots given back").start()
     given_back.result()
 
 

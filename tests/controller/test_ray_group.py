@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -216,9 +217,17 @@ def test_a_reservation_that_is_interrupted_leaves_no_slots_reserved(
     assert set(states) == {"CREATED"}, "Ray may keep the slots of one that was still being placed"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Also where a shell started this in the background, and so with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("while_reserving", [True, False], ids=["reserved", "released"])
 def test_a_second_interrupt_does_not_keep_slots_from_being_given_back(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, while_reserving: bool
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, interruptible: None, while_reserving: bool
 ) -> None:
     remove, interrupted, main = ray.util.remove_placement_group, threading.Event(), threading.main_thread().ident
     assert main is not None
