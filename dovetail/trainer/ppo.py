@@ -385,6 +385,8 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         """Scores of the validation prompts; empty without `data.val_files`."""
         if self.val_loader is None:
             return {}
+        if self.stream is not None:
+            self.stream.bring_weights(self.weight_version)
         validation = validate(
             self.config,
             self.val_loader,

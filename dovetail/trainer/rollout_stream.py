@@ -125,21 +125,27 @@ class RolloutStream:
 
     def update(self, version: int, step: int) -> dict[str, float]:
         """The trainer has new weights: bring them to the engines when it is time, and start what may start then."""
-        metrics: dict[str, float] = {}
-        if step % self._settings.trigger_parameter_sync_step == 0:
-            if self._settings.finishes_before_update:
-                began = time.monotonic()
-                while self._running:
-                    self._advance(sorted(self._running), began)
-            metrics = self._generator.take_weights(version)
-            self._version = version
-            self.pace.num_taken_at_update = self.pace.num_taken
+        is_due = step % self._settings.trigger_parameter_sync_step == 0
+        metrics = self.bring_weights(version) if is_due else {}
         self._start_allowed()
         self.ledger.flush(step)
         return metrics | {
             "async/groups_ready": float(len(self._ready)),
             "async/groups_running": float(len(self._running)),
         }
+
+    def bring_weights(self, version: int) -> dict[str, float]:
+        """The engines get the trainer's weights, of this version, where they have others. A validation needs them."""
+        if version == self._version:
+            return {}
+        if self._settings.finishes_before_update:
+            began = time.monotonic()
+            while self._running:
+                self._advance(sorted(self._running), began)
+        metrics = self._generator.take_weights(version)
+        self._version = version
+        self.pace.num_taken_at_update = self.pace.num_taken
+        return metrics
 
     def activity(self) -> list[list[tuple[str, float, float]]]:
         """What engines on devices of their own did since the last call, for the timeline."""

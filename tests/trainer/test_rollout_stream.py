@@ -329,6 +329,24 @@ def test_a_step_does_not_wait_for_an_engine_that_has_nothing_left(make: Make) ->
     assert len(uids(resumed.next(9))) == GROUPS
 
 
+def test_weights_that_a_validation_brings_wait_for_running_responses_as_others_do(make: Make, tmp_path: Path) -> None:
+    """A validation between two transfers sends the newest weights."""
+    stream, generator = make(apart=True, trigger_parameter_sync_step=3, max_staleness=3, partial_rollout=False)
+    stream.begin_step()
+    stream.trained(1, uids(stream.next(1)))
+    stream.update(1, 1)
+    assert generator.waiting
+    stream.bring_weights(1)
+    assert not generator.waiting
+    assert generator.version == 1
+    stream.begin_step()
+    stream.trained(2, uids(stream.next(2)))
+    stream.update(2, 2)
+    ledger = read_ledger(tmp_path)
+    assert ledger is not None
+    assert {record.starts[0] for record in ledger.draws.values()} == {0, 1}
+
+
 def test_a_stream_that_goes_on_from_a_synchronous_run_drops_nothing(make: Make, tmp_path: Path) -> None:
     stream, generator = make(on_stale="drop")
     stream.load(None, {}, 5)
