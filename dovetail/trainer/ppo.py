@@ -184,9 +184,13 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         if self.config.async_training.mode != "off":
             metrics |= self._staleness(batch)
         if self.stream is not None:
+            self.stop.keep_step()
+            kept = [uid for rows in self._carried_over().values() for uid in rows.non_tensor_batch["uid"]]
+            self.stream.trained(self.global_step, batch.non_tensor_batch["uid"].tolist(), kept=kept)
+            if self.stream.is_due(self.global_step) and self.config.async_training.finishes_before_update:
+                with self.timers("gen"):
+                    self.stream.finish_running()
             with self.timers("weight_sync"):
-                kept = [uid for rows in self._carried_over().values() for uid in rows.non_tensor_batch["uid"]]
-                self.stream.trained(self.global_step, batch.non_tensor_batch["uid"].tolist(), kept=kept)
                 metrics |= self.stream.update(self.weight_version, self.global_step)
         return batch, metrics
 

@@ -125,8 +125,7 @@ class RolloutStream:
 
     def update(self, version: int, step: int) -> dict[str, float]:
         """The trainer has new weights: bring them to the engines when it is time, and start what may start then."""
-        is_due = step % self._settings.trigger_parameter_sync_step == 0
-        metrics = self.bring_weights(version) if is_due else {}
+        metrics = self.bring_weights(version) if self.is_due(step) else {}
         self._start_allowed()
         self.ledger.flush(step)
         return metrics | {
@@ -134,14 +133,22 @@ class RolloutStream:
             "async/groups_running": float(len(self._running)),
         }
 
+    def is_due(self, step: int) -> bool:
+        """Whether the weights of this step go to the engines."""
+        return step % self._settings.trigger_parameter_sync_step == 0
+
+    def finish_running(self) -> None:
+        """Wait until nothing is generated."""
+        began = time.monotonic()
+        while self._running:
+            self._advance(sorted(self._running), began)
+
     def bring_weights(self, version: int) -> dict[str, float]:
         """The engines get the trainer's weights, of this version, where they have others. A validation needs them."""
         if version == self._version:
             return {}
         if self._settings.finishes_before_update:
-            began = time.monotonic()
-            while self._running:
-                self._advance(sorted(self._running), began)
+            self.finish_running()
         metrics = self._generator.take_weights(version)
         self._version = version
         self.pace.num_taken_at_update = self.pace.num_taken

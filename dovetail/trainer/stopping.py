@@ -72,6 +72,10 @@ class StopRequest:
     def begin_step(self) -> None:
         self._can_give_up = True
 
+    def keep_step(self) -> None:
+        """The step in progress is finished first, whatever is asked from here on."""
+        self._can_give_up = False
+
     def phase_ended(self, phase: str) -> None:
         """Called after each phase; raises `StopAfterPhase` where a step can be given up."""
         self.phase = phase

@@ -64,10 +64,12 @@ def test_one_step_off_is_a_function_of_the_seed_whatever_takes_how_long(tmp_path
     assert weights(delayed) == weights(plain) != {}
     # Batch k is generated under the weights of step k-2; the first two under those of the start.
     assert [row["async/staleness/mean"] for row in rows] == [0, 1, 1, 1]
-    engines = {
-        span[1] for line in read_json_lines(plain / "timeline.jsonl") for span in line["spans"] if span[0] == "engine 0"
-    }
-    assert engines == {"generate_groups", "commit_weights"}
+    timeline = list(read_json_lines(plain / "timeline.jsonl"))
+    assert {span[1] for line in timeline for span in line["spans"] if span[0] == "engine 0"} == {
+        "generate_groups", "commit_weights"
+    }  # fmt: skip
+    waits = [sum(span[:2] == ["driver", "gen"] for span in line["spans"]) for line in timeline if line["step"]]
+    assert waits == [2] * 4, "before an update, too, the trainer waits for groups and not for weights"
     ledger = checked_ledger(plain, bound=1)
     assert {tuple(version for version, _ in record.finishes[0]) for record in ledger.draws.values()} == {
         (0,), (1,), (2,)

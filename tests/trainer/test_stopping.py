@@ -40,6 +40,13 @@ def _run(config: DovetailConfig, phase: str, step: int, *signals: int) -> RunRes
 
 
 @e2e
+def test_a_step_whose_groups_are_noted_as_trained_is_not_given_up(toy: Toy, tmp_path: Path) -> None:
+    """Also where it updates nothing: given up, it would lose these groups."""
+    changes = {"async_training.mode": "fully_async", "trainer.critic_warmup": 2}
+    assert _run(toy.config(tmp_path, changes), "weight_sync", 1, signal.SIGTERM).steps == 1
+
+
+@e2e
 @pytest.mark.parametrize(
     ("changes", "phase", "last"),
     [
