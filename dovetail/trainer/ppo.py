@@ -465,7 +465,8 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.draws.num_drawn = state["num_drawn"]
         if self.stream is None:
-            self._warn_of_open_groups()
+            if self._recording is None:
+                self._warn_of_open_groups()
             return
         before = state.get("stream")
         self.stream.load(before, self.checkpoints.carried, self.weight_version)

@@ -18,6 +18,7 @@ from dovetail.rewards.runner import RewardResult
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.recording import RecordError, Recording, Rollout, write_record
 from dovetail.trainer.replay import compare
+from dovetail.trainer.run import run_training
 from dovetail.workers import actor_rollout_ref
 from tests.trainer.test_async_runs import CARRYING, GRPO, weights
 from tests.trainer.toy_run import DAPO, Toy, train
@@ -68,6 +69,20 @@ def test_a_replay_gets_the_same_weights_bit_for_bit(
 
     assert main(["replay", str(tmp_path), "--local"]) == 2
     assert "already holds a run" in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+def test_a_run_that_went_on_from_another_ones_checkpoint_is_replayed_from_it(
+    toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {**CARRYING, "async_training.record": True, "trainer.save_freq": 1, "trainer.total_training_steps": 3}
+    run_training(toy.config(tmp_path / "a", keys), use_ray=False, on_step=lambda step, _: "stop" if step == 1 else None)
+    checkpoint = str(tmp_path / "a/global_step_1")
+    keys |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": checkpoint}
+    train(toy.config(tmp_path / "b", keys))
+    assert main(["replay", str(tmp_path / "b"), "--local"]) == 0
+    assert weights(tmp_path / "b/replay") == weights(tmp_path / "b") != {}
+    assert "generated ahead" not in caplog.text, "the record has these groups"
 
 
 def record(folder: Path, step: int, *, draw: int | None = None) -> None:
