@@ -7,6 +7,7 @@ what is left of it ends the trajectory. Knows no engine and no chat template.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -14,7 +15,16 @@ from typing import Any, Literal, TypeVar
 from dovetail.agents.deadlines import DeadlineError, within
 from dovetail.agents.session import Session, TrajectoryEnd
 from dovetail.agents.tools.observations import run_calls, truncate_text
-from dovetail.agents.types import InfrastructureError, Message, Task, Toolbox, ToolCall, ToolResult, Turn
+from dovetail.agents.types import (
+    InfrastructureError,
+    Message,
+    Task,
+    Toolbox,
+    ToolCall,
+    ToolResult,
+    Turn,
+    checked_reward,
+)
 
 T = TypeVar("T")
 
@@ -131,9 +141,7 @@ class CheckedTools:
         tools, results = self._before if self._num_running else (self._tools.state(), self._results)
         if tools is None and results:
             return None
-        recorded = {
-            str(number): {**asdict(result), "metrics": dict(result.metrics)} for number, result in results.items()
-        }
+        recorded = {str(number): asdict(result) for number, result in results.items()}
         return {"tools": tools, "opening": self.opening, "results": recorded}
 
     # ---- inside ----
@@ -181,12 +189,14 @@ class CheckedTools:
 
     async def _watched(self, run: Callable[[], Awaitable[ToolResult]], event: dict[str, Any]) -> ToolResult:
         if not self._num_running:
-            self._before = self._tools.state(), dict(self._results)
+            self._before = copy.deepcopy(self._tools.state()), dict(self._results)
         self._num_running += 1
         began = asyncio.get_running_loop().time()
         try:
             result = await run()
-            result = replace(result, text=self._shortened(result.text))
+            reward = None if result.reward is None else checked_reward(result.reward, "the reward of a turn")
+            metrics = {name: float(value) for name, value in result.metrics.items()}  # numpy's are no JSON
+            result = replace(result, text=self._shortened(result.text), reward=reward, metrics=metrics)
             event["result"] = result.text
             if result.failure:
                 event["failure"] = result.failure
@@ -203,6 +213,7 @@ class CheckedTools:
             self._session.events.append({"kind": "tool", "seconds": seconds, **event})
 
     def _shortened(self, text: str) -> str:
+        text = text.encode(errors="replace").decode()  # no half characters, which a tokenizer refuses
         text = truncate_text(text, self.settings.max_tool_response_length, self.settings.truncate_side)
         return text if self.settings.shorten is None else self.settings.shorten(text)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from dovetail.agents.tools.classes import can_restore, made_by, reward_of
@@ -84,7 +85,7 @@ class OpenEnvironment:
     async def respond(self, messages: list[Message]) -> ToolResult:
         """The action is the text of the model's last message."""
         step = as_step(await call_function(self._environment.step, str(messages[-1].get("content") or "")))
-        numbers = {key: float(value) for key, value in step.info.items() if isinstance(value, (int, float))}
+        numbers = {key: float(value) for key, value in step.info.items() if isinstance(value, Real)}  # numpy's, too
         return ToolResult(step.observation, step.reward, step.done, numbers)
 
     async def reward(self) -> float | None:

@@ -13,14 +13,14 @@ from typing import Any
 from dovetail.agents.calls import CallSettings, CheckedTools
 from dovetail.agents.deadlines import result_of
 from dovetail.agents.loops import AgentLoop
-from dovetail.agents.session import RewrittenHistoryError, Session, TrajectoryEnd
+from dovetail.agents.session import DivergedError, RewrittenHistoryError, Session, TrajectoryEnd
 from dovetail.agents.types import GRADED, InfrastructureError, Outcome, Task, Toolbox, Trajectory, checked_reward
 from dovetail.rollout.base import EngineError
 
 logger = logging.getLogger(__name__)
 
-FATAL = (EngineError, RewrittenHistoryError)
-"""What concerns the whole run, and is not the outcome of a trajectory."""
+FATAL = (EngineError, RewrittenHistoryError, DivergedError)
+"""What is not the outcome of a trajectory: it concerns the whole run, or the trajectory starts again."""
 _LEADING = (str(Path(__file__).parent), contextlib.__file__, asyncio.__path__[0])
 """Where the frames are that lead to the user's code."""
 _NO_REQUEST = "the agent ended and has not asked the model for a turn (at OPENAI_BASE_URL, or with session.chat)."

@@ -35,6 +35,10 @@ class TrajectoryEnd(Exception):
         self.reward = reward
 
 
+class DivergedError(Exception):
+    """A trajectory that is run again after a resume asks for other turns than were recorded: it has to start again."""
+
+
 class RewrittenHistoryError(ValueError):
     """The chat template renders earlier messages differently now, and `multi_turn.on_rewrite=error`."""
 
@@ -154,6 +158,7 @@ class Session:
         self._rendered = Rendered()
         self._running: dict[int, tuple[_Node, asyncio.Future[GenerationResult]]] = {}
         self._num_asked = 0
+        self._is_over = False
         self._recorded = {node["number"]: _Node(**node) for node in (state or {}).get("nodes", ())}
 
     # ---- the conversation ----
@@ -172,6 +177,8 @@ class Session:
         A turn ends before any of the texts in `stop`. `sampling` are fields of `SamplingParams` to change for this
         turn. Raises `TrajectoryEnd` when no room is left.
         """
+        if self._is_over:
+            raise asyncio.CancelledError("the trajectory is over")
         if self._settings.max_turns is not None and self._num_asked >= self._settings.max_turns:
             raise TrajectoryEnd("max_turns")
         node = self._next_node(messages, list(tools or []))
@@ -192,7 +199,8 @@ class Session:
         node.reward = checked_reward(reward, "the reward of a turn") + (node.reward or 0.0)
 
     async def end(self) -> None:
-        """End the turns that are being written and keep what they have."""
+        """End the turns that are being written and keep what they have. Nobody gets another one."""
+        self._is_over = True
         running, self._running = self._running, {}
         if not running:
             return
@@ -249,9 +257,7 @@ class Session:
             if same and recorded.tools == tools:
                 recorded.reward = None  # the loop gives it again
                 return recorded
-            # The loop does something else this time: what it did before is of no use from here on.
-            self._recorded.clear()
-            self.events.append({"kind": "branch", "turn": number, "why": "the recorded turn answers other messages"})
+            raise DivergedError(f"turn {number} of {self.name} answers other messages than the recorded one")
         parent = self._continued(asked, tools)
         known = [] if parent is None else self._known[parent.number]
         kept = [mine if mine == theirs else _copied(theirs) for mine, theirs in zip(known, asked, strict=False)]
@@ -323,8 +329,9 @@ class Session:
         self._running[node.number] = node, future
         # Shielded: a trajectory that ends in mid-turn keeps what the turn has (`end`).
         result = await asyncio.shield(future)
+        if self._running.pop(node.number, None) is None:  # a task that outlives the trajectory: `end` has the tokens
+            raise asyncio.CancelledError
         node.add(result)
-        del self._running[node.number]
         seconds = asyncio.get_running_loop().time() - began
         self.events.append(
             {"kind": "generate", "turn": node.number, "seconds": seconds, "tokens": len(result.token_ids)}

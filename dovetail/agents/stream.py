@@ -8,6 +8,7 @@ neither. Requests that trajectories make while the engine is not theirs wait, an
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import threading
@@ -24,7 +25,7 @@ from dovetail.agents.deadlines import within
 from dovetail.agents.loops import get_loop, replays
 from dovetail.agents.rows import rows_of, trajectory_from_json, trajectory_to_json
 from dovetail.agents.runner import Deadline, run_trajectory
-from dovetail.agents.session import Session, SessionSettings
+from dovetail.agents.session import DivergedError, Session, SessionSettings
 from dovetail.agents.types import Message, Task, Toolbox, Trajectory
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
@@ -83,6 +84,8 @@ class _Group:
     sessions: dict[int, Session] = field(default_factory=dict)
     deadlines: dict[int, Deadline] = field(default_factory=dict)
     running: list[asyncio.Task[None]] = field(default_factory=list)
+    known: dict[int, Any] = field(default_factory=dict)
+    """What a snapshot has of the trajectories that have not ended."""
 
     @property
     def is_finished(self) -> bool:
@@ -134,9 +137,14 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
         return self._agents.thread.run(self._snapshot(partial), _LOOP_S)
 
     def close(self) -> None:
-        """End what is running."""
+        """End what is running. Its tools are closed when this returns: the process may end then."""
+        with self._changed:
+            running = [task for group in self._groups.values() for task in group.running]
         super().close()
         self._submitter.shutdown(wait=False)
+        if running:
+            limit_s = self._agents.calls.tool_timeout_s  # of closing a trajectory's tools
+            self._agents.thread.run(asyncio.wait(running, timeout=limit_s), limit_s + _LOOP_S)
 
     # ---- in the thread that generates ----
 
@@ -184,14 +192,15 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
     async def _begin_groups(self, groups: Sequence[tuple[_Group, Mapping[int, Any]]]) -> None:
         for group, known in groups:
             for index in range(len(group.tasks)):
-                state = known.get(index, {})
+                group.known[index] = state = dict(known.get(index, {}))
                 if "ended" in state:
-                    group.ended[index] = trajectory_from_json(state["ended"], group.tasks[index])
+                    group.ended[index] = trajectory_from_json(group.known.pop(index)["ended"], group.tasks[index])
                 else:
-                    group.running.append(asyncio.ensure_future(self._run(group, index, state)))
+                    group.running.append(asyncio.ensure_future(self._run(group, index)))
             self._note_ended(group)
 
-    async def _run(self, group: _Group, index: int, state: Mapping[str, Any]) -> None:
+    async def _run(self, group: _Group, index: int) -> None:
+        state = group.known[index]
         task = group.tasks[index] = replace(group.tasks[index], attempt=int(state.get("attempt", 0)))
         session = Session(
             f"{group.uid}/{index}",
@@ -217,11 +226,17 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
                 deadline,
                 tools_state=state.get("tools"),
             )
+        except DivergedError as error:
+            logger.warning("%s (another loop, prompt or set of tools): the trajectory starts again", error)
+            await session.end()
+            group.known[index] = {"attempt": task.attempt + 1, "restarted": True}
+            await self._run(group, index)
+            return
         except Exception as error:  # noqa: BLE001 - raised again in the thread that takes results
             self._fail(error)
             return
         group.ended[index] = trajectory
-        del group.sessions[index], group.deadlines[index]
+        del group.sessions[index], group.deadlines[index], group.known[index]
         self._submitter.submit(self._stream.end_session, session.name)
         self._note_ended(group)
 
@@ -281,8 +296,8 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
         if index in group.ended:
             return {"ended": trajectory_to_json(group.ended[index])}
         session, attempt = group.sessions.get(index), group.tasks[index].attempt
-        if session is None or session.tools is None:
-            return {"attempt": attempt}
+        if session is None or session.tools is None:  # not open yet
+            return dict(group.known[index])
         tools = session.tools.state()
         if tools is None or not replays(group.loop):
             logger.warning(
@@ -330,8 +345,9 @@ def _group_of(prompts: DataProto, row: int, rollout: RolloutConfig, agents: Agen
     seed = columns.get("sampling_seed")
     seed = derive_seed("agent", uid) if seed is None else int(seed)
     messages = _messages(others, row)
-    tasks = [
-        Task(messages, columns, uid, sample, seed=derive_seed(seed, sample), validate=validate) for sample in range(n)
+    tasks = [  # each with a row of its own: a loop may append to its messages
+        Task(*copy.deepcopy((messages, columns)), uid, sample, seed=derive_seed(seed, sample), validate=validate)
+        for sample in range(n)
     ]
     loop = str(columns.get("agent_name") or agents.default_loop)
     get_loop(loop)  # a name that is not known is said at once

@@ -195,6 +195,8 @@ class HybridEngine:
     def close_agents(self) -> None:
         """The run is over: give back what its tools hold."""
         if self._agents is not None:
+            if self._groups is not None:
+                self._groups.close()
             self._agents.close()
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dovetail.agents.calls import CallSettings, CheckedTools
@@ -332,6 +333,32 @@ def test_a_resumed_trajectory_runs_no_call_again() -> None:
     assert result.messages == straight.messages
     assert again.num_calls == 2  # one that was restored, one that ran
     assert [event["result"] for event in result.events if event["kind"] == "tool"] == ["A", "B"]
+
+
+def test_a_record_is_json_and_as_it_was_before_the_call_that_runs() -> None:
+    """Also where the state is the object that the call changes, and where numbers are numpy's."""
+    seen: list[str] = []
+
+    async def look(x: str) -> ToolResult:
+        seen.append(x)
+        await asyncio.sleep(10)
+        return ToolResult("half \udcff", np.float32(0.5), metrics={"seen": np.float32(1.0)})
+
+    class Seeing(ScriptedTools):
+        def state(self) -> Any:
+            return seen
+
+    async def interrupted() -> Any:
+        session = session_over(FakeEngine("!look a", "!look b"), response_length=500)
+        task = asyncio.ensure_future(trajectory(session, Seeing(look)))
+        await asyncio.sleep(15)  # in the second call
+        task.cancel()
+        return session.tools.state()
+
+    state = json.loads(json.dumps(in_virtual_time(interrupted())[0]))
+    assert (seen, state["tools"]) == (["a", "b"], ["a"])
+    result = {"text": "half ?", "reward": 0.5, "done": False, "metrics": {"seen": 1.0}, "failure": ""}
+    assert state["results"] == {"0": result}
 
 
 def test_tools_that_cannot_be_restored_say_so_once_they_were_called() -> None:

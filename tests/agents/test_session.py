@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.agents.session import RewrittenHistoryError, Session, TrajectoryEnd
+from dovetail.agents.session import DivergedError, RewrittenHistoryError, Session, TrajectoryEnd
 from dovetail.agents.types import Message
 from tests.agents.fakes import ROLES, STOP, FakeEngine, FakeRenderer, in_virtual_time, session_over
 
@@ -206,6 +206,25 @@ def test_a_turn_that_is_ended_keeps_its_tokens() -> None:
     assert session.segments()[0].response.token_ids == (ord("h"),)
 
 
+def test_a_task_that_outlives_its_trajectory_adds_nothing_to_it() -> None:
+    """Its turn is ended with the trajectory, whose row has the tokens once; another turn is not begun."""
+    engine = FakeEngine("hello", seconds=100.0)
+    session = session_over(engine)
+
+    async def run() -> None:
+        left = asyncio.ensure_future(session.chat([USER]))
+        await asyncio.sleep(5)
+        await session.end()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        with pytest.raises(asyncio.CancelledError):
+            await session.chat([USER])
+
+    in_virtual_time(run())
+    assert session.segments()[0].response.token_ids == (ord("h"),)
+    assert len(engine.requests) == 1
+
+
 def test_a_restored_session_gives_recorded_turns_and_goes_on_with_the_unfinished_one() -> None:
     engine = FakeEngine("one", "two", seconds=10.0)
     session = session_over(engine)
@@ -260,9 +279,9 @@ def test_a_turn_that_was_complete_when_it_was_recorded_is_not_gone_on_with_and_e
     assert (turn.text, turn.finish_reason) == ("one", "stop")
 
 
-def test_a_loop_that_asks_for_something_else_after_a_restore_samples_anew() -> None:
+def test_a_loop_that_asks_for_something_else_after_a_restore_has_to_start_again() -> None:
     session = session_over(FakeEngine("one", "two"))
     in_virtual_time(conversation(session, tool("a")))
     resumed = session_over(FakeEngine("2", "3"), state=session.state({}))
-    in_virtual_time(conversation(resumed, tool("other")))
-    assert [turn.text for turn in resumed.turns] == ["one", "2"]
+    with pytest.raises(DivergedError, match="turn 1 of s answers other messages"):
+        in_virtual_time(conversation(resumed, tool("other")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -171,9 +172,22 @@ def test_what_is_unfinished_goes_on_elsewhere_from_its_tokens(folder: Path, tmp_
     snapshot.save_to_disk(str(tmp_path / "snapshot"))
     stream.close()
     running.exception(60)
+    snapshot = DataProto.load_from_disk(str(tmp_path / "snapshot"))
+    opening = AgentStream(NativeEngine(folder), rollout, agents_for(rollout, NeverOpen(str)), pad_token_id=0)
+    opening.start(task_prompts(3), snapshot)
+    opening.generate_in_background()
+    again = opening.snapshot()  # while the tools are opened
+    opening.close()
+    assert again is not None
+    assert again.tensors["weight_version"].tolist() == snapshot.tensors["weight_version"].tolist()
     resumed = AgentStream(NativeEngine(folder), rollout, agents_for(rollout), pad_token_id=0)
-    resumed.start(task_prompts(3), DataProto.load_from_disk(str(tmp_path / "snapshot")))
+    resumed.start(task_prompts(3), again)
     equal_rows(finished(resumed, 3), wanted)
+
+
+class NeverOpen(ScriptedTools):
+    async def open(self, task: Any, state: Any = None) -> Any:
+        await asyncio.Event().wait()
 
 
 def test_what_has_finished_and_was_not_taken_is_not_sampled_again(folder: Path) -> None:
@@ -235,3 +249,46 @@ def test_a_trajectory_that_ends_before_its_first_turn_is_a_row_without_a_respons
     assert batch.non_tensor_batch["outcome"].tolist() == ["finished", "finished", "tool_error"]
     assert int(batch.tensors["response_mask"][2].sum()) == 0
     assert batch.tensors["prompts"][2, -3:].tolist() == [5, 6, 7]
+
+
+def test_a_trajectory_starts_again_where_its_record_is_of_other_tools(folder: Path) -> None:
+    """No result of a call that was made before is given to another call."""
+    engine, rollout = NativeEngine(folder), rollout_config()
+    stream = AgentStream(engine, rollout, agents_for(rollout), pad_token_id=0)
+    stream.start(task_prompts(1))
+    running = on_thread(stream.run, 1)
+    wait_until(lambda: engine.stats.decode_tokens >= 30, "some turns")
+    engine.pause()
+    snapshot = stream.snapshot()
+    stream.close()
+    running.exception(60)
+    engine.continue_()
+    changed = agents_for(rollout, ScriptedTools(lambda x: f"other {x}"))
+    streams = [AgentStream(engine, rollout, changed, pad_token_id=0) for _ in range(2)]
+    streams[0].start(task_prompts(1), snapshot)
+    streams[1].start(task_prompts(1))
+    rows, wanted = (finished(stream, 1) for stream in streams)
+    equal_rows(rows, wanted)
+    assert [events[0]["kind"] for events in rows.non_tensor_batch["events"]] == ["restart"] * len(rows)
+
+
+def test_trajectories_have_rows_of_their_own_and_their_tools_are_closed_with_the_stream(folder: Path) -> None:
+    class Slow(ScriptedTools):
+        async def open(self, task: Any, state: Any = None) -> Any:
+            task.messages.append({"role": "user", "content": "mine"})
+            seen.append(len(task.messages))
+            return await super().open(task, state)
+
+        async def close(self) -> None:
+            await asyncio.sleep(0.2)
+            await super().close()
+
+    seen: list[int] = []
+    engine, rollout, tools = NativeEngine(folder), rollout_config(), Slow(str)
+    engine.pause()
+    stream = AgentStream(engine, rollout, agents_for(rollout, tools), pad_token_id=0)
+    stream.start(task_prompts(2))
+    stream.generate_in_background()
+    wait_until(lambda: len(seen) == 4, "four trajectories that have begun")
+    stream.close()
+    assert (seen, tools.num_closed) == ([2, 2, 2, 2], 4)
