@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from dovetail.config.base import Section, key, unused, when_is
+from dovetail.config.base import Section, key, unused, when_is, when_not
 
 Mode = Literal["off", "one_step_off", "fully_async"]
 
@@ -21,6 +21,12 @@ class AsyncTrainingConfig(Section):
             only="staleness_threshold on_stale order partial_rollout max_in_flight",
         ),
         unused("draws are trained in their order, so none gets too old", when_is("order", "draw"), only="on_stale"),
+        unused("{section}.max_staleness is set", when_not("max_staleness", None), only="staleness_threshold"),
+        unused(
+            "engines on devices of their own never stop (actor_rollout_ref.hybrid_engine=False)",
+            when_is("actor_rollout_ref.hybrid_engine", False),
+            only="max_in_flight",
+        ),
     )
 
     mode: Mode = key(

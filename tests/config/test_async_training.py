@@ -164,3 +164,13 @@ def test_the_group_size_beside_the_engines_own_has_no_effect() -> None:
     config = resolved("rollout.n=4", "actor_rollout_ref.rollout.n=8")
     assert config.actor_rollout_ref.rollout.n == 8
     assert "rollout.n=4 has no effect" in messages("rollout.n=4", "actor_rollout_ref.rollout.n=8")
+
+
+def test_a_limit_that_nothing_reads_is_said_to_have_no_effect() -> None:
+    keys = ["mode=fully_async", "max_staleness=2", "staleness_threshold=0.5", "max_in_flight=8"]
+    overrides = ["actor_rollout_ref.hybrid_engine=False", *(f"async_training.{key}" for key in keys)]
+    notices = [str(notice) for notice in load_config(overrides=overrides).notices]
+    assert any(
+        "staleness_threshold=0.5: no effect in this run: async_training.max_staleness" in notice for notice in notices
+    )
+    assert any("max_in_flight=8: no effect" in notice and "hybrid_engine=False" in notice for notice in notices)
